@@ -7,39 +7,33 @@ import tp_runner
 from tp_core.errors import ConfigError
 from tp_core.plugins import Engine, Pool, Verdict, registry
 from tp_core.testing import EngineConformance
-from tp_runner import _plugin
-from tp_runner._engines import InlineEngine, ProcessEngine, ThreadEngine
+
+from tests.tp_runner.obedient import engine_of
 
 
 class TestFork(EngineConformance):
-    engine = ProcessEngine
+    engine = type(engine_of("process"))
     options: ClassVar = {"start_method": "fork"}
 
 
 @pytest.mark.slow
 class TestForkServer(EngineConformance):
-    engine = ProcessEngine
+    engine = type(engine_of("process"))
 
 
 class TestThread(EngineConformance):
-    engine = ThreadEngine
+    engine = type(engine_of("thread"))
 
 
 class TestInline(EngineConformance):
-    engine = InlineEngine
+    engine = type(engine_of("inline"))
     patience_s = 0.1
     limits: ClassVar = {"test_several_workers_work_at_the_same_time": "everything is done by the caller"}
 
 
 def test_the_plugin_brings_the_engines_and_the_command():
-    assert sorted(engine.name for engine in _plugin.tp_engines()) == [
-        "inline",
-        "process",
-        "ray",
-        "thread",
-    ]
-    (command,) = _plugin.tp_commands()
-    assert command.name == "run"
+    assert {found.item.name for found in registry.engines()} >= {"inline", "process", "ray", "thread"}
+    (command,) = [found.item for found in registry.commands() if found.item.name == "run"]
     assert command.load().registered_commands
 
 
@@ -77,5 +71,7 @@ def test_an_engine_that_a_plugin_brings_can_be_asked_for():
             assert list(runner.stream(["ab"])) == ["ba"]
             with pytest.raises(ConfigError, match="'backwards' cannot do 'submit'"):
                 runner.submit("ab")
+        with pytest.raises(ConfigError, match="engine 'backwards' cannot do 'exit_results'"):
+            _ = runner.exit_results
     finally:
         registry.unregister("backwards")

@@ -1,18 +1,16 @@
 """What can be seen of the work: figures, a timeline, a bar, log records and warnings."""
 
-import io
 import itertools
 import json
 import logging
+import re
 import time
 import warnings
 
 import pytest
-import rich.progress
 import tp_runner
-from rich.console import Console
 from tp_core.errors import ConfigError
-from tp_runner import OrderedRunner, Pipeline, RunnerClosedError, RunnerStats, _progress
+from tp_runner import OrderedRunner, Pipeline, RunnerClosedError, RunnerStats
 
 
 class Sleeps(OrderedRunner):
@@ -96,19 +94,13 @@ def test_a_timeline_that_was_not_kept_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("sized", [True, False])
-def test_the_bar_shows_items_rate_and_how_busy_the_workers_are(monkeypatch, sized):
-    out = io.StringIO()
-
-    class Bar(rich.progress.Progress):
-        def __init__(self, *columns, console):
-            assert console.stderr
-            super().__init__(*columns, console=Console(file=out, force_terminal=True, width=120))
-
-    monkeypatch.setattr(_progress, "Progress", Bar)
-    with Sleeps(2, progress=True) as runner:
+def test_the_bar_shows_items_rate_and_how_busy_the_workers_are(monkeypatch, capsys, sized):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    with Sleeps(2, progress=True, engine="thread") as runner:
         items = range(40) if sized else (i for i in range(40))
         assert list(runner.stream(items)) == list(range(40))
-    shown = out.getvalue()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
     assert "40/40" in shown
     assert "/s" in shown
     assert "busy" in shown

@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from tp_runner._command import app
 from typer.testing import CliRunner
+
+from tests.tp_runner.obedient import app_of
+
+app = app_of("run")
 
 MODULE = """
 import os, time
@@ -153,8 +156,9 @@ def test_an_interrupted_run_goes_on_without_loss_or_repetition(folder, wait_unti
     (folder / "in.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(300)))
     command = [
         sys.executable,
-        "-c",
-        "from tp_runner._command import app; app()",
+        "-m",
+        "tp_core.cli",
+        "run",
         f"{module_in(folder)}:Slow",
         *("--input", "in.jsonl", "--output", "out.jsonl", "--devices", "2", "--no-progress"),
     ]
@@ -199,7 +203,7 @@ def test_the_same_input_by_another_path_is_the_same(folder):
 
 
 def test_standard_input_goes_to_standard_output(folder):
-    command = [sys.executable, "-c", "from tp_runner._command import app; app()"]
+    command = [sys.executable, "-m", "tp_core.cli", "run"]
     arguments = [
         f"{module_in(folder)}:upper",
         "--input",

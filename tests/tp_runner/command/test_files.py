@@ -9,9 +9,14 @@ import os
 import pytest
 from PIL import Image
 from tp_core.errors import ConfigError, StateError
-from tp_runner._command import app
+
+# private: a full disk, and a table that only the next run would write, cannot be had by the command
 from tp_runner._command._files import Journal, Record, find, read, require_apart, write_table
 from typer.testing import CliRunner
+
+from tests.tp_runner.obedient import app_of
+
+app = app_of("run")
 
 MODULE = """
 from tp_runner import OrderedRunner

@@ -2,8 +2,7 @@
 
 import pytest
 from tp_core.errors import ConfigError
-from tp_runner import _ray
-from tp_runner._ray import Scaling, needs_of, require_room
+from tp_runner import _ray  # private: clusters with so many nodes, and hours on them, cannot be had here
 
 CPU = {"CPU": 1.0, "GPU": 0.0}
 
@@ -24,17 +23,17 @@ def node(*, alive=True, **resources):
     ],
 )
 def test_room_for_so_many_workers_and_no_more(nodes, placement, n_room):
-    require_room(nodes, [CPU] * n_room, placement)
+    _ray.require_room(nodes, [CPU] * n_room, placement)
     with pytest.raises(ConfigError, match=f"room for {n_room} of {n_room + 1} actors.*with 1 CPU"):
-        require_room(nodes, [CPU] * (n_room + 1), placement)
+        _ray.require_room(nodes, [CPU] * (n_room + 1), placement)
 
 
 def test_fractions_of_a_device_are_what_a_worker_takes():
-    half = needs_of("cuda:0", {"num_gpus": 0.5, "num_cpus": 0.25})
+    half = _ray.needs_of("cuda:0", {"num_gpus": 0.5, "num_cpus": 0.25})
     assert half == {"CPU": 0.25, "GPU": 0.5}
-    require_room([node(CPU=1.0, GPU=2.0)], [half] * 4, None)
+    _ray.require_room([node(CPU=1.0, GPU=2.0)], [half] * 4, None)
     with pytest.raises(ConfigError, match=r"room for 4 of 5.*0\.25 CPU, 0\.5 GPU"):
-        require_room([node(CPU=9.0, GPU=2.0)], [half] * 5, None)
+        _ray.require_room([node(CPU=9.0, GPU=2.0)], [half] * 5, None)
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def clock(monkeypatch):
 
 
 def test_one_more_is_started_only_when_all_have_been_busy_for_long(clock):
-    scaling = Scaling(1, 3)
+    scaling = _ray.Scaling(1, 3)
     assert scaling.worker_to_start({0}, {0}, set()) is None
     for clock[0] in 0.7, 0.9:
         assert scaling.worker_to_start({0}, set(), set()) is None  # it was idle meanwhile
@@ -62,7 +61,7 @@ def test_one_more_is_started_only_when_all_have_been_busy_for_long(clock):
 
 
 def test_a_worker_between_two_items_counts_as_busy(clock):
-    scaling = Scaling(1, 2)
+    scaling = _ray.Scaling(1, 2)
     started = None
     while started is None and clock[0] < 5.0:
         assert scaling.worker_to_start({0}, {0}, set()) is None
@@ -74,7 +73,7 @@ def test_a_worker_between_two_items_counts_as_busy(clock):
 
 
 def test_those_beyond_the_fewest_go_when_they_have_had_nothing_to_do(clock):
-    scaling = Scaling(1, 3)
+    scaling = _ray.Scaling(1, 3)
     assert scaling.idle_workers({0, 1, 2}, {1}) == []
     clock[0] = 9.0
     assert scaling.idle_workers({0, 1, 2}, set()) == []

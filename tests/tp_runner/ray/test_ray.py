@@ -20,10 +20,11 @@ from tp_runner import (
     UnorderedRunner,
     WorkerDiedError,
     WorkerError,
-    _ray,
+    _ray,  # private: it waits for a second, and for ten, before it changes its size
     worker,
 )
-from tp_runner._ray import RayEngine
+
+from tests.tp_runner.obedient import engine_of
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900, method="signal")]
@@ -104,7 +105,7 @@ def _wait_for_nodes(n_nodes):
 
 @pytest.mark.usefixtures("cluster")
 class TestRay(EngineConformance):
-    engine = RayEngine
+    engine = type(engine_of("ray"))
 
 
 class Work:

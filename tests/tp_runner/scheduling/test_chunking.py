@@ -1,7 +1,7 @@
 """How many chunks a worker may have been given at a time."""
 
 import pytest
-from tp_runner._scheduling._run import Chunking
+from tp_runner._scheduling._run import Chunking  # private: nobody else can say how long an item took
 
 
 def learned(item_s):

@@ -1,18 +1,18 @@
 """Items that are tried again rest before it, and nobody waits for them; the clock is the tests' own."""
 
+import itertools
+import time
+
 import pytest
 import tp_runner
 from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner, UnorderedRunner
-from tp_runner._options import Settings
-from tp_runner._scheduling import _run
-from tp_runner._scheduling._retries import Death, Split, after_death, after_failures
-from tp_runner._workers._failure import Failure
-from tp_runner._workers._fleet import Chunk, Died
+from tp_runner._scheduling._retries import Death, Split, after_death  # private: a chunk of three needs luck
+from tp_runner.internal import Chunk, Died, Settings
 
 
 class Clock:
-    """Stands still until it is told otherwise."""
+    """Stands still but for the sleeps of this thread, where it does the work itself, and for the tests."""
 
     def __init__(self):
         self.now = 0.0
@@ -20,11 +20,15 @@ class Clock:
     def monotonic(self):
         return self.now
 
+    def sleep(self, seconds):
+        self.now += seconds
+
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(_run, "time", clock)
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
     return clock
 
 
@@ -67,14 +71,26 @@ def test_results_in_order_stay_so_while_later_items_are_worked_on(clock):
     assert calls == [0, 1, 2, 3, 4, 5, 0]
 
 
-def test_each_delay_is_twice_the_one_before_up_to_sixteen_times():
-    settings = Settings(max_retries=10, retry_delay_s=0.5)
-    delays = []
-    for attempts in range(7):
-        failure = Failure("raised", "no")
-        decision = after_failures(Chunk(1, 0, ["a", "b"], 1, attempts=attempts), [failure, 1], settings)
-        delays += [part.delay_s for part in decision.parts]
-    assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+INLINE = {"engine": "inline", "n_workers": 1, "max_retries": 9, "retry_delay_s": 0.5}
+
+
+def test_each_delay_is_twice_the_one_before_up_to_sixteen_times(clock):
+    began = []
+
+    def work(item):
+        began.append(clock.now)
+        if len(began) < 8:
+            raise OSError(item)
+        return item
+
+    assert list(tp_runner.map(work, [0], **INLINE)) == [0]
+    delays = [later - earlier for earlier, later in itertools.pairwise(began)]
+    assert delays == pytest.approx([0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0], abs=0.02)
+
+
+def test_what_has_rested_is_tried_in_the_order_of_its_time(clock):
+    work = fails_first([], {0: 2, 1: 1})
+    assert list(tp_runner.map(work, [0, 1], ordered=False, **INLINE)) == [1, 0]
 
 
 def test_an_item_that_took_too_long_rests_and_those_beside_it_do_not():
@@ -92,21 +108,6 @@ def test_an_item_that_took_too_long_rests_and_those_beside_it_do_not():
         Settings(max_retries=3, retry_delay_s=2.0),
     )
     assert [part.delay_s for part in mended.parts] == [0.0]  # a death is not the item's failure
-
-
-def test_a_line_gives_what_has_rested_in_the_order_of_its_time(clock):
-    line = _run.RetryQueue()
-    first, second, third = (Chunk(seq, 0, [seq], 1) for seq in (1, 2, 3))
-    line.append(first, 4.0)
-    line.append(second, 2.0)
-    line.append(third)
-    assert [line.take(), line.take()] == [third, None]
-    assert line.seconds_until_due() == 2.0
-    clock.now = 2.0
-    assert [line.take(), line.take()] == [second, None]
-    line.hurry()
-    assert [line.take(), line.take()] == [first, None]
-    assert line.seconds_until_due() is None
 
 
 @pytest.mark.parametrize("kind", [OrderedRunner, UnorderedRunner])

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import tp_runner
-from tp_runner._scheduling._source import Feeder
+from tp_runner._scheduling._source import Feeder  # private: the race takes an item in one moment alone
 
 
 @pytest.fixture

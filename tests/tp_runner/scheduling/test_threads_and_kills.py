@@ -23,8 +23,8 @@ from tp_runner import (
     WorkerDiedError,
     WorkerError,
 )
-from tp_runner._scheduling import _source
-from tp_runner._workers._process import _fleet, _start, _worker
+from tp_runner._scheduling import _source  # private: a run ends in the midst of submit() by luck alone
+from tp_runner._workers._process import _start  # private: a server's limit for an answer is five minutes
 
 DEADLINE_S = 100.0
 FORK = {"start_method": "fork"}
@@ -457,15 +457,15 @@ def a_death_in_the_start_of_a_map(max_restarts):
 
 
 def a_restart_that_fails_in_the_start(tmp_path):
-    handle, n_started = _fleet.WorkerHandle, itertools.count()
+    fork, n_started = os.fork, itertools.count()
 
-    def two_alone(*args, **options):
+    def two_alone():
         if next(n_started) == 2:  # a system that starts no third process in this moment cannot be had
             raise OSError("there are too many processes")
-        return handle(*args, **options)
+        return fork()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_fleet, "WorkerHandle", two_alone)
+        patch.setattr(os, "fork", two_alone)
         with pytest.raises(WorkerError, match="there are too many processes"):
             SlowToStart(2, {"folder": tmp_path, "who": "starting"}, max_restarts=3, **FORK)
 
@@ -609,64 +609,37 @@ def a_submit_while_the_run_ends_gets_its_end(tmp_path):
     assert isinstance(future.exception(0), RunnerClosedError)
 
 
-def a_silent_fork_server_is_used_no_more(tmp_path):
-    env = {"SILENT": str(tmp_path)}  # a server of its own
-    server = _start._server(_worker.main, [], env)
-    os.kill(server.pid, signal.SIGSTOP)
-    server._socket.settimeout(0.01)
+class OfServer(OrderedRunner):
+    """Its workers are started by a fork server of its own."""
 
-    def kill():
-        wait_for(lambda: refused.is_set() or not server._owner)
-        os.kill(server.pid, signal.SIGKILL)
-
-    refused = threading.Event()
-    killer = threading.Thread(target=kill)
-    killer.start()
-    with pytest.raises(ConnectionError, match="does not answer"):
-        _start.fork_by_server(_worker.main, [], env, [])
-    is_closed = server._socket.fileno() == -1
-    refused.set()
-    killer.join(DEADLINE_S)
-    assert is_closed
-    server.stop()
+    @staticmethod
+    def producer_work(device, cfg, item):
+        return os.getppid(), os.getpid()
 
 
-def a_fork_server_that_answers_too_late(error=None):
-    """The late answer is not taken for the next one's."""
+def a_fork_server_that_does_not_answer(stops, error=None):
+    """It is used no more; a late answer is not taken for the next one's."""
 
     def check(tmp_path):
-        class Pid(OrderedRunner):
-            @staticmethod
-            def producer_work(device, cfg, item):
-                return os.getpid()
-
-        options = {"env": {"LATE": str(tmp_path)}}  # a server of its own
-        with Pid(1, **options) as runner:
-            assert len(list(runner.stream([1]))) == 1
-            (server,) = [s for (_, env), s in _start._servers.items() if dict(env) == options["env"]]
-            os.kill(server.pid, signal.SIGSTOP)
-
-            def go_on():
-                wait_for(lambda: refused.is_set() or not server._owner)
-                os.kill(server.pid, signal.SIGCONT)
-
-            refused = threading.Event()
-            goes_on = threading.Thread(target=go_on)
-            goes_on.start()
+        options = {"env": {"SILENT": str(tmp_path)}}
+        with OfServer(1, **options) as runner:
+            ((server, _),) = runner.stream([1])
+            (ours,) = [each for each in _start._servers.values() if each.pid == server]
+            os.kill(server, signal.SIGSTOP)
             try:
                 if error is None:
-                    server._socket.settimeout(0.2)
+                    ours._socket.settimeout(0.2)
                     with pytest.raises(WorkerError, match="does not answer"):
-                        Pid(1, **options)
+                        OfServer(1, **options)
                 else:
                     with alarm(0.2, error), pytest.raises(error):
-                        Pid(1, **options)
+                        OfServer(1, **options)
             finally:
-                refused.set()
-                goes_on.join(DEADLINE_S)
-            with Pid(1, **options) as other:
-                (pid,) = other.stream([1])
-                assert [h.process.pid for h in other._pool.fleet._handles.values()] == [pid]
+                os.kill(server, signal.SIGKILL if stops else signal.SIGCONT)
+            with OfServer(1, **options) as other:
+                ((another, pid),) = other.stream([1])
+                assert another != server
+                assert [handle.process.pid for handle in other._pool.fleet._handles.values()] == [pid]
 
     return check
 
@@ -707,7 +680,6 @@ FAST = {
     "a kill of a stream's worker": a_kill_frees_the_busy_worker_and_no_other("stream"),
     "a kill over a frame with the lock": a_kill_over_a_frame_with_the_lock,
     "a submit while the run ends": a_submit_while_the_run_ends_gets_its_end,
-    "a silent fork server": a_silent_fork_server_is_used_no_more,
     "threads are not killed": threads_are_not_killed,
     "attempts": an_attempt_is_counted,
 }
@@ -749,8 +721,11 @@ SLOW = {
     "garbage, fork server": garbage(b"x" * 1000, 1, {}),
     "killed fork servers": killed_fork_servers_leave_no_descriptor,
     "fork servers killed all the time": fork_servers_that_are_killed_all_the_time,
-    "a fork server that is late": a_fork_server_that_answers_too_late(),
-    "an interrupt before the fork server answers": a_fork_server_that_answers_too_late(KeyboardInterrupt),
+    "a silent fork server": a_fork_server_that_does_not_answer(stops=True),
+    "a fork server that is late": a_fork_server_that_does_not_answer(stops=False),
+    "an interrupt before the fork server answers": a_fork_server_that_does_not_answer(
+        stops=False, error=KeyboardInterrupt
+    ),
     "a hung end, fork server": a_hung_end_is_named({}),
     "cancelled work sees it, threads": cancelled_work_can_see_it(THREAD, "cancel"),
     "closed work sees it, processes": cancelled_work_can_see_it(FORK, "close"),

@@ -3,11 +3,9 @@
 import threading
 
 import pytest
+from tp_core.plugins import registry
 from tp_runner import OrderedRunner
-from tp_runner._options import Settings
-from tp_runner._scheduling._pool import Scheduler
-from tp_runner._scheduling._source import Direct, Feeder
-from tp_runner._workers._fleet import Done, Fleet, Timing
+from tp_runner.internal import Done, Fleet, FleetEngine, Timing
 
 DEADLINE_S = 800.0
 
@@ -15,10 +13,8 @@ DEADLINE_S = 800.0
 class OneWorker(Fleet):
     """Answers at once. An answer that another thread has taken does not wake who waits for it."""
 
-    devices = ("cpu",)
-
-    def __init__(self):
-        super().__init__(self.devices)
+    def __init__(self, devices):
+        super().__init__(devices)
         self.is_asleep, self.is_slow, self.has_word = False, False, False
         self.answers = []
         self.changed = threading.Condition()
@@ -66,29 +62,52 @@ class OneWorker(Fleet):
             self.changed.notify_all()
 
 
-def test_the_end_of_an_input_that_another_thread_has_noticed_wakes_up_who_waits_for_its_results():
-    fleet, may_end = OneWorker(), threading.Event()
-    scheduler = Scheduler(fleet, Settings(), wait=True)
+@pytest.fixture
+def fleets():
+    """The fleets of runners with the engine "one-worker"."""
+    made = []
+
+    class OneWorkerEngine(FleetEngine):
+        name, score, summary = "one-worker", 1, "one worker that answers at once"
+
+        def make_fleet(self, program, devices, settings):
+            made.append(OneWorker(devices))
+            return made[-1]
+
+    registry.register(OneWorkerEngine)
+    yield made
+    registry.unregister("one-worker")
+
+
+def feeders():
+    return {thread for thread in threading.enumerate() if thread.name == "tp-runner-feeder"}
+
+
+def test_the_end_of_an_input_that_another_thread_has_noticed_wakes_up_who_waits_for_its_results(
+    fleets, wait_until
+):
+    may_end, before, got = threading.Event(), feeders(), []
 
     def nothing():
         assert may_end.wait(DEADLINE_S)
         yield from ()
 
-    empty = Feeder(nothing(), fleet.wake)
-    steps = scheduler.steps(lambda: scheduler.new_run(empty, ordered=True))
-    got = []
-    reader = threading.Thread(target=lambda: got.extend(steps), daemon=True)
-    reader.start()
-    other = scheduler.steps(lambda: scheduler.new_run(Direct([1, 2]), ordered=True))
-    assert next(other) == [1]  # the second item has been sent, and is answered while the reader sleeps again
-    fleet.falls_asleep()
-    may_end.set()
-    empty._thread.join(DEADLINE_S)  # its word is there, and the reader has not looked yet
-    assert next(other) == [2]
-    fleet.looks_again()
-    reader.join(100.0)
-    assert not reader.is_alive()
-    assert got == []
+    with OrderedRunner(1, engine="one-worker") as runner:
+        (fleet,) = fleets
+        reader = threading.Thread(target=lambda: got.extend(runner.stream(nothing())), daemon=True)
+        reader.start()
+        wait_until(lambda: feeders() - before)
+        (feeder,) = feeders() - before
+        other = runner.stream([1, 2])
+        assert next(other) == 1  # the second one is sent, and answered while the reader sleeps again
+        fleet.falls_asleep()
+        may_end.set()
+        feeder.join(DEADLINE_S)  # its word is there, and the reader has not looked yet
+        assert next(other) == 2
+        fleet.looks_again()
+        reader.join(100.0)
+        assert not reader.is_alive()
+        assert got == []
 
 
 class Same(OrderedRunner):
@@ -103,7 +122,7 @@ class Same(OrderedRunner):
 def test_a_word_for_who_waits_is_not_lost_to_another_thread_that_polls(options):
     with Same(n_workers=1, **options) as runner:
         assert list(runner.stream([1, 2])) == [1, 2]
-        fleet = runner._pool._scheduler.fleet
+        fleet = runner._pool.fleet
         fleet.poll()
         fleet.wake()
         assert fleet.poll() == []  # as any thread does that has the lock, before the sleeper is awake

@@ -8,13 +8,18 @@ import sys
 import pytest
 import tp_runner
 from tp_core.errors import ConfigError
-from tp_runner import Executor, OrderedRunner, Pipeline, _options
-from tp_runner._options import cores_of_workers, make_settings
-from tp_runner._workers._process import _start
+from tp_core.internal import available_cores
+from tp_runner import Executor, OrderedRunner, Pipeline
+
+from tests.tp_runner.obedient import engine_of
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 HERE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pins = pytest.mark.skipif(not HERE, reason="the system pins nobody")
+
+
+def settings_of(n_workers, options):
+    return engine_of("process").make_settings(n_workers, options)
 
 
 def _read(names):
@@ -61,12 +66,14 @@ def test_what_the_fork_server_imports_finds_them_and_others_servers_do_not(tmp_p
 
 @pytest.mark.slow
 def test_a_fork_server_with_an_environment_of_its_own_ends_with_its_workers(is_running, wait_until):
-    with OrderedRunner(1, env={"COLOR": "blue"}) as runner:
-        runner.submit(1).result()
-        (server,) = [s for (_, env), s in _start._servers.items() if env]
-        pid = server._process.pid
+    class OfServer(OrderedRunner):
+        @staticmethod
+        def producer_work(device, cfg, item):
+            return os.getppid()
+
+    with OfServer(1, env={"COLOR": "blue"}) as runner:
+        pid = runner.submit(1).result()
         assert is_running(pid)
-        del server
     del runner
 
     def has_ended():
@@ -111,9 +118,9 @@ def test_executors_and_pipelines_hand_them_on():
 
 
 def test_threads_follow_the_variable():
-    assert make_settings("process", 1, {"env": {"OMP_NUM_THREADS": "3"}}, {}).threads == 3
-    settings = make_settings("process", 1, {"env": {"OMP_NUM_THREADS": None}}, {})
-    assert settings.threads == tp_runner._options.available_cores()
+    assert settings_of(1, {"env": {"OMP_NUM_THREADS": "3"}}).threads == 3
+    settings = settings_of(1, {"env": {"OMP_NUM_THREADS": None}})
+    assert settings.threads == available_cores()
     (seen,) = tp_runner.map(
         _read, [["OMP_NUM_THREADS"]], n_workers=1, start_method="fork", env={"OMP_NUM_THREADS": "3"}
     )
@@ -181,18 +188,18 @@ def test_a_worker_that_is_started_again_has_the_same_cores():
 @pins
 def test_threads_are_what_the_user_says_before_they_are_the_cores(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert make_settings("process", 1, {"cpus": "split"}, {}).threads == 5
+    assert settings_of(1, {"cpus": "split"}).threads == 5
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert make_settings("process", 1, {"cpus": "split", "threads": 4}, {}).threads == 4
-    assert make_settings("process", 1, {"cpus": "split"}, {}).threads is None  # as many as there are cores
+    assert settings_of(1, {"cpus": "split", "threads": 4}).threads == 4
+    assert settings_of(1, {"cpus": "split"}).threads is None  # as many as there are cores
 
 
 def test_split_shares_the_cores_that_the_process_may_use_evenly(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {9, 4, 5, 7, 6}, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None, raising=False)
-    assert cores_of_workers("split", 2) == ((4, 5), (6, 7, 9))
-    assert cores_of_workers("split", 5) == ((4,), (5,), (6,), (7,), (9,))
-    shared = cores_of_workers("split", 10)
+    assert settings_of(2, {"cpus": "split"}).cpus == ((4, 5), (6, 7, 9))
+    assert settings_of(5, {"cpus": "split"}).cpus == ((4,), (5,), (6,), (7,), (9,))
+    shared = settings_of(10, {"cpus": "split"}).cpus
     assert sorted(shared) == sorted([(4,), (5,), (6,), (7,), (9,)] * 2)
 
 
@@ -221,7 +228,7 @@ def test_wrong_cores_are_refused(cpus, options, message):
 
 
 def test_a_system_that_pins_nobody_is_told(monkeypatch):
-    monkeypatch.delattr(_options.os, "sched_setaffinity", raising=False)
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     with pytest.raises(ConfigError, match=r"cpus='split' pins workers to cores, which \w+ has no call for"):
         OrderedRunner(2, cpus="split")
 
@@ -234,15 +241,19 @@ def test_a_copy_of_the_program_does_not_keep_its_fork_server_alive(start_script,
         """
         import os, time
         import tp_runner
-        from tp_runner._workers._process import _start
+
+        class OfServer(tp_runner.OrderedRunner):
+            @staticmethod
+            def producer_work(device, cfg, item):
+                return os.getppid()
 
         if __name__ == "__main__":
-            runner = tp_runner.OrderedRunner(1)
-            (server,) = _start._servers.values()
+            runner = OfServer(1)
+            server = runner.submit(1).result()
             child = os.fork()
             if not child:
                 assert list(tp_runner.map(abs, [-1], n_workers=1)) == [1]  # from a server of its own
-                print(server._process.pid, os.getpid(), flush=True)
+                print(server, os.getpid(), flush=True)
             time.sleep(600)
         """
     )

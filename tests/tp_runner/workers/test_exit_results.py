@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 import tp_runner
-from tp_core.errors import ConfigError
 from tp_runner import NotPicklableError, OrderedRunner, WorkerError
 
 KINDS = [
@@ -147,21 +146,3 @@ def test_what_cannot_be_rebuilt_is_an_error_for_who_asks():
 
 def _fail():
     raise ValueError("not here")
-
-
-def test_an_engine_of_a_plugin_has_none():
-    class Pool:
-        closed = False
-
-        def __init__(self):
-            from tp_runner._engines import PluginPoolAdapter
-
-            self.adapter = PluginPoolAdapter(self, "foreign", ordered=True)
-
-        def close(self):
-            pass
-
-    runner = Counting.__new__(Counting)
-    runner._pool = Pool().adapter
-    with pytest.raises(ConfigError, match="engine 'foreign' cannot do 'exit_results'"):
-        _ = runner.exit_results

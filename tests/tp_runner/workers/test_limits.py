@@ -1,18 +1,16 @@
 """Starts that hang, work that leaks, programs that start themselves: nothing goes on without an end."""
 
-import contextlib
 import dataclasses
 import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import tp_runner
 from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner, WorkerDiedError, WorkerError
-from tp_runner._workers._process import _start
+from tp_runner._workers._process import _start  # private: a system without /proc cannot be had here
 
 NEVER = threading.Event()
 
@@ -191,121 +189,3 @@ def test_what_no_system_can_tell_is_refused(tmp_path, monkeypatch):
 def test_threads_are_not_replaced():
     with pytest.raises(ConfigError, match="only processes are replaced"):
         tp_runner.map(abs, [1], n_workers=1, engine="thread", max_items_per_worker=3)
-
-
-# What /proc/self/cgroup says, the file that counts, and what stands in it before the number.
-@pytest.mark.parametrize(
-    ("group", "counter", "before"),
-    [
-        ("0::/job", "job/memory.events", "low 0\nmax 3\noom 0\n"),
-        ("4:memory:/job\n0::/", "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n"),
-        ("4:memory:/docker/0a1b", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n"),
-        ("7:cpu,memory:/job", "cpu,memory/job/memory.oom_control", "under_oom 0\n"),
-    ],
-    ids=["version-2", "version-1", "version-1-container", "version-1-joined"],
-)
-def test_a_death_for_want_of_memory_is_named(tmp_path, monkeypatch, group, counter, before):
-    monkeypatch.setattr(_start, "_PROC", tmp_path)
-    monkeypatch.setattr(_start, "_CGROUPS", tmp_path)
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text(f"{group}\n")
-    file = tmp_path / counter
-    file.parent.mkdir(parents=True)
-    file.write_text(f"{before}oom_kill 5\n")
-
-    def kill(count):
-        file.write_text(f"{before}oom_kill {count}\n")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    for count, reason in ((5, "killed by SIGKILL"), (6, "the system has killed it for want of memory")):
-        with pytest.raises(WorkerDiedError, match=reason):
-            list(tp_runner.map(kill, [count], n_workers=1, start_method="fork"))
-        file.write_text(f"{before}oom_kill 5\n")
-
-
-def test_so_many_deaths_are_for_want_of_memory_as_the_system_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(_start, "_PROC", tmp_path)
-    assert not _start.OomKills().explain_one()  # nobody counts
-    monkeypatch.setattr(_start, "_CGROUPS", tmp_path)
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("0::/\n")
-    events = tmp_path / "memory.events"
-    events.write_text("oom_kill 3\n")
-    kills = _start.OomKills()
-    assert not kills.explain_one()
-    events.write_text("oom_kill 5\n")  # two at once
-    assert [kills.explain_one() for _ in range(3)] == [True, True, False]
-
-
-@pytest.fixture
-def memory_group():
-    """Make a control group with a limit of its own; where this machine has none to give, skip."""
-    root = Path("/sys/fs/cgroup")
-    tried = []
-    for parent, limit in ((root / "memory", "memory.limit_in_bytes"), (root, "memory.max")):
-        group = parent / f"tp-runner-{os.getpid()}"
-        try:
-            if parent == root:
-                (root / "cgroup.subtree_control").write_text("+memory")
-            group.mkdir()
-        except OSError as error:
-            tried.append(str(error))
-            continue
-        try:
-            if (group / limit).exists():
-                (group / limit).write_text(str(700 << 20))
-                yield group
-                return
-            tried.append(f"no {group / limit}")
-        finally:
-            _remove(group)
-    pytest.skip(f"no control group with a limit of memory can be made here: {'; '.join(tried)}")
-
-
-def _remove(group):
-    deadline = time.monotonic() + 800
-    while True:
-        for pid in (group / "cgroup.procs").read_text().split():  # a test that failed may leave them
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        try:
-            return group.rmdir()
-        except OSError:  # the last ones are still ending
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
-def test_the_system_kills_workers_for_want_of_memory(memory_group, run_script, start_method):
-    out = run_script(
-        """
-        import os, sys
-        from pathlib import Path
-        import tp_runner
-
-        def fill(item):
-            if item == 3:
-                data = bytearray(b"x") * (1 << 30)
-            return item
-
-        def fill_at_start(device):
-            fill(3)
-
-        if __name__ == "__main__":
-            group, start_method = sys.argv[1:]
-            (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
-            with tp_runner.Executor(2, start_method=start_method) as executor:
-                futures = [executor.submit(fill, item) for item in range(6)]
-                error = futures.pop(3).exception()
-                print(type(error).__name__, "killed it for want of memory" in str(error))
-                print([future.result() for future in futures])
-            try:
-                list(tp_runner.map(fill, [3], n_workers=1, init=fill_at_start, start_method=start_method))
-            except tp_runner.WorkerDiedError as error:
-                print("before it was ready: the system has killed it for want of memory" in str(error))
-        """,
-        memory_group,
-        start_method,
-    )
-    assert out.splitlines() == ["WorkerDiedError True", "[0, 1, 2, 4, 5]", "True"]

@@ -11,8 +11,13 @@ import warnings
 import pytest
 import tp_runner
 from tp_core.errors import ConfigError
-from tp_runner import Executor, OrderedRunner, _options
-from tp_runner._options import make_settings
+from tp_runner import (
+    Executor,
+    OrderedRunner,
+    _options,  # Windows cannot be had here, and the import says what is said there
+)
+
+from tests.tp_runner.obedient import engine_of
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 
@@ -135,7 +140,7 @@ def test_windows_is_told_at_import_and_when_processes_are_asked_for(monkeypatch)
 )
 def test_macos_spawns_unless_told_otherwise(monkeypatch, platform, options, start_method):
     monkeypatch.setattr(sys, "platform", platform)
-    assert make_settings("process", 1, options, {}).start_method == start_method
+    assert engine_of("process").make_settings(1, options).start_method == start_method
 
 
 @pytest.mark.slow

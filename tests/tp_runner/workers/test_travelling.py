@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import sys
 import threading
 import types
@@ -12,8 +11,6 @@ import pytest
 import tp_runner
 from tp_core.errors import TpError
 from tp_runner import OrderedRunner
-from tp_runner._workers._pickling import dump_program
-from tp_runner._workers._work import FunctionProgram
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 
@@ -97,24 +94,32 @@ def by_hand(monkeypatch):
 def test_a_module_that_the_user_pickles_by_value_stays_so(by_hand):
     cloudpickle.register_pickle_by_value(by_hand)
     try:
-        dump_program(FunctionProgram(by_hand.double, None))
+        assert list(tp_runner.map(by_hand.double, [1], n_workers=1)) == [2]
         assert by_hand.__name__ in cloudpickle.list_registry_pickle_by_value()
     finally:
         cloudpickle.unregister_pickle_by_value(by_hand)
 
 
-def test_two_threads_pickle_programs_of_one_module(by_hand, monkeypatch):
+def test_two_threads_pickle_programs_of_one_module(by_hand):
+    results = []
+
+    def other():
+        results.extend(tp_runner.map(by_hand.double, [1], n_workers=1))
+
     class Slow:  # its pickling goes on after that in another thread has ended
         def __reduce__(self):
-            other = threading.Thread(target=dump_program, args=(FunctionProgram(by_hand.double, None),))
-            other.start()
-            other.join(800)
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(800)
             return int, (1,)
 
-    data = dump_program(FunctionProgram(Slow(), by_hand.double))
+    def work(state, item):
+        return by_hand.double(item)
+
+    slow, work.__module__ = Slow(), by_hand.__name__
+    assert list(tp_runner.map(work, [2], init=lambda device: slow, n_workers=1)) == [4]
+    assert results == [2]
     assert by_hand.__name__ not in cloudpickle.list_registry_pickle_by_value()
-    monkeypatch.delitem(sys.modules, by_hand.__name__)
-    assert pickle.loads(data).works[1](2) == 4
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -32,11 +32,6 @@ class AsyncResultStream(AsyncIterator[Any]):
     The run begins with the first request for a result. It ends as soon as the stream is exhausted, closed or
     dropped, or the waiting task is cancelled. It is no asynchronous generator: one that is left early ends
     when the event loop chooses, or never.
-
-    Args:
-        pool: The pool of workers.
-        items: The items.
-        progress: Whether to show a progress bar.
     """
 
     def __init__(

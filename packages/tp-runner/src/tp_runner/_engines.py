@@ -192,15 +192,6 @@ def worker_devices(engine: str, devices: Any, n_workers: int | None = None) -> t
 class PoolFactory:
     """The checked arguments of a pool, which it opens any number of times.
 
-    Args:
-        engine: The name of an engine, ours or a plugin's.
-        program: The program of the workers; each one calls it with its device.
-        devices: One for each worker.
-        options: The options by name.
-
-    Attributes:
-        has_copies: Whether there are several workers, each with a copy of the work's objects.
-
     Raises:
         ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.
     """
@@ -212,6 +203,7 @@ class PoolFactory:
         self._program = program
         self._devices = devices
         self._options = options
+        # whether there are several workers, each with a copy of the work's objects
         self.has_copies = len(devices) > 1 and getattr(self._engine, "copies_work", False)
         if isinstance(self._engine, FleetEngine):
             self._settings = self._engine.make_settings(len(devices), options)
@@ -235,13 +227,7 @@ class PoolFactory:
 
 
 class PluginPoolAdapter:
-    """A plugin's pool behind the methods of our own pools: by contract it has ``run`` and ``close``.
-
-    Args:
-        pool: The pool of an engine that a plugin brings.
-        engine: The name of that engine.
-        ordered: Whether results come in the order of the items.
-    """
+    """A plugin's pool behind the methods of our own pools: by contract it has ``run`` and ``close``."""
 
     def __init__(self, pool: Any, engine: str, *, ordered: bool) -> None:
         self._pool = pool

@@ -163,15 +163,10 @@ def refuse_async(function: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """The size of a batch, and how its items are joined.
+    """The size of a batch, and how its items are joined."""
 
-    Attributes:
-        size: The most items of one batch; the last one may have fewer.
-        collate: Makes a batch of a list of items.
-    """
-
-    size: int
-    collate: Callable[[list[Any]], Any] | None = None
+    size: int  # the most items of one batch; the last one may have fewer
+    collate: Callable[[list[Any]], Any] | None = None  # makes a batch of a list of items
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
@@ -407,13 +402,6 @@ def make_settings(
     start_timeout_s: float | None = START_TIMEOUT_S,
 ) -> Settings:
     """Check options that were given by name; fill in the rest.
-
-    Args:
-        engine: The name of the engine, for messages.
-        n_workers: How many workers there are.
-        options: The given options.
-        unfit: Which options mean nothing to this engine, and why.
-        start_timeout_s: How many seconds a start may take where nothing else is given.
 
     Raises:
         ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.

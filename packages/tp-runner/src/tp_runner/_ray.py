@@ -413,11 +413,6 @@ def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[Needs], plac
 
     An actor that fits nowhere would be waited for without an end.
 
-    Args:
-        nodes: Ray's description of each node.
-        workers: The resources of each worker, by Ray's names.
-        placement: The option ``placement``.
-
     Raises:
         ConfigError: There is no room for one of them.
     """
@@ -484,12 +479,7 @@ IDLE_S = 10.0
 
 
 class Scaling:
-    """The growth and shrinkage of a fleet: when another worker starts, and which idle one ends.
-
-    Args:
-        fewest: How many workers there are at least.
-        most: How many at most.
-    """
+    """The growth and shrinkage of a fleet: when another worker starts, and which idle one ends."""
 
     def __init__(self, fewest: int, most: int) -> None:
         self.fewest = fewest

@@ -226,7 +226,7 @@ class _Runner:
         Raises:
             ConfigError: The runner was made without ``timeline=True``.
         """
-        self._running().write_timeline(path)
+        self._running().timeline().write_timeline(path)
 
     def draw_timeline(self, width: int = 72) -> str:
         """Return a picture in text, ``width`` characters wide, of how busy each worker was when.
@@ -234,7 +234,7 @@ class _Runner:
         Raises:
             ConfigError: The runner was made without ``timeline=True``.
         """
-        return self._running().draw_timeline(width)
+        return self._running().timeline().draw_timeline(width)
 
     # -- life ----------------------------------------------------------------------------------
 

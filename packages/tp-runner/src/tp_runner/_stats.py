@@ -109,17 +109,11 @@ class _Counts:
 
 @dataclass(slots=True)
 class StatsCollector:
-    """Collector of the statistics of a pool.
+    """Collector of the statistics of a pool."""
 
-    Attributes:
-        devices: The workers' devices.
-        timeline: Whether to keep when each chunk was worked on.
-        delivered: How many results the caller was given.
-    """
-
-    devices: tuple[str, ...]
-    timeline: bool = False
-    delivered: int = 0
+    devices: tuple[str, ...]  # the workers' devices
+    timeline: bool = False  # whether to keep when each chunk was worked on
+    delivered: int = 0  # how many results the caller was given
     _began: float = field(default_factory=time.monotonic)
     _counts: list[_Counts] = field(default_factory=list)
     _events: collections.deque[tuple[int, int, int, Timing]] = field(

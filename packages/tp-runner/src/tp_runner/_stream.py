@@ -23,20 +23,14 @@ FORKED = (
 
 
 class OpenRun(NamedTuple):
-    """The consumer's side of a run.
+    """The consumer's side of a run."""
 
-    Attributes:
-        chunks: Neighboring results, list by list.
-        end: Ends them, from any thread.
-        cancel: Does the same, and waiting threads get ``RunCancelledError``. It takes the seconds after which
-            workers that are still busy with them are killed, or ``None``.
-        stats: Returns the workers' statistics so far.
-    """
-
-    chunks: Generator[list[Any], None, None]
-    end: Callable[[], None]
+    chunks: Generator[list[Any], None, None]  # neighboring results, list by list
+    end: Callable[[], None]  # ends them, from any thread
+    # does the same, and waiting threads get ``RunCancelledError``. It takes the seconds after which workers
+    # that are still busy with them are killed, or ``None``
     cancel: Callable[[float | None], None]
-    stats: Callable[[], Any]
+    stats: Callable[[], Any]  # returns the workers' statistics so far
 
 
 class Interruption(list[Any]):

@@ -28,19 +28,12 @@ _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An item and where it came from.
-
-    Attributes:
-        source: The file.
-        line: The number of the line or row in it, from 1; 0 for a whole file.
-        digest: A hash of the item; it changes when another item takes its place.
-        item: The parsed JSON value, the line without its end, the row as a dictionary, or the file's path.
-    """
+    """An item and where it came from."""
 
     source: str
-    line: int
-    digest: str
-    item: Any
+    line: int  # the number of the line or row in it, from 1; 0 for a whole file
+    digest: str  # a hash of the item; it changes when another item takes its place
+    item: Any  # the parsed JSON value, the line without its end, the row as a dictionary, or the file's path
 
 
 class Source(NamedTuple):
@@ -239,21 +232,14 @@ class Journal:
     again removes a line that an interruption cut off, and lines of failed items: such items are not done. An
     item that was replaced is done again, and its old line is removed at the end. With ``-`` results go to
     standard output, and no item is done before.
-
-    Attributes:
-        n_before: How many items were done before.
-        n_again: How many had failed before, and are tried again.
-        n_replaced: How many were done before, and have been replaced.
-        n_now: How many lines were written.
-        n_failed: How many of those are errors.
     """
 
     def __init__(self, path: Path) -> None:
-        self.n_before = 0
-        self.n_again = 0
-        self.n_replaced = 0
-        self.n_now = 0
-        self.n_failed = 0
+        self.n_before = 0  # how many items were done before
+        self.n_again = 0  # how many had failed before, and are tried again
+        self.n_replaced = 0  # how many were done before, and have been replaced
+        self.n_now = 0  # how many lines were written
+        self.n_failed = 0  # how many of those are errors
         self._path = path
         self._done: dict[tuple[str, int], str | None] = {}
         self._has_stale = False
@@ -504,11 +490,6 @@ def _open(path: str) -> Any:
 
 def require_apart(source: str, folder: Path, taken: dict[Path, str]) -> None:
     """Refuse a source if another one's picture is saved to the same file, and would be lost.
-
-    Args:
-        source: A file of the input.
-        folder: The folder of the pictures.
-        taken: The sources so far, by the file of the picture; this one is added.
 
     Raises:
         ConfigError: Another source is there.

@@ -33,23 +33,16 @@ from tp_runner.errors import RunCancelledError, RunnerClosedError
 
 
 class Scheduler:
-    """Runs that take turns on a fleet of workers.
-
-    Attributes:
-        lock: Guards everything here. One thread waits for the workers, without it.
-        runs: The open runs.
-        collector: The workers' statistics.
-        is_paused: Whether no more items are handed out.
-    """
+    """Runs that take turns on a fleet of workers."""
 
     def __init__(self, fleet: Fleet, settings: Settings, *, wait: bool) -> None:
         self.fleet = fleet
         self.settings = settings
-        self.is_paused = False
-        self.collector = StatsCollector(fleet.devices, settings.timeline)
-        self.runs: collections.deque[Run] = collections.deque()
+        self.is_paused = False  # whether no more items are handed out
+        self.collector = StatsCollector(fleet.devices, settings.timeline)  # the workers' statistics
+        self.runs: collections.deque[Run] = collections.deque()  # the open runs
         # Reentrant: a signal handler may close a stream in the thread that holds it.
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # guards everything here. One thread waits for the workers, without it
         self._assignments = Assignments(fleet)
         self._recycling = Recycling(fleet, settings)
         self._restarts_left = settings.max_restarts
@@ -563,23 +556,12 @@ class RunnerPool(Pool):
         """Return the values of the workers' ends so far, by worker."""
         return self.fleet.exit_results()
 
-    def write_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write what each worker did when, in the Chrome trace format.
+    def timeline(self) -> StatsCollector:
+        """Return what was kept of the work.
 
         Raises:
             ConfigError: The pool was opened without ``timeline=True``.
         """
-        self._timeline_collector().write_timeline(path)
-
-    def draw_timeline(self, width: int = 72) -> str:
-        """Return a picture in text of how busy each worker was when.
-
-        Raises:
-            ConfigError: The pool was opened without ``timeline=True``.
-        """
-        return self._timeline_collector().draw_timeline(width)
-
-    def _timeline_collector(self) -> StatsCollector:
         if not self.settings.timeline:
             msg = "nothing was kept for a timeline; open the runner with timeline=True"
             raise ConfigError(msg)

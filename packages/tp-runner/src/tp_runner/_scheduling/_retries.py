@@ -19,23 +19,14 @@ MOST_FAILED_STARTS = 3
 
 
 class Part(NamedTuple):
-    """A range of a chunk's items that is tried again, or has failed for good.
+    """A range of a chunk's items that is tried again, or has failed for good."""
 
-    Attributes:
-        start: The place of its first item in the chunk.
-        stop: The place after its last one.
-        attempts: How many of the attempts that ``retries`` counts its items have had.
-        deaths: How many workers its first item has killed.
-        failure: Why it is not tried again; ``None`` when it is.
-        delay_s: After how many seconds it is.
-    """
-
-    start: int
-    stop: int
-    attempts: int = 0
-    deaths: int = 0
-    failure: Failure | None = None
-    delay_s: float = 0.0
+    start: int  # the place of its first item in the chunk
+    stop: int  # the place after its last one
+    attempts: int = 0  # how many of the attempts that ``retries`` counts its items have had
+    deaths: int = 0  # how many workers its first item has killed
+    failure: Failure | None = None  # why it is not tried again; ``None`` when it is
+    delay_s: float = 0.0  # after how many seconds it is
 
 
 class Finish(NamedTuple):
@@ -59,23 +50,14 @@ Decision = Finish | Split | Resend
 
 
 class Death(NamedTuple):
-    """The facts of a worker's end.
-
-    Attributes:
-        event: The fleet's event.
-        current: The number of the chunk to blame and the place in it; ``None`` for none.
-        is_timeout: Whether the worker was killed because an item took too long.
-        is_revived: Whether it was started again.
-        any_alive: Whether a worker is left, this one included.
-        held: The places in the input of all items of this run that it held.
-    """
+    """The facts of a worker's end."""
 
     event: Died
-    current: tuple[int, int] | None
-    is_timeout: bool
-    is_revived: bool
-    any_alive: bool
-    held: tuple[int, ...]
+    current: tuple[int, int] | None  # the number of the chunk to blame and the place in it; ``None`` for none
+    is_timeout: bool  # whether the worker was killed because an item took too long
+    is_revived: bool  # whether it was started again
+    any_alive: bool  # whether a worker is left, this one included
+    held: tuple[int, ...]  # the places in the input of all items of this run that it held
 
 
 def after_failures(chunk: Chunk, results: list[Any], settings: Settings) -> Decision:

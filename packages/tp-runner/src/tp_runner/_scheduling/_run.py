@@ -49,18 +49,13 @@ SLOW_CONSUMER = 0.9
 
 
 class Chunking:
-    """The sizes of a run's chunks, by the measured time and size of its items.
-
-    Attributes:
-        size: How many items the next chunk should have.
-        bytes_per_item: The bytes of an item or of its result on the journey, whichever is larger.
-    """
+    """The sizes of a run's chunks, by the measured time and size of its items."""
 
     def __init__(self, *, whole: int = 1, most: int = MOST_ITEMS) -> None:
         self._whole = whole
         self._most = max(whole, most - most % whole)
-        self.size = whole
-        self.bytes_per_item = 0.0
+        self.size = whole  # how many items the next chunk should have
+        self.bytes_per_item = 0.0  # the bytes of an item or of its result on the journey, whichever is larger
         self._item_s = 0.0
         self._consumer_s = 0.0
         self._since = time.monotonic()
@@ -139,22 +134,12 @@ FEW_CHUNKS = 4
 
 
 class Bounds:
-    """The bounds of a run: its chunks on their way, and the size of the next one.
-
-    Args:
-        settings: How the runner is run.
-        fleet: The workers.
-
-    Attributes:
-        n_chunks: How many chunks are on their way, or wait for their turn.
-        nbytes: Their bytes.
-        whole: Items travel in multiples of so many: in batches, where there are some.
-        chunking: How many items travel together.
-    """
+    """The bounds of a run: its chunks on their way, and the size of the next one."""
 
     def __init__(self, settings: Settings, fleet: Fleet) -> None:
-        self.n_chunks = 0
-        self.nbytes = 0
+        self.n_chunks = 0  # how many chunks are on their way, or wait for their turn
+        self.nbytes = 0  # their bytes
+        # items travel in multiples of so many: in batches, where there are some
         self.whole = settings.batching.size if settings.batching else 1
         self._n_items = 0
         self._n_workers = fleet.size
@@ -164,6 +149,7 @@ class Bounds:
         if settings.queue_scale is not None:
             self._limit = max(int(settings.queue_scale * fleet.size), fleet.size, self.whole)
             most = min(most, max(1, self._limit // (2 * fleet.size)))
+        # how many items travel together
         self.chunking = Chunking(whole=self.whole, most=max(most, self.whole))
 
     def add(self, chunk: Chunk) -> None:
@@ -252,11 +238,7 @@ _NONE = (0, 0)
 
 
 class Assignments:
-    """The chunks of all runs that are with workers.
-
-    Args:
-        fleet: The workers.
-    """
+    """The chunks of all runs that are with workers."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -273,12 +255,7 @@ class Assignments:
         return self._seq
 
     def idlest(self, run: int, most: int) -> int | None:
-        """Return the worker with the least to do, if it may be given another chunk of a run.
-
-        Args:
-            run: The number of the run.
-            most: How many chunks of this run one worker may have.
-        """
+        """Return the worker with the least to do, if it may be given another chunk of a run."""
         best, least = None, self._fleet.most_credits
         for worker, load in enumerate(self._loads):
             if load < least and self._may_have_more(worker, run, most) and self._fleet.ready(worker):
@@ -362,12 +339,7 @@ PERIOD_S = 0.1
 
 
 class Recycling:
-    """The limits of each worker's life: its items and memory since its start; it retires in time.
-
-    Args:
-        fleet: The workers.
-        settings: How many items, and how much memory, a worker may have.
-    """
+    """The limits of each worker's life: its items and memory since its start; it retires in time."""
 
     def __init__(self, fleet: Fleet, settings: Settings) -> None:
         self._fleet = fleet
@@ -404,14 +376,7 @@ class Recycling:
 def outcome_of(
     chunk: Chunk, devices: Sequence[str], *, raises: bool, numbered: bool
 ) -> tuple[list[Any], BaseException | None]:
-    """Return the results of a finished chunk, and the error to raise after them.
-
-    Args:
-        chunk: The chunk.
-        devices: The workers' devices.
-        raises: Whether its first failure is raised, or each one given in its item's place.
-        numbered: Whether to give each result as the place of its item, the result and its error.
-    """
+    """Return the results of a finished chunk, ``numbered`` with place and error, and the error to raise."""
     results, error = chunk.results, None
     errors: dict[int, BaseException] = {}
     for place, result in enumerate(results) if chunk.failed else ():
@@ -433,21 +398,7 @@ def outcome_of(
 
 
 class Run:
-    """The state of one pass. It waits for nothing and locks nothing: the scheduler does both.
-
-    Args:
-        source: The input.
-        fleet: The workers.
-        assignments: Their chunks.
-        settings: How the runner is run.
-        number: This run's number.
-        ordered: Whether results come in the order of the items.
-        numbered: Whether to give each result as the place of its item, the result and its error.
-        on_error: ``"raise"`` a failure or ``"return"`` it in the item's place.
-
-    Attributes:
-        again: Chunks to hand out again.
-    """
+    """The state of one pass. It waits for nothing and locks nothing: the scheduler does both."""
 
     def __init__(
         self,
@@ -472,7 +423,7 @@ class Run:
         self._ordered = ordered
         self._numbered = numbered
         self._on_error = on_error
-        self.again = RetryQueue()
+        self.again = RetryQueue()  # chunks to hand out again
         self._queue: collections.deque[Chunk] = collections.deque()  # ordered: all; else finished
         self._next_index = 0
         self._bounds = Bounds(settings, fleet)
@@ -548,11 +499,7 @@ class Run:
         return self._bounds.credits(self.source.remaining)
 
     def next_chunk(self, most: int | None = None) -> Chunk | None:
-        """Return the next chunk for a worker, if this run's bounds allow one.
-
-        Args:
-            most: How many items it should have at most, if they have not been sent before.
-        """
+        """Return the next chunk for a worker, if this run's bounds allow one."""
         return self.again.take() or self._new_chunk(most)
 
     def _new_chunk(self, most: int | None) -> Chunk | None:

@@ -49,17 +49,11 @@ OTHER_THREAD = (
 
 
 class Source(abc.ABC):
-    """The source of a run's items.
+    """The source of a run's items."""
 
-    Attributes:
-        remaining: How many are left; ``None`` when nobody knows.
-        exhausted: Whether there will be no more.
-        error: The error of reading them; there are no more after it.
-    """
-
-    remaining: int | None = None
-    exhausted = False
-    error: BaseException | None = None
+    remaining: int | None = None  # how many are left; ``None`` when nobody knows
+    exhausted = False  # whether there will be no more
+    error: BaseException | None = None  # the error of reading them; there are no more after it
 
     @abc.abstractmethod
     def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
@@ -99,13 +93,7 @@ class Direct(Source):
 
 
 class Feeder(Source):
-    """Input that is read in a thread, so that results flow while it blocks.
-
-    Args:
-        items: The input.
-        wake: Called when the awaited items have come.
-        max_wait_s: How long an incomplete batch waits.
-    """
+    """Input that is read in a thread, so that results flow while it blocks."""
 
     def __init__(
         self, items: Iterable[Any], wake: Callable[[], None], max_wait_s: float | None = None
@@ -292,15 +280,6 @@ class Submissions(Source):
     """The input of the run of submitted items, until somebody ends it.
 
     Items are put in line and taken under the pool's lock.
-
-    Args:
-        lock: The pool's.
-        max_wait_s: How long an incomplete batch waits for more items; by default it goes at once.
-
-    Attributes:
-        is_finishing: Whether nothing more may be submitted.
-        on_end: Called in its thread when the last future is done.
-        hurry: Hands out resting items at once, before their delay is over.
     """
 
     def __init__(self, lock: "threading.RLock", max_wait_s: float | None) -> None:
@@ -311,8 +290,9 @@ class Submissions(Source):
         self._n_taken = 0
         self._oldest = 0.0
         self._thread: threading.Thread | None = None
-        self.is_finishing = False
-        self.on_end: Callable[[], None] | None = None
+        self.is_finishing = False  # whether nothing more may be submitted
+        self.on_end: Callable[[], None] | None = None  # called in its thread when the last future is done
+        # hands out resting items at once, before their delay is over
         self.hurry: Callable[[], None] = lambda: None
 
     def submit(self, item: Any, *, raise_original: bool) -> "Future[Any]":

@@ -29,17 +29,7 @@ ENDING = "ending"  # the value of its end cannot be pickled
 
 
 class Failure:
-    """The reason why an item has no result. It can always be pickled: it holds only text and bytes.
-
-    Attributes:
-        kind: One of this module's constants.
-        summary: The exception's type and message, or a sentence.
-        traceback: The worker's traceback, as Python prints it.
-        type_name: The full name of the exception's type; empty if there was none.
-        exitcode: The exit status of a worker that died.
-        held: The places in the input of all items that it held.
-        worker: The number of the worker where it happened, once the parent knows of it.
-    """
+    """The reason why an item has no result. It can always be pickled: it holds only text and bytes."""
 
     __slots__ = (
         "_exception",
@@ -55,15 +45,15 @@ class Failure:
     )
 
     def __init__(self, kind: str, summary: str, *, exitcode: int | None = None) -> None:
-        self.kind = kind
-        self.summary = summary
-        self.traceback = ""
-        self.exitcode = exitcode
-        self.held: tuple[int, ...] = ()
-        self.worker = 0
+        self.kind = kind  # one of this module's constants
+        self.summary = summary  # the exception's type and message, or a sentence
+        self.traceback = ""  # the worker's traceback, as Python prints it
+        self.exitcode = exitcode  # the exit status of a worker that died
+        self.held: tuple[int, ...] = ()  # the places in the input of all items that it held
+        self.worker = 0  # the number of the worker where it happened, once the parent knows of it
         self._exception: BaseException | None = None
         self._pickle = self._type_pickle = b""
-        self.type_name = ""
+        self.type_name = ""  # the full name of the exception's type; empty if there was none
 
     @classmethod
     def of(cls, error: BaseException, kind: str = RAISED, *, skip_frames: int = 1) -> Self:
@@ -248,10 +238,8 @@ def failure_to_error(
     return error
 
 
-def describe_exit(exitcode: int | None, *, is_out_of_memory: bool = False) -> str:
+def describe_exit(exitcode: int | None) -> str:
     """Return how a process ended, in words."""
-    if is_out_of_memory:
-        return "the system has killed it for want of memory: it, or what runs beside it, needs less"
     if exitcode is None:
         return "it did not say how"
     if exitcode >= 0:

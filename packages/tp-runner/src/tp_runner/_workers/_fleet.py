@@ -19,39 +19,23 @@ from tp_runner.errors import ItemError
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Some neighboring items, which travel together.
+    """Some neighboring items, which travel together."""
 
-    Attributes:
-        seq: Its number, unique in a fleet's life.
-        start: The place of its first item in the input.
-        items: The items.
-        run: The number of the run that it belongs to.
-        parent: The whole chunk, if this is a part of one that is tried again in parts.
-        offset: The place of its first item in the parent.
-        attempts: How often its items have been tried before.
-        deaths: How many workers its first item has killed.
-        sent: How often its items have been sent to a worker, this time included.
-        results: A result, or a failure, for each item.
-        missing: How many results parts of it still owe.
-        failed: Whether some results are failures.
-        is_long: Whether its items are expected to take so long that others should not wait behind it.
-        nbytes: How many bytes its items, and later its results, take.
-    """
-
-    seq: int
-    start: int
+    seq: int  # its number, unique in a fleet's life
+    start: int  # the place of its first item in the input
     items: list[Any]
-    run: int
-    parent: "Chunk | None" = None
-    offset: int = 0
-    attempts: int = 0
-    deaths: int = 0
-    sent: int = 0
-    results: list[Any] = field(default_factory=list)
-    missing: int = 0
-    failed: bool = False
+    run: int  # the number of the run that it belongs to
+    parent: "Chunk | None" = None  # the whole chunk, if this is a part of one that is tried again in parts
+    offset: int = 0  # the place of its first item in the parent
+    attempts: int = 0  # how often its items have been tried before
+    deaths: int = 0  # how many workers its first item has killed
+    sent: int = 0  # how often its items have been sent to a worker, this time included
+    results: list[Any] = field(default_factory=list)  # a result, or a failure, for each item
+    missing: int = 0  # how many results parts of it still owe
+    failed: bool = False  # whether some results are failures
+    # whether its items are expected to take so long that others should not wait behind it
     is_long: bool = True
-    nbytes: int = 0
+    nbytes: int = 0  # how many bytes its items, and later its results, take
 
 
 class Timing(NamedTuple):
@@ -81,27 +65,16 @@ class Ready(NamedTuple):
 
 
 class Died(NamedTuple):
-    """Event of a worker that has ended.
-
-    Attributes:
-        worker: Its number.
-        exitcode: The exit status of its process; the negative number of a signal.
-        current: The number of its chunk at work, and the place in it.
-        began: When it began with that item, by the monotonic clock.
-        failure: Why it did not start, when it did not.
-        is_retired: Whether the scheduler had asked it to end.
-        how: How it ended, in words.
-        was_ready: Whether it had come to take items.
-    """
+    """Event of a worker that has ended."""
 
     worker: int
-    exitcode: int | None
-    current: tuple[int, int] | None = None
-    failure: Failure | None = None
-    began: float = 0.0
-    is_retired: bool = False
+    exitcode: int | None  # the exit status of its process; the negative number of a signal
+    current: tuple[int, int] | None = None  # the number of its chunk at work, and the place in it
+    failure: Failure | None = None  # why it did not start, when it did not
+    began: float = 0.0  # when it began with that item, by the monotonic clock
+    is_retired: bool = False  # whether the scheduler had asked it to end
     how: str = "it did not say how"
-    was_ready: bool = True
+    was_ready: bool = True  # whether it had come to take items
 
 
 Event = Done | Ready | Died

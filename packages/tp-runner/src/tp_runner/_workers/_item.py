@@ -191,11 +191,6 @@ class Task:
             chunk of the item at work, the third one the time at which it began, in nanoseconds.
         cancelled: The numbers of cancelled runs.
         seeds_globals: Whether the generators of Python, numpy and torch are this worker's own to seed.
-
-    Attributes:
-        global_seed: Their seed, beside each item's place; ``None`` to leave them alone.
-        start: The place of the chunk's first item in the input.
-        was_asked: Whether the work has asked which item it is at.
     """
 
     def __init__(
@@ -209,10 +204,11 @@ class Task:
         self.board = board
         self.timeout_s = settings.timeout_s
         self.batching = settings.batching
+        # their seed, beside each item's place; ``None`` to leave them alone
         self.global_seed = settings.seed if seeds_globals else None
         self._seed = settings.seed
-        self.start = 0
-        self.was_asked = False
+        self.start = 0  # the place of the chunk's first item in the input
+        self.was_asked = False  # whether the work has asked which item it is at
         self._entropy = settings.entropy
         self._cancelled = cancelled
         self._run = self._attempt = 0

@@ -22,10 +22,6 @@ USERS_ERRORS = (Exception, SystemExit, GeneratorExit)
 def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes:
     """Pickle a worker's program; modules that a fresh interpreter could not import go by value.
 
-    Args:
-        program: The program.
-        buffers: Where to put large arrays and tensors, in order, instead of into the pickle.
-
     Raises:
         NotPicklableError: Something that it refers to cannot be pickled.
     """
@@ -209,13 +205,7 @@ _MOST_CHILDREN = 1000  # parts that it tries in each of them
 
 
 def explain_not_picklable(obj: Any, name: str, error: BaseException) -> str:
-    """Return a sentence that names the part of ``obj`` that cannot be pickled.
-
-    Args:
-        obj: The object that could not be pickled.
-        name: The begin of the path, such as ``"item"``.
-        error: The error of pickling it.
-    """
+    """Return a sentence that names the part of ``obj`` that cannot be pickled."""
     path, culprit = find_culprit(obj, name)
     cause = f"{type(error).__name__}: {error}"
     where = "" if path == name else f", because of {path} ({_type_name(culprit)})"

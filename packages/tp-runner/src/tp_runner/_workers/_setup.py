@@ -72,21 +72,13 @@ _MALLOPT = getattr(ctypes.pythonapi, "mallopt", None)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything that a worker needs before its first chunk.
+    """Everything that a worker needs before its first chunk."""
 
-    Attributes:
-        program: The program, its pickle, or its place in shared memory.
-        device: Its device.
-        worker: Its number.
-        count: How many workers there are.
-        settings: How the runner is run.
-    """
-
-    program: Any
+    program: Any  # the program, its pickle, or its place in shared memory
     device: str
     worker: int
-    count: int
-    settings: Settings
+    count: int  # how many workers there are
+    settings: Settings  # how the runner is run
 
     @property
     def info(self) -> WorkerInfo:
@@ -119,23 +111,14 @@ class Setup:
 
 
 class Surroundings(NamedTuple):
-    """The state of a process that a worker takes over from its parent.
-
-    Attributes:
-        path: ``sys.path``.
-        folder: The working directory.
-        environment: The variables.
-        argv: The arguments of the program.
-        main_file: The file of the main module, if it has one.
-        authkey: The key of multiprocessing's connections; ``None`` if it is not used.
-    """
+    """The state of a process that a worker takes over from its parent."""
 
     path: list[str]
     folder: str
-    environment: dict[str, str]
-    argv: list[str]
-    main_file: str | None
-    authkey: bytes | None
+    environment: dict[str, str]  # the variables
+    argv: list[str]  # the arguments of the program
+    main_file: str | None  # the file of the main module, if it has one
+    authkey: bytes | None  # the key of multiprocessing's connections; ``None`` if it is not used
 
     @classmethod
     def of_this_process(cls, env: Mapping[str, str | None]) -> Self:

@@ -36,13 +36,7 @@ def end_work(work: Any) -> Any:
 
 
 def run_chunk(work: Callable[[Any], Any], items: list[Any], task: Task) -> tuple[list[Any], bool]:
-    """Apply ``work`` to each item; return the results and whether some are failures.
-
-    Args:
-        work: The function of an item.
-        items: The items of the chunk.
-        task: The worker's task, which has begun with this chunk.
-    """
+    """Apply ``work`` to each item; return the results and whether some are failures."""
     try:
         if task.is_cancelled():  # nobody will look at the results
             return [None] * len(items), False
@@ -251,16 +245,12 @@ class ClassProgram:
 
     Called with its device in each worker, it returns the function of an item. The worker calls the
     ``close`` attribute of that function at its end.
-
-    Attributes:
-        cfg: The configuration.
-        is_own: Whether this worker alone has it: then the configuration need not be copied.
     """
 
     def __init__(self, producer: type, cfg: Any) -> None:
         self._producer: Any = producer
-        self.cfg = cfg
-        self.is_own = False
+        self.cfg = cfg  # the configuration
+        self.is_own = False  # whether this worker alone has it: then the configuration need not be copied
 
     @property
     def works(self) -> list[Any]:
@@ -304,23 +294,14 @@ MAP, FLAT_MAP, FILTER = "map", "flat_map", "filter"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step of a pipeline.
+    """One step of a pipeline."""
 
-    Attributes:
-        name: Its name in tables and errors.
-        kind: ``MAP``, ``FLAT_MAP`` or ``FILTER``: how many results an item has.
-        function: The work.
-        init: Makes a worker's state, given its device.
-        batching: How items are put together.
-        devices: The devices of workers of its own; ``None`` for the shared workers.
-    """
-
-    name: str
-    kind: str
-    function: Callable[..., Any]
-    init: Callable[[str], Any] | None
-    batching: Batching | None
-    devices: tuple[str, ...] | None
+    name: str  # its name in tables and errors
+    kind: str  # ``MAP``, ``FLAT_MAP`` or ``FILTER``: how many results an item has
+    function: Callable[..., Any]  # the work
+    init: Callable[[str], Any] | None  # makes a worker's state, given its device
+    batching: Batching | None  # how items are put together
+    devices: tuple[str, ...] | None  # the devices of workers of its own; ``None`` for the shared workers
 
     def __post_init__(self) -> None:
         refuse_async(self.function)

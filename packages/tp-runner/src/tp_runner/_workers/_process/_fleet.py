@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import select
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,7 +29,6 @@ from tp_runner._workers._pickling import USERS_ERRORS
 from tp_runner._workers._process import _start, _wire
 from tp_runner._workers._process._shared_memory import Block, Heartbeats, SharedMemoryPool, pack_program
 from tp_runner._workers._process._start import (
-    OomKills,
     Process,
     bootstrap,
     check_start,
@@ -46,36 +44,21 @@ from tp_runner.errors import WorkerError
 
 
 class WorkerHandle:
-    """The parent's side of a worker process: its start, its pipes, its blocks of shared memory.
-
-    Attributes:
-        worker: The worker's number.
-        process: Its process.
-        replies: The descriptor of its messages.
-        inflight: The blocks of the chunks that it has been given, by their numbers.
-        held: The blocks of finished chunks that keep inputs for the user's code.
-        ready: Whether it has started.
-        ended: Whether its pipe has come to its end.
-        retiring: Whether it was asked to end while others keep working.
-        left: Whether it said goodbye before that.
-        returned: The value that its end returned.
-        failure: Why its start or end failed.
-        is_garbled: Whether it has sent bytes that are no message.
-    """
+    """The parent's side of a worker process: its start, its pipes, its blocks of shared memory."""
 
     def __init__(
         self, setup: Setup, *, passed: Sequence[int], memory: SharedMemoryPool, heartbeats: int
     ) -> None:
         self.worker = setup.worker
-        self.inflight: dict[int, Block] = {}
-        self.held: dict[int, Block] = {}
-        self.ready = False
-        self.ended = False
-        self.left = False
-        self.retiring = False
-        self.returned: Any = None
-        self.failure: Failure | None = None
-        self.is_garbled = False
+        self.inflight: dict[int, Block] = {}  # of the chunks that it has been given, by their numbers
+        self.held: dict[int, Block] = {}  # of finished chunks that keep inputs for the user's code
+        self.ready = False  # it has started
+        self.ended = False  # its pipe has come to its end
+        self.left = False  # it said goodbye before that
+        self.retiring = False  # it was asked to end while others keep working
+        self.returned: Any = None  # the value of its end
+        self.failure: Failure | None = None  # why its start or end failed
+        self.is_garbled = False  # it has sent bytes that are no message
         self._partial = bytearray()
         self._wanted = 0
         self._passed = passed
@@ -221,7 +204,6 @@ class ProcessFleet(Fleet):
             lease_at_most=settings.max_bytes // 2,
         )
         self._starting: dict[int, float] = {}  # workers that are not ready, and when they must be
-        self._oom_kills = OomKills()
         self._undelivered: list[Event] = []  # of workers that could not be started again
         self._closing = False
         self._owner = os.getpid()
@@ -461,8 +443,7 @@ class ProcessFleet(Fleet):
         self._remove_handle(handle)
         self._heartbeats.clear(handle.worker)
         failure = handle.failure
-        is_out_of_memory = exitcode == -signal.SIGKILL and self._oom_kills.explain_one()
-        how = GARBLED if handle.is_garbled else describe_exit(exitcode, is_out_of_memory=is_out_of_memory)
+        how = GARBLED if handle.is_garbled else describe_exit(exitcode)
         if (
             failure is None
             and self._closing

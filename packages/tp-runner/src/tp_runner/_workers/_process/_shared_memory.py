@@ -148,17 +148,11 @@ _ROW = WORDS * 8
 
 
 class Heartbeat(NamedTuple):
-    """The state of a worker.
+    """The state of a worker."""
 
-    Attributes:
-        seq: The number of the chunk at work, ``IDLE`` or ``ENDING``.
-        place: The place of the item at work in that chunk.
-        began_ns: When the work on it began, by the monotonic clock; 0 between items.
-    """
-
-    seq: int
-    place: int
-    began_ns: int
+    seq: int  # the number of the chunk at work, ``IDLE`` or ``ENDING``
+    place: int  # the place of the item at work in that chunk
+    began_ns: int  # when the work on it began, by the monotonic clock; 0 between items
 
 
 class Heartbeats:
@@ -206,19 +200,12 @@ class Heartbeats:
 
 
 class PackedProgram(NamedTuple):
-    """A program, pickled for its workers.
+    """A program, pickled for its workers."""
 
-    Attributes:
-        program: Its pickle, or for a fork itself.
-        buffers: The large arrays and tensors in it, in order.
-        descriptors: The files that workers must be started with.
-        settings: The runner's, with the modules that are imported once for all workers.
-    """
-
-    program: Any
-    buffers: list[memoryview]
-    descriptors: list[int]
-    settings: Settings
+    program: Any  # its pickle, or for a fork itself
+    buffers: list[memoryview]  # the large arrays and tensors in it, in order
+    descriptors: list[int]  # the files that workers must be started with
+    settings: Settings  # the runner's, with the modules that are imported once for all workers
 
     def stored_in(self, memory: SharedMemoryPool) -> Any:
         """Return the message to a worker: the program, or its place in shared memory, if it is large."""
@@ -254,16 +241,11 @@ def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> 
 
 
 class StoredProgram(NamedTuple):
-    """The place of a program in shared memory.
+    """The place of a program in shared memory."""
 
-    Attributes:
-        offset: Its begin in shared memory.
-        nbytes: How long it is.
-        places: The begin and the length of the pickle, then of each of its buffers, from the offset on.
-    """
-
-    offset: int
-    nbytes: int
+    offset: int  # its begin in shared memory
+    nbytes: int  # how long it is
+    # the begin and the length of the pickle, then of each of its buffers, from the offset on
     places: tuple[tuple[int, int], ...]
 
 

@@ -144,69 +144,38 @@ MAGIC = 0x72_4E_70_74
 
 
 class Request(NamedTuple):
-    """The header of a message to a worker.
+    """The header of a message to a worker."""
 
-    Attributes:
-        kind: ``START``, ``WORK`` or ``END``.
-        n_items: How many items the chunk has.
-        n_buffers: How many large buffers they refer to.
-        attempt: How often the items were sent before.
-        blob_nbytes: The length of the blob.
-        seq: The chunk's number.
-        start: The place of its first item in the input.
-        blob_at: Where the blob is in shared memory; -1 when it follows the header.
-        block_at: The offset of the chunk's block of shared memory, also for its results.
-        block_nbytes: The length of the block.
-        inputs_nbytes: How much of it, from its beginning, the items take.
-        shared_nbytes: How large the shared memory is now.
-        run: The number of the run.
-    """
-
-    kind: int
-    n_items: int = 0
-    n_buffers: int = 0
-    attempt: int = 0
-    blob_nbytes: int = 0
-    seq: int = 0
-    start: int = 0
-    blob_at: int = -1
-    block_at: int = 0
-    block_nbytes: int = 0
-    inputs_nbytes: int = 0
-    shared_nbytes: int = 0
-    run: int = 0
+    kind: int  # ``START``, ``WORK`` or ``END``
+    n_items: int = 0  # how many items the chunk has
+    n_buffers: int = 0  # how many large buffers they refer to
+    attempt: int = 0  # how often the items were sent before
+    blob_nbytes: int = 0  # the length of the blob
+    seq: int = 0  # the chunk's number
+    start: int = 0  # the place of its first item in the input
+    blob_at: int = -1  # where the blob is in shared memory; -1 when it follows the header
+    block_at: int = 0  # the offset of the chunk's block of shared memory, also for its results
+    block_nbytes: int = 0  # the length of the block
+    inputs_nbytes: int = 0  # how much of it, from its beginning, the items take
+    shared_nbytes: int = 0  # how large the shared memory is now
+    run: int = 0  # the number of the run
 
 
 class Reply(NamedTuple):
-    """The header of a message from a worker.
+    """The header of a message from a worker."""
 
-    Attributes:
-        kind: ``READY``, ``DONE``, ``RELEASE``, ``LOG``, ``FAILED`` or ``BYE``.
-        flags: Bits of the codec: ``FAILED``, ``HELD``, ``THROUGH_PIPE``.
-        n_items: How many items the chunk has.
-        n_buffers: How many large buffers their results refer to.
-        magic: ``MAGIC``.
-        seq: The chunk's number.
-        blob_nbytes: The length of the blob.
-        blob_at: Where the blob is in shared memory; -1 when it follows the header.
-        began: When the work on the chunk began, by the monotonic clock.
-        waited_s: How long the worker had waited for it.
-        worked_s: How long the work took.
-        sent_s: How long sending the results before these took.
-    """
-
-    kind: int
-    flags: int = 0
-    n_items: int = 0
-    n_buffers: int = 0
+    kind: int  # ``READY``, ``DONE``, ``RELEASE``, ``LOG``, ``FAILED`` or ``BYE``
+    flags: int = 0  # bits of the codec: ``FAILED``, ``HELD``, ``THROUGH_PIPE``
+    n_items: int = 0  # how many items the chunk has
+    n_buffers: int = 0  # how many large buffers their results refer to
     magic: int = MAGIC
-    seq: int = 0
-    blob_nbytes: int = 0
-    blob_at: int = -1
-    began: float = 0.0
-    waited_s: float = 0.0
-    worked_s: float = 0.0
-    sent_s: float = 0.0
+    seq: int = 0  # the chunk's number
+    blob_nbytes: int = 0  # the length of the blob
+    blob_at: int = -1  # where the blob is in shared memory; -1 when it follows the header
+    began: float = 0.0  # when the work on the chunk began, by the monotonic clock
+    waited_s: float = 0.0  # how long the worker had waited for it
+    worked_s: float = 0.0  # how long the work took
+    sent_s: float = 0.0  # how long sending the results before these took
 
 
 class GarbledError(Exception):
@@ -275,10 +244,6 @@ def pack(obj: Any, key_of: Callable[[Any], str | None] | None = None) -> tuple[b
     """Pickle ``obj``; return the pickle and the large buffers that it refers to, in order.
 
     Numpy arrays and dense CPU tensors are not copied: their buffers are views of them.
-
-    Args:
-        obj: The object.
-        key_of: Gives classes and functions keys to travel by.
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
@@ -450,15 +415,7 @@ class ReplyWriter:
         *,
         failed: bool,
     ) -> None:
-        """Send the results of a chunk.
-
-        Args:
-            request: The request of the chunk.
-            timing: How long the work took.
-            results: Its results; emptied, so that nothing here keeps them.
-            lease: The lease that views of the inputs keep alive.
-            failed: Whether some of them are failures.
-        """
+        """Send the results of a chunk."""
         started = time.monotonic()
         while self._released:
             seq = self._released.popleft()

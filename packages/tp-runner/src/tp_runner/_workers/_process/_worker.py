@@ -42,16 +42,7 @@ class Descriptors:
 
 
 def main(requests: int, replies: int, life: int, memory: int, heartbeats: int, *passed: int) -> None:
-    """Run a worker in a fresh process; its parent sends the setup first.
-
-    Args:
-        requests: The pipe of requests.
-        replies: The pipe of replies.
-        life: A pipe that ends with the parent.
-        memory: The shared memory.
-        heartbeats: The file of the `Heartbeats`.
-        passed: Descriptors for the program's objects of multiprocessing.
-    """
+    """Run a worker in a fresh process; its parent sends the setup first."""
     die_with_parent(life)
     header = _wire.read_exactly(requests, _wire.REQUEST.size)
     if header is None:
