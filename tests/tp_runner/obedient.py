@@ -7,21 +7,10 @@ import threading
 import time
 from pathlib import Path
 
-from tp_core.plugins import registry
 from tp_runner import OrderedRunner, UnorderedRunner
 
 ENGINES = [{"start_method": "fork"}, {}, {"engine": "thread"}, {"engine": "inline"}]
 IDS = ["fork", "forkserver", "thread", "inline"]
-
-
-def engine_of(name):
-    """Return the engine of a name."""
-    return next(found.item for found in registry.engines() if found.item.name == name)
-
-
-def app_of(name):
-    """Return the sub-command of ``tp`` of a name."""
-    return next(found.item for found in registry.commands() if found.item.name == name).load()
 
 
 class Obedient:

@@ -8,7 +8,7 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import Engine, Pool, Verdict, registry
 from tp_core.testing import EngineConformance
 
-from tests.tp_runner.obedient import engine_of
+from tests.tp_runner.registered import engine_of
 
 
 class TestFork(EngineConformance):

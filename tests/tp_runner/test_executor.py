@@ -209,10 +209,8 @@ def test_joblib_hands_over_the_options_of_a_single_call():
         joblib.Parallel(2, backend="tp", start_methods="fork")([parent] * 2)
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["fork", pytest.param("forkserver", marks=pytest.mark.slow)],  # of which each worker starts its own
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_joblib_nests_it_by_name(method):
     def inner(n):
         return joblib.Parallel(2, backend="tp", start_method=method)(

@@ -13,8 +13,8 @@ from tp_runner import CfgNode, OrderedRunner, RunnerClosedError, UnorderedRunner
 
 ENGINES = [
     {"engine": "process", "start_method": "fork"},
-    {"engine": "process", "start_method": "forkserver"},
-    # Each worker imports torch anew.
+    # Each worker imports this module anew, and with it torch and pytest.
+    pytest.param({"engine": "process", "start_method": "forkserver"}, marks=pytest.mark.slow),
     pytest.param({"engine": "process", "start_method": "spawn"}, marks=pytest.mark.slow),
     {"engine": "thread"},
     {"engine": "inline"},
@@ -134,7 +134,7 @@ def test_no_items_give_no_results(items):
 
 @pytest.mark.parametrize("n_items", [2, 5000])
 def test_any_number_of_items_works(n_items):
-    with Doubler(3) as runner:
+    with Doubler(3, start_method="fork") as runner:
         assert list(runner.stream(range(n_items))) == [2 * i for i in range(n_items)]
 
 
@@ -193,7 +193,7 @@ def test_no_devices_are_refused(devices):
 
 
 def test_devices_may_be_torch_devices():
-    with Collected([torch.device("cpu"), "cpu"]) as runner:
+    with Collected([torch.device("cpu"), "cpu"], start_method="fork") as runner:
         assert [device for device, _, _ in runner([1])] == ["cpu"]
 
 

@@ -38,10 +38,12 @@ class Talks(OrderedRunner):
         return item
 
 
-@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+@pytest.mark.parametrize(
+    "engine", [{"start_method": "fork"}, {"engine": "thread"}, {"engine": "inline"}], ids=str
+)
 def test_the_figures_tell_what_each_worker_did(engine):
     began = time.perf_counter()
-    with Sleeps(2, engine=engine) as runner:
+    with Sleeps(2, **engine) as runner:
         list(runner.stream(range(40)))
         stats = runner.stats()
     took_s = time.perf_counter() - began
@@ -52,7 +54,7 @@ def test_the_figures_tell_what_each_worker_did(engine):
     for worker in stats.workers:
         assert 0 < worker.utilization <= 1
         assert f"worker {worker.worker} on cpu: {worker.items} items" in str(stats)
-    if engine != "inline":
+    if engine != {"engine": "inline"}:
         assert all(worker.waiting_s > 0 for worker in stats.workers)
 
 
@@ -73,7 +75,7 @@ def test_every_stream_tells_what_its_workers_did():
 
 
 def test_the_timeline_is_a_chrome_trace(tmp_path):
-    with Sleeps(2, timeline=True) as runner:
+    with Sleeps(2, timeline=True, start_method="fork") as runner:
         list(runner.stream(range(20)))
         runner.write_timeline(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -107,7 +109,9 @@ def test_the_bar_shows_items_rate_and_how_busy_the_workers_are(monkeypatch, caps
     assert "%" in shown
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "forkserver"))]
+)
 def test_records_and_warnings_of_workers_reach_the_parents_logging(caplog, method):
     with caplog.at_level(logging.WARNING), Talks(2, start_method=method) as runner:
         assert list(runner.stream([5])) == [5]

@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from tests.tp_runner.obedient import app_of
+from tests.tp_runner.registered import app_of
 
 app = app_of("run")
 
@@ -151,7 +151,7 @@ def test_a_file_that_is_no_output_of_ours_is_left_alone(folder):
     assert (folder / "out.jsonl").read_text() == "my diary\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on_without_loss_or_repetition(folder, wait_until, number):
     (folder / "in.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(300)))
     command = [

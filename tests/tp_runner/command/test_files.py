@@ -14,7 +14,7 @@ from tp_core.errors import ConfigError, StateError
 from tp_runner._command._files import Journal, Record, find, read, require_apart, write_table
 from typer.testing import CliRunner
 
-from tests.tp_runner.obedient import app_of
+from tests.tp_runner.registered import app_of
 
 app = app_of("run")
 

@@ -24,7 +24,7 @@ from tp_runner import (
     worker,
 )
 
-from tests.tp_runner.obedient import engine_of
+from tests.tp_runner.registered import engine_of
 
 ray = pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900, method="signal")]

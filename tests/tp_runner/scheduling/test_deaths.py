@@ -15,8 +15,9 @@ from tests.tp_runner.obedient import ENGINES, IDS, Ordered, Unordered
 # -- deaths ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", ENGINES[:2], ids=IDS[:2])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    ("options", "number"), [(ENGINES[0], signal.SIGSEGV), (ENGINES[1], signal.SIGKILL)], ids=IDS[:2]
+)
 def test_a_death_is_noticed_at_once_and_names_signal_and_items(options, number):
     with Ordered(2, **options) as runner:
         with pytest.raises(WorkerDiedError, match=f"killed by {number.name}") as e:

@@ -78,8 +78,16 @@ def test_a_failed_item_is_tried_again_as_often_as_asked(options, tmp_path):
 # -- exceptions that cannot travel -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["no-pickle", "no-unpickle", "no-text", "exit"])
-@pytest.mark.parametrize("options", ENGINES, ids=IDS)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        *((ENGINES[0], name) for name in ("no-pickle", "no-unpickle", "no-text", "exit")),
+        (ENGINES[1], "no-pickle"),
+        (ENGINES[2], "no-text"),
+        (ENGINES[3], "exit"),
+    ],
+    ids=str,
+)
 def test_an_exception_that_cannot_travel_arrives_as_text(options, name):
     with Ordered(2, **options) as runner:
         with pytest.raises(WorkerError) as e:
@@ -105,8 +113,9 @@ def test_the_errors_themselves_can_be_pickled():
 # -- abandoned calls ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", ENGINES, ids=IDS)
-@pytest.mark.parametrize("kind", [Ordered, Unordered])
+@pytest.mark.parametrize(
+    ("options", "kind"), [*((options, Ordered) for options in ENGINES), (ENGINES[0], Unordered)], ids=str
+)
 def test_after_an_abandoned_call_only_new_results_come(options, kind):
     with kind(2, **options) as runner:
         for result in runner.stream(range(1000, 3000)):
@@ -261,8 +270,11 @@ def test_an_input_that_raises_is_raised_after_the_results_before_it(options):
         assert list(runner.stream([1])) == [10]
 
 
-@pytest.mark.parametrize("options", ENGINES, ids=IDS)
-@pytest.mark.parametrize("method", ["consumer_init", "consumer_work", "consumer_end"])
+@pytest.mark.parametrize(
+    ("options", "method"),
+    list(zip(ENGINES, ["consumer_work", "consumer_init", "consumer_end", "consumer_work"], strict=True)),
+    ids=str,
+)
 def test_a_consumer_that_raises_is_raised_and_the_runner_stays_usable(options, method):
     def fail(*_):
         raise LookupError(method)

@@ -11,7 +11,7 @@ from tp_core.errors import ConfigError
 from tp_core.internal import available_cores
 from tp_runner import Executor, OrderedRunner, Pipeline
 
-from tests.tp_runner.obedient import engine_of
+from tests.tp_runner.registered import engine_of
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 HERE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -153,7 +153,7 @@ def test_a_wrong_environment_is_refused(env, options, message):
 
 
 @pins
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS[1:])
 def test_each_worker_is_on_its_cores_and_computes_with_as_many_threads(method, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 

@@ -13,7 +13,7 @@ KINDS = [
     pytest.param({"engine": "inline"}, id="inline"),
     pytest.param({"engine": "thread"}, id="thread"),
     pytest.param({"start_method": "fork"}, id="fork"),
-    pytest.param({"start_method": "forkserver"}, id="forkserver"),
+    pytest.param({"start_method": "forkserver"}, id="forkserver", marks=pytest.mark.slow),
     pytest.param({"start_method": "spawn"}, id="spawn", marks=pytest.mark.slow),
 ]
 

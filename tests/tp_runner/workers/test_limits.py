@@ -126,6 +126,7 @@ def test_failed_starts_leave_no_descriptor(run_script):
     assert out.splitlines() == ["WorkerError 1", "OSError 1"]
 
 
+@pytest.mark.slow
 def test_runners_that_start_themselves_are_refused_at_last():
     def deeper(n):
         return 1 + next(tp_runner.map(deeper, [n], n_workers=1, start_method="fork"))
@@ -166,6 +167,7 @@ def test_a_worker_that_leaves_ends_as_it_should(tmp_path):
     assert len(list(tmp_path.iterdir())) in {3, 4}  # a fourth one may have been started
 
 
+@pytest.mark.slow
 def test_a_worker_with_too_much_memory_is_replaced():
     kept = []
 

@@ -7,7 +7,12 @@ import textwrap
 import pytest
 
 METHODS = ["fork", "spawn", "forkserver"]
-SPAWN_IS_SLOW = ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+
+
+def fast(method):
+    """Return the methods to test with, all but one of them in the slow part."""
+    return [method, *(pytest.param(other, marks=pytest.mark.slow) for other in METHODS if other != method)]
+
 
 FIRST = """
 import tp_runner
@@ -50,7 +55,7 @@ def run(arguments, code):
     return done
 
 
-@pytest.mark.parametrize("method", SPAWN_IS_SLOW)
+@pytest.mark.parametrize("method", fast("forkserver"))
 def test_classes_typed_at_the_prompt(method):
     typed = FIRST.replace("\n\n    ", "\n    ")
     code = f"{typed}print(all_of({method!r}))\n{SECOND}print(all_of({method!r}))\n"
@@ -60,7 +65,7 @@ def test_classes_typed_at_the_prompt(method):
     assert "Error" not in done.stderr
 
 
-@pytest.mark.parametrize("method", SPAWN_IS_SLOW)
+@pytest.mark.parametrize("method", fast("fork"))
 def test_classes_of_a_notebook(method):
     # As its kernel does: a main module without a file, and one compiled cell after the other.
     kernel = f"""

@@ -9,7 +9,11 @@ import pytest
 import torch
 import tp_runner
 
-METHODS = [{"start_method": "fork"}, {}, pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow)]
+METHODS = [
+    {"start_method": "fork"},
+    pytest.param({}, marks=pytest.mark.slow),
+    pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow),
+]
 
 
 def draw(_):
@@ -96,9 +100,7 @@ def test_the_caller_keeps_its_own_numbers():
     assert (random.random(), float(torch.rand(()))) == expected
 
 
-@pytest.mark.parametrize(
-    "options", [{"start_method": "fork"}, {}, {"engine": "thread"}, {"engine": "inline"}], ids=str
-)
+@pytest.mark.parametrize("options", [*METHODS[:2], {"engine": "thread"}, {"engine": "inline"}], ids=str)
 def test_a_worker_knows_its_number(options):
     def who(_):
         me = tp_runner.worker()

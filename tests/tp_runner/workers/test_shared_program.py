@@ -9,7 +9,7 @@ import torch
 import tp_runner
 from tp_runner import OrderedRunner
 
-METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
+METHODS = ["forkserver", *(pytest.param(method, marks=pytest.mark.slow) for method in ("fork", "spawn"))]
 NBYTES = 32 << 20
 
 

@@ -17,7 +17,7 @@ from tp_runner import (
     _options,  # Windows cannot be had here, and the import says what is said there
 )
 
-from tests.tp_runner.obedient import engine_of
+from tests.tp_runner.registered import engine_of
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 
