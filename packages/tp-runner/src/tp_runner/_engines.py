@@ -19,7 +19,7 @@ from tp_runner._options import (
     require_processes,
 )
 from tp_runner._scheduling._pool import RunnerPool
-from tp_runner._stream import OpenRun, ResultStream
+from tp_runner._stream import OpenRun
 from tp_runner._workers._fleet import Fleet
 from tp_runner._workers._item import warn_of_copied_generators
 
@@ -234,10 +234,6 @@ class PluginPoolAdapter:
         self._engine = engine
         self._ordered = ordered
         self.closed = False
-
-    def run(self, items: Iterable[Any]) -> ResultStream[Any]:
-        """Return an iterator over the results."""
-        return ResultStream(self.open_run(items))
 
     def open_run(self, items: Iterable[Any]) -> OpenRun:
         """Return the results as lists of one, with functions that end them."""

@@ -408,18 +408,11 @@ class RunnerPool(Pool):
 
         Items are read lazily, and only so far ahead as the workers need. Closing the iterator early
         leaves the pool usable. Several iterators take turns on the workers.
-
-        Raises:
-            RunnerClosedError: The pool is closed.
         """
         return ResultStream(self.open_run(items, ordered=ordered))
 
     def open_run(self, items: Iterable[Any], *, ordered: bool | None = None) -> OpenRun:
-        """Return the run of :meth:`run` as lists of neighboring results, with functions that end it.
-
-        Raises:
-            RunnerClosedError: The pool is closed.
-        """
+        """Return the run of :meth:`run` as lists of neighboring results, with functions that end it."""
         self._require_open()
         settings = self.settings
         opened: list[Run] = []
@@ -488,9 +481,6 @@ class RunnerPool(Pool):
             item: The item.
             raise_original: Whether the future raises what the work raised, where it could travel, with
                 our error as its cause, and not the other way around.
-
-        Raises:
-            RunnerClosedError: The pool is closed.
         """
         if self.fleet.direct:
             return self._submit_inline(item, raise_original=raise_original)
