@@ -35,11 +35,17 @@ SLEEP = "time.sleep(600)"
 SPIN = "sum(range(10**10))"  # minutes in which the interpreter has no turn
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 @pytest.mark.parametrize(
-    ("number", "work"),
-    [(signal.SIGKILL, SPIN), (signal.SIGTERM, SLEEP), (signal.SIGINT, SLEEP)],
-    ids=["SIGKILL", "SIGTERM", "SIGINT"],
+    ("method", "number", "work"),
+    [
+        ("fork", signal.SIGKILL, SPIN),
+        ("forkserver", signal.SIGKILL, SPIN),
+        ("fork", signal.SIGTERM, SLEEP),
+        ("forkserver", signal.SIGINT, SLEEP),
+        pytest.param("spawn", signal.SIGKILL, SPIN, marks=pytest.mark.slow),
+        pytest.param("spawn", signal.SIGTERM, SLEEP, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "name", None) or str(value).partition("(")[0],
 )
 def test_workers_end_with_their_parent(start_script, is_running, wait_until, method, number, work):
     process = start_script(PROGRAM.format(work=work), method)

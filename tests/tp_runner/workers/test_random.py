@@ -86,7 +86,8 @@ def test_an_item_that_is_tried_again_has_the_same_numbers(tmp_path):
 
 
 def test_with_a_seed_every_worker_makes_the_same_model():
-    made = list(tp_runner.map(state, range(60), n_workers=2, init=identify, seed=1, queue_scale=1))
+    options = {"n_workers": 2, "init": identify, "seed": 1, "queue_scale": 1, "start_method": "fork"}
+    made = list(tp_runner.map(state, range(60), **options))
     assert len({tuple(weights) for weights, _ in made}) == 1
 
 

@@ -1,5 +1,6 @@
 """Starts that fail beside other work; descriptors and messages at their limits: nothing hangs or mixes."""
 
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -21,6 +22,7 @@ DEADLINE_S = 100.0
 
 
 def n_descriptors():
+    gc.collect()  # those of runners that other tests have left
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -239,7 +241,7 @@ def test_a_program_that_cannot_travel_leaves_no_descriptor():
     lock, before = threading.Lock(), n_descriptors()
     with pytest.raises(NotPicklableError):
         list(tp_runner.map(lambda _: (queue, lock), [1], n_workers=1))
-    assert n_descriptors() == before
+    assert n_descriptors() <= before
 
 
 def test_a_worker_that_ends_while_it_is_killed_is_no_error(monkeypatch):
@@ -254,7 +256,7 @@ def test_a_worker_that_ends_while_it_is_killed_is_no_error(monkeypatch):
     runner = OrderedRunner(2, **FORK)
     monkeypatch.setattr(os, "kill", kill_late)
     runner.stop()
-    assert n_descriptors() == before
+    assert n_descriptors() <= before
 
 
 def test_a_stream_of_a_stopped_runner_says_so(tmp_path):
