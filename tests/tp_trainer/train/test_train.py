@@ -67,6 +67,14 @@ def with_objects(
     print(limits, rules, save, sep="\\n")
 
 
+@dataclass(slots=True)
+class Slotted:
+    lr: float = 0.1
+
+
+def slotted(optim: Slotted = Slotted()): ...
+
+
 def fails(kind: str = "tp"):
     raise ConfigError("not so") if kind == "tp" else KeyError("width")
 
@@ -170,6 +178,7 @@ def test_parameters_without_a_keyword_are_passed_by_position(capsys):
         (["values_script.py:main", "--config", "broken.yaml"], "Problems parsing config"),
         (["values_script.py:untyped"], "cannot be options"),
         (["values_script.py:taken"], "cannot be options"),
+        (["values_script.py:slotted"], "'optim' of values_script.py:slotted has a dataclass with slots"),
         (["-n", "0", "values_script.py:main", "--width", "3"], "0"),
         (["-n", "2", "values_script.py:main", "--width", "x"], "--width: expected int, got x; "),
     ],

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -94,6 +94,13 @@ def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="A YAML file with values; later options win.")
+    for name, parameter in inspect.signature(function).parameters.items():
+        if is_dataclass(parameter.default) and not hasattr(parameter.default, "__dict__"):
+            msg = (
+                f"the parameter {name!r} of {target} has a dataclass with slots as its default, whose values "
+                "jsonargparse cannot read; make the class without slots=True"
+            )
+            raise ConfigError(msg)
     try:
         parser.add_function_arguments(function, as_group=False)
     except (ValueError, argparse.ArgumentError) as error:
