@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StateError
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Trainer, Validation
 
 N, BATCH = 24, 8
 
@@ -280,6 +280,34 @@ def test_a_loop_is_used_in_a_with_block():
     _, _, loop = start()
     with pytest.raises(ConfigError, match="in a with block"):
         next(iter(loop()))
+
+
+def test_a_function_validates_a_loop_at_the_times_that_are_given():
+    calls = []
+
+    def validate():
+        calls.append(1)
+        return {"calls": len(calls)}
+
+    _, _, loop = start(epochs=2)
+    for validation, expected in (
+        (validate, [1, 2]),
+        (Validation(validate, every_steps=2, sanity_batches=1), [3, 5]),  # after steps 0, 2, 3, 4 and 6
+    ):
+        calls.clear()
+        with loop(validation=validation) as running:
+            for _ in running:
+                pass
+        assert [record.val["calls"] for record in running.history] == expected
+
+
+@pytest.mark.parametrize("validation", [[1, 2], Validation([1, 2])])
+def test_a_loop_is_not_validated_on_a_loader(validation):
+    _, _, loop = start()
+    with pytest.raises(
+        ConfigError, match="validation must be a function that returns numbers by name, got list"
+    ):
+        loop(validation=validation)
 
 
 def test_run_needs_a_model_and_a_batch():
