@@ -187,7 +187,7 @@ def test_wrong_arguments_are_named(kwargs, words):
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"loss": "median"}, "loss must be 'mean' or 'sum'"),
+        ({"loss": "median"}, "loss must be one of 'mean', 'sum'"),
         ({"seed": -1}, "seed must be None or a whole number from 0"),
         ({"seed": "x"}, "seed must be None or a whole number from 0"),
     ],

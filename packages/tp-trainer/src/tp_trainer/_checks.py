@@ -44,28 +44,6 @@ def check_not_negative(what: str, value: object) -> None:
         raise ConfigError(msg)
 
 
-def check_seed(value: object) -> None:
-    """Make sure that ``value`` is ``None`` or a whole number from 0.
-
-    Raises:
-        ConfigError: ``value`` is something else.
-    """
-    if value is not None and (not isinstance(value, int) or value < 0):
-        msg = f"seed must be None or a whole number from 0, got {value!r}"
-        raise ConfigError(msg)
-
-
-def check_loss(value: object) -> None:
-    """Make sure that ``value`` is a kind of loss.
-
-    Raises:
-        ConfigError: ``value`` is neither "mean" nor "sum".
-    """
-    if value not in {"mean", "sum"}:
-        msg = f"loss must be 'mean' or 'sum', got {value!r}"
-        raise ConfigError(msg)
-
-
 def check_seconds(what: str, value: object) -> None:
     """Make sure that ``value`` is ``None`` or a number above 0.
 

@@ -16,7 +16,7 @@ from tp_core import DeviceSpec, LaunchEnvironment, resolve_devices
 from tp_core.data import LossReduction, PreparedLoader, StepOutput, read_weight
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
-from tp_core.internal import PerModule, Progress, device_of_rank, is_dtensor, seed_everything, shows_progress
+from tp_core.internal import Progress, device_of_rank, is_dtensor, seed_everything, shows_progress
 from tp_core.jobs import Precision
 from tp_core.plugins import Job, Session, registry
 
@@ -26,7 +26,6 @@ from tp_trainer._checks import (
     check_callable,
     check_known,
     check_loader,
-    check_loss,
     check_model,
     check_no_others,
     check_not_shared,
@@ -35,7 +34,6 @@ from tp_trainer._checks import (
     check_positive,
     check_preparable,
     check_schedule,
-    check_seed,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._steps._loaders import BatchShares, Epochs, gather_rows, gather_with_gradients
@@ -45,7 +43,6 @@ from tp_trainer._steps._step import (
     RunStep,
     Step,
     autocast,
-    check_precision,
     guard_stop_iteration,
     in_precision,
     loss_of,
@@ -142,10 +139,9 @@ class Trainer:
         progress: Progress = "auto",
         plugins: PluginRegistry = registry,
     ) -> None:
-        check_loss(loss)
-        check_seed(seed)
-        check_precision(precision)
-        check_positive("accumulate", accumulate)
+        if seed is not None and (not isinstance(seed, int) or seed < 0):
+            msg = f"seed must be None or a whole number from 0, got {seed!r}"
+            raise ConfigError(msg)
         check_name(plugins, backend)
         self.environment = LaunchEnvironment.read()
         shows_progress(progress)  # which checks it
@@ -160,7 +156,7 @@ class Trainer:
         self._step_events: ManualStepEvents | None = None  # of the open loop, if a callback has these events
         self._boundaries: StepBoundaries | None = None  # within the validation of a loop that signals may end
         self._shares: BatchShares | None = None  # with several data ranks
-        self._epochs = Epochs()
+        self._epochs: Epochs | None = None  # from the first fit() on
         self._scaler = LossScaler() if precision == "fp16-mixed" else None
         explicit = devices not in (None, "auto")
         self._devices = _devices_here(devices, self.environment, explicit=explicit)
@@ -175,7 +171,6 @@ class Trainer:
             options=options_by_backend(options, plugins),
         )
         self._lazy = LazySession(job, plugins, backend, seed=seed)
-        self._prepared: PerModule[nn.Module] = PerModule()
         self._prepared_last: Callable[[], nn.Module | None] = lambda: None
         if seed is not None:
             seed_everything(seed)
@@ -226,7 +221,8 @@ class Trainer:
 
     def close(self) -> None:
         """Close the session and the streams of loaders; calling it again does nothing."""
-        self._epochs.close()
+        if self._epochs is not None:
+            self._epochs.close()
         if self._session is not None:
             self._session.close()
 
@@ -507,7 +503,6 @@ class Trainer:
         from tp_trainer._memory._requirements import Work
         from tp_trainer._metrics._evaluation import Evaluator
         from tp_trainer._running._fit import FitHooks, train
-        from tp_trainer._running._watchdog import Watchdog
 
         session = self._open(model, by="fit()", work=Work(optimizer, train_loader, settings.step))
         logs = self._plan_log(settings.loop, [optimizer])
@@ -526,11 +521,12 @@ class Trainer:
             scaler=self._scaler,
         )
         loader = self._loader(train_loader)
-        self._epochs.go_on(train_loader, loader)
-        watchdog = Watchdog(self.environment, settings.loop.limits.step_timeout_s)
+        epochs = self._epochs = self._epochs or Epochs()
+        epochs.go_on(train_loader, loader)
+        watchdog = self._watchdog(settings.loop.limits.step_timeout_s)
         validation = settings.loop.validation
         evaluator = Evaluator(
-            run=lambda batches: watchdog.watch(self._run_step(batches)),
+            run=self._run_step if watchdog is None else lambda b: watchdog.watch(self._run_step(b)),
             step=(validation and validation.step) or settings.step,
             loaders={
                 name: self._loader(loader, training=False) for name, loader in settings.val_loaders().items()
@@ -554,7 +550,7 @@ class Trainer:
             return train(loop, hooks)
         finally:
             self._may_step = False
-            self._epochs.note(train_loader, loader)
+            epochs.note(train_loader, loader)
 
     def loop(
         self,
@@ -607,7 +603,6 @@ class Trainer:
         """
         from tp_trainer._running._custom_loop import CustomLoopHooks
         from tp_trainer._running._settings import limits_of
-        from tp_trainer._running._watchdog import Watchdog
 
         check_loader("batches", batches)
         limits = limits_of(limits, epochs=epochs, max_steps=max_steps)
@@ -627,7 +622,7 @@ class Trainer:
                 evaluating=self._evaluating_at,
                 sending=self._sending_steps,
             ),
-            Watchdog(self.environment, limits.step_timeout_s),
+            self._watchdog(limits.step_timeout_s),
             self._plan_log(settings, [o for o in settings.state.values() if isinstance(o, Optimizer)]),
         )
 
@@ -681,7 +676,7 @@ class Trainer:
         settings: "LoopSettings",
         train: PreparedLoader,
         hooks: "LoopHooks",
-        watchdog: "Watchdog",
+        watchdog: "Watchdog | None",
         logs: "RunLog",
         optimizer_step: OptimizerStep | None = None,
         **own: Mapping[str, Any],
@@ -696,13 +691,20 @@ class Trainer:
         return build_loop(
             session,
             replace(settings, backend=self.selection.chosen.name),
-            classify_state(session, settings.state, prepared=self._prepared.get, scaler=self._scaler, **own),
+            classify_state(session, settings.state, prepared=self._lazy.prepared, scaler=self._scaler, **own),
             train,
             hooks=hooks,
             watchdog=watchdog,
             logs=logs,
             optimizer_step=optimizer_step,
         )
+
+    def _watchdog(self, timeout_s: float | None) -> "Watchdog | None":
+        if timeout_s is None:
+            return None
+        from tp_trainer._running._watchdog import Watchdog
+
+        return Watchdog(self.environment, timeout_s)
 
     def _plan_log(self, settings: "LoopSettings", optimizers: Iterable[Optimizer]) -> "RunLog":
         from tp_trainer._running._log import of_optimizer, plan_log
@@ -820,7 +822,7 @@ class Trainer:
             raise
         if not self._has_run_backward:
             self._has_run_backward = True
-            parameters = [p for model in self._prepared for p in model.parameters()]
+            parameters = [p for model in self._lazy.models() for p in model.parameters()]
             if not any(map(is_dtensor, parameters)):  # DTensors get gradients later, when they are reduced
                 warn_no_gradients(parameters, owner="any prepared model")
         if self._step_events is not None:
@@ -1189,7 +1191,7 @@ class Trainer:
         if model is not None and self._prepared_last() is model:  # as in every step of a custom loop
             return model
         check_model("the trainer", model)
-        prepared = self._prepared.get(model)
+        prepared = self._lazy.prepared(model)
         if prepared is None:
             session = self._open(model, by="the preparation of a model")
             if self._precision == "bf16-true":
@@ -1197,9 +1199,7 @@ class Trainer:
             prepared = session.prepare_model(model)
             if self._compile:
                 session.compile_model(prepared)
-            # By both, so that either the user's module or the prepared one finds it.
-            self._prepared[model] = self._prepared[prepared] = prepared
-            self._lazy.note_fitting(prepared)
+            self._lazy.note_prepared(model, prepared)
         self._prepared_last = weakref.ref(prepared)
         return prepared
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
@@ -231,6 +231,9 @@ class Job:
             not known, or is little of the free memory.
         free_nbytes: The free memory of each device in bytes, with the model's memory there counted as free:
             the least over all ranks. ``None`` if it is not known.
+
+    Raises:
+        ConfigError: ``loss``, ``precision`` or ``accumulate`` has another value.
     """
 
     devices: tuple[torch.device, ...]
@@ -245,6 +248,16 @@ class Job:
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     footprint: Footprint | None = None
     free_nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("loss", get_args(LossReduction)), ("precision", get_args(Precision))):
+            value = getattr(self, name)
+            if value not in known:
+                msg = f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}"
+                raise ConfigError(msg)
+        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
+            msg = f"accumulate must be a whole number from 1, got {self.accumulate!r}"
+            raise ConfigError(msg)
 
     @property
     def traits(self) -> ModelTraits | None:

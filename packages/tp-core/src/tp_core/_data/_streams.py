@@ -17,9 +17,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from tp_core._data._batches import call_set_epoch
-from tp_core._data._seeding import preserve_rng_state, seeded
+from tp_core._data._seeding import preserve_rng_state
 from tp_core._data._user_loaders import copy_loader, is_hugging_face, position_holder
-from tp_core._data._workers import outliving_workers
+from tp_core._data._workers import start
 from tp_core.errors import LoaderError
 
 _NOTHING = object()
@@ -112,24 +112,6 @@ class _Shard(IterableDataset[Any]):
         if name.startswith("_"):  # not there yet, as while unpickling
             raise AttributeError(name)
         return getattr(self._share(), name)
-
-
-def start(loader: Iterable[Any], *, seed: int, epoch: int, is_ours: bool) -> Iterator[Any]:
-    """Begin to iterate a loader, in a random state of its own.
-
-    A loader draws a seed for its workers. From the global generator that would change the numbers that
-    the model draws.
-
-    Args:
-        loader: The loader.
-        seed: With the epoch, the seed of that state.
-        epoch: The epoch, or the pass.
-        is_ours: Whether tp may change the loader.
-    """
-    if type(loader) in {list, tuple}:  # these draw nothing, and seeding all generators takes 0.1 ms
-        return iter(loader)
-    with seeded(seed, epoch, 1), outliving_workers(loader, keep=is_ours):
-        return iter(loader)
 
 
 class Stream:

@@ -1,4 +1,4 @@
-"""Workers of a DataLoader that survive the signals that end a run, and end when the run does.
+"""The start of a loader, with workers that survive the signals that end a run, and end when the run does.
 
 Schedulers, terminals and launchers signal all processes of a run at once. The training process handles
 the signal: it finishes its step and saves, and it needs its workers for that. torch's workers die of
@@ -20,12 +20,14 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection, context, resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
+
+from tp_core._data._seeding import seeded
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
@@ -35,6 +37,24 @@ SIGNALS = tuple(
 _LOOK_S = 0.1  # between two looks of a worker at the program
 _END_S = 5.0  # to reap a killed worker: the parent must not wait without an end
 _FORK_SERVER_MODULE = "tp_core._data._fork_server"
+
+
+def start(loader: Iterable[Any], *, seed: int, epoch: int, is_ours: bool) -> Iterator[Any]:
+    """Begin to iterate a loader, in a random state of its own.
+
+    A loader draws a seed for its workers. From the global generator that would change the numbers that
+    the model draws.
+
+    Args:
+        loader: The loader.
+        seed: With the epoch, the seed of that state.
+        epoch: The epoch, or the pass.
+        is_ours: Whether tp may change the loader.
+    """
+    if type(loader) in {list, tuple}:  # these draw nothing, and seeding all generators takes 0.1 ms
+        return iter(loader)
+    with seeded(seed, epoch, 1), outliving_workers(loader, keep=is_ours):
+        return iter(loader)
 
 
 @contextmanager

@@ -145,8 +145,6 @@ def _rank(verdict: Verdict) -> float:
 # -- The memory of a job, before the choice of a backend ------------------------------------------
 
 
-LEAST_NBYTES = 64 * 2**20
-"""The bytes of weights below which a model is not measured; every rank knows this without an exchange."""
 LEAST_PART = 0.05
 """The part of the free memory for weights, gradients and optimizer state, below which nothing is measured."""
 
@@ -171,7 +169,7 @@ class Work:
 
 
 def add_memory(job: Job, work: Work) -> Job:
-    """Return the job with its footprint and the free memory; unchanged if the model is small.
+    """Return the job with its footprint and the free memory; unchanged if it needs little of that.
 
     Rank 0 measures for all ranks: they must choose the same backend.
 
@@ -182,7 +180,7 @@ def add_memory(job: Job, work: Work) -> Job:
     Collectives: none; for a large model an exchange through the launcher's store.
     """
     traits, model = job.traits, job.model
-    if traits is None or model is None or traits.nbytes < LEAST_NBYTES:
+    if traits is None or model is None:
         return job
 
     def decide(everyones: list[int | None]) -> dict[str, Any]:

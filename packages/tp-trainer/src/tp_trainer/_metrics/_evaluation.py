@@ -169,8 +169,6 @@ def numbers_in(results: Mapping[str, Any]) -> dict[str, float]:
 
 def without_metrics(step: Step, metrics: Mapping[str, Metric]) -> Step:
     """Return the step for training, without its outputs for the validation's metrics."""
-    if not metrics:
-        return step
 
     def trained(model: nn.Module, batch: Any) -> StepOutput:
         output = step(model, batch)

@@ -134,10 +134,8 @@ def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer])
     Raises:
         DisagreementError: On every rank, with the first setting in which one differs.
 
-    Collectives: as in `Session.gather_objects`, with several data ranks.
+    Collectives: as in `Session.gather_objects`.
     """
-    if session.data_size == 1:
-        return
     settings = {
         f"the setting {key!r} of parameter group {number} of the optimizer {name!r}": value
         for name, optimizer in optimizers.items()

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from tp_core.discovery import PluginRegistry, Selection, select
 from tp_core.errors import ConfigError, ModelError, PluginError, SelectionError
-from tp_core.internal import check_backend_name
+from tp_core.internal import PerModule, check_backend_name
 from tp_core.plugins import Backend, Job, NoOptions, Session
 
 from tp_trainer._opening._agreement import check_same_at_start
@@ -188,6 +188,9 @@ def _check_options(job: Job, installed: Mapping[str, Backend[Any]]) -> None:
 # -- Opening the session of a selected backend, for `Trainer` and `ParallelTrainer` ---------------
 
 
+MEASURED_NBYTES = 64 * 2**20
+"""The bytes of weights from which on the memory of a job is estimated before a backend is chosen."""
+
 _GRACE_S = 15.0  # for a failed process to end by itself
 _STDERR = 2
 
@@ -212,9 +215,10 @@ def open_session(selection: Selection, job: Job, facts: Mapping[str, Any]) -> Se
     options = job.options.get(selection.chosen.name, {})
     if job.environment.is_distributed:
         _end_after_failure()
-    seed = check_same_at_start(
-        job.environment, {"backend": chosen, "options": options, **facts}, seed=job.seed
-    )
+    seed = job.seed
+    if job.environment.world_size > 1:
+        facts = {"backend": chosen, "options": options, **facts}
+        seed = check_same_at_start(job.environment, facts, seed=seed)
     try:
         session = selection.backend.open(replace(job, seed=seed))
     except Exception as error:
@@ -298,6 +302,7 @@ class LazySession:
         self._selection: Selection | None = None
         self._opened_by = ""
         self._assessed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the backend fits
+        self._prepared: PerModule[nn.Module] | None = None  # from the first model on
         self.current: Session | None = None
 
     @property
@@ -316,7 +321,8 @@ class LazySession:
         Args:
             *models: The models to be prepared; none if no model is known.
             by: The caller, for messages.
-            estimate: Returns the job with its memory needs; called before a backend is chosen, on all ranks.
+            estimate: Returns the job with its memory needs; called before a backend is chosen, on all ranks,
+                unless the models are small.
 
         Raises:
             ModelError: A model has DTensors, and no backend takes them.
@@ -340,14 +346,27 @@ class LazySession:
         self._assessed.update(models)
         return session
 
-    def note_fitting(self, model: nn.Module) -> None:
-        """Note that the backend fits ``model``, which the backend itself returned."""
-        self._assessed.add(model)
+    def prepared(self, model: nn.Module) -> nn.Module | None:
+        """Return the prepared model of a module, or of a prepared model itself; ``None`` if there is none."""
+        return None if self._prepared is None else self._prepared.get(model)
+
+    def note_prepared(self, model: nn.Module, prepared: nn.Module) -> None:
+        """Note the model that the session has made of a module."""
+        if self._prepared is None:
+            self._prepared = PerModule()
+        self._prepared[model] = self._prepared[prepared] = prepared
+        self._assessed.add(prepared)  # the backend fits what it has returned
+
+    def models(self) -> Iterator[nn.Module]:
+        """Yield the living modules, and the prepared models."""
+        yield from self._prepared or ()
 
     def _start(self, models: Sequence[nn.Module], by: str, estimate: Callable[[Job], Job] | None) -> Session:
         seed = torch.initial_seed() if self._seed is None else self._seed
         job = replace(self._job, model=joined(models), seed=seed)
-        job = job if estimate is None else estimate(job)
+        # Every rank knows the size without an exchange; that of a small model is not worth a measurement.
+        if estimate is not None and job.traits is not None and job.traits.nbytes >= MEASURED_NBYTES:
+            job = estimate(job)
         selection = choose(job, self.plugins, self._backend)
         verdict = selection.chosen.verdict
         if verdict.lacks_memory and job.environment.is_main:

@@ -106,7 +106,8 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
     This is the hot path: attributes are bound to locals, and checks run in the first step alone.
     """
     settings, run, update, meter = hooks.settings, hooks.run, hooks.optimizer_step, loop.meter
-    step, options = without_metrics(settings.step, settings.val_metrics()), settings.scheduler
+    metrics, options = settings.val_metrics(), settings.scheduler
+    step = without_metrics(settings.step, metrics) if metrics else settings.step
     scheduler = options.scheduler if options is not None and options.every == "step" else None
     model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
     add, backward, finish = meter.add, update.backward, update.finish

@@ -1,10 +1,14 @@
-"""The loggers of a run. Rank 0 opens, feeds and closes them; all ranks make the same calls."""
+"""A buffer between a run and its loggers: it keeps tensors on their devices and reads many at once."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
@@ -12,7 +16,6 @@ from tp_core.plugins import Logger, RunInfo, RunStatus, Session
 
 from tp_trainer._running._settings import LoopSettings
 from tp_trainer._secrets import mask_secrets
-from tp_trainer.loggers._buffer import LogBuffer
 from tp_trainer.loggers._jsonl import JsonLinesLogger
 from tp_trainer.loggers._named import (
     ValuesLogger,
@@ -24,6 +27,162 @@ from tp_trainer.loggers._named import (
 )
 
 log = logging.getLogger("tp_trainer")
+
+Number = float | Tensor
+
+
+class LogBuffer:
+    """Buffers the numbers of steps, and sends them to loggers every few steps and at the end.
+
+    Adding a number does not wait for an accelerator. The value is copied on its device, and :meth:`flush`
+    reads all values in one transfer. Numbers of one step form one row.
+
+    A logger that raises during the run is logged and left out, and the run continues: training is worth more
+    than its rows. A logger that raises in its ``open()`` ends the run.
+
+    Args:
+        loggers: The loggers; none on all ranks but rank 0, where every call returns at once.
+        every_steps: How many optimizer steps lie between two reads.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], *, every_steps: int = 50) -> None:
+        self.every_steps = every_steps
+        self._loggers = list(loggers)
+        self._failed: set[int] = set()
+        self._rows: list[tuple[int, int, dict[str, Number]]] = []
+        self._last_states: dict[int, dict[str, Any]] = {}
+        self._is_open = False
+
+    def __bool__(self) -> bool:
+        return bool(self._loggers)
+
+    def open(self, info: RunInfo) -> None:
+        """Open every logger; if one cannot be opened, close the earlier ones."""
+        opened: list[Logger] = []
+        try:
+            for logger in self._loggers:
+                logger.open(info)
+                opened.append(logger)
+            self._is_open = True
+        except BaseException:
+            for logger in opened:
+                logger.close("failed")
+            raise
+
+    # -- the hot path ---------------------------------------------------------------------------
+
+    def add(self, numbers: Mapping[str, Number], *, step: int, epoch: int) -> None:
+        """Buffer numbers of a step; the last value of a name counts.
+
+        Raises:
+            ConfigError: A value is not a number or a tensor of one element.
+        """
+        if not self._loggers:
+            return
+        kept = {name: _kept(name, value) for name, value in numbers.items()}
+        if self._rows and self._rows[-1][:2] == (step, epoch):
+            self._rows[-1][2].update(kept)
+        else:
+            self._rows.append((step, epoch, kept))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to read the buffer after this step."""
+        return step % self.every_steps == 0
+
+    def flush(self) -> None:
+        """Read the buffer and send it to the loggers."""
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        read = _read([value for *_, row in rows for value in row.values() if isinstance(value, Tensor)])
+        for step, epoch, row in rows:
+            numbers = {n: next(read) if isinstance(v, Tensor) else v for n, v in row.items()}
+            self._each(lambda logger, n=numbers, s=step, e=epoch: logger.log(n, step=s, epoch=e))
+        self._each(lambda logger: logger.flush())
+
+    # -- events, states, end ----------------------------------------------------------------------
+
+    def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
+        """Log an event, after the numbers before it."""
+        self.flush()
+        self._each(lambda logger: logger.event(kind, facts, step=step, epoch=epoch))
+
+    def close(self, status: RunStatus) -> None:
+        """Send the rest and close every open logger."""
+        if self._is_open:
+            self.flush()
+            self._each(lambda logger: logger.close(status))
+        self._is_open, self._loggers = False, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Send the rest, and return the loggers' states, for a checkpoint."""
+        if self._is_open:
+            self.flush()
+            states: dict[int, dict[str, Any]] = {}
+            self._each(lambda logger: states.update({self._position(logger): logger.state_dict()}))
+            self._last_states |= states  # a failed logger keeps its last state, for a resumed run
+        return {
+            "loggers": [
+                {"name": logger.name, "state": self._last_states.get(position, {})}
+                for position, logger in enumerate(self._loggers)
+            ]
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the loggers from a checkpoint; loggers without a state there start fresh."""
+        left = list(state.get("loggers", []))
+        for position, logger in enumerate(self._loggers):
+            found = next((entry for entry in left if entry["name"] == logger.name), None)
+            if found is not None:
+                left.remove(found)
+                self._last_states[position] = found["state"]
+                logger.load_state_dict(found["state"])
+
+    # -- failures of loggers --------------------------------------------------------------------
+
+    def _position(self, logger: Logger) -> int:
+        return next(i for i, other in enumerate(self._loggers) if other is logger)
+
+    def _each(self, call: Any) -> None:
+        for position, logger in enumerate(self._loggers):
+            if position in self._failed:
+                continue
+            try:
+                call(logger)
+            except Exception:
+                self._failed.add(position)
+                log.exception("the logger %r failed and gets no more of this run, which goes on", logger.name)
+                with suppress(Exception):  # to release the lock of its file
+                    logger.close("failed")
+
+
+def _kept(name: str, value: Any) -> Number:
+    """Return a number, or a copy of a tensor on its accelerator: the original may change before the read."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        if value.device.type == "cpu":
+            return float(value.item())
+        return value.detach().reshape(()).clone()
+    if isinstance(value, Real):
+        return float(value)
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
+    msg = f"what is logged must be numbers or tensors of one element; {name!r} is {what}"
+    raise ConfigError(msg)
+
+
+def _read(tensors: list[Tensor]) -> Any:
+    """Yield the tensors' values in order: one transfer for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(position)
+    values = [0.0] * len(tensors)
+    for positions in groups.values():
+        stacked = torch.stack([tensors[position] for position in positions]).tolist()
+        for position, value in zip(positions, stacked, strict=True):
+            values[position] = float(value)
+    return iter(values)
+
+
+# -- The loggers of a run. Rank 0 opens, feeds and closes them; all ranks make the same calls -----
 
 
 class RunLog:
@@ -147,10 +306,10 @@ def plan_log(
     """
     checkpoint, options = settings.checkpoint, settings.log
     folder = None if checkpoint is None else Path(checkpoint.folder).absolute()
-    loggers = make_loggers(options.loggers, plugins)
+    loggers = [] if options.loggers is None else make_loggers(options.loggers, plugins)
     if loggers and folder is not None and not any(isinstance(one, JsonLinesLogger) for one in loggers):
         loggers.append(JsonLinesLogger())
-    given = given_values()
+    given = given_values() if loggers or folder is not None else None
     if given is not None and folder is not None:
         loggers.append(ValuesLogger(given.text))
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,12 @@ from tp_trainer._running._settings import Limits, LoopSettings, seconds_of
 from tp_trainer._running._signals import Decision, Interrupted, SignalWatch, interrupted
 from tp_trainer._running._state import RunState, Trained
 from tp_trainer._running._user_state import UserState, unsaved_averages, unsaved_optimizers
-from tp_trainer._running._watchdog import Watchdog
 from tp_trainer._steps._meter import Meter
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._step import LossScaler, guard_stop_iteration
+
+if TYPE_CHECKING:
+    from tp_trainer._running._watchdog import Watchdog
 
 log = logging.getLogger("tp_trainer")
 
@@ -95,7 +97,7 @@ class Loop:
         hooks: The hooks of ``fit`` or of a custom loop.
         logs: The loggers.
         steps: The number of batches in an epoch.
-        watchdog: Ends a rank if a step takes too long.
+        watchdog: Ends a rank if a step takes too long; ``None`` where it may take any time.
 
     Attributes:
         meter: Adds up the outputs of the epoch's steps.
@@ -113,7 +115,7 @@ class Loop:
         hooks: LoopHooks,
         logs: RunLog,
         steps: int,
-        watchdog: Watchdog,
+        watchdog: "Watchdog | None",
     ) -> None:
         checkpoints, limits = settings.checkpoint, settings.limits
         self._session, self._settings, self._run_state = session, settings, state
@@ -336,11 +338,12 @@ class Loop:
                 log.warning("no checkpoint will have %s: name it in state={...}", words)
             self._warn_unsaved = open_.enter_context(unsaved_optimizers(optimizers))
         open_.enter_context(self._hooks.while_open(self))
-        self._watchdog.connect(self._session)
+        if self._watchdog is not None:
+            self._watchdog.connect(self._session)
         max_batches = 0 if self._validation is None else self._validation.sanity_batches
         if max_batches and not state.step:
             # A validation that fails must fail now, and not after an epoch of hours.
-            with self._keeping_generators(), self._watchdog.watching():
+            with self._keeping_generators(), self._watching():
                 self._hooks.validate(None, max_batches)
         self._logs.open(resumed=bool(state.step or state.first), step=state.step, epoch=state.epoch)
         self._events.send("on_fit_start", self)
@@ -435,13 +438,13 @@ class Loop:
         Collectives: as in `_at_boundary`.
         """
         steps, accumulate, first = self._steps, self._accumulate, self._run_state.first
-        note_step = self._watchdog.note_step if self._watchdog.is_on else None
+        note_step = None if self._watchdog is None else self._watchdog.note_step
         count = self.meter.count if self._hooks.counts_batches else None
         sends_step_end = self._events.has("on_step_end")
         boundaries, now = self._boundaries, time.monotonic
         done = first
         shown = self._reporter.epoch(self.epoch, steps, first=first)
-        with guard_stop_iteration(), shown as self._ticker, self._watchdog.watching():
+        with guard_stop_iteration(), shown as self._ticker, self._watching():
             self._next_look = self._at_boundary(done)
             if self._ending is None:
                 train = self._train
@@ -594,7 +597,10 @@ class Loop:
         state.records.append(record)
         self._reporter.done(record)
         self._events.send("on_epoch_end", self)
-        check_same_optimizers(self._session, self.optimizers)  # a scheduler or a callback may have set them
+        if self._session.data_size > 1:
+            check_same_optimizers(
+                self._session, self.optimizers
+            )  # a scheduler or a callback may have set them
         steps_made = self.step  # before _done is reset: the property is computed from it
         state.epoch, state.first = state.epoch + 1, 0
         self._steps_before_epoch, self._done = steps_made, 0
@@ -670,7 +676,7 @@ class Loop:
         self._events.send("on_validation_start", self)
         boundaries = None if self._saving is None else self._boundaries
         try:
-            with self._watchdog.watching():
+            with self._watching():
                 means = dict(self._hooks.validate(boundaries, None))
         except GatherInterruptedError as cut:
             # Before the save: callbacks put the model's own weights back in place of averages.
@@ -686,6 +692,10 @@ class Loop:
         self._logs.add(numbers, step=self.step, epoch=self.epoch)
         self._events.send("on_validation_end", self, means)
         return means
+
+    def _watching(self) -> AbstractContextManager[None]:
+        """Return the context in which the watchdog, if there is one, watches the steps."""
+        return nullcontext() if self._watchdog is None else self._watchdog.watching()
 
     def _keeping_generators(self) -> ExitStack:
         """Return a context that restores the random generators at its end."""
@@ -719,8 +729,9 @@ class Loop:
         if meter is not None:
             self._run_state.seconds = time.perf_counter() - self._began_epoch
             self._hooks.check_parameters()
-            check_same_optimizers(self._session, self.optimizers)
-        with self._watchdog.paused():
+            if self._session.data_size > 1:
+                check_same_optimizers(self._session, self.optimizers)
+        with nullcontext() if self._watchdog is None else self._watchdog.paused():
             self._send_checkpoint_of(lambda: saving.save(done, meter))
         self._warn_unsaved()
 
@@ -781,7 +792,7 @@ def build_loop(
     train: PreparedLoader,
     *,
     hooks: LoopHooks,
-    watchdog: Watchdog,
+    watchdog: "Watchdog | None",
     logs: RunLog,
     optimizer_step: OptimizerStep | None = None,
 ) -> Loop:
@@ -805,8 +816,10 @@ def build_loop(
         "models": sorted(targets.trained.models),
         "optimizers": sorted(targets.trained.optimizers),
     }
-    check_same(session, {**settings.facts(steps), **hooks.facts(), **kinds})
-    check_same_optimizers(session, targets.trained.optimizers)
+    if session.world_size > 1:
+        check_same(session, {**settings.facts(steps), **hooks.facts(), **kinds})
+    if session.data_size > 1:
+        check_same_optimizers(session, targets.trained.optimizers)
     state = RunState(session, targets.trained, user_state, train, optimizer_step)
     return Loop(session, settings, state, train, hooks=hooks, logs=logs, steps=steps, watchdog=watchdog)
 

@@ -46,10 +46,10 @@ class Watchdog:
 
     Args:
         environment: The rank, the world size and the launcher's address.
-        timeout_s: How long a step may take, or ``None`` for no watch.
+        timeout_s: How long a step may take.
     """
 
-    def __init__(self, environment: LaunchEnvironment, timeout_s: float | None) -> None:
+    def __init__(self, environment: LaunchEnvironment, timeout_s: float) -> None:
         self._environment = environment
         self._timeout_s = timeout_s
         self._steps = 0
@@ -58,35 +58,27 @@ class Watchdog:
         self._main = threading.get_ident()
         self._store: Any = None
         self._native: HardExit | None = None
-        if timeout_s is not None:
-            with suppress(OSError):  # not on Linux: the fault handler ends the process, with status 1
-                self._native = HardExit(TIMEOUT_STATUS)
+        with suppress(OSError):  # not on Linux: the fault handler ends the process, with status 1
+            self._native = HardExit(TIMEOUT_STATUS)
 
     def connect(self, session: Session) -> None:
         """Find the watchdogs of the other ranks.
 
-        Collectives: one broadcast, if there is a timeout and there are several ranks.
+        Collectives: one broadcast, if there are several ranks.
         """
-        if self._timeout_s is not None and self._environment.world_size > 1:
+        if self._environment.world_size > 1:
             # Rank 0's number for all: after a run that failed on some ranks alone, their counts differ.
             name = f"tp/watchdog/{session.broadcast(next(_rounds))}"
             self._store = PrefixStore(name, rendezvous_store(self._environment))
 
     def watch(self, run: RunStep) -> RunStep:
         """Return ``run``, wrapped so that each call counts as a step."""
-        if self._timeout_s is None:
-            return run
 
         def counted(step: Step, model: nn.Module, batch: Any) -> StepOutput:
             self.note_step()
             return run(step, model, batch)
 
         return counted
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a timeout."""
-        return self._timeout_s is not None
 
     def note_step(self) -> None:
         """Note that a step begins."""
@@ -95,7 +87,7 @@ class Watchdog:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the steps within the context."""
-        if self._timeout_s is None or self._is_watching:
+        if self._is_watching:
             yield
             return
         ending = threading.Event()
@@ -133,15 +125,14 @@ class Watchdog:
         Where native code holds the GIL, no thread restarts them, and they go off.
         """
         self._since = time.monotonic()
-        if self._timeout_s is not None:
-            native_s = self._timeout_s + min(_NATIVE_S, max(self._timeout_s, 2.0))
-            if self._store is not None:
-                native_s += _OTHERS_S  # the other ranks call and end first, with every rank's position
-            if self._native is None:
-                faulthandler.dump_traceback_later(native_s, exit=True, file=_STDERR)  # with status 1
-            else:
-                faulthandler.dump_traceback_later(native_s, file=_STDERR)
-                self._native.set(native_s + _DUMP_S)
+        native_s = self._timeout_s + min(_NATIVE_S, max(self._timeout_s, 2.0))
+        if self._store is not None:
+            native_s += _OTHERS_S  # the other ranks call and end first, with every rank's position
+        if self._native is None:
+            faulthandler.dump_traceback_later(native_s, exit=True, file=_STDERR)  # with status 1
+        else:
+            faulthandler.dump_traceback_later(native_s, file=_STDERR)
+            self._native.set(native_s + _DUMP_S)
 
     def _cancel_alarm(self) -> None:
         faulthandler.cancel_dump_traceback_later()

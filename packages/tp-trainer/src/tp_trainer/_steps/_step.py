@@ -4,14 +4,14 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core import tree_map
 from tp_core.data import Parts, StepOutput
-from tp_core.errors import ConfigError, StepError
+from tp_core.errors import StepError
 from tp_core.jobs import Precision
 from tp_core.plugins import Session
 
@@ -54,18 +54,6 @@ Step = Callable[[Any, Any], StepOutput]
 """``step(model, batch)``; it may be typed for the user's own classes of model and batch."""
 RunStep = Callable[[Step, nn.Module, Any], StepOutput]
 RunAny = Callable[[Any, Any, Any], StepOutput]
-
-
-def check_precision(precision: object) -> None:
-    """Make sure that ``precision`` is a known precision.
-
-    Raises:
-        ConfigError: ``precision`` is something else.
-    """
-    if precision not in get_args(Precision):
-        names = ", ".join(map(repr, get_args(Precision)))
-        msg = f"precision must be one of {names}, got {precision!r}"
-        raise ConfigError(msg)
 
 
 def autocast(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
