@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import warnings
 from importlib.util import find_spec
 
@@ -10,7 +11,7 @@ import torch
 import tp_shard as ts
 from torch import nn
 from tp_core.errors import ConfigError, ModelError, StateError
-from tp_shard._shards import ShardTable
+from tp_shard._shards import ShardTable  # what adapters split has no mark of its own on each tensor
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
@@ -196,20 +197,21 @@ def trains(family, kind, plan):
     train((model, ts.parallelize(copy.deepcopy(model), plan)), inputs(family))
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        case if case in PLANS else pytest.param(*case, marks=pytest.mark.slow)
-        for case in [(family, kind) for family in FAMILIES for kind in KINDS]
-    ],
-)
+def each_once():
+    """Each family and each kind of adapters once in the slow part; the others of the product are nightly."""
+    for family, kind in itertools.product(FAMILIES, KINDS):
+        slow = pytest.mark.slow if kind == "lora" or family == "llama" else pytest.mark.nightly
+        yield pytest.param(family, kind, marks=() if (family, kind) in PLANS else slow)
+
+
+@pytest.mark.parametrize(("family", "kind"), list(each_once()))
 def test_an_adapted_model_trains_like_one_device(on_ranks, family, kind):
     plan = plan_of(family, kind)
     on_ranks(2, lambda: trains(family, kind, plan))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "kind"), [(f, k) for f in FAMILIES for k in KINDS if (f, k) not in PLANS])
+@pytest.mark.parametrize(("family", "kind"), [case for case in each_once() if case.values not in PLANS])
 def test_a_plan_splits_what_it_splits_without_adapters(family, kind):
     without = split_weights(plain(family), plan_of(family, "plain"))
     found = split_weights(adapted(family, kind), plan_of(family, kind))
