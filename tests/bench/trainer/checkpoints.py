@@ -80,7 +80,7 @@ def saves(folder: Path, results: Results) -> None:
         return seconds, seconds
 
     def torch_save_beside() -> tuple[float, float]:
-        # As tp does: pages and blocks of a disk that no file held yet cost some machines more than the writing.
+        # As tp does: pages and blocks that no file held yet cost some machines more than the writing.
         began = time.perf_counter()
         with (folder / "part.pt").open("wb") as file:
             torch.save(state, file)

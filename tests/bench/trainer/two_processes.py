@@ -47,7 +47,7 @@ def times_of_rank() -> dict[str, list[float]]:
 
 
 def share_of_asking() -> float:
-    """Return what the thread takes of a core that looks five times a second whether a rank asks for something.
+    """Return what the thread takes of a core that looks five times a second whether a rank asks.
 
     By the processor's time, and beside a main thread that sleeps: a percent of a step's wall time is less
     than what two loops of one kind differ by.
