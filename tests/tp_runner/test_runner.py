@@ -228,7 +228,9 @@ def test_options_that_are_wrong_or_mean_nothing_are_refused(options, message):
         Doubler(1, **options)
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "forkserver"))]
+)
 def test_workers_compute_with_as_many_threads_as_asked(method):
     class Threads(OrderedRunner):
         @staticmethod

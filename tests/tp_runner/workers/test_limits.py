@@ -139,13 +139,10 @@ def test_runners_that_start_themselves_are_refused_at_last():
 # -- recycling ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["ordered", "unordered"])
-def test_a_worker_is_replaced_after_some_items(kind):
-    pids = list(
-        tp_runner.map(
-            lambda _: os.getpid(), range(20), n_workers=1, max_items_per_worker=5, ordered=kind == "ordered"
-        )
-    )
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_worker_is_replaced_after_some_items(ordered):
+    options = {"max_items_per_worker": 5, "ordered": ordered, "start_method": "fork"}
+    pids = list(tp_runner.map(lambda _: os.getpid(), range(20), n_workers=1, **options))
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [5, 5, 5, 5]
 
 
