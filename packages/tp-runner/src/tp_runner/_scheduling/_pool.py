@@ -362,7 +362,7 @@ class Scheduler:
                 self.wake_all()
                 self._changed.wait(0.1)
             self.wake_all()
-            self._assignments.take_all()  # a stream that is closed later has no worker to tell
+            self._assignments.take_all()  # a stream that is closed later asks no worker
             self.fleet.close(timeout_s=timeout_s)
 
 

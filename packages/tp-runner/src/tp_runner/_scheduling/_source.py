@@ -356,7 +356,7 @@ class Submissions(Source):
 
     def abandon(self, error: BaseException) -> None:
         """End; each open future gets a copy of ``error``, as raising an exception writes on it."""
-        # Not between a submit's look at is_finishing and its item, whose future nobody would settle. Below,
+        # Not between a submit's look at is_finishing and its item, or nobody would settle its future. Below,
         # without the lock: the futures' callbacks may wait for other threads.
         with self._lock:
             self.is_finishing = self.exhausted = True

@@ -66,7 +66,7 @@ DEPTH_VARIABLE = "TP_RUNNER_DEPTH"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-# Opening the C library anew takes longer. At import: it is found once for all workers that are forked.
+# Opening the C library takes longer. At import: it is found once for all workers that are forked.
 _MALLOPT = getattr(ctypes.pythonapi, "mallopt", None)
 
 

@@ -33,7 +33,7 @@ from tp_runner._workers._process._shared_memory import Block, MappedMemory, Shar
 # -- Classes and functions of the main module -------------------------------------------------
 #
 # __main__ is another module in a worker, so its definitions are sent once, by value, and then named by a key.
-# Each time they are pickled anew and compared, and sent again when they have changed. A result of the
+# Each time they are pickled again and compared, and sent again when they have changed. A result of the
 # program's class goes back by the key of the class: so it is of that very class, whatever its name means by
 # then, and the worker's state of the class does not overwrite the program's
 # (test_results_are_of_the_class_that_their_items_were_of).
