@@ -50,5 +50,5 @@ nitpick_ignore = [
     ("py:class", "tp_runner._scheduling._source.MapStyle"),
     ("py:class", "tp_runner._stream.OpenRun"),
     ("py:class", "tp_shard.nn._sequence.SequenceState"),
-    ("py:class", "tp_trainer.testing._runs.Outcome"),
+    ("py:class", "tp_trainer.testing._conformance.Outcome"),
 ]

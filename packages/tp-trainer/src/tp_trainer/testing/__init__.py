@@ -9,7 +9,6 @@ import pytest
 pytest.register_assert_rewrite(
     "tp_trainer.testing._callback_conformance",
     "tp_trainer.testing._conformance",
-    "tp_trainer.testing._weights",
 )
 
 from tp_trainer.testing._callback_conformance import CallbackConformance  # noqa: E402 - see above
