@@ -36,8 +36,6 @@ from tp_trainer._checks import (
     check_schedule,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
-from tp_trainer._steps._loaders import BatchShares, Epochs, gather_rows, gather_with_gradients
-from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep, add_whole, total_weight
 from tp_trainer._steps._step import (
     LossScaler,
     RunStep,
@@ -71,6 +69,8 @@ if TYPE_CHECKING:
         Validation,
     )
     from tp_trainer._running._watchdog import Watchdog
+    from tp_trainer._steps._loaders import BatchShares, Epochs
+    from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
     from tp_trainer.loggers._named import LogSpec
 
 
@@ -417,7 +417,7 @@ class Trainer:
         validation: "Validation | Iterable[Any] | Mapping[str, Iterable[Any]] | None" = None,
         scheduler: "SchedulerOptions | Scheduler | None" = None,
         clip_norm: float | None = None,
-        gradients: GradientRules | None = None,
+        gradients: "GradientRules | None" = None,
         checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
         callbacks: Iterable["Callback | str"] = (),
@@ -471,6 +471,7 @@ class Trainer:
             Interrupted: A signal asked the run to end; its state is saved.
         """
         from tp_trainer._running._settings import FitSettings, SchedulerOptions, limits_of, with_shortcuts
+        from tp_trainer._steps._optimizer_step import GradientRules
 
         check_model("fit()", model)
         check_optimizer("fit()", optimizer)
@@ -503,6 +504,8 @@ class Trainer:
         from tp_trainer._memory._requirements import Work
         from tp_trainer._metrics._evaluation import Evaluator
         from tp_trainer._running._fit import FitHooks, train
+        from tp_trainer._steps._loaders import Epochs
+        from tp_trainer._steps._optimizer_step import OptimizerStep
 
         session = self._open(model, by="fit()", work=Work(optimizer, train_loader, settings.step))
         logs = self._plan_log(settings.loop, [optimizer])
@@ -678,7 +681,7 @@ class Trainer:
         hooks: "LoopHooks",
         watchdog: "Watchdog | None",
         logs: "RunLog",
-        optimizer_step: OptimizerStep | None = None,
+        optimizer_step: "OptimizerStep | None" = None,
         **own: Mapping[str, Any],
     ) -> "Loop":
         """Return the loop of a run; ``own`` has the models, optimizers and schedulers beside ``state``.
@@ -813,6 +816,8 @@ class Trainer:
                 session.backward(scaled, share, **graph)
             else:
                 units = read_weight(weight) if share is None or share.samples else 0.0
+                from tp_trainer._steps._optimizer_step import add_whole, total_weight
+
                 total = total_weight(session, units) if total is None else read_weight(total, name="total")
                 add_whole(session, loss, units, total=total, scale=scale, **graph)
         except (RuntimeError, MemoryError) as error:
@@ -895,6 +900,8 @@ class Trainer:
         """
         check_optimizer("update()", optimizer)
         prepared = self._prepare_model(model)
+        from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
+
         rules = GradientRules(clip_norm=clip_norm, clip_value=clip_value)
         update = OptimizerStep(self.session, prepared, optimizer, rules, scaler=self._scaler)
         events = self._step_events
@@ -1071,6 +1078,8 @@ class Trainer:
         session, shares = self._open(by="gather_for_metrics()"), self._shares
         session.check_in_step("gather_for_metrics()")
         is_nothing = shares is not None and shares.holds_nothing(batch)
+        from tp_trainer._steps._loaders import gather_rows
+
         return gather_rows(session, value, is_nothing=is_nothing)
 
     def all_gather(self, rows: Tensor, *, batch: Any = None) -> Tensor:
@@ -1097,6 +1106,8 @@ class Trainer:
         session = self.session
         session.check_in_step("all_gather()", may_meet=True)
         is_nothing = self._shares is not None and self._shares.holds_nothing(batch)
+        from tp_trainer._steps._loaders import gather_with_gradients
+
         return gather_with_gradients(session, rows, is_nothing=is_nothing)
 
     # -- models in files ------------------------------------------------------------------------
@@ -1179,6 +1190,8 @@ class Trainer:
         is_open = self._lazy.current is not None
         session = self._lazy.open(*models, by=by, estimate=add_memory)
         if not is_open and session.data_size > 1:
+            from tp_trainer._steps._loaders import BatchShares
+
             self._shares = BatchShares(session)
             if self._seed is not None:
                 # Models are built alike on all ranks, from the seed itself. From here on dropout and

@@ -19,8 +19,6 @@ from tp_core.errors import ConfigError, ModelError, PluginError, SelectionError
 from tp_core.internal import PerModule, check_backend_name
 from tp_core.plugins import Backend, Job, NoOptions, Session
 
-from tp_trainer._opening._agreement import check_same_at_start
-
 Options = object | Sequence[object] | Mapping[str, object]
 """An object of a backend's ``options_type``, a list of them, or a dict by the backends' names."""
 
@@ -217,6 +215,8 @@ def open_session(selection: Selection, job: Job, facts: Mapping[str, Any]) -> Se
         _end_after_failure()
     seed = job.seed
     if job.environment.world_size > 1:
+        from tp_trainer._opening._agreement import check_same_at_start
+
         facts = {"backend": chosen, "options": options, **facts}
         seed = check_same_at_start(job.environment, facts, seed=seed)
     try:
