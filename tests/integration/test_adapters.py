@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import tp_shard as ts
 from torch.utils.data import DataLoader
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
@@ -23,7 +24,7 @@ def texts():
     return [{"input_ids": row, "labels": row[:3].sum() % 2} for row in ids]
 
 
-def make():
+def make(*, is_split=False):
     import peft
     import transformers
 
@@ -33,6 +34,10 @@ def make():
     config = transformers.BertConfig(vocab_size=40, max_position_embeddings=8, num_labels=2, **sizes, **off)
     lora = peft.LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["classifier"])
     model = peft.get_peft_model(transformers.BertForSequenceClassification(config), lora).double()
+    if is_split:
+        if not torch.distributed.is_initialized():
+            ts.distributed.init_process_group()
+        model = ts.parallelize(model, ts.plans.auto(model, verbose=False))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, torch.optim.AdamW(trained, lr=0.05)
 
@@ -45,7 +50,9 @@ def step(model, batch):
 def weights(model):
     import peft
 
-    return {name: tensor.clone() for name, tensor in peft.get_peft_model_state_dict(model).items()}
+    state = ts.collect_state_dict(model, model.state_dict())  # of whole tensors, if it is split
+    found = peft.get_peft_model_state_dict(model, state_dict=state)
+    return {name: tensor.clone() for name, tensor in found.items()}
 
 
 def loader():
@@ -53,7 +60,7 @@ def loader():
 
 
 def train(where, folder=None, max_steps=None):
-    model, optimizer = make()
+    model, optimizer = make(is_split=where["backend"] == "shard")
     with Trainer(seed=0, progress=False, **where) as trainer:
         trainer.fit(
             model,
@@ -65,7 +72,7 @@ def train(where, folder=None, max_steps=None):
             checkpoint=folder and Checkpoints(folder, every_steps=2),
             resume=folder and "auto",
         )
-    return weights(model)
+        return weights(model)
 
 
 def whole_and_resumed(where, folder):
@@ -99,6 +106,7 @@ def test_adapters_are_trained_as_by_hand_and_resumed(tmp_path, backend):
     check(whole_and_resumed({"devices": devices, "backend": backend}, tmp_path))
 
 
-def test_adapters_are_trained_as_by_hand_and_resumed_on_two_ranks(tmp_path):
-    for found in run_ranks(whole_and_resumed, 2, {"devices": "cpu", "backend": "ddp"}, tmp_path):
+@pytest.mark.parametrize("backend", ["ddp", "shard"])
+def test_adapters_are_trained_as_by_hand_and_resumed_on_two_ranks(tmp_path, backend):
+    for found in run_ranks(whole_and_resumed, 2, {"devices": "cpu", "backend": backend}, tmp_path):
         check(found)
