@@ -15,7 +15,10 @@ from tests.tp_core.plugins.odd import odd, source
         ("return Verdict('high', 'it is')", "a score must be a finite number, got 'high'"),
         ("return Verdict(float('nan'), 'it is')", "a score must be a finite number, got nan"),
         ("return Verdict.fits('9', 'it is')", "a score must be a finite number, got '9'"),
-        ("return Verdict.fits(9, 7)", "a verdict needs a reason: one sentence that tells a user why, got 7"),
+        (
+            "return Verdict.fits(9, 7)",
+            "a verdict needs a reason: one sentence for the user, got 7",
+        ),
         ("return Verdict.unfit('no', remedy=3)", "the remedy of a verdict must be a string, got 3"),
         ("return 3", "it must return a Verdict, got int"),
         (

@@ -112,7 +112,7 @@ def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
         ("raise RecursionError('too deep')\n", "RecursionError: too deep"),
         (
             "class E(Exception):\n    def __str__(self): raise LookupError\nraise E\n",
-            "E, whose message cannot be read (LookupError)",
+            "E with a message that cannot be read (LookupError)",
         ),
         ("def __getattr__(name):\n    raise RuntimeError(name)\n", "RuntimeError: tp_contract"),
         ("def __dir__():\n    raise RuntimeError('nothing to see')\n", "RuntimeError: nothing to see"),

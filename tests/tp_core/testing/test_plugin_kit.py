@@ -36,8 +36,8 @@ def check(folder, monkeypatch, test, source, *, entry="kit_plugin"):
 
 
 ALTERED = [
-    ("test_it_tells_for_which_contract_it_was_built", ("tp_contract = 1", "")),
-    ("test_it_tells_for_which_contract_it_was_built", ("tp_contract = 1", "tp_contract = 2")),
+    ("test_it_declares_its_contract_version", ("tp_contract = 1", "")),
+    ("test_it_declares_its_contract_version", ("tp_contract = 1", "tp_contract = 2")),
     ("test_it_brings_what_it_is_for", ("kit-under-test", "another")),
     ("test_it_brings_what_it_is_for", ("kit-under-test", "doctor")),
     ("test_it_brings_what_it_is_for", ("return [Command", "1 / 0; [Command")),

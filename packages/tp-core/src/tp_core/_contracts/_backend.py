@@ -56,7 +56,7 @@ class Verdict:
         if self.score is not None:
             _require_score(self.score)
         if not isinstance(self.reason, str) or not self.reason:
-            msg = f"a verdict needs a reason: one sentence that tells a user why, got {self.reason!r}"
+            msg = f"a verdict needs a reason: one sentence for the user, got {self.reason!r}"
             raise ConfigError(msg)
         if not isinstance(self.remedy, str):
             msg = f"the remedy of a verdict must be a string, got {self.remedy!r}"
@@ -120,7 +120,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     Attributes:
         name: The name by which users choose this backend.
-        options_type: A frozen dataclass whose fields are the backend's options and their defaults; by
+        options_type: A frozen dataclass of the backend's options and their defaults; by
             default one without fields.
 
     Example:

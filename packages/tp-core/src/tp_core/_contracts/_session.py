@@ -279,7 +279,7 @@ class Session:
         msg = (
             f"{type(self).__name__} runs the step on each device's part of the batch, and here the parts do "
             "not see each other's rows; call all_gather() in a step that fit() or trainer.run() runs, or "
-            "take Trainer(backend='dp-gather'), whose steps see the whole batch"
+            "take Trainer(backend='dp-gather'): its steps see the whole batch"
         )
         raise StepError(msg)
 

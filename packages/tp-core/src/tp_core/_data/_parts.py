@@ -64,7 +64,7 @@ class Parts(tuple[Any, ...]):
         return (
             f"this batch is in {len(self)} parts, one for each device, and {what}: give it as it is to "
             "trainer.run(step, model, batch), which calls step(model, part) on each device; or take a "
-            "backend whose batches are whole: Trainer(backend='dp-gather'), or one process per device"
+            "backend with whole batches: Trainer(backend='dp-gather'), or one process per device"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

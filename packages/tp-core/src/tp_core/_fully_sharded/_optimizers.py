@@ -136,7 +136,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         msg = (
             f"{name} computes with whole matrices or with norms of them, and fully sharded parameters would "
             "be this rank's shards: other updates than on one device. Take an optimizer that treats elements "
-            "one by one, such as AdamW or SGD, or the backend 'ddp', whose ranks have whole parameters"
+            "one by one, such as AdamW or SGD, or the backend 'ddp', with whole parameters on each rank"
         )
         raise ConfigError(msg)
     fused = any(group.get("fused") for group in optimizer.param_groups)

@@ -349,7 +349,7 @@ def presharded_mesh(model: nn.Module) -> "DeviceMesh | None":
 
 _WENT_BACK = (
     "the step made a backward pass of its own (torch.autograd.grad, for a gradient penalty, say), after "
-    "which fully sharded parameters are shards again; take the backend 'ddp', whose ranks have whole ones"
+    "which fully sharded parameters are shards again; take the backend 'ddp', with whole ones on each rank"
 )
 
 

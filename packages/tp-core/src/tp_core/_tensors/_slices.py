@@ -62,7 +62,7 @@ def check_no_first_fsdp(model: torch.nn.Module) -> None:
             what = f"its {name!r}" if name else "it"
             msg = (
                 f"the model is wrapped already: {what} is a FullyShardedDataParallel, torch's first FSDP, "
-                "whose flat parameters no other backend and no checkpoint of here reads; give the plain "
+                "with flat parameters that no other backend and no checkpoint of here reads; give the plain "
                 "module, which backend 'fsdp' shards"
             )
             raise ModelError(msg)

@@ -88,7 +88,7 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
     ]
     problems += [str(conflict) for conflict in plugins.conflicts()]
     notes = [
-        f"plugin {p} does not tell which version of the hook contract it was built for; its module needs "
+        f"plugin {p} does not declare which version of the hook contract it was built for; its module needs "
         f"tp_contract = {CONTRACT_VERSION}"
         for p in plugins.plugins()
         if p.contract is None

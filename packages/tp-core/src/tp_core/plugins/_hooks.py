@@ -106,7 +106,7 @@ def describe(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as other:  # noqa: BLE001 - a plugin may raise anything
-        return f"{type(error).__name__}, whose message cannot be read ({type(other).__name__})"
+        return f"{type(error).__name__} with a message that cannot be read ({type(other).__name__})"
 
 
 OWN_COMMANDS = frozenset({"doctor", "new-plugin"})

@@ -397,7 +397,7 @@ class _Sum:
 
     def __init__(self, width: int) -> None:
         self.values: list[Tensor | None] = [None] * width
-        self._own: set[int] = set()  # positions whose value nothing else holds: added to in place
+        self._own: set[int] = set()  # positions of values that nothing else holds: added to in place
 
     def add(self, given: Sequence[tuple[int, Tensor]], home: torch.device, *, force_flat: bool) -> None:
         """Add a replica's gradients, given as pairs of a position and a tensor."""

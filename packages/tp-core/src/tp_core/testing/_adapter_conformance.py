@@ -93,11 +93,11 @@ class AdapterConformance(DeclaredLimits):
 
     @pytest.mark.parametrize(("count", "parts"), [(6, 1), (5, 2), (7, 3)])
     @pytest.mark.parametrize("costs", [False, True], ids=["plain", "costs"])
-    def test_the_order_tells_where_each_sample_stood(self, count: int, parts: int, *, costs: bool) -> None:
+    def test_the_order_is_where_each_sample_stood(self, count: int, parts: int, *, costs: bool) -> None:
         made = self._split(count, parts=parts, cost=self._cost if costs else None)
         found = list(chain(*(self.numbers(part) for part in made)))
         order = list(range(count)) if made.order is None else list(made.order)
-        assert found == order, "where the parts change the order, Parts(..., order=) has to tell it"
+        assert found == order, "where the parts change the order, Parts(..., order=) must have it"
 
     def test_each_part_is_what_the_collate_function_makes(self) -> None:
         made_by_it: list[Any] = []

@@ -181,7 +181,7 @@ class BackendConformance(ConformanceKit):
             assert_same(gradients, training.gradients(reference), rtol=1e-7)
 
     @pytest.mark.parametrize("norm_type", training.NORMS)
-    def test_the_global_norm_is_told_and_nothing_is_scaled(self, norm_type: float) -> None:
+    def test_the_global_norm_is_returned_and_nothing_is_scaled(self, norm_type: float) -> None:
         expected = training.gradients(training.reference(self))
         norm = nn.utils.get_total_norm(list(expected.values()), norm_type)
         for found, clipped, gradients in self.everywhere(training.norms, norm_type):
@@ -210,7 +210,7 @@ class BackendConformance(ConformanceKit):
         for is_answered in self.everywhere(training.asked_alone):
             assert is_answered, "find_nonfinite() waits for other ranks, which may not ask"
 
-    def test_ranks_whose_gradients_are_not_finite_agree_on_the_norm(self) -> None:
+    def test_ranks_with_gradients_that_are_not_finite_agree_on_the_norm(self) -> None:
         for norm in self.everywhere(training.norm_of_bad_gradients):
             assert not math.isfinite(norm)
 
@@ -264,7 +264,7 @@ class BackendConformance(ConformanceKit):
         for weights in self.everywhere(training.trained_on_schedule):
             assert_same(weights, dict(model.state_dict()))
 
-    def test_a_stand_in_whose_loss_is_not_finite_counts_as_nothing(self) -> None:
+    def test_a_stand_in_with_a_loss_that_is_not_finite_counts_as_nothing(self) -> None:
         model, step = self.make_reference(), batch_loss()
         for batch in DataLoader(data(5), batch_size=4):
             loss_of(step(model, batch)).backward()
@@ -405,7 +405,7 @@ class BackendConformance(ConformanceKit):
                 f"in round {round_} a rank went on before all had come"
             )
 
-    def test_disagreement_is_told_on_every_rank(self) -> None:
+    def test_a_disagreement_raises_on_every_rank(self) -> None:
         for agreed, message in self.everywhere(sessions.disagreed):
             assert agreed
             assert self.processes == 1 or "ranks disagree on the number" in message

@@ -147,7 +147,7 @@ class LoggerConformance(DeclaredLimits, abc.ABC):
             logger.close("failed")
         self._compare(tmp_path, {"loss": [(s, float(s)) for s in range(1, 5)]})
 
-    def test_a_resumed_run_whose_checkpoint_knows_no_logger_is_written(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_is_written_if_its_checkpoint_knows_no_logger(self, tmp_path: Path) -> None:
         logger = self.make(tmp_path)
         logger.open(_info(tmp_path, resumed=True, step=3))
         logger.log({"loss": 4.0}, step=4, epoch=1)

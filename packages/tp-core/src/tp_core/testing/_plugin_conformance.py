@@ -125,7 +125,7 @@ class PluginConformance(DeclaredLimits):
 
     # -- the tests ------------------------------------------------------------------------------
 
-    def test_it_tells_for_which_contract_it_was_built(self) -> None:
+    def test_it_declares_its_contract_version(self) -> None:
         built_for = getattr(import_module(self.plugin), "tp_contract", None)
         assert built_for == CONTRACT_VERSION, f"its module needs tp_contract = {CONTRACT_VERSION}"
 

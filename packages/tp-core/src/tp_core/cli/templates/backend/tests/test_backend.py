@@ -24,7 +24,7 @@ class TestTraining(TrainingConformance):
 
 
 def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    hidden = model(batch).exp()  # whose backward pass needs what it returned
+    hidden = model(batch).exp()  # its backward pass needs what it returned
     loss = torch.as_tensor(hidden.mean())
     with torch.no_grad():
         hidden.zero_()

@@ -25,7 +25,7 @@ class TestCallback(CallbackConformance):
 
 def test_it_keeps_the_largest_norm_of_each_epoch() -> None:
     def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(model(batch).sum())  # whose gradient is the batch
+        return torch.as_tensor(model(batch).sum())  # its gradient is the batch
 
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

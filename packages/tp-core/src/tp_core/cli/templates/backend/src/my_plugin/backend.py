@@ -1,4 +1,4 @@
-"""One device, whose activations wait for the backward pass in the host's memory."""
+"""One device, with activations that wait for the backward pass in the host's memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
