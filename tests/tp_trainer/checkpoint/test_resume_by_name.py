@@ -155,3 +155,45 @@ def test_an_optimizer_whose_state_no_rank_has_whole_is_refused_before_the_first_
     finally:
         dist.destroy_process_group()
     assert not (tmp_path / "run").exists()
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Steps an optimizer within, which has its groups, as common implementations of SAM do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure=None):
+        self.base_optimizer.step()
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+def test_an_optimizer_within_another_is_resumed_with_the_same_groups(tmp_path):
+    data = DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=4)
+
+    def weights(folder, **limits):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = SharpnessAware(model.parameters())
+        with Trainer(seed=0, progress=False, devices="cpu") as trainer:
+            trainer.fit(
+                model,
+                optimizer,
+                data,
+                step=lambda model, batch: (model(batch[0]) - 1).square().mean(),
+                epochs=3,
+                scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+                checkpoint=folder,
+                resume="auto",
+                state={"inner": optimizer.base_optimizer},
+                **limits,
+            )
+        return model.weight
+
+    weights(tmp_path / "cut", max_steps=4)
+    assert torch.equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))

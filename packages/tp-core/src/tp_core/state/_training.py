@@ -159,8 +159,14 @@ def restore_state(
     taken = {name: place.take() for name, place in places.items()}
     names = {name: f"{_MODEL}{plain_name(name)}" for name in _model_tensors(model)}
     model.load_state_dict({name: taken[stored_name] for name, stored_name in names.items()})
+    lists = [id(one.param_groups) for one in optimizers.values()]
     for prefix, one in optimizers.items():
         _load_optimizer(model, one, saved[prefix], taken, infos)
+    # An optimizer within another (SAM's base_optimizer) has the groups of that one, where schedulers set the
+    # learning rate of both. torch's load_state_dict gives each groups of its own.
+    owners: dict[int, Optimizer] = {}
+    for number, one in zip(lists, optimizers.values(), strict=True):
+        one.param_groups = owners.setdefault(number, one).param_groups
 
 
 def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
