@@ -142,7 +142,7 @@ def equal(split, whole, batch):
 
 def train(models, batch, steps=3):
     """Train a whole model and its split form, and compare losses, gradients and weights in each step."""
-    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in models]
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in models]
     for _ in range(steps):
         losses = [m(**batch).loss for m in models]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0.0)
@@ -314,6 +314,16 @@ def test_a_plan_of_ones_own_is_proven_for_an_adapted_model(kind):
     model, batch = adapted("llama", kind, **({} if kind == "ia3" else {"lora_dropout": 0.1})), inputs("llama")
     ts.verify(model, LLAMA, batch).assert_ok()
     assert not ts.verify(model, LLAMA | {"**.gate_proj": ts.Column(sections=2)}, batch).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_trained_biases_of_a_key_head_that_ranks_share_are_right(kind):
+    keys = ts.Column(heads=4, kv_heads=1, holds="kv")
+    plan = LLAMA | {"**.q_proj": ts.Column(heads=4, kv_heads=1), "**.k_proj": keys, "**.v_proj": keys}
+    plan |= {"**.o_proj": ts.Row(heads=4, kv_heads=1)}
+    model = adapted("llama-one-key-head", kind, bias="all", lora_dropout=0.1)
+    ts.verify(model, plan, inputs("llama")).assert_ok()
 
 
 @pytest.mark.slow

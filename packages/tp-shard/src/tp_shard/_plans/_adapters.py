@@ -30,6 +30,7 @@ from tp_shard._groups._collectives import all_reduce_, gather
 from tp_shard._groups._group import Group
 from tp_shard._plans._local import PartialMixin, hold
 from tp_shard._plans._styles import Column, Row, Style, Vocab
+from tp_shard._shards import ParallelLayer
 from tp_shard._split import Split
 from tp_shard.nn._convert import Mixin, base_of, mix_in
 from tp_shard.nn._draws import mark
@@ -242,7 +243,7 @@ class MagnitudeMixin(PartialMixin):
     def forward(self, x: Tensor, *, base_layer: Any, base_result: Any = None, **options: Any) -> Any:
         if base_result is None:  # with dropout; the product of peft would leave out the sums over ranks
             base_result = base_layer._product(x)
-        with summed_where_shared(self):
+        with summed_where_shared(self), summed_where_shared(base_layer):
             return super().forward(x, base_layer=base_layer, base_result=base_result, **options)
 
     def get_lora_weight(self, lora_A: Any, lora_B: Any, **_named: Any) -> Tensor:  # noqa: N803 - names of peft
@@ -260,11 +261,11 @@ class MagnitudeMixin(PartialMixin):
 
 @contextmanager
 def summed_where_shared(module: nn.Module | None) -> Iterator[None]:
-    """Sum the gradients of the pieces of a module's vectors that several ranks hold: those of shared heads.
+    """Sum the gradients of pieces of a module's parameters that several ranks hold: those of shared heads.
 
-    Forward: nothing. Backward: an all-reduce for each such vector.
+    Forward: nothing. Backward: an all-reduce for each such parameter.
     """
-    if not isinstance(module, PartialMixin):
+    if not isinstance(module, ParallelLayer):
         yield
         return
     own = module.__dict__["_parameters"]
