@@ -30,7 +30,7 @@ class CollateAdapter(abc.ABC):
         weights: Sequence[float] | None = None,
         cost: Callable[[Any], float] | None = None,
     ) -> Callable[[list[Any]], Parts]:
-        """Return a collate function that takes the same list of items and returns :class:`Parts`.
+        """Return a collate function that takes the same list of items and returns `Parts`.
 
         Args:
             collate_fn: The user's own collate function.
