@@ -99,7 +99,14 @@ def configuration(family, kind, **options):
     if kind == "ia3":
         chosen = {"target_modules": vectors.split(), "feedforward_modules": inputs.split()}
         return peft.IA3Config(task_type=task, **chosen)
-    given = {"r": 4, "target_modules": "all-linear", "fan_in_fan_out": family == "gpt2", **options}
+    # The same factor for both: with a larger one the softmax of T5 saturates, and rounding alone differs.
+    given = {
+        "r": 4,
+        "lora_alpha": 4 if kind == "rslora" else 8,
+        "target_modules": "all-linear",
+        "fan_in_fan_out": family == "gpt2",
+        **options,
+    }
     return peft.LoraConfig(task_type=task, use_rslora=kind == "rslora", use_dora=kind == "dora", **given)
 
 
