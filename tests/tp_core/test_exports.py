@@ -54,7 +54,7 @@ PUBLIC = {
         NotebookOutput Ownership PerModule PerType Progress SampleRows Sharding Units atomic_part
         available_cores call_builder cat_rows check_above_zero check_backend_name check_initialized
         check_offload check_process_count containers describe_presharded device_of_rank
-        device_rng_state did_you_mean file_meant find_units free_nbytes has_exited in_notebook
+        device_rng_state did_you_mean dumps_by_value file_meant find_units free_nbytes has_exited in_notebook
         is_array is_dtensor is_random_op is_zero_redundancy iterates_itself join_rows lazy_exports
         leave_to_others length_along load_function lock_file_of move_module new_process_group
         output_console parameter_type preserve_rng_state presharded_mesh raised_where read_digests

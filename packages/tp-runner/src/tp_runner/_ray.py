@@ -37,6 +37,7 @@ from tp_runner.internal import (
     Timing,
     become_worker,
     dump_program,
+    dumps_by_value,
     dumps_exit_result,
     end_work,
     failure_of_death,
@@ -624,6 +625,4 @@ class RayWorker:
 
 def packed(obj: Any) -> tuple[bytes, list[memoryview]]:
     """Pickle an object, with definitions that its receiver cannot import; without buffers apart."""
-    import cloudpickle
-
-    return cloudpickle.dumps(obj, protocol=5), []
+    return dumps_by_value(obj, protocol=5), []

@@ -4,6 +4,8 @@ A :class:`FleetEngine` makes a :class:`Fleet`, and this package's scheduler does
 timeouts, restarts, statistics. The engine ``ray`` is one; of this package it imports these names alone.
 """
 
+from tp_core.internal import dumps_by_value
+
 from tp_runner._engines import FleetEngine
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, ITEM, RESULT, Failure
@@ -44,6 +46,7 @@ __all__ = [
     "Timing",
     "become_worker",
     "dump_program",
+    "dumps_by_value",
     "dumps_exit_result",
     "end_work",
     "failure_of_death",

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from tp_core._messages import did_you_mean as did_you_mean
     from tp_core._messages import file_meant as file_meant
     from tp_core._messages import raised_where as raised_where
+    from tp_core._pickling import dumps_by_value as dumps_by_value
     from tp_core._tensors._atomic import atomic_part as atomic_part
     from tp_core._tensors._atomic import showing_system_errors as showing_system_errors
     from tp_core._tensors._atomic import sync_folder as sync_folder
@@ -122,6 +123,7 @@ else:
             ],
             "tp_core._lazy": ["lazy_exports"],
             "tp_core._messages": ["did_you_mean", "file_meant", "raised_where"],
+            "tp_core._pickling": ["dumps_by_value"],
             "tp_core._tensors._atomic": [
                 "atomic_part",
                 "showing_system_errors",

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
+from tp_core._pickling import dumps_by_value
 from tp_core.errors import RankFailedError
 
 _LOWEST = 10_000
@@ -280,7 +281,7 @@ def dumps(value: Any) -> bytes:
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
-        data: bytes = cloudpickle.dumps(value)
+        data = dumps_by_value(value)
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)

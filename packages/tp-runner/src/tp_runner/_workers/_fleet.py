@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+from tp_core.internal import dumps_by_value
+
 from tp_runner._workers._failure import DIED, ENDING, Failure, failure_to_error
 from tp_runner._workers._pickling import USERS_ERRORS, explain_not_picklable
 from tp_runner.errors import ItemError
@@ -236,10 +238,8 @@ def dumps_exit_result(returned: Any) -> bytes:
     """Pickle the value that the end of a worker returned, or why it cannot be pickled."""
     if returned is None:  # as a rule
         return b""
-    import cloudpickle
-
     try:
-        data: bytes = cloudpickle.dumps(returned, protocol=5)
+        data = dumps_by_value(returned, protocol=5)
     except USERS_ERRORS as error:
         failure = Failure.of(error, ENDING)
         failure.summary = explain_not_picklable(returned, "what it returned", error)

@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from tp_core.errors import ConfigError, RankFailedError
-from tp_core.internal import in_notebook
+from tp_core.internal import dumps_by_value, in_notebook
 
 _RANK = "tp_trainer._launch._function"
 _CALL = "call.pickle"
@@ -110,13 +110,12 @@ def dumps(value: Any) -> bytes:
         Exception: ``value`` cannot be pickled; the error of pickle or of the value.
     """
     try:
-        import cloudpickle
+        import cloudpickle  # noqa: F401
     except ImportError:
         out = io.BytesIO()
         _ByName(out).dump(value)
         return out.getvalue()
-    data: bytes = cloudpickle.dumps(value)
-    return data
+    return dumps_by_value(value)
 
 
 class _ByName(pickle.Pickler):

@@ -25,6 +25,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tp_core.internal import dumps_by_value
+
 from tp_runner._workers._failure import RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Timing
 from tp_runner._workers._pickling import USERS_ERRORS, is_plain_memory, large_buffers_into, pack_results
@@ -76,10 +78,8 @@ class Definitions:
         Raises:
             Exception: Something cannot be pickled.
         """
-        import cloudpickle
-
         sent = self._sent.get(worker, {})
-        data = {key: cloudpickle.dumps(obj, protocol=5) for key, obj in found.items()}
+        data = {key: dumps_by_value(obj, protocol=5) for key, obj in found.items()}
         return {key: pickled for key, pickled in data.items() if sent.get(key) != pickled}
 
     def note_sent(self, worker: int, unsent: Mapping[str, bytes], found: Mapping[str, Any]) -> None:
@@ -259,12 +259,8 @@ def pack(obj: Any, key_of: Callable[[Any], str | None] | None = None) -> tuple[b
 
 def pack_by_value(obj: Any) -> tuple[bytes, list[memoryview]]:
     """Pickle ``obj`` with cloudpickle: classes and functions of ``__main__`` go by value."""
-    import cloudpickle
-
     buffers: list[memoryview] = []
-    return cloudpickle.dumps(
-        obj, protocol=5, buffer_callback=large_buffers_into(buffers, OUT_OF_BAND)
-    ), buffers
+    return dumps_by_value(obj, protocol=5, buffer_callback=large_buffers_into(buffers, OUT_OF_BAND)), buffers
 
 
 def unpack(payload: Any, buffers: Sequence[Any]) -> Any:
