@@ -1,12 +1,13 @@
 """Ranks that make different calls are told so, with the lines of the program that they are at."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.errors import DisagreementError
+from tp_core.errors import DisagreementError, RankFailedError
 from tp_core.testing import RankPool
 from tp_trainer import Trainer
 
@@ -75,6 +76,20 @@ def _own_exchanges_at_two_places():
     return told(calls)
 
 
+def _rank_0_cannot_measure():
+    # No public call makes the measurement fail on rank 0 alone.
+    of = "tp_trainer._memory._requirements."
+    failing = patch(of + "_measure", side_effect=ValueError("no weights"))
+    with (
+        patch(of + "LEAST_PART", 0.0),
+        failing,
+        Trainer(seed=0, devices="cpu", progress=False) as trainer,
+        pytest.raises((ValueError, RankFailedError)) as caught,
+    ):
+        trainer.prepare(nn.utils.skip_init(nn.Linear, 2**12, 2**12))  # smaller models are not measured
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
 def own_gather(session):
     return session.gather_objects(0)
 
@@ -82,7 +97,7 @@ def own_gather(session):
 def _they_broadcast_at_two_places():
     """Return the message of the error of a rank that gets what it did not ask for, or what it got."""
     with Trainer(devices="cpu", backend="ddp", progress=False) as trainer:
-        trainer.prepare(nn.Linear(2, 1))
+        trainer.prepare(nn.utils.skip_init(nn.Linear, 2**12, 2**12))  # smaller models are not measured
         place = {"__name__": f"tp_place_{rank()}"}
         exec("def call(session, value):\n    return session.broadcast(value)", place)
         try:
@@ -120,3 +135,10 @@ def test_what_ranks_compare_is_named(ranks):
 def test_code_of_others_may_exchange_objects_wherever_it_is(ranks):
     for message in ranks.run(_own_exchanges_at_two_places):
         assert "ranks disagree on the epochs" in message
+
+
+def test_an_error_of_rank_0_reaches_ranks_that_wait_for_its_decision(ranks):
+    assert ranks.run(_rank_0_cannot_measure) == [
+        "ValueError: no weights",
+        "RankFailedError: rank 0 could not decide: ValueError: no weights",
+    ]

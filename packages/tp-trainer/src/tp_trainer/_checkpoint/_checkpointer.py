@@ -214,9 +214,9 @@ class Checkpointer:
         self._writer.last = answers[0][1]
         if isinstance(failure, Exception):
             raise failure
-        for rank, (told, _) in enumerate(answers):
-            if told is not None:
-                kind, text = told
+        for rank, (answer, _) in enumerate(answers):
+            if answer is not None:
+                kind, text = answer
                 msg = f"rank {rank} could not write checkpoints to {self._folder.path}: {text}"
                 raise kind(msg) from failure
 
@@ -525,11 +525,11 @@ class Writer:
             mine = {f"{TENSORS_FOLDER}/{name}": record for name, record in written.items()}
         except Exception as error:  # noqa: BLE001 - the others wait to learn of it
             failure = error
-        told: list[Any] = [None] * self._session.world_size
+        answers: list[Any] = [None] * self._session.world_size
         try:
             text = None if failure is None else str(failure) or repr(failure)
             kind = FileNotFoundError if isinstance(failure, FileNotFoundError) else OSError
-            dist.all_gather_object(told, (text, kind, mine), group=self._group)
+            dist.all_gather_object(answers, (text, kind, mine), group=self._group)
         except RuntimeError as error:  # a rank has gone
             for lost in (failure, error):
                 if lost is not None:
@@ -539,11 +539,11 @@ class Writer:
             raise _LostRankError(msg) from error
         if failure is not None:
             raise failure
-        for rank, (text, kind, _) in enumerate(told):
+        for rank, (text, kind, _) in enumerate(answers):
             if text is not None and self._session.is_main:
                 msg = f"rank {rank}: {text}"
                 raise kind(msg)
-        return {name: record for *_, records in told for name, record in records.items()}
+        return {name: record for *_, records in answers for name, record in records.items()}
 
     def _complete(
         self, folder: Path, values: Values, written: Mapping[str, FileRecord] | None = None

@@ -193,7 +193,7 @@ def add_memory(job: Job, work: Work) -> Job:
     found = agree_at_start(
         job.environment,
         {"bytes of the model": traits.nbytes},
-        told=_free(job, model, work.optimizer),
+        message=_free(job, model, work.optimizer),
         decide=decide,
     )
     if found["footprint"] is None:
@@ -291,8 +291,8 @@ def explain_out_of_memory(error: BaseException, selection: Callable[[], Selectio
         error: An error of training.
         selection: Returns the selection of the backend, with the memory of each.
     """
-    told = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
-    if not told and is_out_of_memory(error):
+    is_explained = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
+    if not is_explained and is_out_of_memory(error):
         error.add_note(_advice(selection()))
 
 
@@ -303,5 +303,5 @@ def _advice(selection: Selection) -> str:
         if need is None
         else need.remedy
     )
-    more = "" if need else "\ntrainer.estimate(model, optimizer, batch, step) tells what each backend needs"
+    more = "" if need else "\ntrainer.estimate(model, optimizer, batch, step) shows what each backend needs"
     return f"{_HEAD}{remedy}.\n{selection}{more}"

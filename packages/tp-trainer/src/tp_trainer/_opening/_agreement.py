@@ -34,18 +34,18 @@ def check_same_at_start(
 
     Raises:
         DisagreementError: On every rank, if the facts differ.
-        RankFailedError: Ranks did not arrive in time.
+        RankFailedError: Ranks did not arrive in time, or rank 0 could not decide; it raises its own error.
 
     Collectives: as in :func:`agree_at_start`.
     """
-    return int(agree_at_start(environment, facts, told=None, decide=lambda _: seed, timeout_s=timeout_s))
+    return int(agree_at_start(environment, facts, message=None, decide=lambda _: seed, timeout_s=timeout_s))
 
 
 def agree_at_start(
     environment: LaunchEnvironment,
     facts: Mapping[str, Any],
     *,
-    told: Any,
+    message: Any,
     decide: Callable[[list[Any]], Any],
     timeout_s: float = 300.0,
 ) -> Any:
@@ -57,7 +57,7 @@ def agree_at_start(
     Args:
         environment: The rank and its job.
         facts: Values that must be equal on all ranks: few, and representable in JSON.
-        told: This rank's message to rank 0, representable in JSON.
+        message: This rank's message to rank 0, representable in JSON.
         decide: Called on rank 0 with the messages of all ranks; returns a value representable in JSON.
         timeout_s: How long to wait for the other ranks.
 
@@ -68,13 +68,14 @@ def agree_at_start(
     Collectives: none; an exchange through the launcher's store.
     """
     if environment.world_size == 1:
-        return decide([told])
+        return decide([message])
     job = PrefixStore("tp/handshake", rendezvous_store(environment, timeout_s=timeout_s))
     # The rounds that rank 0 has ended: ranks' own counts differ once an attempt failed on some alone.
     round_ = job.add("ended", 0)
     store = PrefixStore(str(round_), job)
-    mine = {"facts": facts, "told": told}
+    mine = {"facts": facts, "message": message}
     store.set(f"facts/{environment.rank}", json.dumps(mine, sort_keys=True, default=_plain))
+    failure: Exception | None = None
     # Rank 0 compares for all: if every rank read every other's facts, the reads would be quadratic.
     if environment.rank == 0:
         missing = None
@@ -92,7 +93,11 @@ def agree_at_start(
         else:
             verdict["difference"] = _first_difference([each["facts"] for each in everyones])
             if not verdict["difference"]:
-                verdict["decided"] = decide([each["told"] for each in everyones])
+                try:
+                    verdict["decided"] = decide([each["message"] for each in everyones])
+                except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
+                    failure = error
+                    verdict["missing"] = f"rank 0 could not decide: {type(error).__name__}: {error}"
         job.add("ended", 1)  # first: a rank that has the verdict may begin the next round at once
         store.set("verdict", json.dumps(verdict))
     try:
@@ -106,7 +111,7 @@ def agree_at_start(
     if "missing" in verdict or verdict["difference"]:
         _let_everyone_read(store, environment)
     if "missing" in verdict:
-        raise RankFailedError(verdict["missing"])
+        raise failure or RankFailedError(verdict["missing"])
     if verdict["difference"]:
         raise DisagreementError(verdict["difference"])
     return verdict["decided"]

@@ -144,9 +144,9 @@ def _folder(session: Session, parent: str | Path | None) -> Iterator[Path]:
             made = Path(tempfile.mkdtemp(prefix=".dry-run-", dir=parent))
         except OSError as error:
             failure = error
-    made, told = session.broadcast((made, None if failure is None else str(failure)))
+    made, reason = session.broadcast((made, None if failure is None else str(failure)))
     if failure is not None or made is None:
-        raise failure or OSError(told)
+        raise failure or OSError(reason)
     try:
         yield made
     finally:
