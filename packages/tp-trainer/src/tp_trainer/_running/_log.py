@@ -151,7 +151,7 @@ class LogBuffer:
                 call(logger)
             except Exception:
                 self._failed.add(position)
-                log.exception("the logger %r failed and gets no more of this run, which continues", logger.name)
+                log.exception("the logger %r failed and gets no more of this run; it continues", logger.name)
                 with suppress(Exception):  # to release the lock of its file
                     logger.close("failed")
 
