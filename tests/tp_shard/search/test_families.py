@@ -186,7 +186,7 @@ FAMILIES = {
 }
 FAST = ("gpt2",)
 # Their attention is split by columns and rows whose outputs are joined, or not at all.
-JOINED = {"olmo2", "olmoe", "cohere-norms", "stablelm-norms", "codegen"}
+JOINED = {"olmo2", "olmoe", "cohere-norms", "stablelm-norms"}
 WHOLE = {"deepseek-v3"}
 JOINED_ON_4 = {"falcon-groups"}  # fewer key heads than ranks, between their query heads
 ODD = ("GPT2LMHeadModel", "GPT2Config", OLDER | {"n_embd": 40, "n_head": 5})  # on two ranks
