@@ -219,6 +219,10 @@ def test_devices_may_be_torch_devices():
         ({"batch": 2, "collate": 3}, "collate must be a function of a list of items, got 3"),
         ({"batch": 0}, "batch must be a whole number of at least 1, got 0"),
         ({"engine": "thread", "timeout_s": 1.0}, "a thread cannot be stopped"),
+        (
+            {"engine": "thread", "max_bytes": 1 << 20},
+            "no use for max_bytes=1048576: .* handed over as they are",
+        ),
         ({"engine": "inline", "max_restarts": 1}, "there is no worker"),
         ({"engine": "steam"}, "no engine is called 'steam'"),
     ],

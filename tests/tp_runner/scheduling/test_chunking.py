@@ -1,13 +1,15 @@
 """How many chunks a worker may have been given at a time."""
 
 import pytest
-from tp_runner._scheduling._run import Chunking  # private: nobody else can say how long an item took
+from tp_runner._options import Settings
+from tp_runner._scheduling._run import Flow  # private: nobody else can say how long an item took
+from tp_runner._workers._fleet import Chunk
 
 
 def learned(item_s):
-    chunking = Chunking()
-    chunking.learn(1, item_s, 100)
-    return chunking
+    flow = Flow(Settings(), n_workers=2)
+    flow.done(Chunk(1, 0, ["an item"], 1), item_s, 100)
+    return flow
 
 
 @pytest.mark.parametrize(
@@ -21,8 +23,8 @@ def learned(item_s):
     ],
 )
 def test_a_chunk_waits_behind_a_long_one_only_while_the_end_is_far(item_s, remaining, most):
-    assert learned(item_s).credits(remaining, n_workers=2) == most
+    assert learned(item_s).credits(remaining) == most
 
 
 def test_nothing_waits_behind_work_that_nobody_has_measured():
-    assert Chunking().credits(1000, n_workers=2) == 1
+    assert Flow(Settings(), n_workers=2).credits(1000) == 1

@@ -130,7 +130,7 @@ class Delayed:
     def producer_work(device, cfg, item):
         place, array = item
         time.sleep(cfg.delays_ms[place % len(cfg.delays_ms)] / 1000)
-        return array
+        return np.zeros(cfg.nbytes, np.uint8) if cfg.nbytes else array
 
 
 class DelayedOrdered(Delayed, OrderedRunner):
@@ -165,7 +165,7 @@ kinds = st.sampled_from([DelayedOrdered, DelayedUnordered])
 @few
 @given(kind=kinds, n_workers=st.integers(1, 3), scale=st.integers(1, 40), worker=delays, consumer=delays)
 def test_items_on_their_way_are_bounded_whoever_is_slow(kind, n_workers, scale, worker, consumer):
-    runner = kind(n_workers, {"delays_ms": worker}, scale, start_method="fork")
+    runner = kind(n_workers, {"delays_ms": worker, "nbytes": 0}, scale, start_method="fork")
     most = most_read_ahead(runner, 0, n_results=60, delays_ms=consumer)
     chunk = max(1, scale // 2)
     # On their way; what the reader holds ready; the chunk that is being consumed.
@@ -181,11 +181,14 @@ def test_items_on_their_way_are_bounded_whoever_is_slow(kind, n_workers, scale, 
     mib=st.integers(4, 16),
     worker=delays,
     consumer=delays,
+    of_results=st.booleans(),
 )
-def test_bytes_on_their_way_are_bounded_whoever_is_slow(kind, n_workers, kib, mib, worker, consumer):
-    array = np.zeros(kib << 10, np.uint8)
-    runner = kind(n_workers, {"delays_ms": worker}, max_bytes=mib << 20, start_method="fork")
-    most = most_read_ahead(runner, array, n_results=60, delays_ms=consumer)
-    chunk = max(1, 1024 // kib)  # items of a MiB
-    # As above; each worker is given a first item before anybody knows how large they are.
-    assert most <= (mib << 10) // kib + 3 * chunk + 1 + n_workers
+def test_bytes_on_their_way_are_bounded_whoever_is_slow(
+    kind, n_workers, kib, mib, worker, consumer, of_results
+):
+    cfg = {"delays_ms": worker, "nbytes": kib << 10 if of_results else 0}
+    item = 0 if of_results else np.zeros(kib << 10, np.uint8)
+    runner = kind(n_workers, cfg, max_bytes=mib << 20, start_method="fork")
+    most = most_read_ahead(runner, item, n_results=60, delays_ms=consumer)
+    # Two are read ahead before anybody knows how large they are; then one result for each worker is free.
+    assert most <= (mib << 10) // kib + 2 + n_workers * of_results

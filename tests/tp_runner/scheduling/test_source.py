@@ -42,10 +42,11 @@ def test_an_incomplete_batch_is_due_in_time_that_began_just_when_the_last_one_wa
             return n_items
 
     feeder = Feeder(itertools.repeat(1, 4), lambda: None, 100.0)
+    feeder._start()
     feeder._want(8)
     wait_until(lambda: feeder._ended)
     racing = Racing(feeder._buffer)
     racing.later = [1]
     feeder._buffer = racing
-    assert feeder.take(4, whole=4) == [1, 1, 1, 1]
+    assert feeder.take(4, whole=4, fitting=12) == [1, 1, 1, 1]
     assert 0 < feeder.seconds_until_due() <= 100.0

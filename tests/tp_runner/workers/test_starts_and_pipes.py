@@ -141,6 +141,22 @@ def test_threads_that_were_left_behind_are_not_taken_for_their_successors(interr
         assert list(runner.stream([0])) == [0]
 
 
+def test_an_interrupt_does_not_wait_for_threads_at_work(interrupt):
+    may_end = threading.Event()
+
+    class Waits(OrderedRunner):
+        @staticmethod
+        def producer_work(device, cfg, item):
+            return may_end.wait(DEADLINE_S)
+
+    with Waits(1, engine="thread") as runner:
+        interrupt(0.1)
+        with pytest.raises(KeyboardInterrupt):
+            list(runner.stream([0]))
+        may_end.set()
+        assert list(runner.stream([0, 1])) == [True, True]
+
+
 def test_a_worker_that_does_not_read_its_setup_is_late_and_not_waited_for(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")  # in a new interpreter
     env = {"PYTHONPATH": str(tmp_path), **{f"LONG_{n}": "x" * 50_000 for n in range(4)}}

@@ -9,7 +9,7 @@ import types
 import cloudpickle
 import pytest
 import tp_runner
-from tp_core.errors import TpError
+from tp_core.errors import ConfigError, TpError
 from tp_runner import OrderedRunner
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
@@ -65,6 +65,12 @@ def test_one_of_the_wrong_context_is_refused_with_a_reason():
     lock = multiprocessing.get_context("fork").Lock()
     with pytest.raises(TpError, match="fork context"):
         list(tp_runner.map(lambda _: lock.acquire(), [1], n_workers=1, start_method="forkserver"))
+
+
+def test_more_of_them_than_a_fork_server_passes_are_refused():
+    pipes = [multiprocessing.Pipe() for _ in range(122)]
+    with pytest.raises(ConfigError, match=r"244 pipes.* passes 243 at most; start_method='spawn' passes any"):
+        list(tp_runner.map(lambda _: len(pipes), [1], n_workers=1, start_method="forkserver"))
 
 
 @pytest.mark.parametrize("wrap", [dict, types.SimpleNamespace])

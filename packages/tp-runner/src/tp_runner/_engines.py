@@ -84,6 +84,7 @@ _RAY = dict.fromkeys(("min_workers", "placement", "resources"), "only Ray places
 _NOT_REPLACED = dict.fromkeys(
     ("max_items_per_worker", "max_memory_per_worker"), "only processes are replaced"
 )
+_NOT_COPIED = {"max_bytes": "items and results are handed over as they are, and take no bytes on the way"}
 _SURROUNDINGS = ("cpus", "env")
 
 
@@ -96,6 +97,7 @@ class InlineEngine(FleetEngine):
     unfit: ClassVar[Mapping[str, str]] = {
         **_RAY,
         **_NOT_REPLACED,
+        **_NOT_COPIED,
         **dict.fromkeys(_SURROUNDINGS, "there is no worker; it is the caller's own process"),
         **dict.fromkeys(
             ("log_level", "max_restarts", "preload", "start_method", "threads"), "there is no worker"
@@ -121,6 +123,7 @@ class ThreadEngine(FleetEngine):
     unfit: ClassVar[Mapping[str, str]] = {
         **_RAY,
         **_NOT_REPLACED,
+        **_NOT_COPIED,
         **dict.fromkeys(_SURROUNDINGS, "threads share those of their process"),
         "log_level": "records of threads are the parent's own",
         "max_restarts": "threads do not die",

@@ -93,7 +93,7 @@ class Scheduler:
                 if given:
                     began = clock()
                     yield given
-                    run.chunking.consumed(clock() - began)
+                    run.flow.consumed(clock() - began)
                 if error is not None:
                     raise error
                 given = []
@@ -201,7 +201,7 @@ class Scheduler:
                 run.again.append(chunk)  # an interrupt must not lose the chunk
                 raise
             else:
-                run.on_sent(chunk, before)
+                run.flow.sent(chunk, before)
                 self._recycling.on_sent(worker, len(chunk.items))
         if is_news:
             self.wake_all()

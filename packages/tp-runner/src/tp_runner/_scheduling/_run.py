@@ -48,36 +48,92 @@ SLOW_CONSUMER = 0.9
 """With this share of the time spent by the consumer, larger chunks would gain nothing."""
 
 
-class Chunking:
-    """The sizes of a run's chunks, by the measured time and size of its items."""
+CHUNKS_PER_WORKER = 16
+"""So many chunks may be on their way or waiting for their turn, for each worker: enough to keep the
+workers busy while a slow item holds up the results behind it."""
+FEW_CHUNKS = 4
+"""The same while everybody waits for the consumer."""
 
-    def __init__(self, *, whole: int = 1, most: int = MOST_ITEMS) -> None:
-        self._whole = whole
-        self._most = max(whole, most - most % whole)
-        self.size = whole  # how many items the next chunk should have
-        self.bytes_per_item = 0.0  # the bytes of an item or of its result on the journey, whichever is larger
+
+class Flow:
+    """The flow of one run: the sizes of its chunks, by the time and size of its items, and its bounds.
+
+    Args:
+        settings: How the runner is run.
+        n_workers: How many workers there are.
+        most_items: The most items of a chunk, or one batch; ``None`` to adapt.
+    """
+
+    def __init__(self, settings: Settings, n_workers: int, most_items: int | None = None) -> None:
+        self.n_chunks = 0  # how many chunks are on their way, or wait for their turn
+        # items travel in multiples of so many: in batches, where there are some
+        self.whole = settings.batching.size if settings.batching else 1
+        self.size = self.whole  # how many items the next chunk should have
+        self._n_items = 0
+        self._nbytes = 0  # of all chunks, and of the results that the consumer has
+        self._consumed_nbytes = 0  # the last of these
+        self._item_nbytes = self._result_nbytes = 0.0  # the most that one took lately
+        self._n_workers = n_workers
+        self._max_bytes = settings.max_bytes
+        self._limit: int | None = None
+        most = most_items or MOST_ITEMS
+        if settings.queue_scale is not None:
+            self._limit = max(int(settings.queue_scale * n_workers), n_workers, self.whole)
+            most = min(most, max(1, self._limit // (2 * n_workers)))
+        self._most = max(self.whole, most - most % self.whole)  # how many items travel together
         self._item_s = 0.0
         self._consumer_s = 0.0
         self._since = time.monotonic()
 
+    # -- what is on its way --------------------------------------------------------------------
+
+    def add(self, chunk: Chunk) -> None:
+        """Count a new chunk; its size in bytes is unknown before it is sent, as a rule."""
+        self._n_items += len(chunk.items)
+        self._nbytes += chunk.nbytes
+        self.n_chunks += 1
+
+    def remove(self, chunk: Chunk) -> None:
+        """Count a chunk no more."""
+        self._n_items -= len(chunk.items)
+        self._nbytes -= chunk.nbytes
+        self.n_chunks -= 1
+
+    def give(self, chunk: Chunk) -> Chunk:
+        """Count a chunk no more, but its bytes until the consumer comes back."""
+        self._n_items -= len(chunk.items)
+        self.n_chunks -= 1
+        self._consumed_nbytes = chunk.nbytes
+        return chunk
+
     def consumed(self, seconds: float) -> None:
-        """Note how long the consumer took for its results."""
+        """Note that the consumer is done with its results, and how long it took."""
+        self._nbytes -= self._consumed_nbytes
+        self._consumed_nbytes = 0
         if not self._consumer_s:
             self._since = time.monotonic() - seconds
         self._consumer_s += seconds
 
-    def waits_for_consumer(self) -> bool:
-        """Return whether the consumer takes most of the time, so that workers have time to spare."""
-        return self._consumer_s > 0.5 * (time.monotonic() - self._since)
+    def sent(self, chunk: Chunk, nbytes_before: int) -> None:
+        """Note the size of a chunk, which is known when it was sent; reserve what its results may take."""
+        if chunk.parent is None:
+            n_items = len(chunk.items)
+            self._item_nbytes = max(chunk.nbytes / n_items, 0.9 * self._item_nbytes)
+            chunk.nbytes = max(chunk.nbytes, int(n_items * self._result_nbytes))
+            self._nbytes += chunk.nbytes - nbytes_before
 
-    def learn(self, n_items: int, worked_s: float, nbytes: int) -> None:
-        """Note the time and bytes of a finished chunk."""
+    def done(self, chunk: Chunk, worked_s: float, nbytes: int) -> None:
+        """Note the time of a finished chunk, and the size of its results."""
+        n_items = len(chunk.items)
+        if chunk.parent is None:
+            self._nbytes += nbytes - chunk.nbytes
+            chunk.nbytes = nbytes
+        self._result_nbytes = max(nbytes / n_items, 0.9 * self._result_nbytes)
         item_s = worked_s / n_items
         self._item_s = item_s if not self._item_s else 0.7 * self._item_s + 0.3 * item_s
-        self.bytes_per_item = max(nbytes / n_items, 0.9 * self.bytes_per_item)
         wanted = min(TARGET_S / max(self._item_s, 1e-9), self._most)
-        if self.bytes_per_item:
-            cached = MOST_BYTES / self.bytes_per_item
+        if largest := max(self._item_nbytes, self._result_nbytes):
+            cached = MOST_BYTES / largest
             wanted = min(wanted, max(cached, min(4 * cached, FEW)))
         if wanted < self.size:
             self.size = self._round_size(wanted)
@@ -93,102 +149,65 @@ class Chunking:
             self._since, self._consumer_s = now - elapsed / 2, self._consumer_s / 2
 
     def _round_size(self, size: float) -> int:
-        whole = self._whole
+        whole = self.whole
         return max(whole, int(size) - int(size) % whole)
 
-    def next_size(self, remaining: int | None, n_workers: int) -> int:
-        """Return the size of the next chunk, given how many items are left."""
-        if remaining is None:
-            return self.size
-        fair = max(remaining // (2 * n_workers), 1)
-        if self._item_s:
-            fair = max(fair, int(FLOOR_S / self._item_s))
-        return min(self.size, self._round_size(fair))
+    # -- what may follow -----------------------------------------------------------------------
+
+    def room(self, remaining: int | None, most: int | None) -> tuple[int, int]:
+        """Return how many items the next chunk may have, 0 for none now, and how many with those read ahead.
+
+        Args:
+            remaining: How many the input still has, if that is known.
+            most: How many a worker takes at most.
+        """
+        n_items = self.size
+        if remaining is not None:
+            fair = max(remaining // (2 * self._n_workers), 1)
+            if self._item_s:
+                fair = max(fair, int(FLOOR_S / self._item_s))
+            n_items = min(n_items, self._round_size(fair))
+        if most is not None:
+            n_items = min(n_items, max(most, self.whole))
+        if self._limit is not None:
+            n_items = min(n_items, self._limit - self._n_items)
+        else:
+            slow = self._waits_for_consumer()
+            if self.n_chunks >= (FEW_CHUNKS if slow else CHUNKS_PER_WORKER) * self._n_workers:
+                return 0, 0
+        fitting = 3 * n_items  # two chunks are read ahead
+        if largest := max(self._item_nbytes, self._result_nbytes):
+            # For each worker one result beyond the bound: or large ones would leave workers idle.
+            growth = self._n_workers * max(0.0, self._result_nbytes - self._item_nbytes)
+            left = int((self._max_bytes + growth - self._nbytes) / largest)
+            fitting = min(fitting, max(left, 0 if self.n_chunks else self.whole))
+            n_items = min(n_items, fitting)
+        return (n_items, fitting) if n_items >= self.whole else (0, 0)
+
+    def credits(self, remaining: int | None) -> int:
+        """Return how many chunks one worker may have been given at a time, given how many items are left."""
+        expected_s = self._item_s * self.size
+        if not expected_s or expected_s > LONG_S:
+            # Two where the caller asks so rarely that workers would wait for it.
+            return 2 if self._waits_for_consumer() or self._may_wait(remaining) else 1
+        # Chunks on their way should fit into the processors' caches.
+        is_large = max(self._item_nbytes, self._result_nbytes) * self.size > MOST_BYTES / 2
+        return 2 if is_large or expected_s > TARGET_S / 4 else 3
 
     def is_long(self) -> bool:
         """Return whether a chunk takes long, or is not measured yet."""
         expected_s = self._item_s * self.size
         return not expected_s or expected_s > LONG_S
 
-    def credits(self, remaining: int | None, n_workers: int) -> int:
-        """Return how many chunks one worker may have been given at a time, given how many items are left."""
-        if self.is_long():
-            # Two where the caller asks so rarely that workers would wait for it.
-            return 2 if self.waits_for_consumer() or self._may_wait(remaining, n_workers) else 1
-        # Chunks on their way should fit into the processors' caches.
-        is_large = self.bytes_per_item * self.size > MOST_BYTES / 2
-        return 2 if is_large or self._item_s * self.size > TARGET_S / 4 else 3
+    def _waits_for_consumer(self) -> bool:
+        """Return whether the consumer takes most of the time, so that workers have time to spare."""
+        return self._consumer_s > 0.5 * (time.monotonic() - self._since)
 
-    def _may_wait(self, remaining: int | None, n_workers: int) -> bool:
+    def _may_wait(self, remaining: int | None) -> bool:
         """Return whether a chunk may wait behind a long one without a later end of the run."""
-        if remaining is None or remaining < FAR_FROM_END * n_workers * self.size:
+        if remaining is None or remaining < FAR_FROM_END * self._n_workers * self.size:
             return False
         return 0 < self._item_s * self.size < JOURNEY_MATTERS_S
-
-
-CHUNKS_PER_WORKER = 16
-"""So many chunks may be on their way or waiting for their turn, for each worker: enough to keep the
-workers busy while a slow item holds up the results behind it."""
-FEW_CHUNKS = 4
-"""The same while everybody waits for the consumer."""
-
-
-class Bounds:
-    """The bounds of a run: its chunks on their way, and the size of the next one."""
-
-    def __init__(self, settings: Settings, fleet: Fleet) -> None:
-        self.n_chunks = 0  # how many chunks are on their way, or wait for their turn
-        self.nbytes = 0  # their bytes
-        # items travel in multiples of so many: in batches, where there are some
-        self.whole = settings.batching.size if settings.batching else 1
-        self._n_items = 0
-        self._n_workers = fleet.size
-        self._max_bytes = settings.max_bytes
-        self._limit: int | None = None
-        most = fleet.most_items or MOST_ITEMS
-        if settings.queue_scale is not None:
-            self._limit = max(int(settings.queue_scale * fleet.size), fleet.size, self.whole)
-            most = min(most, max(1, self._limit // (2 * fleet.size)))
-        # how many items travel together
-        self.chunking = Chunking(whole=self.whole, most=max(most, self.whole))
-
-    def add(self, chunk: Chunk) -> None:
-        """Count a new chunk; its size in bytes is unknown before it is sent, as a rule."""
-        self._n_items += len(chunk.items)
-        self.nbytes += chunk.nbytes
-        self.n_chunks += 1
-
-    def remove(self, chunk: Chunk) -> Chunk:
-        """Count a chunk no more."""
-        self._n_items -= len(chunk.items)
-        self.n_chunks -= 1
-        self.nbytes -= chunk.nbytes
-        return chunk
-
-    def credits(self, remaining: int | None) -> int:
-        """Return how many chunks one worker may have been given at a time, given how many items are left."""
-        return self.chunking.credits(remaining, self._n_workers)
-
-    def room(self, remaining: int | None, most: int | None) -> int:
-        """Return how many items the next chunk may have; 0 for no chunk now.
-
-        Args:
-            remaining: How many the input still has, if that is known.
-            most: How many a worker takes at most.
-        """
-        n_items = self.chunking.next_size(remaining, self._n_workers)
-        if most is not None:
-            n_items = min(n_items, max(most, self.whole))
-        if self._limit is not None:
-            n_items = min(n_items, self._limit - self._n_items)
-        else:
-            slow = self.chunking.waits_for_consumer()
-            if self.n_chunks >= (FEW_CHUNKS if slow else CHUNKS_PER_WORKER) * self._n_workers:
-                return 0
-        if self.n_chunks and self.chunking.bytes_per_item:
-            left = self._max_bytes - self.nbytes
-            n_items = min(n_items, int(left / self.chunking.bytes_per_item))
-        return n_items if n_items >= self.whole else 0
 
 
 # -- Chunks that are tried again ----------------------------------------------------------------
@@ -426,8 +445,7 @@ class Run:
         self.again = RetryQueue()  # chunks to hand out again
         self._queue: collections.deque[Chunk] = collections.deque()  # ordered: all; else finished
         self._next_index = 0
-        self._bounds = Bounds(settings, fleet)
-        self.chunking = self._bounds.chunking
+        self.flow = Flow(settings, fleet.size, fleet.most_items)
 
     # -- the consumer's side -------------------------------------------------------------------
 
@@ -442,9 +460,9 @@ class Run:
         Raises:
             Exception: The input raised it, or no worker is left.
         """
-        if self._fatal is not None and (not self._bounds.n_chunks or not self._ordered):
+        if self._fatal is not None and (not self.flow.n_chunks or not self._ordered):
             raise self._fatal
-        if self._bounds.n_chunks:
+        if self.flow.n_chunks:
             return False
         if self.source.exhausted and self.source.error is not None:
             raise self.source.error
@@ -458,7 +476,7 @@ class Run:
 
     def awaits_results(self) -> bool:
         """Return whether chunks are on their way, or items may still come from the input."""
-        return bool(self._bounds.n_chunks or not self.source.exhausted)
+        return bool(self.flow.n_chunks or not self.source.exhausted)
 
     def next_finished(self) -> Chunk | None:
         """Return the next chunk to give, if it has finished."""
@@ -475,8 +493,8 @@ class Run:
             good = next((c for c in queue if not c.failed), None)
             if good is not None:
                 queue.remove(good)
-                return self._bounds.remove(good)
-        return self._bounds.remove(queue.popleft())
+                return self.flow.give(good)
+        return self.flow.give(queue.popleft())
 
     def outcome(self, chunk: Chunk) -> tuple[list[Any], BaseException | None]:
         """Return the results of a finished chunk, and the error to raise after them."""
@@ -496,7 +514,7 @@ class Run:
 
     def credits(self) -> int:
         """Return how many of its chunks one worker may have been given at a time."""
-        return self._bounds.credits(self.source.remaining)
+        return self.flow.credits(self.source.remaining)
 
     def next_chunk(self, most: int | None = None) -> Chunk | None:
         """Return the next chunk for a worker, if this run's bounds allow one."""
@@ -505,30 +523,21 @@ class Run:
     def _new_chunk(self, most: int | None) -> Chunk | None:
         if self.source.exhausted:
             return None
-        n_items = self._bounds.room(self.source.remaining, most)
-        items = self.source.take(n_items, whole=self._bounds.whole) if n_items else []
+        n_items, fitting = self.flow.room(self.source.remaining, most)
+        items = self.source.take(n_items, whole=self.flow.whole, fitting=fitting) if n_items else []
         if not items:
             return None
         chunk = Chunk(self._assignments.next_seq(), self._next_index, items, self.number)
-        chunk.is_long = self.chunking.is_long()
+        chunk.is_long = self.flow.is_long()
         self._next_index += len(items)
-        self._bounds.add(chunk)
+        self.flow.add(chunk)
         if self._ordered:
             self._queue.append(chunk)
         return chunk
 
-    def on_sent(self, chunk: Chunk, nbytes_before: int) -> None:
-        """Note that a chunk has left, now that its size is known."""
-        if chunk.parent is None:
-            self._bounds.nbytes += chunk.nbytes - nbytes_before
-
     def on_done(self, chunk: Chunk, done: Done) -> None:
         """Note that a chunk has come back."""
-        if chunk.parent is None:
-            self._bounds.nbytes += done.nbytes - chunk.nbytes
-        self.chunking.learn(len(chunk.items), done.timing.worked_s, max(done.nbytes, chunk.nbytes))
-        if chunk.parent is None:
-            chunk.nbytes = done.nbytes
+        self.flow.done(chunk, done.timing.worked_s, done.nbytes)
         if not done.failed:
             self._finish(chunk, done.results, failed=False)
             return
@@ -602,18 +611,18 @@ class Run:
 
     def _scatter(self, chunk: Chunk, split: Split) -> None:
         """Make a chunk of each part: without an order, no result waits for another one."""
-        self._bounds.remove(chunk)
+        self.flow.remove(chunk)
         at = 0
         for part in (*split.parts, Part(len(chunk.items), len(chunk.items))):
             if at < part.start and split.results is not None:
                 results = split.results[at : part.start]
                 done = self._piece(chunk, Part(at, part.start))
                 done.nbytes = chunk.nbytes * len(results) // len(chunk.items)
-                self._bounds.add(done)
+                self.flow.add(done)
                 self._finish(done, results, failed=any(isinstance(result, Failure) for result in results))
             if part.start < part.stop:
                 piece = self._piece(chunk, part)
-                self._bounds.add(piece)
+                self.flow.add(piece)
                 self._send_or_fail(piece, part)
             at = part.stop
 

@@ -56,10 +56,15 @@ class Source(abc.ABC):
     error: BaseException | None = None  # the error of reading them; there are no more after it
 
     @abc.abstractmethod
-    def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
+    def take(self, n_items: int, *, whole: int = 1, fitting: int) -> list[Any]:
         """Return up to ``n_items`` that are there now; as many as a multiple of ``whole`` allows.
 
         An incomplete batch is returned when no more items will come, or after ``max_wait_s``.
+
+        Args:
+            n_items: So many at most, and at least ``whole``.
+            whole: The size of a batch.
+            fitting: So many may be returned and read ahead together.
         """
 
     def seconds_until_due(self) -> float | None:
@@ -78,7 +83,7 @@ class Direct(Source):
         if isinstance(items, _SIZED):
             self.remaining = len(items)
 
-    def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
+    def take(self, n_items: int, *, whole: int = 1, fitting: int) -> list[Any]:  # noqa: ARG002 - it reads no further
         items: list[Any] = []
         wanted = n_items - n_items % whole
         try:
@@ -116,20 +121,22 @@ class Feeder(Source):
         self._thread = threading.Thread(target=run, args=(self._read,), name="tp-runner-feeder", daemon=True)
         self._started = False
 
-    def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
-        self._want(max(2 * n_items, whole))
+    def take(self, n_items: int, *, whole: int = 1, fitting: int) -> list[Any]:
+        if not self._started:
+            self._start()
         buffer = self._buffer
         ended = self._ended  # read before the buffer: the reader sets it after the last item
         n_there = min(len(buffer), n_items)
         n_taken = n_there - n_there % whole
-        if n_taken < n_there and (ended or self._overdue()):
+        if n_taken < n_there and (ended or self.seconds_until_due() == 0.0):
             n_taken = n_there
+        self._want(min(2 * n_items, fitting - n_taken))
         if not n_taken:
             self._hungry = True
             if ended and not buffer:
                 self.exhausted = True
-            elif len(buffer) >= max(whole, 1) or (self._ended and buffer):
-                return self.take(n_items, whole=whole)  # they came meanwhile, without a wake
+            elif len(buffer) >= whole or (self._ended and buffer):
+                return self.take(n_items, whole=whole, fitting=fitting)  # they came meanwhile, without a wake
             return []
         pop = buffer.popleft
         items = [pop() for _ in range(n_taken)]
@@ -145,20 +152,18 @@ class Feeder(Source):
             self._oldest = time.monotonic()
         return max(0.0, self._oldest + self._max_wait_s - time.monotonic())
 
-    def _overdue(self) -> bool:
-        return self.seconds_until_due() == 0.0
+    def _start(self) -> None:
+        self._started = True
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system starts no more threads
+            self.error, self._ended = error, True
 
     def _want(self, n_items: int) -> None:
         if self._wanted != n_items or len(self._buffer) < n_items:
             with self._more:
                 self._wanted = n_items
                 self._more.notify()
-        if not self._started:
-            self._started = True
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # the system starts no more threads
-                self.error, self._ended = error, True
 
     def _read(self) -> None:
         buffer = self._buffer
@@ -311,7 +316,7 @@ class Submissions(Source):
         """Return whether an item is still waiting to be handed out."""
         return bool(self._pending)
 
-    def take(self, n_items: int, *, whole: int = 1) -> list[Any]:
+    def take(self, n_items: int, *, whole: int = 1, fitting: int) -> list[Any]:  # noqa: ARG002 - all are there
         n_there = min(len(self._pending), n_items)
         if n_there % whole and not self.is_finishing and self.seconds_until_due():
             n_there -= n_there % whole

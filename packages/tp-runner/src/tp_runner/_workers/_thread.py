@@ -154,8 +154,8 @@ class ThreadFleet(Fleet):
         self._events.put(None)
 
     def reset(self) -> None:
-        """Let each thread finish the item it is at, and start afresh."""
-        self._stop(timeout_s=60.0)
+        """Leave the threads to their items, and start afresh: an interrupt must not wait for them."""
+        self._stop(timeout_s=0.0)
 
     def close(self, *, timeout_s: float) -> None:
         events = self._stop(timeout_s=timeout_s)

@@ -15,9 +15,11 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tp_core.errors import ConfigError
+
 from tp_runner._options import Settings
 from tp_runner._workers._pickling import LARGE, dump_program
-from tp_runner._workers._process._start import collect_descriptors
+from tp_runner._workers._process._start import MOST_PASSED, collect_descriptors
 from tp_runner._workers._work import IDLE
 
 SMALLEST = 64 << 10
@@ -218,6 +220,7 @@ def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> 
     """Pickle a program, unless workers are forked and have it; find modules to import once.
 
     Raises:
+        ConfigError: It refers to more descriptors than a fork server passes.
         NotPicklableError: Something that it refers to cannot travel.
     """
     descriptors: list[int] = []
@@ -227,6 +230,12 @@ def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> 
     try:
         with collect_descriptors(descriptors):
             payload = dump_program(program, buffers)
+        if settings.start_method == "forkserver" and len(descriptors) > MOST_PASSED:
+            msg = (
+                f"the work refers to {len(descriptors)} pipes, queues or shared values of multiprocessing, "
+                f"and a fork server passes {MOST_PASSED} at most; start_method='spawn' passes any number"
+            )
+            raise ConfigError(msg)
     except BaseException:
         for fd in descriptors:
             os.close(fd)
