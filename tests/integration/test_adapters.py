@@ -1,112 +1,239 @@
-"""A model of transformers with adapters of Hugging Face's peft: they alone are trained, on every backend."""
+"""Models of transformers with adapters of peft: on every backend they are trained alone, and as by hand."""
 
-import functools
+import itertools
+import os
+from collections import Counter
 from importlib.util import find_spec
 
 import pytest
 import torch
 import tp_shard as ts
-from torch.utils.data import DataLoader
+from torch.utils._python_dispatch import TorchDispatchMode
+from tp_core.errors import ConfigError, ModelError
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_shard import ShardOptions
+from tp_trainer import Callback, Checkpoints, Trainer
+
+from tests import adapters
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft's own question
 ]
 
-EPOCHS = 2
+
+@pytest.fixture(scope="module")
+def places():
+    with adapters.Places() as found:
+        yield found
 
 
-def texts():
-    ids = torch.randint(5, 40, (14, 6), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "labels": row[:3].sum() % 2} for row in ids]
+# -- The table of families, kinds of adapters and backends ----------------------------------------
 
 
-def make(*, is_split=False):
+@pytest.mark.parametrize(
+    ("family", "kind", "begun", "finished"),
+    [
+        ("bert", "saved", "dp-gather", "tuple"),
+        ("llama", "lora", "tuple", "single"),
+        ("gpt2", "ia3", "single", "dp-gather"),
+    ],
+)
+def test_adapters_are_trained_as_by_hand_and_resumed(places, family, kind, begun, finished):
+    assert places.check(family, kind, begun, finished) == "right"
+
+
+def families():
+    """Each family on each backend, each time with another kind of adapters."""
+    kinds = itertools.cycle(adapters.KINDS)
+    for family in adapters.TABLE:
+        wanted = {place: next(kinds) for place in adapters.PLACES}
+        yield family, [c for c in adapters.cases() if c[0] == family and wanted[c[2]] == c[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "cases"), [pytest.param(*found, id=found[0]) for found in families()])
+def test_adapters_of_a_family_are_right_or_refused_on_every_backend(places, family, cases):
+    check(places, cases)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("family", "kind"), [*itertools.product(adapters.TABLE, adapters.KINDS)])
+def test_adapters_of_a_kind_are_right_or_refused_on_every_backend(places, family, kind):
+    check(places, [case for case in adapters.cases() if case[:2] == (family, kind)])
+
+
+def check(places, cases):
+    assert len(cases) == len(adapters.PLACES)
+    found = {case: places.check(*case) for case in cases}
+    assert {case: said for case, said in found.items() if said != "right"} == {}
+
+
+# -- Frozen parameters: no gradients, no state, no communication -----------------------------------
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up the bytes of collectives by their names: flat ones, which are of gradients and weights.
+
+    Those of rows are of activations, and those of a number are means.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "c10d":
+            given = [t for arg in args for t in (arg if isinstance(arg, list) else [arg])]
+            tensors = [t for t in given if isinstance(t, torch.Tensor) and t.dim() == 1 and t.numel() > 1]
+            name = operator._schema.name.removeprefix("c10d::")
+            self.nbytes[name] += max((t.nbytes for t in tensors), default=0)
+        return operator(*args, **(kwargs or {}))
+
+
+def one_step(backend, options=None, plan=None):
+    """Return what the third step communicates, of trained and of all parameters, and what was left behind."""
+    torch.set_num_threads(1)
+    if plan is not None:
+        ts.distributed.init_process_group(2)
+    model = adapters.make("llama", "lora")
+    if plan is not None:
+        model = ts.parallelize(model, plan)
+    with Trainer(backend=backend, devices="cpu", seed=0, progress=False, options=options) as trainer:
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        whole = sum(p.nbytes for p in model.parameters())
+        prepared, optimizer = trainer.prepare(model, adapters.make_optimizer(model))
+        batch = next(iter(adapters.loader("llama")))
+        for _ in range(3):
+            optimizer.zero_grad()
+            with Traffic() as traffic:
+                trainer.backward(trainer.run(adapters.step, prepared, batch))
+            optimizer.step()
+        plain = trainer.session.unwrap(prepared)
+        frozen = [p for p in plain.parameters() if not p.requires_grad]
+        assert all(p.grad is None and p not in optimizer.state for p in frozen)
+        assert len(optimizer.state) == sum(1 for p in plain.parameters() if p.requires_grad)
+        return dict(traffic.nbytes), trained, whole
+
+
+@pytest.mark.slow
+def test_frozen_parameters_are_not_reduced_between_ranks():
+    for found, trained, _ in run_ranks(one_step, 2, "ddp"):
+        assert found["allreduce_"] == trained
+    for found, trained, whole in run_ranks(one_step, 2, "fsdp"):
+        assert found["_reduce_scatter_base_"] == trained
+        assert found.get("allreduce_", 0) == 0
+        assert found["_allgather_base_"] <= 2 * whole  # in forward, and where units were let go in backward
+    plan = adapters.plan_of("llama", "lora")
+    for found, trained, _ in run_ranks(one_step, 4, "shard", ShardOptions(group_size=2, data="ddp"), plan):
+        assert found["allreduce_"] == trained
+    for found, trained, _ in run_ranks(one_step, 4, "shard", ShardOptions(group_size=2, data="fsdp"), plan):
+        assert found["_reduce_scatter_base_"] == trained
+        assert found.get("allreduce_", 0) == 0
+
+
+# -- Shards of adapters that were lost by others ---------------------------------------------------
+# Accelerate saved rank 0's part of each adapter, and gave other ranks nothing back, under fully_shard: each
+# rank fills its own part with numbers of its own, so that a part from elsewhere is seen.
+
+
+class Fill(Callback):
+    """Fills this rank's parts of adapters, or only looks at them."""
+
+    def __init__(self, values=None):
+        self.values, self.seen = values, {}
+
+    def on_fit_start(self, run):
+        for name, parameter in run.model.named_parameters():
+            if parameter.requires_grad:
+                part = parameter.detach().to_local()
+                if self.values is not None:
+                    part.fill_(self.values["lora_A" if "lora_A" in name else "lora_B"])
+                self.seen[name] = part.unique().tolist()
+
+
+def saves_parts(folder, resumes):
     import peft
-    import transformers
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(vocab_size=40, max_position_embeddings=8, num_labels=2, **sizes, **off)
-    lora = peft.LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["classifier"])
-    model = peft.get_peft_model(transformers.BertForSequenceClassification(config), lora).double()
-    if is_split:
-        if not torch.distributed.is_initialized():
-            ts.distributed.init_process_group()
-        model = ts.parallelize(model, ts.plans.auto(model, verbose=False))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=0.05)
-
-
-def step(model, batch):
-    scores = model(input_ids=batch["input_ids"]).logits
-    return torch.nn.functional.cross_entropy(scores, batch["labels"])
-
-
-def weights(model):
-    import peft
-
-    state = ts.collect_state_dict(model, model.state_dict())  # of whole tensors, if it is split
-    found = peft.get_peft_model_state_dict(model, state_dict=state)
-    return {name: tensor.clone() for name, tensor in found.items()}
-
-
-def loader():
-    return DataLoader(texts(), batch_size=4)
-
-
-def train(where, folder=None, max_steps=None):
-    model, optimizer = make(is_split=where["backend"] == "shard")
-    with Trainer(seed=0, progress=False, **where) as trainer:
+    rank = int(os.environ["RANK"])
+    values = {"lora_A": 0.03 + 0.01 * rank, "lora_B": 0.01 + 0.01 * rank}
+    base = adapters.plain("qwen2").double()
+    model = peft.get_peft_model(base, adapters.configuration("qwen2", "lora", r=32))
+    if resumes:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.zero_()
+    fill = Fill(None if resumes else values)
+    with Trainer(backend="fsdp", devices="cpu", seed=0, progress=False) as trainer:
         trainer.fit(
             model,
-            optimizer,
-            loader(),
-            step=step,
-            epochs=EPOCHS,
-            max_steps=max_steps,
-            checkpoint=folder and Checkpoints(folder, every_steps=2),
-            resume=folder and "auto",
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            adapters.loader("qwen2"),
+            step=adapters.step,
+            epochs=2,
+            max_steps=None if resumes else 3,
+            checkpoint=Checkpoints(folder),
+            resume="auto",
+            callbacks=[fill],
         )
-        return weights(model)
+        if not resumes:
+            trainer.save_model(model, folder / "model.pt")
+        else:
+            trainer.load_model(model, folder / "model.pt")
+    return fill.seen, values
 
 
-def whole_and_resumed(where, folder):
-    whole = train(where)
-    train(where, folder, max_steps=5)
-    return whole, train(where, folder)
+@pytest.mark.slow
+def test_every_rank_gets_its_part_of_each_adapter_back(tmp_path):
+    run_ranks(saves_parts, 2, tmp_path, False)
+    for seen, values in run_ranks(saves_parts, 2, tmp_path, True):
+        assert seen
+        for name, found in seen.items():
+            assert found == [values["lora_A" if "lora_A" in name else "lora_B"]], name
+    state = torch.load(tmp_path / "model.pt")
+    halves = {name: tensor.chunk(2) for name, tensor in state.items() if "lora_B" in name}
+    assert halves
+    assert all((a == 0.01).all() and (b == 0.02).all() for a, b in halves.values())
 
 
-@functools.cache
-def by_hand():
-    model, optimizer = make()
-    for _ in range(EPOCHS):
-        for batch in loader():
-            optimizer.zero_grad()
-            step(model, batch).backward()
-            optimizer.step()
-    return weights(model)
+# -- What is refused -------------------------------------------------------------------------------
 
 
-def check(found):
-    whole, parts = found
-    assert any("lora_B" in name for name in whole)
-    for name, expected in by_hand().items():
-        torch.testing.assert_close(whole[name], expected, rtol=1e-6, atol=1e-9)
-        assert torch.equal(parts[name], whole[name])
+def fit(model, optimizer=None, **arguments):
+    with Trainer(devices="cpu", progress=False, **arguments) as trainer:
+        trainer.fit(
+            model, optimizer or adapters.make_optimizer(model), adapters.loader("gpt2"), step=adapters.step
+        )
 
 
-@pytest.mark.parametrize("backend", ["single", "tuple", "dp-gather"])
-def test_adapters_are_trained_as_by_hand_and_resumed(tmp_path, backend):
-    devices = "cpu" if backend == "single" else ["cpu", "cpu"]
-    check(whole_and_resumed({"devices": devices, "backend": backend}, tmp_path))
+def test_an_optimizer_of_frozen_parameters_alone_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2))
+    frozen = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    said = "the optimizer's 2 parameters are all frozen, so training would change nothing"
+    with pytest.raises(ConfigError, match=said):
+        fit(model, frozen)
+    with pytest.raises(ConfigError, match=said):
+        Trainer(devices="cpu").prepare(model, frozen)
 
 
-@pytest.mark.parametrize("backend", ["ddp", "shard"])
-def test_adapters_are_trained_as_by_hand_and_resumed_on_two_ranks(tmp_path, backend):
-    for found in run_ranks(whole_and_resumed, 2, {"devices": "cpu", "backend": backend}, tmp_path):
-        check(found)
+def tied(**options):
+    return adapters.adapted("gpt2", "lora", modules_to_save=["lm_head"], **options)
+
+
+@pytest.mark.slow
+def test_a_copy_of_a_module_that_shares_its_weight_is_refused():
+    said = r"'base_model.model.lm_head' is in modules_to_save, and shares 'weight' with .*wte"
+    with pytest.raises(ModelError, match=said):
+        fit(tied())
+    with pytest.raises(ModelError, match="ensure_weight_tying=True"):
+        Trainer(devices="cpu").prepare(model := tied(), adapters.make_optimizer(model))
+    fit(tied(ensure_weight_tying=True).double())
+
+
+@pytest.mark.slow
+def test_a_plan_for_an_adapter_that_cannot_be_cut_is_refused():
+    model = adapters.adapted("vit", "lora", target_modules=["projection", "fc1", "fc2"])
+    path = next(name for name, _ in model.named_modules() if name.endswith("projection"))
+    plan = {path: ts.Column(), "**.fc1": ts.Column(), "**.fc2": ts.Row()}
+    with pytest.raises(ModelError, match=f"{path}.*Conv2d"):
+        ts.parallelize(model, plan)

@@ -70,6 +70,14 @@ def test_frozen_parameters_have_no_gradients_and_no_state():
     assert abs(found.optimizer - PARAMETERS) <= 64
 
 
+def test_values_of_the_shape_of_frozen_weights_are_no_gradients():
+    model = make()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+    found = measure_footprint(model, None, torch.zeros(WIDTH, WIDTH), step)
+    assert found.alone == found.activations
+
+
 def test_copies_in_a_lower_type_are_known_for_what_they_are():
     found = measure_footprint(make(), None, BATCH, step, precision="bf16-mixed")
     assert found.casts == WIDTH * WIDTH * 2  # of the second layer: the first one's input needs no gradient

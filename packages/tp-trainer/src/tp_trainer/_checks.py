@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 from tp_core.data import PreparedLoader
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import check_initialized
 
 from tp_trainer._checkpoint import Checkpoints
@@ -251,18 +251,62 @@ def check_preparable(value: object) -> None:
 
 
 def check_owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-    """Make sure that an optimizer has parameters of one of the models.
+    """Make sure that an optimizer has trained parameters of one of the models.
 
     Raises:
         ConfigError: The optimizer has none of them.
+        ModelError: An adapter trains a copy of a module that shares its weight.
     """
     mine = {key for model in models for key in _parameters_of(model)}
-    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+    held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
+    if not held:
         msg = (
             "the optimizer has none of the model's parameters, so training would change nothing; "
             "make it from model.parameters()"
         )
         raise ConfigError(msg)
+    if not any(p.requires_grad for p in held):
+        msg = (
+            f"the optimizer's {len(held)} parameters are all frozen, so training would change nothing; make "
+            "it from those that are trained, [p for p in model.parameters() if p.requires_grad]"
+        )
+        raise ConfigError(msg)
+    for model in models:
+        _check_copies(model)
+
+
+def _check_copies(model: nn.Module) -> None:
+    """Make sure that the copies in peft's ``modules_to_save`` are tied where their originals are.
+
+    Raises:
+        ModelError: One is not. It would be trained apart from the weight that the original shares, and be
+            lost where the model is merged and its weights are tied again.
+    """
+    # By structure, so that peft need not be installed.
+    wrappers = {
+        path: m
+        for path, m in model.named_modules()
+        if {"original_module", "modules_to_save"} <= {*m._modules}
+    }
+    if not wrappers:
+        return
+    places: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for parameter in module._parameters.values():
+            places.setdefault(id(parameter), []).append(path)
+    for path, wrapper in wrappers.items():
+        copies = [
+            dict(copy.named_parameters()) for copy in wrapper.get_submodule("modules_to_save").children()
+        ]
+        for name, parameter in wrapper.get_submodule("original_module").named_parameters():
+            others = [place for place in places[id(parameter)] if not place.startswith(f"{path}.")]
+            if others and any(len(places[id(copy[name])]) == 1 for copy in copies):
+                msg = (
+                    f"{path!r} is in modules_to_save, and shares {name!r} with {others[0]!r}: its copy would "
+                    "be trained apart, and lost when the adapter is merged; give the adapter's configuration "
+                    "ensure_weight_tying=True, or untie the two first"
+                )
+                raise ModelError(msg)
 
 
 def check_not_shared(models: Sequence[nn.Module]) -> None:

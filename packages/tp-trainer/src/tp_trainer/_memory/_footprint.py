@@ -296,10 +296,10 @@ def _run_step(
     kept: dict[str, int] = {}
     passed: dict[str, int] = {}
     with ExitStack() as stack:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(lambda p: live.note_gradient(p.grad))
-                stack.callback(hook.remove)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for parameter in trained:
+            hook = parameter.register_post_accumulate_grad_hook(lambda p: live.note_gradient(p.grad))
+            stack.callback(hook.remove)
         for name, module in model.named_modules():
             if name and next(module.children(), None) is not None:
                 stack.callback(_watch(module, name, live, kept, passed).remove)
@@ -309,7 +309,9 @@ def _run_step(
         with live:
             loss = loss_of(run(step, model, batch), training=True)
             casts = live.casts
-            live.gradient_shapes = {tuple(sorted(p.shape)) for p in model.parameters() if p.dim() > 1}
+            live.gradient_shapes = {
+                tuple(sorted(p.shape)) for p in model.parameters() if p.requires_grad and p.dim() > 1
+            }
             loss.backward()
             del loss
     return replace(
