@@ -50,11 +50,35 @@ def _gather_temporary_files():
     util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if "nightly" in item.keywords:
             item.add_marker("slow")
+    _deselect_missing(config, items)
+    yield  # -m is looked at
+    if hasattr(config, "workerinput"):
+        items[:] = _longest_first(items, config.workerinput["workercount"])
+
+
+def _longest_first(items, workers):
+    """Return tests so that each worker, which gets as many in a row, begins with the longest of all.
+
+    A long one that begins last would keep one worker busy while the others have nothing to do.
+    """
+    seconds = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("takes"))}
+    longest = sorted(seconds, key=seconds.get, reverse=True)
+    others, ordered = [item for item in items if item not in seconds], []
+    for worker in range(workers):
+        count = (len(items) - len(ordered)) // (workers - worker)  # as --dist worksteal hands them out
+        ordered += longest[worker::workers]
+        taken = max(0, count - len(longest[worker::workers]))
+        ordered += others[:taken]
+        del others[:taken]
+    return ordered
+
+
+def _deselect_missing(config, items):
     _deselect(config, items, [item for item in items if _missing(item)])
     import torch  # not by the process that only hands tests to others
 

@@ -1,6 +1,6 @@
 """Every installed sub-command of `tp`, by the words that it is called with."""
 
-from tp_core.cli._main import build_app
+from tp_core.cli._main import build_app  # private: no public name lists the commands that are installed
 
 __all__ = ["COMMANDS", "options"]
 

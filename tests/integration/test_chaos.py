@@ -18,11 +18,13 @@ def test_killed_ranks_restart_and_end_with_the_weights_of_an_undisturbed_run(tmp
     assert chaos.same_weights(tmp_path / "calm", tmp_path / "wild")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "backend", "more"),
-    [(2, "fsdp", []), (4, "fsdp", []), (4, "shard", ["--tensor", "2"])],
-    ids=["two", "four", "two-by-two"],
+    [
+        pytest.param(2, "fsdp", [], id="two", marks=pytest.mark.slow),
+        pytest.param(4, "fsdp", [], id="four", marks=pytest.mark.nightly),
+        pytest.param(4, "shard", ["--tensor", "2"], id="two-by-two", marks=pytest.mark.nightly),
+    ],
 )
 def test_killed_ranks_that_hold_shards_end_so_too(tmp_path, ranks, backend, more):
     run = {"epochs": 2, "seed": 5, "ranks": ranks, "timeout_s": 800, "backend": backend, "more": more}
@@ -31,8 +33,9 @@ def test_killed_ranks_that_hold_shards_end_so_too(tmp_path, ranks, backend, more
     assert chaos.same_weights(tmp_path / "calm", tmp_path / "wild")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    "tensor", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_after_each_kill_another_number_of_ranks_goes_on(tmp_path, tensor):
     sizes = [2, 4, 1, 2]
     chaos.launch(tmp_path / "calm", kills=0, epochs=4, seed=0, ranks=1, timeout_s=800, more=["--still"])
@@ -58,11 +61,13 @@ def mix_up(parts):
         path.write_bytes(data)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "backend", "more", "damage"),
-    [(2, "fsdp", [], flip_a_bit), (4, "fsdp", [], mix_up), (4, "shard", ["--tensor", "2"], cut_off)],
-    ids=["two", "four", "two-by-two"],
+    [
+        pytest.param(2, "fsdp", [], flip_a_bit, id="two", marks=pytest.mark.nightly),
+        pytest.param(4, "fsdp", [], mix_up, id="four", marks=pytest.mark.nightly),
+        pytest.param(4, "shard", ["--tensor", "2"], cut_off, id="two-by-two", marks=pytest.mark.slow),
+    ],
 )
 def test_a_part_that_was_damaged_after_the_kill_costs_the_steps_of_one_checkpoint(
     tmp_path, ranks, backend, more, damage

@@ -51,14 +51,13 @@ def run_in_forks(modules, runs):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "library",
-    [
-        pytest.param(name, marks=pytest.mark.needs(*(m.split(".")[0] for m in modules.split(","))))
-        for name, modules in LIBRARIES.items()
-    ],
-)
+def of_library(name, modules):
+    """tp's programs in the slow part; those of others change with their releases alone."""
+    part = pytest.mark.slow if name == "tp" else pytest.mark.nightly
+    return pytest.param(name, marks=(part, pytest.mark.needs(*(m.split(".")[0] for m in modules.split(",")))))
+
+
+@pytest.mark.parametrize("library", [of_library(*of_one) for of_one in LIBRARIES.items()])
 def test_the_jobs_of_a_library_come_to_the_numbers_of_the_page_whole_and_interrupted(library, tmp_path):
     runs = []
     for job, step in STEPS.items():

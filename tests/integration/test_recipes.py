@@ -157,7 +157,7 @@ def test_the_manifests_of_kubernetes_start_the_ranks_of_a_job(monkeypatch):
 
 
 def test_the_variables_of_slurm_on_the_page_are_those_that_are_read():
-    from tp_core._launch import _environment
+    from tp_core._launch import _environment  # private: no public name lists the variables
 
     page = (DOCS / "recipes" / "slurm.md").read_text()
     shown = set(re.findall(r"`((?:SLURM|MASTER)_\w+)`", page))

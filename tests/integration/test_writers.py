@@ -21,7 +21,9 @@ from safetensors.torch import load_file
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import write_atomically
 from tp_trainer import LogOptions, Trainer
-from tp_trainer._checkpoint._folder import verify
+from tp_trainer._checkpoint._folder import verify  # private: resuming would pass over a damaged one
+
+# private: two writers of a job meet in one moment
 from tp_trainer._launch._jobs._store import LaunchRequest, create_job, damaged_jobs, list_jobs
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, TensorBoardLogger, read_run
 
@@ -552,7 +554,7 @@ def log_much(logger):
 
 
 def write_journal(folder):
-    from tp_runner._command._files import Journal, Record
+    from tp_runner._command._files import Journal, Record  # private: a disk that is full at one write
 
     with Journal(folder / "out.jsonl") as journal, full_disk(5_000):
         for n in range(1000):

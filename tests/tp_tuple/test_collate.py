@@ -17,6 +17,8 @@ from torch.utils.data import default_collate as torch_default_collate
 from tp_core import tree_leaves
 from tp_core.data import Parts
 from tp_core.errors import ConfigError
+
+# private: devices that cannot be had here
 from tp_tuple import Speeds, TupleParallel, _balance, cat, default_collate, restore_order, tp_collate
 
 

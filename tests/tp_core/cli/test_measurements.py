@@ -10,6 +10,7 @@ import pytest
 from tp_core import LaunchEnvironment
 
 # What a link, a disk or a clock is said to be cannot be had from this machine: the parts are called.
+# private: a slow machine cannot be had
 from tp_core.cli._measurements import lines_of, measure, meet, slow_parts, start_ranks
 from tp_core.errors import RankFailedError
 from tp_core.testing import run_ranks

@@ -12,7 +12,7 @@ from tp_core import LaunchEnvironment, resolve_devices
 
 # Private: two threads that redirect at once, and how long a plugin may take.
 from tp_core.discovery import PluginRegistry, select
-from tp_core.plugins import Job, _hooks
+from tp_core.plugins import Job, _hooks  # private: plugins that take seconds would cost each run
 
 from tests.run_tp import doctor, run, seen
 from tests.tp_core.plugins.odd import odd, source

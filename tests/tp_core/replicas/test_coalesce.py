@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 from tp_core.replicas import Replicas
+
+# private: transfers between devices that cannot be had here
 from tp_core.replicas._mirror import BUCKET_NBYTES, _Sum, copy_coalesced, move_in_buckets
 
 CPU = torch.device("cpu")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 from tp_core.replicas import Replicas
+
+# private: which device draws in order cannot be seen
 from tp_core.replicas._random import SerializedRng, Streams
 
 pytestmark = pytest.mark.gpu

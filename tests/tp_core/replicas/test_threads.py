@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from tp_core.errors import ModelError
-from tp_core.replicas import Replicas, _threads
+from tp_core.replicas import Replicas, _threads  # private: interrupts and waits at one moment of a call
 
 X = [torch.ones(2, 3), torch.full((2, 3), 2.0)]
 

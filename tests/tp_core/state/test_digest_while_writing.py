@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 import torch
 import xxhash
-from tp_core._tensors._digests import DigestingFile
+from tp_core._tensors._digests import DigestingFile  # private: who wrote a file cannot be seen in it
 from tp_core.errors import StateError
 from tp_core.internal import DIGESTS, read_digests
 from tp_core.state import FileRecord, record_of, write_whole

@@ -17,7 +17,7 @@ from tp_core.jobs import MemoryNeed
 from tp_core.plugins import Backend, Verdict
 from tp_core.sessions import ProcessGroupSession, join_process_group
 from tp_core.testing import BackendConformance, RankPool
-from tp_core.testing._backend_conformance import _pools
+from tp_core.testing._backend_conformance import _pools  # private: all mutants share their ranks
 
 
 class TrueSession(ProcessGroupSession):

@@ -6,7 +6,7 @@ import tp_shard as ts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from tp_shard._split import Split
+from tp_shard._split import Split  # private: any split, without its ranks
 from tp_shard.nn import init as shard_init
 
 from tests.tp_shard.on_each_rank import own

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from tp_core.errors import ModelError
 
 # Ranks that are simulated do not hang where one of them calls less; the lengths are asked for in no API.
-from tp_shard._verify import _simulate as simulation
-from tp_shard.nn._sequence import SequenceState
+from tp_shard._verify import _simulate as simulation  # private: it counts collectives of ranks in threads
+from tp_shard.nn._sequence import SequenceState  # private: a state that no plan can leave
 
 
 class Attention(nn.Module):

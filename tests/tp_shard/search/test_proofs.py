@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from tp_core.errors import ConfigError, ModelError
-from tp_shard._verify._examples import Call, other_calls
+from tp_shard._verify._examples import Call, other_calls  # private: the calls that a proof makes of one
 
 
 class Block(nn.Module):

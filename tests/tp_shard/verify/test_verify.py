@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from tp_core.errors import ConfigError, DisagreementError, ModelError
 
 # The groups' mesh has no public name, and ranks that are simulated may fail in any order.
-from tp_shard._groups._group import current_mesh
-from tp_shard._verify._simulate import SimulatedError, simulate
+from tp_shard._groups._group import current_mesh  # private: nobody else can see that it is as it was
+from tp_shard._verify._simulate import SimulatedError, simulate  # private: ranks that fall out of step
 
 from tests.run_tp import run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tp_core.errors import StateError
-from tp_trainer._checkpoint._folder import RunFolder, verify
+from tp_trainer._checkpoint._folder import RunFolder, verify  # private: what a run takes to be whole
 
 from tests.tp_trainer.small_run import leave, same, train
 
@@ -243,7 +243,7 @@ def test_a_damaged_folder_costs_no_good_checkpoint(original, expected, tmp_path,
             check(original, tmp_path / str(seed), expected, caplog, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(4))
 def test_a_folder_that_is_damaged_in_many_ways_costs_no_good_checkpoint(
     original, expected, tmp_path, caplog, part

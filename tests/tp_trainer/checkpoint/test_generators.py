@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tp_trainer._checkpoint import _generators as generators
+from tp_trainer._checkpoint import _generators as generators  # private: such devices cannot be had here
 
 HOME = torch.device("xpu:1")
 

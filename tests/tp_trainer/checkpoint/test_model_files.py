@@ -11,7 +11,7 @@ from tp_core.errors import StateError
 from tp_core.state import load_state
 from tp_core.testing import rank_outcomes, run_ranks
 from tp_trainer import Trainer
-from tp_trainer._checkpoint._model_files import save_atomically
+from tp_trainer._checkpoint._model_files import save_atomically  # private: a failure in the midst of a file
 
 
 def test_what_was_saved_comes_back(tmp_path):

@@ -9,7 +9,7 @@ from operator import add
 import pytest
 from tp_core.errors import ConfigError, RankFailedError
 from tp_trainer import launch
-from tp_trainer._launch import _function
+from tp_trainer._launch import _function  # private: what may be sent, without a rank
 
 PROGRAM = """
 import os, sys, time

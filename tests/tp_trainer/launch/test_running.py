@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 # Private: one process runs a launch whose streams are captured, and waits by a clock of the test's own.
+# private: a launch in this process, which spares an import of torch
 from tp_trainer._launch._run import Endpoint, LaunchRequest, execute, wait_for_endpoint
 
 from tests.own_words import own_words

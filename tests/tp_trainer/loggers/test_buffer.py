@@ -6,7 +6,7 @@ import pytest
 import torch
 from tp_core.errors import ConfigError
 from tp_core.plugins import Logger, RunInfo
-from tp_trainer._running._log import LogBuffer
+from tp_trainer._running._log import LogBuffer  # private: which numbers wait is not to be seen
 
 
 class Listed(Logger):

@@ -13,8 +13,10 @@ from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, PluginError
 from tp_core.plugins import LoggerFactory
 from tp_trainer import LogOptions, loggers
-from tp_trainer._secrets import mask_secrets
+from tp_trainer._secrets import mask_secrets  # private: a long list of names
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, WandbLogger
+
+# private: what a run writes of where it runs
 from tp_trainer.loggers._named import environment, make_loggers, versions
 
 PLUGINS = PluginRegistry(environ={})

@@ -10,6 +10,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from tp_core.errors import ConfigError
+
+# private: the parts of a page; the command writes the whole
 from tp_trainer._report import _MOST_POINTS, _thinned, charts, render, write_pictures, write_report
 from tp_trainer.loggers import JsonLinesLogger, RunInfo, read_run
 

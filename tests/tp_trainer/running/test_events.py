@@ -17,7 +17,7 @@ from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import NamedCallback, hookimpl
 from tp_core.testing import run_ranks
 from tp_trainer import Callback, Checkpoints, Interrupted, Limits, Trainer, Validation
-from tp_trainer._running._settings import seconds_of
+from tp_trainer._running._settings import seconds_of  # private: a table of texts
 
 X = torch.arange(20.0).reshape(20, 1) / 20
 

@@ -9,7 +9,7 @@ from tp_core.errors import ConfigError, PluginError
 from tp_core.plugins import NamedCallback, hookimpl
 from tp_core.testing import fake_distribution
 from tp_trainer import Callback
-from tp_trainer._running._callbacks import find_callbacks
+from tp_trainer._running._callbacks import find_callbacks  # private: plugins that are not installed
 
 
 class Mine(Callback):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tp_core.data import PreparedLoader, Share
 from tp_core.errors import StepError
-from tp_trainer._steps._loaders import BatchShares
+from tp_trainer._steps._loaders import BatchShares  # private: what it keeps is to be freed
 
 
 def watched(batches):

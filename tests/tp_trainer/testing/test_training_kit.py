@@ -7,7 +7,7 @@ import pytest
 from tp_core.errors import NonFiniteLossError
 from tp_core.plugins import Backend, Session, Verdict
 from tp_trainer.testing import TrainingConformance
-from tp_trainer.testing import _conformance as runs
+from tp_trainer.testing import _conformance as runs  # private: one way for each mutant
 
 
 class NeverScales(Session):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
-from tp_trainer._launch._host_watch import Heartbeats
+from tp_trainer._launch._host_watch import Heartbeats  # private: the clock is the test's
 
 
 class Clock:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from tp_trainer._launch._rendezvous import serve_store
+from tp_trainer._launch._rendezvous import serve_store  # private: a port that is taken in between
 
 from tests.tp_trainer.launch.conftest import Tp
 

@@ -8,8 +8,10 @@ from dataclasses import asdict, replace
 
 import pytest
 from tp_core.errors import ConfigError, StateError
+
+# private: times of hours and chunks of bytes
 from tp_trainer._launch._jobs._commands import elapsed, log_chunks
-from tp_trainer._launch._jobs._store import (
+from tp_trainer._launch._jobs._store import (  # private: jobs as other processes and versions leave them
     Job,
     LaunchRequest,
     Status,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 # No launch orders how its ranks end: what is said of them is private.
-from tp_trainer import _rank_exit
+from tp_trainer import _rank_exit  # private, both: no launch orders deaths
 from tp_trainer._launch._outcome import Death, Rank, account, exit_report_path, reported_exit
 
 

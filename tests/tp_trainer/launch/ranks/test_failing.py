@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from tp_trainer._launch._rank_logs import TemporaryLogs
+from tp_trainer._launch._rank_logs import TemporaryLogs  # private: two launchers of one process
 
 # Says where it is, then waits in a collective that rank 1 never joins.
 _BARRIER = """

@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from tp_trainer._launch._rank_logs import Tail
+from tp_trainer._launch._rank_logs import Tail  # private: a file that grows in the midst of a line
 
 
 class _Shown(io.StringIO):
