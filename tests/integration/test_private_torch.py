@@ -30,6 +30,7 @@ REASONS = {
     "torch._C._are_functorch_transforms_active": "what torch.func differentiates",
     "torch._C._disabled_torch_function_impl": "functions of probes are seen as operators",
     "torch.Tensor._make_wrapper_subclass": "a probe has a shape and no memory",
+    "torch._dynamo.utils.counters": "how many graphs were compiled",
     "torch._assert_async": "a wrong target ends a compiled graph without waiting for the device",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "marks of shards stay",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "hooks of the caller's",

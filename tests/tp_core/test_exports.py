@@ -37,7 +37,7 @@ PUBLIC = {
         FullyShardOptions ProcessGroupSession ReduceOp join_process_group
     """,
     tp_core.jobs: """
-        Footprint MemoryNeed ModelTraits Precision replicated_memory
+        CompileOptions Footprint MemoryNeed ModelTraits Precision Recomputation replicated_memory
     """,
     tp_core.discovery: """
         CONTRACT_VERSION ENTRY_POINT_GROUP BrokenPlugin Candidate Contribution HookSpecs NameConflict
@@ -51,17 +51,18 @@ PUBLIC = {
     """,
     tp_core.internal: """
         DIGESTS EXITED_KEY INDEX KNOWN_BACKENDS Container Envelope FullyShardedSession
-        NotebookOutput Ownership PerModule PerType Progress SampleRows Sharding Units atomic_part
+        NotebookOutput Ownership PerModule PerType Progress SampleRows Sharding Units WholeSteps atomic_part
         available_cores call_builder cat_rows check_above_zero check_backend_name check_initialized
-        check_offload check_process_count containers describe_presharded device_of_rank
-        device_rng_state did_you_mean dumps_by_value file_meant find_units free_nbytes has_exited in_notebook
+        check_offload check_process_count check_whole_steps containers describe_presharded device_of_rank
+        device_rng_state did_you_mean dumps_by_value file_meant find_units free_nbytes gathers_matrices
+        has_exited in_notebook
         is_array is_dtensor is_random_op is_zero_redundancy iterates_itself join_rows lazy_exports
         leave_to_others length_along load_function lock_file_of move_module new_process_group
         output_console parameter_type preserve_rng_state presharded_mesh raised_where read_digests
-        records_of reduction_type rendezvous_store resolve_options row_count run_in seed_everything
-        seed_of seeded set_device_rng_state sharded_memory showing_system_errors shows_progress
-        split_evenly split_rows sync_folder total_shard_norm whole_matrix_optimizer write_atomically
-        zero_backward
+        records_of reduction_type rendezvous_store repeated_blocks resolve_options row_count run_in
+        seed_everything seed_of seeded set_device_rng_state sharded_memory showing_system_errors
+        shows_progress split_evenly split_rows sync_folder total_shard_norm whole_model_arguments
+        write_atomically zero_backward
     """,
 }
 

@@ -187,10 +187,6 @@ def test_accumulated_batches_reduce_their_gradients_once(pool):
 # -- optimizers -----------------------------------------------------------------------------------
 
 
-class Muon(torch.optim.SGD):
-    """Has the name of one that computes with whole matrices."""
-
-
 def refused_optimizers():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -199,9 +195,7 @@ def refused_optimizers():
         model = Net()
         trainer.prepare(model)
         for make in (
-            lambda p: Muon(p, lr=0.1),
             torch.optim.LBFGS,
-            torch.optim.Rprop,
             lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
             lambda p: ZeroRedundancyOptimizer(p, optimizer_class=torch.optim.SGD, lr=0.1),
         ):
@@ -582,9 +576,7 @@ def test_a_model_that_is_split_otherwise_is_refused(pool, shard, words):
 @pytest.mark.slow
 def test_optimizers_that_need_whole_matrices_are_refused_by_name(pool):
     words = (
-        "Muon computes with whole matrices",
         "LBFGS computes with whole matrices",
-        "no Rprop for DTensors",
         "no fused SGD for DTensors",
         "ZeroRedundancyOptimizer",
     )

@@ -5,9 +5,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, ModelError
 from tp_core.testing import run_ranks
 from tp_trainer import FsdpOptions, Trainer, checkpoint_activations
+from tp_trainer._memory import _requirements
 
 from tests.tp_trainer.callback_run import BACKENDS, data, step
 
@@ -40,11 +43,11 @@ def kept_elements(model):
     return sum(counts)
 
 
-def trained(backend, *, again, options=None):
+def trained(backend, *, policy=None, options=None):
     """Return weights after two epochs, with or without computing again."""
     model = network()
-    if again:
-        checkpoint_activations(model, Block)
+    if policy is not None:
+        checkpoint_activations(model, **policy)
     settings = BACKENDS.get(backend, {"backend": backend, "devices": "cpu", "options": options})
     with Trainer(**settings, seed=3, progress=False) as trainer:
         loader = torch.utils.data.DataLoader(data(), batch_size=4, shuffle=True)
@@ -52,10 +55,16 @@ def trained(backend, *, again, options=None):
         return {name: tensor.clone() for name, tensor in trainer.session.model_state(model).items()}
 
 
-def compare(backend, options=None):
-    """Return whether both ways lead to the same weights, bit for bit."""
-    plain, again = (trained(backend, again=again, options=options) for again in (False, True))
-    return plain.keys() == again.keys() and all(torch.equal(plain[name], again[name]) for name in plain)
+POLICIES = ({}, {"every": 2}, {"keep": "matmuls"})
+
+
+def compare(backend, options=None, policies=POLICIES):
+    """Return whether all policies lead to the same weights as none, bit for bit."""
+    plain, *others = (trained(backend, policy=policy, options=options) for policy in (None, *policies))
+    return all(
+        plain.keys() == other.keys() and all(torch.equal(plain[name], other[name]) for name in plain)
+        for other in others
+    )
 
 
 @pytest.mark.parametrize("backend", ["single", "tuple", "dp-gather"])
@@ -85,6 +94,114 @@ def test_less_is_kept_for_backward():
     assert kept_elements(model) < plain / 2
 
 
+def test_a_half_of_the_blocks_keeps_half():
+    whole, half = network(), network()
+    plain = kept_elements(network())
+    checkpoint_activations(whole)
+    checkpoint_activations(half, every=2)
+    assert kept_elements(half) == (kept_elements(whole) + plain) / 2
+
+
+def products(policy):
+    """Return how many matrix products a forward and a backward pass of the blocks take."""
+    model = network()[1:3]
+    if policy is not None:
+        checkpoint_activations(model, Block, **policy)
+    found = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            found.append("mm" in str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    with Count():
+        model(x).sum().backward()
+    return sum(found)
+
+
+def test_matrix_products_are_kept_where_that_is_asked_for():
+    assert products({"keep": "matmuls"}) == products(None) < products({})
+
+
+# -- what "auto" chooses ----------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for _ in range(4):  # four of the six tensors for backward are products, or inputs of one
+            x = self.inner(x)
+        return torch.sin(torch.sin(x))
+
+
+def deep():
+    torch.manual_seed(1)
+    return nn.Sequential(*(Wide() for _ in range(8)), nn.Linear(8, 1))
+
+
+SAMPLES = torch.utils.data.TensorDataset(torch.ones(2048, 8), torch.ones(2048, 1))
+
+
+def choice(memory, **settings):
+    """Return what a trainer computes again by its estimate for a free memory, and how much that needs."""
+    trainer = Trainer(backend="single", devices="cpu", activation_checkpointing="auto", **settings)
+    model = deep()
+    table = trainer.estimate(
+        model, torch.optim.SGD(model.parameters()), SAMPLES[:], step, devices=1, memory=memory
+    )
+    return table.recomputation, table.verdicts["single"].memory.total
+
+
+def test_auto_computes_again_what_the_memory_needs_and_no_more():
+    found, need = choice(2**40)
+    assert found == "nothing"
+    ladder = ["nothing"]
+    while found != "every block" or len(ladder) == 1:
+        found, less = choice(need - 1)
+        assert less < need
+        ladder.append(found)
+        need = less
+    assert ladder == ["nothing", "all but matmuls", "every 2nd block", "every block"]
+    assert choice(1) == ("every block", need)  # it warns of that at the start
+
+
+def fitted(monkeypatch, free):
+    model = deep()
+    monkeypatch.setattr(_requirements, "free_nbytes", lambda *_, **__: free + _requirements.RESERVED["cpu"])
+    with Trainer(
+        backend="single", devices="cpu", seed=0, progress=False, activation_checkpointing="auto"
+    ) as trainer:
+        trainer.fit(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(SAMPLES, 2048), step=step, epochs=1
+        )
+        return trainer.session.job.recomputation, model
+
+
+def test_fit_applies_the_choice_and_trains_the_same(monkeypatch):
+    plain = fitted(monkeypatch, 2**40)
+    held = sum(p.numel() * p.element_size() for p in deep().parameters())
+    tight = fitted(monkeypatch, choice(1)[1] - held)
+    assert (plain[0], tight[0]) == ("nothing", "every block")
+    assert all(torch.equal(a, b) for a, b in zip(plain[1].parameters(), tight[1].parameters(), strict=True))
+
+
+def test_auto_says_where_it_has_nothing_to_go_by(caplog):
+    model = deep()
+    with Trainer(backend="single", devices="cpu", progress=False, activation_checkpointing="auto") as trainer:
+        trainer.prepare(model)
+    assert "activation_checkpointing='auto' has nothing to go by" in caplog.text
+    assert "no batch and step are known" in caplog.text
+
+
+def test_another_value_is_refused():
+    with pytest.raises(ConfigError, match="activation_checkpointing must be None or 'auto', got True"):
+        Trainer(activation_checkpointing=True)
+
+
 def test_a_module_stays_what_it_is():
     model = network()
     names = list(model.state_dict())
@@ -104,10 +221,18 @@ def test_a_module_stays_what_it_is():
     [
         ([nn.LSTM], ModelError, "no module of the class 'LSTM'; it has Block, Dropout, Linear, Sequential"),
         (["Blok"], ModelError, "did you mean 'Block'"),
-        ([], ConfigError, "needs classes of modules"),
         ([network()], ConfigError, "needs classes of modules"),
     ],
 )
 def test_a_class_that_the_model_has_not_is_refused(kinds, error, words):
     with pytest.raises(error, match=words):
         checkpoint_activations(network(), *kinds)
+
+
+def test_a_policy_that_does_not_exist_is_refused():
+    with pytest.raises(ModelError, match=r"has no blocks that repeat.*it has Linear"):
+        checkpoint_activations(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="every must be a whole number from 1, got 0"):
+        checkpoint_activations(network(), every=0)
+    with pytest.raises(ConfigError, match="keep must be 'inputs' or 'matmuls', got 'all'"):
+        checkpoint_activations(network(), keep="all")

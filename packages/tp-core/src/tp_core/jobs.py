@@ -5,20 +5,24 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core._contracts._job import CompileOptions as CompileOptions
     from tp_core._contracts._job import Footprint as Footprint
     from tp_core._contracts._job import MemoryNeed as MemoryNeed
     from tp_core._contracts._job import ModelTraits as ModelTraits
     from tp_core._contracts._job import Precision as Precision
+    from tp_core._contracts._job import Recomputation as Recomputation
     from tp_core._contracts._job import replicated_memory as replicated_memory
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "tp_core._contracts._job": [
+                "CompileOptions",
                 "Footprint",
                 "MemoryNeed",
                 "ModelTraits",
                 "Precision",
+                "Recomputation",
                 "replicated_memory",
             ],
         },

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from tp_core import recursive_to, tree_leaves
 from tp_core.data import LossReduction, Parts, PreparedLoader, StepOutput, combine_outputs
 from tp_core.errors import ConfigError, StepError
-from tp_core.internal import Envelope, iterates_itself
+from tp_core.internal import Envelope, iterates_itself, whole_model_arguments
 from tp_core.plugins import Job, Session
 
 from tp_dp_gather._data_parallel import DataParallel
@@ -86,9 +86,13 @@ class GatherSession(Session):
         return moved if marker is None else marker.mark(moved, batch.samples, batch.layout)
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile the user's module and its replicas; scattering and gathering stay outside."""
+        """Compile the user's module and its replicas; scattering and gathering stay outside.
+
+        Raises:
+            ConfigError: Blocks are to be compiled, and replicas are compiled whole.
+        """
         if isinstance(model, DataParallel):
-            model.replicas.compile()
+            model.replicas.compile(**whole_model_arguments(self.job, "dp-gather"))
         else:
             super().compile_model(model)
 

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import is_zero_redundancy, whole_matrix_optimizer
+from tp_core.internal import check_whole_steps, is_zero_redundancy
 
 from tp_shard._groups import _patches
 from tp_shard._groups._group import ALONE, current_data_group, current_group
@@ -269,14 +269,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
         return
     if is_zero_redundancy(optimizer):
         _check_zero_redundancy(optimizer)
-    name = whole_matrix_optimizer(optimizer)
-    if name is not None:
-        msg = (
-            f"{name} computes with whole matrices, and would take a rank's shard for one: other updates than "
-            "without splitting. Give it the parameters that are not split (ts.parameter_groups keeps them "
-            "apart) and the shards to an element-wise optimizer such as AdamW, or leave those layers whole"
-        )
-        raise ConfigError(msg)
+    if isinstance(optimizer, torch.optim.Rprop):  # element by element; torch lacks its step of DTensors alone
+        return
+    check_whole_steps(optimizer)
 
 
 def _check_zero_redundancy(optimizer: Any) -> None:

@@ -8,10 +8,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.data import Share
-from tp_core.internal import FullyShardedSession, Sharding, is_dtensor, move_module
+from tp_core.internal import (
+    FullyShardedSession,
+    Sharding,
+    WholeSteps,
+    gathers_matrices,
+    is_dtensor,
+    move_module,
+)
 from tp_core.plugins import Job
 from tp_core.sessions import FullyShardOptions, ProcessGroupSession
-from tp_core.state import load_whole_state, plain_state
+from tp_core.state import load_whole_state, plain_state, whole
 from tp_core.tensors import TensorSlice, initial_value, materialize
 
 from tp_shard import distributed
@@ -113,13 +120,23 @@ class ShardSession(ProcessGroupSession):
                 dist.broadcast(tensor.data, group_src=0, group=self.tensor_group.handle)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Check the optimizer and return it.
+        """Check the optimizer and return it; one that needs whole matrices gathers them for its steps.
 
         Raises:
-            ConfigError: The optimizer computes with whole matrices, and has shards of them.
+            ConfigError: The optimizer computes with all matrices at once, and has shards of them.
         """
+        if gathers_matrices(optimizer):
+            WholeSteps(optimizer, whole=self.whole_of, cut=self.as_slice)
         check_optimizer(optimizer)
         return super().prepare_optimizer(optimizer)
+
+    def whole_of(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """Return the whole of a value that is cut as its parameter is.
+
+        Collectives: those of `gather_shard`, and of a DTensor an all-gather.
+        """
+        shard = self._shards.get(id(parameter))
+        return whole(value) if shard is None else gather_shard("a parameter", value, shard, to="all")
 
     def backward(
         self,
@@ -222,3 +239,10 @@ class ShardFsdpSession(FullyShardedSession, ShardSession):
 
     def _join_copies(self, model: nn.Module) -> nn.Module:
         return self.shard_model(model)
+
+    def whole_of(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """Return the whole of a value, of both cuts.
+
+        Collectives: as in `ShardSession.whole_of`.
+        """
+        return ShardSession.whole_of(self, parameter, value)

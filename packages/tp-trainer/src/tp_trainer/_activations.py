@@ -1,24 +1,40 @@
-"""Activation checkpointing of modules, chosen by class."""
+"""Activation checkpointing: which modules compute their activations again, and what they keep."""
 
-from collections.abc import Iterator
+import functools
+import re
+from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import repeated_blocks
+from tp_core.jobs import Recomputation
+
+Keep = Literal["inputs", "matmuls"]
+"""What a module keeps for its backward pass: its inputs, or the results of matrix products too."""
+
+# By their names, of which those of attention are private and differ by device. A convolution is one of them.
+_MATMULS = re.compile(
+    r"aten\.(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm|convolution|_scaled_dot_product_\w*attention\w*"
+    r"|_flash_attention_forward|_efficient_attention_forward)\.|flex_attention"
+)
 
 
 class _Checkpointed:
     """A marker base of the classes made here."""
 
 
-_made: dict[type[nn.Module], type[nn.Module]] = {}  # one per class: modules of one class must keep one class
+# One for each class: modules of one class must keep one class.
+_made: dict[tuple[type[nn.Module], Keep], type[nn.Module]] = {}
 
 
-def checkpoint_activations(model: nn.Module, *kinds: type[nn.Module] | str) -> None:
-    """Recompute the activations of modules of some classes in the backward pass, instead of storing them.
+def checkpoint_activations(
+    model: nn.Module, *kinds: type[nn.Module] | str, every: int = 1, keep: Keep = "inputs"
+) -> None:
+    """Compute the activations of some modules again in the backward pass, instead of storing them.
 
     It trades a second forward pass of these modules for memory. Call it before the model is prepared, on
     every rank. The numbers are the same, also with dropout; names, parameters and checkpoints do not change.
@@ -27,12 +43,19 @@ def checkpoint_activations(model: nn.Module, *kinds: type[nn.Module] | str) -> N
     Args:
         model: The model; its modules are changed in place.
         *kinds: Classes of its modules, or their names: ``nn.TransformerEncoderLayer``, ``"GPT2Block"``.
+            Without any they are the model's blocks: those that a model of Hugging Face names in
+            ``_no_split_modules``, else those that repeat.
+        every: Only each so-manieth of these modules, from the first one on: with 2 every second one.
+        keep: "inputs" keeps the inputs of a module alone, for about a third more time. "matmuls" also keeps
+            the results of matrix products, convolutions and attention: about half the memory, for a few
+            percent of the time. A module may not change such a result in place then; torch raises an error.
 
     Raises:
-        ModelError: The model has no module of a class.
-        ConfigError: No class is given.
+        ModelError: The model has no module of a class, or no blocks.
+        ConfigError: An argument has another value.
 
-    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; for "matmuls" Korthikanti
+    et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 5.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
@@ -40,40 +63,89 @@ def checkpoint_activations(model: nn.Module, *kinds: type[nn.Module] | str) -> N
         >>> list(model.state_dict())
         ['0.weight', '0.bias']
     """
-    if not kinds or not all(isinstance(kind, str | type) for kind in kinds):
+    if not all(isinstance(kind, str | type) for kind in kinds):
         msg = f"checkpoint_activations() needs classes of modules, or their names, got {kinds!r}"
         raise ConfigError(msg)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        msg = f"every must be a whole number from 1, got {every!r}"
+        raise ConfigError(msg)
+    if keep not in ("inputs", "matmuls"):
+        msg = f"keep must be 'inputs' or 'matmuls', got {keep!r}"
+        raise ConfigError(msg)
+    chosen = _modules_of(model, kinds) if kinds else list(repeated_blocks(model).values())
+    for module in chosen[::every]:
+        # The class, and not module.forward: copies of the module, such as replicas, must have it, too.
+        if not isinstance(module, _Checkpointed):
+            module.__class__ = _checkpointed(type(module), keep)
+
+
+def _modules_of(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
     for kind in kinds:
-        found = list(_modules_of(model, kind))
-        if not found:
+        modules = [m for m in model.modules() if _is_of(m, kind)]
+        if not modules:
             names = sorted({type(module).__name__ for module in model.modules()})
             name = kind if isinstance(kind, str) else kind.__name__
             close = get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
             msg = f"the model has no module of the class {name!r}; {hint}"
             raise ModelError(msg)
-        for module in found:
-            # The class, and not module.forward: copies of the module, such as replicas, must have it, too.
-            if not isinstance(module, _Checkpointed):
-                module.__class__ = _checkpointed(type(module))
+        found |= dict.fromkeys(modules)
+    return [module for module in model.modules() if module in found]
 
 
-def _modules_of(model: nn.Module, kind: type[nn.Module] | str) -> Iterator[nn.Module]:
-    for module in model.modules():
-        if type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind):
-            yield module
+def _is_of(module: nn.Module, kind: type[nn.Module] | str) -> bool:
+    return type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind)
 
 
-def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of ``kind`` with the same name, which recomputes its forward pass in backward."""
-    if kind in _made:
-        return _made[kind]
+def _checkpointed(kind: type[nn.Module], keep: Keep) -> type[nn.Module]:
+    """Return a subclass of ``kind`` with the same name, which computes its forward pass again in backward."""
+    if (kind, keep) in _made:
+        return _made[kind, keep]
+    options: dict[str, Any] = {"use_reentrant": False}
+    if keep == "matmuls":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *args, **kwargs)
-        return checkpoint(kind.forward, self, *args, use_reentrant=False, **kwargs)
+        return checkpoint(kind.forward, self, *args, **options, **kwargs)
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    _made[kind] = type(kind.__name__, (_Checkpointed, kind), {**names, "forward": forward})
-    return _made[kind]
+    made = type(kind.__name__, (_Checkpointed, kind), {**names, "forward": forward})
+    return _made.setdefault((kind, keep), made)
+
+
+def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_matmul(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _is_matmul(operator: Any) -> bool:
+    return _MATMULS.match(str(operator)) is not None
+
+
+# -- The least recomputation with which a job fits ------------------------------------------------
+
+
+_WAYS: dict[Recomputation, dict[str, Any]] = {
+    "nothing": {},
+    "all but matmuls": {"keep": "matmuls"},
+    "every 2nd block": {"every": 2},
+    "every block": {"every": 1},
+}
+
+
+def recomputations(model: nn.Module) -> list[Recomputation]:
+    """Return what can be computed again in a model: from the least time to the least memory."""
+    try:
+        repeated_blocks(model)
+    except ModelError:
+        return ["nothing"]
+    return list(_WAYS)
+
+
+def recompute(model: nn.Module, what: Recomputation | None) -> None:
+    """Checkpoint a model's activations so; a model without blocks, such as a second one, stays as it is."""
+    if what not in (None, "nothing") and len(recomputations(model)) > 1:
+        checkpoint_activations(model, **_WAYS[what])

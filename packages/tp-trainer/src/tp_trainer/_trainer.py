@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from tp_core.data import LossReduction, PreparedLoader, StepOutput, read_weight
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
 from tp_core.internal import Progress, device_of_rank, is_dtensor, seed_everything, shows_progress
-from tp_core.jobs import Precision
+from tp_core.jobs import CompileOptions, Precision
 from tp_core.plugins import Job, Session, registry
 
 from tp_trainer._checkpoint import Checkpoints
@@ -104,7 +104,11 @@ class Trainer:
             scales the loss; or "bf16-true", where the model and the batches are in bfloat16.
         accumulate: How many batches :meth:`fit` puts into one optimizer step. Gradients are weighted by
             samples, or by the step's "weight", as if the batches were one.
-        compile: Whether to compile models, in place, where the backend gains most from it.
+        compile: Whether to compile models, in place. "blocks" compiles the blocks that repeat, each class of
+            them once, which takes less time than the whole; `CompileOptions` takes torch's options, too.
+        activation_checkpointing: With "auto" the backward pass computes again what must be, by the estimated
+            memory, and no more: nothing, all but matrix products and attention, every second block, or every
+            block. ``None`` leaves it to `checkpoint_activations` and to the backend.
         options: Options of backends, used if that one is chosen: ``DdpOptions(static_graph=True)``, a list
             of such objects, or a dict by backends' names, ``{"ddp": {"static_graph": True}}``.
         progress: Whether rank 0 shows progress. "auto" shows a bar on a terminal, and elsewhere a line per
@@ -134,13 +138,20 @@ class Trainer:
         loss: LossReduction = "mean",
         precision: Precision = "fp32",
         accumulate: int = 1,
-        compile: bool = False,
+        compile: "bool | Literal['blocks'] | CompileOptions" = False,
+        activation_checkpointing: Literal["auto"] | None = None,
         options: Options | None = None,
         progress: Progress = "auto",
         plugins: PluginRegistry = registry,
     ) -> None:
         if seed is not None and (not isinstance(seed, int) or seed < 0):
             msg = f"seed must be None or a whole number from 0, got {seed!r}"
+            raise ConfigError(msg)
+        if activation_checkpointing not in (None, "auto"):
+            msg = (
+                f"activation_checkpointing must be None or 'auto', got {activation_checkpointing!r}; "
+                "checkpoint_activations(model, ...) takes the classes, and what they keep"
+            )
             raise ConfigError(msg)
         check_name(plugins, backend)
         self.environment = LaunchEnvironment.read()
@@ -149,7 +160,7 @@ class Trainer:
         self._seed = seed
         self._precision: Precision = precision
         self._accumulate = accumulate
-        self._compile = compile
+        self._compile = _compile_options(compile)
         self._may_step = False
         self._has_run_backward = False  # in a custom loop
         self._run: RunStep | None = None
@@ -167,8 +178,9 @@ class Trainer:
             loss=loss,
             precision=precision,
             accumulate=accumulate,
-            compile=compile,
+            compile=self._compile,
             options=options_by_backend(options, plugins),
+            recomputation=None if activation_checkpointing is None else "nothing",
         )
         self._lazy = LazySession(job, plugins, backend, seed=seed)
         self._prepared_last: Callable[[], nn.Module | None] = lambda: None
@@ -658,17 +670,20 @@ class Trainer:
         state: dict[str, Any] | None,
     ) -> "LoopSettings":
         """Return the checked arguments of ``fit`` and ``loop`` that are alike, each as its object."""
-        from tp_trainer._running._callbacks import Events, find_callbacks
+        from tp_trainer._running._callbacks import CompileMonitor, Events, find_callbacks
         from tp_trainer._running._settings import LogOptions, LoopSettings, Validation, check_state
 
         if validation is not None and not isinstance(validation, Validation):
             validation = Validation(validation)
+        found = find_callbacks(callbacks, self._lazy.plugins)
+        if self._compile is not None:
+            found[0].append(CompileMonitor())
         return LoopSettings(
             limits=limits,
             validation=validation,
             checkpoint=as_checkpoints(checkpoint, resume, validates=validation is not None),
             resume=resume,
-            events=Events(*find_callbacks(callbacks, self._lazy.plugins)),
+            events=Events(*found),
             log=log if isinstance(log, LogOptions) else LogOptions(log),
             state=check_state(state),
             progress=self.progress,
@@ -722,6 +737,10 @@ class Trainer:
             "world_size": self.session.world_size,
             "backend": self.selection.chosen.name,
         }
+        if self._compile is not None:
+            known["compile"] = "blocks" if self._compile.blocks else "model"
+        if self.session.job.recomputation is not None:
+            known["recomputation"] = self.session.job.recomputation
         for optimizer in optimizers:
             known |= of_optimizer(optimizer)
         return plan_log(self.session, settings, known, plugins=self._lazy.plugins, selection=self.selection)
@@ -1182,13 +1201,15 @@ class Trainer:
         return self._lazy.current
 
     def _open(self, *models: nn.Module, by: str, work: "Work | None" = None) -> Session:
-        def add_memory(job: Job) -> Job:
+        def add_memory(job: Job) -> Iterable[Job]:
             from tp_trainer._memory import _requirements
 
             return _requirements.add_memory(job, work or _requirements.Work())
 
         is_open = self._lazy.current is not None
         session = self._lazy.open(*models, by=by, estimate=add_memory)
+        if not is_open and self.is_main and session.job.recomputation not in (None, "nothing"):
+            log.info("the backward pass computes %s again, to save memory", session.job.recomputation)
         if not is_open and session.data_size > 1:
             from tp_trainer._steps._loaders import BatchShares
 
@@ -1209,8 +1230,12 @@ class Trainer:
             session = self._open(model, by="the preparation of a model")
             if self._precision == "bf16-true":
                 model.to(torch.bfloat16)
+            if session.job.recomputation is not None:
+                from tp_trainer._activations import recompute
+
+                recompute(model, session.job.recomputation)
             prepared = session.prepare_model(model)
-            if self._compile:
+            if self._compile is not None:
                 session.compile_model(prepared)
             self._lazy.note_prepared(model, prepared)
         self._prepared_last = weakref.ref(prepared)
@@ -1242,6 +1267,17 @@ class Trainer:
         """
         run = in_precision(self.session.run, self._precision, self.device)
         return run if batches is None or self._shares is None else self._shares.in_steps(run, batches)
+
+
+def _compile_options(given: object) -> CompileOptions | None:
+    if isinstance(given, CompileOptions):
+        return given
+    if isinstance(given, bool):
+        return CompileOptions() if given else None
+    if given == "blocks":
+        return CompileOptions(blocks=True)
+    msg = f"compile must be True, False, 'blocks' or CompileOptions(...), got {given!r}"
+    raise ConfigError(msg)
 
 
 def _devices_here(

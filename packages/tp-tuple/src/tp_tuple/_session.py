@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from tp_core import recursive_to
 from tp_core.data import Parts, PreparedLoader, StepOutput, combine_outputs
 from tp_core.errors import LoaderError, StepError
-from tp_core.internal import Envelope, PerModule
+from tp_core.internal import Envelope, PerModule, whole_model_arguments
 from tp_core.plugins import Job, Session
 from tp_core.replicas import Replicas, has_modes
 
@@ -57,8 +57,12 @@ class TupleSession(Session):
         return prepared
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile the model in place, and each of its replicas."""
-        self._replicas_of(model).compile()
+        """Compile the model in place, and each of its replicas.
+
+        Raises:
+            ConfigError: Blocks are to be compiled, and replicas are compiled whole.
+        """
+        self._replicas_of(model).compile(**whole_model_arguments(self.job, "tuple"))
 
     def refresh(self, model: nn.Module) -> None:
         """Copy all parameters and buffers to the other devices before the next step."""

@@ -1,7 +1,7 @@
 """The description of a training job before anything starts, and its need of memory."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
@@ -174,6 +174,9 @@ class MemoryNeed:
 Precision = Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"]
 """All in float32; steps under autocast to bfloat16, or to float16 with a scaled loss; or all in bfloat16."""
 
+Recomputation = Literal["nothing", "all but matmuls", "every 2nd block", "every block"]
+"""The activations that the backward pass computes again, the least first."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
@@ -208,6 +211,54 @@ class ModelTraits:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """How models are compiled.
+
+    Attributes:
+        blocks: Whether to compile the model's repeated blocks, and each class of them once, rather than the
+            whole model: the first step takes much less time, a later one a little more.
+        backend: torch's name of the compiler, as `torch.compile` takes it.
+        mode: As `torch.compile` takes it.
+        dynamic: As `torch.compile` takes it. With ``None`` a second shape is compiled for all sizes.
+        fullgraph: Whether a break of the graph is an error.
+
+    Example:
+        >>> CompileOptions(blocks=True, backend="aot_eager").arguments()
+        {'backend': 'aot_eager'}
+    """
+
+    blocks: bool = False
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile` that differ from its defaults."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name != "blocks" and getattr(self, f.name) != f.default
+        }
+
+
+def whole_model_arguments(job: "Job", backend: str) -> dict[str, Any]:
+    """Return the arguments of `torch.compile` for a backend that compiles whole models alone.
+
+    Raises:
+        ConfigError: The job compiles blocks.
+    """
+    options = job.compile or CompileOptions()
+    if options.blocks:
+        msg = (
+            f"backend {backend!r} makes replicas of the model and compiles each as a whole; take "
+            "compile=True, or a process for each device: tp launch"
+        )
+        raise ConfigError(msg)
+    return options.arguments()
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A training job, as far as it is known before anything starts.
@@ -224,13 +275,15 @@ class Job:
         loss: Whether a step's loss is the "mean" over its samples, or their "sum".
         precision: The dtypes of computation; see :class:`tp_trainer.Trainer`.
         accumulate: The number of batches of one optimizer step.
-        compile: Whether the model is compiled.
+        compile: How the model is compiled; ``None`` for not at all.
         options: Options for each backend by its name: an object of its ``options_type``, or a mapping of
             its fields.
         footprint: The memory of training on a device that holds the whole model; ``None`` where that is
             not known, or is little of the free memory.
         free_nbytes: The free memory of each device in bytes, with the model's memory there counted as free:
             the least over all ranks. ``None`` if it is not known.
+        recomputation: What the trainer has the backward pass compute again; the footprint is measured with
+            it. ``None`` leaves it to the backend.
 
     Raises:
         ConfigError: ``loss``, ``precision`` or ``accumulate`` has another value.
@@ -244,10 +297,11 @@ class Job:
     loss: LossReduction = "mean"
     precision: Precision = "fp32"
     accumulate: int = 1
-    compile: bool = False
+    compile: CompileOptions | None = None
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     footprint: Footprint | None = None
     free_nbytes: int | None = None
+    recomputation: Recomputation | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("loss", get_args(LossReduction)), ("precision", get_args(Precision))):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tp_core._contracts._job import Job
+from tp_core._contracts._blocks import repeated_blocks
+from tp_core._contracts._job import CompileOptions, Job
 from tp_core._data._batches import Share
 from tp_core._data._loader import PreparedLoader
 from tp_core._devices._transfer import move_module, recursive_to
@@ -164,11 +165,18 @@ class Session:
                 raise ModelError(msg)
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile a prepared model in place, where the backend gains most from it.
+        """Compile a prepared model in place, as the job's options say.
 
         In place, so that names in the state and the identity of the module stay.
+
+        Raises:
+            ModelError: Its repeated blocks are to be compiled, and it has none.
+            ConfigError: They are, and the backend compiles whole models alone.
         """
-        model.compile()
+        options = self.job.compile or CompileOptions()
+        modules = repeated_blocks(self.unwrap(model)).values() if options.blocks else [model]
+        for module in modules:
+            module.compile(**options.arguments())
 
     def refresh(self, model: nn.Module) -> None:
         """Update a backend's copies of a prepared model; without copies, do nothing.

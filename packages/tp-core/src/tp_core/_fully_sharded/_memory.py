@@ -79,7 +79,8 @@ def _usual(options: OptionsT) -> OptionsT:
 
 def _ways(job: Job, options: OptionsT) -> Iterator[OptionsT]:
     """Yield the options with each value that "auto" may have, the fastest first."""
-    can_offload = job.devices[0].type != "cpu"
+    # Where the trainer chooses what is computed again, offloading, which is slower, comes after all of that.
+    can_offload = job.devices[0].type != "cpu" and job.recomputation in (None, "every block")
     for reshards, checkpoints, offloads in (
         (False, False, False),
         (True, False, False),
@@ -88,7 +89,7 @@ def _ways(job: Job, options: OptionsT) -> Iterator[OptionsT]:
     ):
         wanted = (
             (options.reshard_after_forward, reshards),
-            (options.activation_checkpointing, checkpoints),
+            (options.activation_checkpointing, checkpoints and job.recomputation is None),
             (options.offload, offloads),
         )
         if offloads and options.offload == "auto" and not can_offload:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tp_core._tensors._slices import is_dtensor
+from tp_core._tensors._slices import SHARDED_ATTRIBUTE, is_dtensor, is_sharded
 from tp_core.errors import ConfigError
 from tp_core.state import Place, fill_from_whole
-from tp_core.state._optimizers import is_zero_redundancy
+from tp_core.state._files import Cut, is_cut
+from tp_core.state._optimizers import is_zero_redundancy, note_whole_steps, steps_whole
 
 # Their steps divide by norms of a whole matrix, orthogonalize or factorize it, or take products of all
 # parameters: on a shard they would compute another update, without an error.
@@ -20,6 +22,8 @@ _WHOLE_MATRIX = re.compile(
     r"muon|adafactor|lbfgs|shampoo|galore|kfac|lamb$|lars$|^(soap|came|apollo|novograd|scion|kron|psgd)$",
     re.IGNORECASE,
 )
+# Of these LBFGS takes products of all parameters at once, and KFAC looks at the inputs of layers.
+_MORE_THAN_A_MATRIX = re.compile(r"lbfgs|kfac", re.IGNORECASE)
 
 
 def whole_matrix_optimizer(optimizer: Optimizer) -> str | None:
@@ -35,6 +39,114 @@ def whole_matrix_optimizer(optimizer: Optimizer) -> str | None:
         >>> whole_matrix_optimizer(torch.optim.SGD([weight]))
     """
     return next((c.__name__ for c in type(optimizer).__mro__ if _WHOLE_MATRIX.search(c.__name__)), None)
+
+
+def gathers_matrices(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer over shards steps whole matrices, one at a time, once it is prepared."""
+    name = whole_matrix_optimizer(optimizer)
+    # torch has no step of Rprop for DTensors: it assigns by a mask.
+    return isinstance(optimizer, torch.optim.Rprop) or bool(name and not _MORE_THAN_A_MATRIX.search(name))
+
+
+class WholeSteps:
+    """Steps of an optimizer that needs whole matrices: each is gathered, stepped on all ranks, and cut again.
+
+    One parameter at a time is whole, with its gradient and its state. Between the steps what has the
+    parameter's shape is cut as it is, and other state is whole. Parameters that are not split are stepped as
+    usual.
+
+    Collective: at each step those of ``whole`` for the parameter, its gradient and its state, in the order of
+    the optimizer's parameters.
+
+    Args:
+        optimizer: The optimizer; it treats each parameter by itself.
+        whole: ``whole(parameter, value)`` returns the whole of a value that is cut as its parameter is.
+        cut: As `tp_core.state.collect_state` takes it.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, whole: Callable[[Tensor, Tensor], Tensor], cut: Cut) -> None:
+        self._whole, self._cut = whole, cut
+        self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
+        if not steps_whole(optimizer):
+            note_whole_steps(optimizer)
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Step the parameters that are split, and leave the others to the step itself.
+
+        Raises:
+            ConfigError: The step has a closure.
+        """
+        self._after(optimizer)  # a step that raised an error has left its groups
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            msg = (
+                f"{type(optimizer).__name__} steps gathered matrices here, whose gradients a closure would "
+                "compute too late; compute the loss and its gradients before step(), and call it without"
+            )
+            raise ConfigError(msg)
+        self._groups = [(group, group["params"]) for group in optimizer.param_groups]
+        numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, int | float)}
+        try:
+            for group, parameters in self._groups:
+                settings = {key: value for key, value in group.items() if key != "params"}
+                for parameter in parameters:
+                    if parameter.grad is not None and is_cut(self._cut, parameter):
+                        # From the same counters each time: the step of all parameters is one.
+                        group.update(settings)
+                        vars(optimizer).update(numbers)
+                        self._step(optimizer, group, parameter)
+                group["params"] = [p for p in parameters if not is_cut(self._cut, p)]
+                if group["params"]:
+                    group.update(settings)
+        except BaseException:
+            self._after(optimizer)
+            raise
+        vars(optimizer).update(numbers)
+        optimizer.param_groups[:] = [group for group, _ in self._groups if group["params"]]
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Give the optimizer all of its parameters back."""
+        if self._groups:
+            for group, parameters in self._groups:
+                group["params"] = parameters
+            # In place: an optimizer within another has the same list.
+            optimizer.param_groups[:] = [group for group, _ in self._groups]
+            self._groups = []
+
+    def _step(self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+        weight = nn.Parameter(self._whole(parameter, parameter.detach()).clone())
+        weight.grad = self._whole(parameter, parameter.grad)  # type: ignore[arg-type]  # the caller has seen it
+        kept = optimizer.state.pop(parameter, None)
+        if kept is not None:
+            optimizer.state[weight] = {
+                key: self._whole(parameter, value)
+                if isinstance(value, Tensor) and is_sharded(value)
+                else value
+                for key, value in kept.items()
+            }
+        group["params"] = [weight]
+        optimizer.param_groups[:] = [group]
+        step = type(optimizer).step
+        # Below torch's wrapper, which calls the hooks: this is a part of the step that they are for.
+        step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+        step(optimizer)
+        fill_from_whole(Place(self._cut, parameter, None).target, weight)
+        made = optimizer.state.pop(weight, None)
+        if made:
+            optimizer.state[parameter] = {k: self._part(v, parameter, weight) for k, v in made.items()}
+
+    def _part(self, value: object, parameter: Tensor, weight: Tensor) -> object:
+        """Return this rank's part of a state's value, if it has the parameter's shape."""
+        # Not of a subclass, such as a quantized one, which may not be cut anywhere: it stays whole.
+        if type(value) is not Tensor or value.shape != weight.shape:
+            return value
+        place = Place(self._cut, parameter, value.dtype)
+        fill_from_whole(place.target, value)
+        part = place.take().to(parameter.device)
+        setattr(part, SHARDED_ATTRIBUTE, True)
+        return part
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -131,14 +243,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         return
     if type(optimizer) is torch.optim.LBFGS and all(map(_is_even, parameters)):
         return
-    name = whole_matrix_optimizer(optimizer)
-    if name is not None:
-        msg = (
-            f"{name} computes with whole matrices or with norms of them, and fully sharded parameters would "
-            "be this rank's shards: other updates than on one device. Take an optimizer that treats elements "
-            "one by one, such as AdamW or SGD, or the backend 'ddp', with whole parameters on each rank"
-        )
-        raise ConfigError(msg)
+    check_whole_steps(optimizer)
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused and not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         msg = (
@@ -146,17 +251,35 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "here; leave fused=True out"
         )
         raise ConfigError(msg)
-    if isinstance(optimizer, torch.optim.Rprop):  # it assigns by a mask, which DTensors cannot
-        msg = (
-            f"torch has no {type(optimizer).__name__} for DTensors, which the parameters are here; take "
-            "another optimizer, such as AdamW or SGD, or the backend 'ddp'"
-        )
-        raise ConfigError(msg)
     if is_zero_redundancy(optimizer):
         msg = (
             "ZeroRedundancyOptimizer gives each rank the state of other whole parameters, and here "
             "parameters and state are sharded by the backend; give the optimizer that it wraps (its "
             "optimizer_class), made from model.parameters()"
+        )
+        raise ConfigError(msg)
+
+
+def check_whole_steps(optimizer: Optimizer) -> None:
+    """Check that an optimizer over shards gets whole matrices, if it needs them.
+
+    Raises:
+        ConfigError: It was not prepared, or needs more than one matrix at a time.
+    """
+    name = whole_matrix_optimizer(optimizer)
+    if gathers_matrices(optimizer):
+        if not steps_whole(optimizer):
+            msg = (
+                f"{type(optimizer).__name__} computes with whole matrices, and the parameters are this "
+                "rank's shards; give it to fit(), or to trainer.prepare(model, optimizer), which gather each "
+                "matrix for its step"
+            )
+            raise ConfigError(msg)
+    elif name is not None:
+        msg = (
+            f"{name} computes with whole matrices, all at once or with the inputs of layers, and the "
+            "parameters are this rank's shards: other updates than on one device. Take another optimizer, "
+            "such as AdamW, SGD or Muon, or the backend 'ddp', with whole parameters on each rank"
         )
         raise ConfigError(msg)
 

@@ -8,13 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tp_core._contracts._job import CompileOptions
 from tp_core._contracts._process_group_session import ProcessGroupSession
 from tp_core._contracts._session import StepOutput
 from tp_core._data._batches import Share
-from tp_core._fully_sharded._optimizers import check_optimizer, local_gradients, move_state
+from tp_core._fully_sharded._optimizers import (
+    WholeSteps,
+    check_optimizer,
+    gathers_matrices,
+    local_gradients,
+    move_state,
+)
 from tp_core._fully_sharded._sharding import Sharding, sharded_modules
 from tp_core._tensors._slices import is_dtensor
 from tp_core.errors import ConfigError, StepError
+from tp_core.state import whole
 
 _SHARDS_ALONE = (
     "the loss was computed with a parameter of a unit that is fully sharded, outside of the unit's forward "
@@ -57,7 +65,7 @@ class FullyShardedSession(ProcessGroupSession):
         """Replace the optimizer's parameters by their shards.
 
         Raises:
-            ConfigError: The optimizer computes with whole matrices, or shards its state itself.
+            ConfigError: The optimizer computes with all matrices at once, or shards its state itself.
         """
         optimizer = super().prepare_optimizer(optimizer)
         for group in optimizer.param_groups:
@@ -66,8 +74,17 @@ class FullyShardedSession(ProcessGroupSession):
                 if shard is not None:
                     group["params"][index] = shard
                     move_state(optimizer, parameter, shard)
+        if gathers_matrices(optimizer):
+            WholeSteps(optimizer, whole=self.whole_of, cut=self.as_slice)
         check_optimizer(optimizer)  # after the replacement: it looks at shards
         return optimizer
+
+    def whole_of(self, parameter: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002 - for shards of shards
+        """Return the whole of a value that is cut as its parameter is.
+
+        Collective: an all-gather of a DTensor.
+        """
+        return whole(value)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Check that an optimizer steps shards, and not the parameters that they replaced.
@@ -86,10 +103,18 @@ class FullyShardedSession(ProcessGroupSession):
         check_optimizer(optimizer)
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile each unit by itself, so that the all-gathers stay outside of the compiled code."""
+        """Compile each unit by itself, so that the all-gathers stay outside of the compiled code.
+
+        Raises:
+            ModelError: Repeated blocks are to be compiled, and the model has none.
+        """
+        options = self.job.compile or CompileOptions()
         units = [module for module in sharded_modules(model) if module is not model]
-        for module in units or [model]:
-            module.compile()
+        if options.blocks or not units:
+            super().compile_model(model)
+            return
+        for module in units:
+            module.compile(**options.arguments())
 
     # -- the step -----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tp_core._contracts._blocks import CONTAINERS, found_blocks, named_blocks
 from tp_core._fully_sharded._options import UnitRule
 from tp_core._tensors._inplace_weights import check_no_max_norm
 from tp_core.errors import ConfigError, ModelError
@@ -15,8 +16,6 @@ _LEAST_NBYTES = 4 * 2**20
 """The least size of a unit that is found by size: a smaller one is not worth its own collective."""
 _PARTS = 8
 """The rough number of units of a model that is cut by size."""
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward pass, so that no hook could gather their parameters."""
 _USES_WEIGHTS_OF_ITS_PARTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -67,7 +66,7 @@ def find_units(model: nn.Module, rule: UnitRule) -> Units:
         )
         raise ConfigError(msg)
     for name, module in found.items():
-        if isinstance(module, _CONTAINERS):
+        if isinstance(module, CONTAINERS):
             msg = (
                 f"{name!r} is a {_class_name(module)}, which has no forward pass that could gather its "
                 "parameters, and cannot be a unit; name the class of what is in it"
@@ -125,20 +124,9 @@ def _predicate(rule: UnitRule) -> tuple[Callable[[nn.Module], bool], str]:
 
 
 def _automatic(model: nn.Module) -> Units:
-    named = {n: m for n, m in model.named_modules() if m is not model}
-    kinds = {
-        kind
-        for module in model.modules()
-        if isinstance(names := getattr(module, "_no_split_modules", None), list | tuple | set)
-        for kind in names
-    }
-    blocks = {n: m for n, m in named.items() if _class_name(m) in kinds}
-    if blocks:
+    if blocks := named_blocks(model):
         return Units(blocks, "named by the model")
-    blocks = dict(_repeated(model, ""))
-    counts = Counter(type(m) for m in blocks.values())
-    blocks = {n: m for n, m in blocks.items() if counts[type(m)] > 1}
-    if blocks:
+    if blocks := found_blocks(model):
         return Units(blocks, "blocks that repeat")
     total = _nbytes(model)
     limit = max(_LEAST_NBYTES, total // _PARTS)
@@ -147,30 +135,12 @@ def _automatic(model: nn.Module) -> Units:
     return Units({}, "small, without blocks that repeat")
 
 
-def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules in containers that contain modules with parameters themselves."""
-    is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    for name, child in module.named_children():
-        has_forward = not isinstance(child, _CONTAINERS)
-        if is_container and has_forward and _is_block(child):
-            yield prefix + name, child
-        else:
-            yield from _repeated(child, f"{prefix}{name}.")
-
-
-def _is_block(module: nn.Module) -> bool:
-    # A plain Sequential in a Sequential is a stage; its own elements may be the blocks.
-    return type(module) is not nn.Sequential and any(
-        next(child.parameters(), None) is not None for child in module.children()
-    )
-
-
 def _of_size(module: nn.Module, prefix: str, limit: int) -> Iterator[tuple[str, nn.Module]]:
     """Yield modules of at most ``limit`` bytes that are large enough, and larger ones without children."""
     for name, child in module.named_children():
         nbytes = _nbytes(child)
         is_whole = not any(True for _ in child.children()) or isinstance(child, _USES_WEIGHTS_OF_ITS_PARTS)
-        if isinstance(child, _CONTAINERS) or (nbytes > limit and not is_whole):
+        if isinstance(child, CONTAINERS) or (nbytes > limit and not is_whole):
             yield from _of_size(child, f"{prefix}{name}.", limit)
         elif nbytes >= min(limit, _LEAST_NBYTES):
             yield prefix + name, child

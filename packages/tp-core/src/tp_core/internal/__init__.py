@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from tp_core._builders import call_builder as call_builder
     from tp_core._builders import load_function as load_function
     from tp_core._contracts._backend import check_above_zero as check_above_zero
+    from tp_core._contracts._blocks import repeated_blocks as repeated_blocks
+    from tp_core._contracts._job import whole_model_arguments as whole_model_arguments
     from tp_core._contracts._session import PerModule as PerModule
     from tp_core._data._batches import Envelope as Envelope
     from tp_core._data._batches import split_evenly as split_evenly
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
     from tp_core._devices._tree import containers as containers
     from tp_core._fully_sharded._memory import resolve_options as resolve_options
     from tp_core._fully_sharded._memory import sharded_memory as sharded_memory
+    from tp_core._fully_sharded._optimizers import WholeSteps as WholeSteps
+    from tp_core._fully_sharded._optimizers import check_whole_steps as check_whole_steps
+    from tp_core._fully_sharded._optimizers import gathers_matrices as gathers_matrices
     from tp_core._fully_sharded._optimizers import total_shard_norm as total_shard_norm
-    from tp_core._fully_sharded._optimizers import whole_matrix_optimizer as whole_matrix_optimizer
     from tp_core._fully_sharded._options import check_offload as check_offload
     from tp_core._fully_sharded._options import parameter_type as parameter_type
     from tp_core._fully_sharded._options import reduction_type as reduction_type
@@ -84,7 +88,9 @@ else:
         __name__,
         {
             "tp_core._builders": ["call_builder", "load_function"],
+            "tp_core._contracts._blocks": ["repeated_blocks"],
             "tp_core._contracts._backend": ["check_above_zero"],
+            "tp_core._contracts._job": ["whole_model_arguments"],
             "tp_core._contracts._session": ["PerModule"],
             "tp_core._data._batches": ["Envelope", "split_evenly"],
             "tp_core._data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
@@ -102,7 +108,12 @@ else:
             "tp_core._devices._transfer": ["move_module"],
             "tp_core._devices._tree": ["Container", "PerType", "containers"],
             "tp_core._fully_sharded._memory": ["resolve_options", "sharded_memory"],
-            "tp_core._fully_sharded._optimizers": ["total_shard_norm", "whole_matrix_optimizer"],
+            "tp_core._fully_sharded._optimizers": [
+                "WholeSteps",
+                "check_whole_steps",
+                "gathers_matrices",
+                "total_shard_norm",
+            ],
             "tp_core._fully_sharded._options": ["check_offload", "parameter_type", "reduction_type"],
             "tp_core._fully_sharded._session": ["FullyShardedSession"],
             "tp_core._fully_sharded._sharding": ["Sharding", "describe_presharded", "presharded_mesh"],

@@ -1,6 +1,7 @@
 """An optimizer's state by the names of the parameters, and not by the order in which they came."""
 
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -75,6 +76,19 @@ def is_zero_redundancy(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is a ``ZeroRedundancyOptimizer``, without importing that."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+_stepping_whole: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def note_whole_steps(optimizer: Optimizer) -> None:
+    """Note that an optimizer steps gathered parameters: state of another shape than they have is whole."""
+    _stepping_whole.add(optimizer)
+
+
+def steps_whole(optimizer: Optimizer) -> bool:
+    """Return whether :func:`note_whole_steps` was called for it."""
+    return optimizer in _stepping_whole
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tp_core._tensors._slices import TensorInfo, TensorSlice, is_dtensor
+from tp_core._tensors._slices import SHARDED_ATTRIBUTE, TensorInfo, TensorSlice, is_dtensor, is_sharded
 from tp_core.errors import StateError
 from tp_core.state._files import Cut, Place, StoredTensors, fill_from_whole, is_cut, slice_of
 from tp_core.state._optimizers import (
@@ -31,6 +31,7 @@ from tp_core.state._optimizers import (
     parameters_as_saved,
     plain_name,
     plain_state,
+    steps_whole,
 )
 from tp_core.state._plain import Get, StoredTensor, from_json, joined, refs_in, split, to_json
 
@@ -73,16 +74,19 @@ def _collect_optimizer(
     model: nn.Module, optimizer: Optimizer, prefix: str, tensors: dict[str, Tensor | TensorSlice], *, cut: Cut
 ) -> None:
     """Add the state of an optimizer to the named tensors."""
+    is_whole = steps_whole(optimizer)
 
     def put(name: str, value: Tensor, parameter: Tensor | None) -> StoredTensor:
         name = f"{prefix}{name}"
         while name in tensors or name == f"{prefix}{_VALUES}":
             name += "_"
         like = parameter is not None and value.shape == parameter.shape
+        if is_whole and parameter is not None and is_cut(cut, parameter):
+            like = is_sharded(value)  # by its shape alone, what is whole could look like a shard
         if parameter is not None and like:
             tensors[name] = slice_of(cut, parameter, value.detach())
         else:
-            splits = parameter is not None and value.numel() > 1 and is_cut(cut, parameter)
+            splits = parameter is not None and value.numel() > 1 and is_cut(cut, parameter) and not is_whole
             if splits or is_dtensor(value):
                 shapes = "" if parameter is None else f", of which this rank has {tuple(parameter.shape)}"
                 msg = (
@@ -161,7 +165,7 @@ def restore_state(
     model.load_state_dict({name: taken[stored_name] for name, stored_name in names.items()})
     lists = [id(one.param_groups) for one in optimizers.values()]
     for prefix, one in optimizers.items():
-        _load_optimizer(model, one, saved[prefix], taken, infos)
+        _load_optimizer(model, one, saved[prefix], taken, infos, cut=cut)
     # An optimizer within another (SAM's base_optimizer) has the groups of that one, where schedulers set the
     # learning rate of both. torch's load_state_dict gives each groups of its own.
     owners: dict[int, Optimizer] = {}
@@ -201,6 +205,8 @@ def _load_optimizer(
     saved: OptimizerValues,
     taken: Mapping[str, Tensor],
     infos: Mapping[str, TensorInfo],
+    *,
+    cut: Cut,
 ) -> None:
     optimizer.load_state_dict(numbered_state(model, optimizer, saved, lambda ref, _: taken[ref.name]))
     # torch's own load casts every tensor, also a counter, to its parameter's dtype, and takes text apart.
@@ -219,6 +225,8 @@ def _load_optimizer(
                     kept[key] = taken[entry.name].to(now.device)
             elif same_type:
                 kept[key] = joined(entry, None, _taken_to(parameter.device, taken))
+            if isinstance(entry, StoredTensor) and entry.like_parameter and is_cut(cut, parameter):
+                setattr(kept[key], SHARDED_ATTRIBUTE, True)
 
 
 def _taken_to(device: torch.device, taken: Mapping[str, Tensor]) -> Get:

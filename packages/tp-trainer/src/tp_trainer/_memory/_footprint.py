@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import tree_leaves, tree_map
 from tp_core.data import StepOutput
 from tp_core.errors import ConfigError
-from tp_core.jobs import Footprint, Precision
+from tp_core.jobs import Footprint, Precision, Recomputation
 from tp_core.tensors import is_sharded
 
+from tp_trainer._activations import recompute
 from tp_trainer._steps._step import in_precision, loss_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -223,6 +224,7 @@ def measure_footprint(
     *,
     precision: Precision = "fp32",
     device: torch.device | None = None,
+    recomputation: Recomputation | None = None,
 ) -> Footprint:
     """Return the memory that training a model takes, by one step on copies; the arguments do not change.
 
@@ -233,6 +235,7 @@ def measure_footprint(
         step: As for ``fit``; without it or the batch, activations are unknown.
         precision: As for the trainer.
         device: The device of the training; the copies are on the CPU if torch is not built for it.
+        recomputation: What the backward pass computes again.
 
     If the model cannot be copied, or the step needs values, the reason is in ``unknown``.
     """
@@ -246,6 +249,7 @@ def measure_footprint(
     with torch.random.fork_rng(devices=[]):
         try:
             copied = stand_ins.of_model(model)
+            recompute(copied, recomputation)
         except Exception as error:  # of the user's __deepcopy__, of locks, open files and other handles
             log.debug("a model could not be copied", exc_info=True)
             return replace(found, unknown=f"the model cannot be copied: {_short(error)}")

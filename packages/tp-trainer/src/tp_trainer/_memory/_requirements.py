@@ -1,6 +1,7 @@
 """The memory that a job needs under each installed backend, as a table; the devices need not exist."""
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +12,15 @@ from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment, tree_leaves, tree_map
 from tp_core.discovery import Contribution, Selection
 from tp_core.internal import free_nbytes
-from tp_core.jobs import Footprint
+from tp_core.jobs import Footprint, Recomputation
 from tp_core.plugins import Backend, Job, Verdict
 
+from tp_trainer._activations import recomputations
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._memory._footprint import measure_footprint, parse_nbytes
 from tp_trainer._opening._agreement import agree_at_start
+
+log = logging.getLogger("tp_trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +32,14 @@ class MemoryTable:
         footprint: The memory of a device with the whole model.
         devices: The number of devices.
         free_nbytes: The free bytes of each device; ``None`` if unknown.
+        recomputation: What the backward pass computes again, where the trainer chooses it.
     """
 
     verdicts: Mapping[str, Verdict]
     footprint: Footprint
     devices: int
     free_nbytes: int | None
+    recomputation: Recomputation | None = None
 
     @property
     def best(self) -> str | None:
@@ -42,6 +48,8 @@ class MemoryTable:
 
     def __str__(self) -> str:
         head = f"training on {self.devices} device{'s' * (self.devices != 1)}, each of them"
+        if self.recomputation not in (None, "nothing"):
+            head += f", computing {self.recomputation} again in backward"
         width = max(map(len, self.verdicts), default=0)
         lines = [head]
         for name, verdict in self.verdicts.items():
@@ -58,6 +66,7 @@ class MemoryTable:
         return {
             "devices": self.devices,
             "free_bytes": self.free_nbytes,
+            "recomputation": self.recomputation,
             "best": self.best,
             "unknown": self.footprint.unknown,
             "backends": {
@@ -95,7 +104,7 @@ def table_of(
         key=lambda item: (-_rank(item[1]) - verdicts[item[0]][1], item[0]),
     )
     footprint = job.footprint or Footprint(weights=0, gradients=0)
-    return MemoryTable(dict(ordered), footprint, devices, job.free_nbytes)
+    return MemoryTable(dict(ordered), footprint, devices, job.free_nbytes, job.recomputation)
 
 
 def resized(batch: Any, samples: int) -> Any:
@@ -168,17 +177,37 @@ class Work:
     step: Callable[[Any, Any], Any] | None = None
 
 
-def add_memory(job: Job, work: Work) -> Job:
-    """Return the job with its footprint and the free memory; unchanged if it needs little of that.
+def add_memory(job: Job, work: Work) -> Iterator[Job]:
+    """Yield the job with its footprint and the free memory, then with more and more recomputation.
 
-    Rank 0 measures for all ranks: they must choose the same backend.
+    Without the latter, a job that needs little of the free memory is unchanged. Rank 0 measures for all
+    ranks: they must choose the same backend.
 
     Raises:
         DisagreementError: The ranks' models differ in size.
         RankFailedError: Ranks did not arrive in time.
 
-    Collectives: none; for a large model an exchange through the launcher's store.
+    Collectives: none; for a large model an exchange through the launcher's store, each time.
     """
+    if job.recomputation is None or job.model is None:
+        yield _with_memory(job, work)
+        return
+    for what in recomputations(job.model):
+        found = _with_memory(replace(job, recomputation=what), work)
+        if found.footprint is None or found.footprint.activations is None:
+            if job.environment.is_main:
+                why = "the free memory is not known" if found.footprint is None else found.footprint.unknown
+                log.warning(
+                    "activation_checkpointing='auto' has nothing to go by, and changes nothing: %s; "
+                    "checkpoint_activations(model) does not need to know",
+                    why,
+                )
+            yield replace(found, recomputation=None)
+            return
+        yield found
+
+
+def _with_memory(job: Job, work: Work) -> Job:
     traits, model = job.traits, job.model
     if traits is None or model is None:
         return job
@@ -186,7 +215,8 @@ def add_memory(job: Job, work: Work) -> Job:
     def decide(everyones: list[int | None]) -> dict[str, Any]:
         known = [free for free in everyones if free is not None]
         free = min(known, default=None)
-        if free is None or 4 * traits.nbytes < LEAST_PART * free:
+        is_small = job.recomputation is None and 4 * traits.nbytes < LEAST_PART * (free or 0)
+        if free is None or is_small:
             return {"footprint": None, "free": None}
         return {"footprint": _measure(model, job, work).to_dict(), "free": free}
 
@@ -219,11 +249,23 @@ def estimate_job(
         free = _free(job, model, work.optimizer)
     rows = row_count_of(batch)
     share = batch if rows is None else resized(batch, -(-rows // count))
-    footprint = measure_footprint(
-        model, work.optimizer, share, work.step, precision=job.precision, device=job.devices[0]
-    )
-    job = replace(job, footprint=footprint, free_nbytes=free)
-    return table_of(job, backends, devices=count, kind=job.devices[0].type)
+    backends = list(backends)
+    for what in [None] if job.recomputation is None else recomputations(model):
+        job = replace(job, recomputation=what)
+        footprint = measure_footprint(
+            model,
+            work.optimizer,
+            share,
+            work.step,
+            precision=job.precision,
+            device=job.devices[0],
+            recomputation=what,
+        )
+        job = replace(job, footprint=footprint, free_nbytes=free)
+        table = table_of(job, backends, devices=count, kind=job.devices[0].type)
+        if table.best is not None or footprint.activations is None:
+            break
+    return table
 
 
 def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None:
@@ -245,7 +287,13 @@ def _measure(model: nn.Module, job: Job, work: Work) -> Footprint:
     # No step for DTensors: it makes collectives, and only rank 0 is here.
     batch = None if traits is not None and traits.has_dtensors else _one_share(work.loader, job)
     return measure_footprint(
-        model, work.optimizer, batch, work.step, precision=job.precision, device=job.devices[0]
+        model,
+        work.optimizer,
+        batch,
+        work.step,
+        precision=job.precision,
+        device=job.devices[0],
+        recomputation=job.recomputation,
     )
 
 

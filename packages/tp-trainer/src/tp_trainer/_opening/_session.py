@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -166,8 +166,10 @@ def check_choice(
 
 def _about_dtensors(reasons: str) -> str:
     return (
-        "the model has DTensors (of fully_shard or distribute_tensor), which only a backend made for them "
-        f"can train; give the plain model, which a backend shards by itself: {reasons}"
+        "the model has DTensors (of fully_shard, parallelize_module or distribute_tensor), which only a "
+        "backend made for them can train; leave those calls out, and give the plain model, which a backend "
+        "shards by itself ('fsdp', or 'shard' for what parallelize_module does; fully_shard alone, over one "
+        f"mesh of all ranks, may stay): {reasons}"
     )
 
 
@@ -315,14 +317,16 @@ class LazySession:
         """The selection of the backend; before the session is open, the one for an unspecified model."""
         return choose(self._job, self.plugins, self._backend) if self._selection is None else self._selection
 
-    def open(self, *models: nn.Module, by: str, estimate: Callable[[Job], Job] | None = None) -> Session:
+    def open(
+        self, *models: nn.Module, by: str, estimate: Callable[[Job], Iterable[Job]] | None = None
+    ) -> Session:
         """Return the session, after a check that its backend fits the models.
 
         Args:
             *models: The models to be prepared; none if no model is known.
             by: The caller, for messages.
-            estimate: Returns the job with its memory needs; called before a backend is chosen, on all ranks,
-                unless the models are small.
+            estimate: Yields the job with its memory needs, and then with less and less memory, until a
+                backend is chosen with which it fits; called on all ranks, unless the models are small.
 
         Raises:
             ModelError: A model has DTensors, and no backend takes them.
@@ -361,14 +365,21 @@ class LazySession:
         """Yield the living modules, and the prepared models."""
         yield from self._prepared or ()
 
-    def _start(self, models: Sequence[nn.Module], by: str, estimate: Callable[[Job], Job] | None) -> Session:
+    def _start(
+        self, models: Sequence[nn.Module], by: str, estimate: Callable[[Job], Iterable[Job]] | None
+    ) -> Session:
         seed = torch.initial_seed() if self._seed is None else self._seed
         job = replace(self._job, model=joined(models), seed=seed)
+        jobs: Iterable[Job] = [job]
         # Every rank knows the size without an exchange; that of a small model is not worth a measurement.
-        if estimate is not None and job.traits is not None and job.traits.nbytes >= MEASURED_NBYTES:
-            job = estimate(job)
-        selection = choose(job, self.plugins, self._backend)
-        verdict = selection.chosen.verdict
+        is_small = job.traits is None or job.traits.nbytes < MEASURED_NBYTES
+        if estimate is not None and job.traits and not (is_small and job.recomputation is None):
+            jobs = estimate(job)
+        for job in jobs:
+            selection = choose(job, self.plugins, self._backend)
+            verdict = selection.chosen.verdict
+            if not verdict.lacks_memory:
+                break
         if verdict.lacks_memory and job.environment.is_main:
             msg = (
                 f"backend {selection.chosen.name!r} ({selection.asked_by}) {verdict.reason}; {verdict.remedy}"
@@ -380,6 +391,7 @@ class LazySession:
             "precision": job.precision,
             "accumulate": job.accumulate,
             "compile": job.compile,
+            "activation checkpointing": job.recomputation,
             "version of torch": torch.__version__,
         }
 

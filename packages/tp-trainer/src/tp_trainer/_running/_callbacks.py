@@ -1,13 +1,15 @@
 """The callbacks of one run, given, named or self-joining, and the events sent to them."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from tp_core.discovery import Contribution, PluginRegistry
 from tp_core.errors import ConfigError
-from tp_core.plugins import Callback, NamedCallback
+from tp_core.plugins import Callback, NamedCallback, RunView
 
 log = logging.getLogger("tp_trainer")
 
@@ -20,6 +22,41 @@ _THEIR_WORDS = {
     "train_step": "step",
     "train": "fit",
 }
+
+
+class CompileMonitor(Callback):
+    """Logs "first_step_s", the seconds of the first step, and "compiled_graphs", then and after each epoch.
+
+    It joins the runs of compiled models. Graphs that are added later come from new shapes, or from code that
+    is compiled anew for each value.
+    """
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._before = 0
+
+    def on_fit_start(self, run: RunView) -> None:  # noqa: ARG002 - contract
+        """Start the clock."""
+        self._began, self._before = time.perf_counter(), _graphs()
+
+    def on_step_end(self, run: RunView) -> None:
+        """Log the first step."""
+        if self._began is not None:
+            if run.device.type != "cpu":
+                torch.accelerator.synchronize(run.device)
+            seconds, self._began = time.perf_counter() - self._began, None
+            run.log(first_step_s=seconds, compiled_graphs=_graphs() - self._before)
+
+    def on_epoch_end(self, run: RunView) -> None:
+        """Log the graphs of all steps so far."""
+        run.log(compiled_graphs=_graphs() - self._before)
+
+
+def _graphs() -> int:
+    """Return the number of graphs that torch has compiled in this process."""
+    from torch._dynamo.utils import counters  # takes seconds to import, and compiling has done so
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def find_callbacks(
