@@ -134,6 +134,7 @@ def check_model(method: str, model: object) -> None:
     """
     if isinstance(model, nn.Module):
         check_initialized(model)
+        check_not_distributed(model)
         return
     if isinstance(model, _SEVERAL):
         msg = (
@@ -153,6 +154,7 @@ def check_optimizer(method: str, optimizer: object) -> None:
         ConfigError: ``optimizer`` is something else.
     """
     if isinstance(optimizer, Optimizer):
+        check_not_prepared(optimizer)
         _check_steps_alone(optimizer)
         return
     if isinstance(optimizer, _SEVERAL):
@@ -225,8 +227,52 @@ def check_loader(what: str, loader: object) -> None:
     ):
         msg = f"{what} must be a DataLoader or another iterable of batches, got {_described(loader)}"
     else:
+        check_not_prepared(loader)
         return
     raise ConfigError(msg)
+
+
+def check_not_distributed(model: nn.Module) -> None:
+    """Make sure that no other library has given this rank a part of the model, or wrapped it.
+
+    Shards of ``fully_shard`` alone pass: the backend ``fsdp`` takes them over.
+
+    Raises:
+        ModelError: Accelerate has prepared the model, or transformers has split it.
+    """
+    check_not_prepared(model)
+    for module in model.modules():
+        # transformers sets this on the instance, and keeps the rest in the configuration.
+        if not vars(module).get("_is_distributed_loading_by_transformers", False):
+            continue
+        given = getattr(module.config, "distributed_config", None)
+        sizes = {name: getattr(given, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")}
+        split = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        if split:
+            msg = (
+                f"transformers has split the {type(module).__name__} over ranks that read the same samples "
+                f"(DistributedConfig with {', '.join(split)}), and here each rank would read its own; leave "
+                "tp_plan and these sizes out (fsdp_size alone may stay), and split the plain model by "
+                "ts.parallelize(model, ts.plans.from_hf(model)) for the backend 'shard'"
+            )
+            raise ModelError(msg)
+
+
+def check_not_prepared(value: object) -> None:
+    """Make sure that Accelerate has not prepared a model, an optimizer, a loader or a scheduler.
+
+    Raises:
+        ModelError: It has prepared a model.
+        ConfigError: It has prepared something else.
+    """
+    if getattr(value, "_is_accelerate_prepared", False):
+        kind = type(value).__name__
+        msg = (
+            f"Accelerate has prepared the {kind}, which then splits batches, averages gradients or casts by "
+            "itself, and a trainer would do so once more; leave accelerator.prepare() out, and give what it "
+            "was given"
+        )
+        raise (ModelError if isinstance(value, nn.Module) else ConfigError)(msg)
 
 
 def check_preparable(value: object) -> None:
@@ -238,6 +284,8 @@ def check_preparable(value: object) -> None:
     """
     if isinstance(value, nn.Module):
         check_initialized(value)
+        check_not_distributed(value)
+    check_not_prepared(value)
     if isinstance(value, nn.Module | Optimizer | LRScheduler | ReduceLROnPlateau | PreparedLoader):
         return
     if isinstance(value, _SEVERAL):
@@ -367,6 +415,7 @@ def check_scheduler(scheduler: object) -> None:
     Raises:
         ConfigError: ``scheduler`` is something else, or several.
     """
+    check_not_prepared(scheduler)
     if isinstance(scheduler, _SEVERAL):
         msg = (
             f"scheduler must be one scheduler, got {_described(scheduler)}; join several with "
