@@ -59,15 +59,21 @@ def required(package):
     return names
 
 
+@pytest.fixture(scope="module")
+def distributions():
+    """The distributions that bring a module, which the metadata of all that is installed says."""
+    return packages_distributions()
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_import_is_declared(package):
-    distributions = packages_distributions()
+def test_every_import_is_declared(package, distributions):
+    needed = required(package)
     ours = {package.replace("-", "_"), "tp_core"}
     unknown = {}
     for name, files in imported(package).items():
         if name in sys.stdlib_module_names or name in ours or name in ELSEWHERE.get(package, {}):
             continue
         brought_by = {canonicalize_name(d) for d in distributions.get(name, [name])}
-        if not brought_by & required(package):
+        if not brought_by & needed:
             unknown[name] = sorted(files)
     assert unknown == {}

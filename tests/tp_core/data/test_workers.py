@@ -117,6 +117,7 @@ def test_an_own_loop_whose_group_is_signalled_goes_on_with_its_workers(start, me
     assert (process.returncode, out, own_words(err)) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_what_a_worker_init_fn_listens_to_is_heard(start, tmp_path):
     process = start(
         """

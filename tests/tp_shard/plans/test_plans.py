@@ -361,7 +361,18 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+TRAINED = [
+    a_gpt_trains_like_the_whole_one,
+    a_plan_for_usual_names_is_proposed_and_works,
+    a_classifier_with_100003_classes_trains_like_the_whole_one,
+]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(c, marks=pytest.mark.slow if c in TRAINED else ()) for c in CHECKS],
+    ids=lambda c: c.__name__,
+)
 def test_without_a_process_group(check):
     torch.manual_seed(0)
     check()

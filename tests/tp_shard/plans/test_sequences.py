@@ -166,6 +166,7 @@ def blocks_of_transformers_work_on_parts_of_sequences():
         assert torch.equal(*(m.eval().generate(ids, attention_mask=mask, **settings) for m in (whole, split)))
 
 
+@pytest.mark.slow
 def test_what_works_on_whole_sequences_drops_the_same_on_all_ranks():
     torch.manual_seed(0)
     model = Coder(p=0.3)

@@ -401,14 +401,9 @@ def drops(family):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "family",
-    [
-        f if f == "gpt2-odd" else pytest.param(f, marks=pytest.mark.slow)
-        for f in ["gpt2-odd", *FAMILIES, "torch"]
-    ],
-)
+@pytest.mark.parametrize("family", ["gpt2-odd", *FAMILIES, "torch"])
 def test_ranks_of_a_family_with_dropout_stay_alike(on_ranks, world, family):
     for found in on_ranks(world, lambda: drops(family)):
         assert found["drawn"]
