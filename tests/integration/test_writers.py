@@ -245,7 +245,7 @@ EXEC = f"""
 import sys
 from unittest import mock
 from tp_core.cli import main
-mock.patch("tp_core._tensors._ownership.GRACE_S", 0.2).start()
+mock.patch("tp_core.tensors._ownership.GRACE_S", 0.2).start()
 try:
     main()
 except SystemExit as end:
@@ -444,7 +444,7 @@ def start(name, folder, tag, output):
         os.close(writing)
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-        pytest.MonkeyPatch().setattr("tp_core._tensors._ownership.GRACE_S", 0.2)
+        pytest.MonkeyPatch().setattr("tp_core.tensors._ownership.GRACE_S", 0.2)
         torch.set_num_threads(1)  # those of the other process are not in this one
         os.read(reading, 1)
         WRITERS[name][0](folder, tag)

@@ -45,7 +45,7 @@ def test_it_requires_the_tp_core_that_wrote_it(tmp_path):
 
 def test_a_kind_in_the_name_is_not_said_twice(tmp_path):
     folder = new_plugin("callback", "acme-callback", tmp_path)
-    assert "class AcmeCallback(Callback):" in (folder / "src/acme_callback/callback.py").read_text()
+    assert "class AcmeCallback(Callback):" in (folder / "src/acme_callback/__init__.py").read_text()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys, monkeypatch):
     assert run(["new-plugin", "engine", "acme", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["folder"] == str(tmp_path / "acme")
-    assert "src/acme/engine.py" in facts["files"]
+    assert "src/acme/__init__.py" in facts["files"]
     assert run(["new-plugin", "engine", "acme"]) == 2
     assert capsys.readouterr().err.startswith("tp new-plugin: ")
     assert run(["new-plugin", "engine", "other", "--into", "nowhere"]) == 2

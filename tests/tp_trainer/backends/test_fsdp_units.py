@@ -245,7 +245,7 @@ def test_units_that_do_not_exist_are_the_reason_why_it_does_not_fit():
 def test_one_process_has_nothing_to_shard():
     alone = Job(devices=resolve_devices("cpu"), environment=LaunchEnvironment.read({}))
     verdict = FsdpBackend().assess(alone)
-    assert verdict.reason == "one process, and this shards over several"
+    assert verdict.reason == "one process, and this takes one per device"
     assert verdict.remedy == "tp launch -n 2 script.py"
 
 
@@ -255,7 +255,7 @@ def test_one_process_with_one_accelerator_may_offload():
     assert verdict.reason == "parameters sharded over 1 process; ddp is faster where a model fits"
     on_two = dataclasses.replace(alone, devices=(torch.device("cuda:0"), torch.device("cuda:1")))
     for other in (alone, dataclasses.replace(on_two, options={"fsdp": {"offload": True}})):
-        assert FsdpBackend().assess(other).reason == "one process, and this shards over several"
+        assert FsdpBackend().assess(other).reason == "one process, and this takes one per device"
 
 
 def test_a_model_whose_parameters_are_marked_as_shards_is_left_to_others():

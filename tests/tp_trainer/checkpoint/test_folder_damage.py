@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 
 import pytest
 from tp_core.errors import StateError
@@ -239,23 +238,6 @@ def test_a_checkpoint_of_another_format_is_refused_and_stays_where_it_is(tmp_pat
     ):
         train(tmp_path)
     assert names(tmp_path) == ["step-0000000005"]
-
-
-def test_a_checkpoint_whose_digests_cannot_be_made_here_is_refused_and_stays_where_it_is(
-    tmp_path, monkeypatch
-):
-    train(tmp_path, keep=1, epochs=1)
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(StateError, match=r"manifest\.json has digests by xxh3_128, which need xxhash"):
-        train(tmp_path)
-    assert names(tmp_path) == ["step-0000000005"]
-
-
-def test_a_run_goes_on_where_xxhash_was_missing(tmp_path, monkeypatch, undisturbed):
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "xxhash", None)
-        leave(tmp_path, 9, keep=1)
-    assert same(train(tmp_path), undisturbed)
 
 
 # -- what the log says -----------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def start():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("tp_core._tensors._ownership.GRACE_S", 0.2)
+    monkeypatch.setattr("tp_core.tensors._ownership.GRACE_S", 0.2)
 
 
 def test_a_second_run_is_refused_with_the_first_ones_process_and_host(tmp_path, start, impatient):
@@ -185,7 +185,7 @@ def test_a_file_system_without_locks_is_named_in_the_log(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_the_lock_that_another_run_gives_back_is_taken(tmp_path, start, monkeypatch):
-    monkeypatch.setattr("tp_core._tensors._ownership.GRACE_S", 50.0)
+    monkeypatch.setattr("tp_core.tensors._ownership.GRACE_S", 50.0)
     first, _ = start(STANDING, tmp_path)
     first.send_signal(signal.SIGTERM)
     first.stdin.write("go on\n")
@@ -194,7 +194,7 @@ def test_the_lock_that_another_run_gives_back_is_taken(tmp_path, start, monkeypa
 
 
 def refused(folder):
-    pytest.MonkeyPatch().setattr("tp_core._tensors._ownership.GRACE_S", 0.2)
+    pytest.MonkeyPatch().setattr("tp_core.tensors._ownership.GRACE_S", 0.2)
     with pytest.raises(ConfigError) as caught:
         train(folder)
     return str(caught.value)

@@ -1,12 +1,25 @@
 """Numbers on their way to the loggers: kept on the device, read together, in order; loggers that break."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tp_core.errors import ConfigError
-from tp_core.plugins import Logger, RunInfo
-from tp_trainer._running._log import LogBuffer  # private: which numbers wait is not to be seen
+from tp_core.plugins import Logger
+from tp_trainer._running._log import RunLog  # private: which numbers wait is not to be seen
+
+
+def log_of(*loggers):
+    """Return the log of a run of one rank."""
+    session = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
+    return RunLog(session, loggers)
+
+
+def opened(*loggers):
+    found = log_of(*loggers)
+    found.open(resumed=False, step=0, epoch=1)
+    return found
 
 
 class Listed(Logger):
@@ -53,12 +66,11 @@ class Broken(Listed):
 
 def test_numbers_of_one_step_are_one_row_and_come_in_order():
     logger = Listed()
-    buffer = LogBuffer([logger], every_steps=2)
+    buffer = log_of(logger)
     buffer.add({"loss": torch.tensor([1.5])}, step=1, epoch=1)
     buffer.add({"norm": 2, "loss": 1.0}, step=1, epoch=1)
     buffer.add({"loss": torch.tensor(0.1, dtype=torch.float64, requires_grad=True)}, step=2, epoch=2)
     assert logger.calls == []
-    assert [buffer.is_due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
     buffer.flush()
     buffer.flush()
     assert logger.calls == [(1, 1, {"loss": 1.0, "norm": 2.0}), (2, 2, {"loss": 0.1})]
@@ -66,8 +78,7 @@ def test_numbers_of_one_step_are_one_row_and_come_in_order():
 
 def test_a_number_is_that_of_the_moment_it_was_added_at():
     logger = Listed()
-    buffer = LogBuffer([logger])
-    buffer.open(RunInfo())
+    buffer = opened(logger)
     total = torch.zeros(())
     for step in (1, 2):
         total += 1
@@ -78,8 +89,7 @@ def test_a_number_is_that_of_the_moment_it_was_added_at():
 
 def test_events_states_and_the_end_come_after_the_numbers_before_them():
     logger = Listed()
-    buffer = LogBuffer([logger])
-    buffer.open(RunInfo())
+    buffer = opened(logger)
     buffer.add({"loss": 1.0}, step=1, epoch=1)
     buffer.event("checkpoint", {}, step=1, epoch=1)
     buffer.add({"loss": 2.0}, step=2, epoch=1)
@@ -94,21 +104,19 @@ def test_states_go_to_the_loggers_of_their_name_in_order():
     class Other(Listed):
         name = "other"
 
-    saved = LogBuffer([Listed(), Other(), Listed()])
-    saved.open(RunInfo())
+    saved = opened(Listed(), Other(), Listed())
     saved.event("one", {}, step=1, epoch=1)
     state = saved.state_dict()
     state["loggers"][0]["state"] = {"calls": "first"}
     loggers = [Other(), Listed(), Listed(), Listed()]
-    LogBuffer(loggers).load_state_dict(state)
+    log_of(*loggers).load_state_dict(state)
     assert [logger.state for logger in loggers] == [{"calls": 2}, {"calls": "first"}, {"calls": 2}, {}]
 
 
 def test_a_logger_that_breaks_is_named_and_left_out_and_the_others_go_on(caplog):
     good, bad = Listed(), Broken(at=2)
-    buffer = LogBuffer([bad, good])
+    buffer = opened(bad, good)
     buffer.load_state_dict({"loggers": [{"name": "broken", "state": {"calls": 7}}]})
-    buffer.open(RunInfo())
     with caplog.at_level(logging.ERROR, logger="tp_trainer"):
         for step in (1, 2, 3):
             buffer.add({"loss": 1.0}, step=step, epoch=1)
@@ -123,14 +131,14 @@ def test_a_logger_that_breaks_is_named_and_left_out_and_the_others_go_on(caplog)
 def test_a_logger_that_cannot_be_opened_ends_the_run_and_closes_the_others():
     good = Listed()
     with pytest.raises(OSError, match="no room"):
-        LogBuffer([good, Broken(at="open")]).open(RunInfo())
+        opened(good, Broken(at="open"))
     assert good.calls == ["open", "failed"]
 
 
 def test_without_loggers_nothing_is_kept_or_looked_at():
-    buffer = LogBuffer([])
+    buffer = log_of()
     buffer.add({"loss": object()}, step=1, epoch=1)
-    assert not buffer
+    assert not buffer.is_on
     assert not buffer._rows
 
 
@@ -140,14 +148,14 @@ def test_without_loggers_nothing_is_kept_or_looked_at():
 )
 def test_what_is_no_number_is_refused_by_name(value, words):
     with pytest.raises(ConfigError, match=words):
-        LogBuffer([Listed()]).add({"m": value}, step=1, epoch=1)
+        log_of(Listed()).add({"m": value}, step=1, epoch=1)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_adding_numbers_of_a_gpu_does_not_wait_for_it():
     logger = Listed()
-    buffer = LogBuffer([logger])
+    buffer = log_of(logger)
     values = torch.arange(4.0, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -12,14 +12,14 @@ from tp_core.testing import run_ranks
 from tp_trainer import FunctionMetric, Trainer
 
 # A signal between two rounds of a gather cannot be sent from outside.
-from tp_trainer._metrics._evaluation import (
+from tp_trainer._metrics import (
     Evaluator,
+    GatherInterruptedError,
     OrderedGather,
     StepBoundaries,
     metric_for_scheduler,
     without_metrics,
 )
-from tp_trainer._metrics._metric import GatherInterruptedError
 
 
 def step(model, batch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tp_core.discovery import PluginRegistry
 from tp_core.testing import fake_distribution
-from tp_trainer import _self_test, _self_test_rank  # a backend of others that is wrong in one number
+from tp_trainer import _self_test
 
 from tests.run_tp import run
 
@@ -132,17 +132,15 @@ def test_every_installed_backend_trains_what_one_device_trains(capsys):
 
 
 def test_differences_of_weights_and_losses_count():
-    one = _self_test_rank.reference(torch.float64)
-    assert one.difference(_self_test_rank.reference(torch.float64)) == 0.0
-    moved = _self_test_rank.Numbers(
-        {n: t + (n == "0.bias") * 0.25 for n, t in one.weights.items()}, one.losses
-    )
+    one = _self_test.reference(torch.float64)
+    assert one.difference(_self_test.reference(torch.float64)) == 0.0
+    moved = _self_test.Numbers({n: t + (n == "0.bias") * 0.25 for n, t in one.weights.items()}, one.losses)
     assert one.difference(moved) == pytest.approx(0.25)
     assert one.difference(
-        _self_test_rank.Numbers(one.weights, [one.losses[0] + 0.5, *one.losses[1:]])
+        _self_test.Numbers(one.weights, [one.losses[0] + 0.5, *one.losses[1:]])
     ) == pytest.approx(0.5)
-    nan = _self_test_rank.Numbers(one.weights, [float("nan"), *one.losses[1:]])
-    assert one.difference(nan) == one.difference(_self_test_rank.Numbers({}, one.losses)) == float("inf")
+    nan = _self_test.Numbers(one.weights, [float("nan"), *one.losses[1:]])
+    assert one.difference(nan) == one.difference(_self_test.Numbers({}, one.losses)) == float("inf")
 
 
 def test_the_table_names_what_is_wrong_and_the_status_says_so(capsys, monkeypatch):

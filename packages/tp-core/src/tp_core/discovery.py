@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core.plugins._hooks import CONTRACT_VERSION as CONTRACT_VERSION
     from tp_core.plugins._hooks import BrokenPlugin as BrokenPlugin
     from tp_core.plugins._hooks import Contribution as Contribution
     from tp_core.plugins._hooks import HookSpecs as HookSpecs
     from tp_core.plugins._hooks import PluginInfo as PluginInfo
-    from tp_core.plugins._markers import CONTRACT_VERSION as CONTRACT_VERSION
     from tp_core.plugins._registry import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
     from tp_core.plugins._registry import NameConflict as NameConflict
     from tp_core.plugins._registry import PluginRegistry as PluginRegistry
@@ -20,8 +20,13 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "tp_core.plugins._hooks": ["BrokenPlugin", "Contribution", "HookSpecs", "PluginInfo"],
-            "tp_core.plugins._markers": ["CONTRACT_VERSION"],
+            "tp_core.plugins._hooks": [
+                "CONTRACT_VERSION",
+                "BrokenPlugin",
+                "Contribution",
+                "HookSpecs",
+                "PluginInfo",
+            ],
             "tp_core.plugins._registry": ["ENTRY_POINT_GROUP", "NameConflict", "PluginRegistry"],
             "tp_core.plugins._select": ["Candidate", "Selection", "select"],
         },

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import check_above_zero
+from tp_core.errors import ConfigError
+from tp_core.internal import RanksBackend, check_above_zero
 from tp_core.jobs import Footprint, MemoryNeed, replicated_memory
-from tp_core.plugins import Backend, Job, Verdict
+from tp_core.plugins import Job, Verdict
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from torch import nn
@@ -65,26 +65,14 @@ class ShardOptions:
         return FullyShardOptions() if self.data == "fsdp" else None
 
 
-class ShardBackend(Backend[ShardOptions]):
+class ShardBackend(RanksBackend[ShardOptions]):
     """A backend with one process per device: groups of them hold a copy of the model together."""
 
     name: ClassVar[str] = "shard"
     options_type = ShardOptions
 
-    def assess(self, job: Job) -> Verdict:
-        """Return a fit for several processes with one device each and a model with split parameters."""
-        import torch.distributed as dist
-
-        environment, devices = job.environment, job.devices
-        if not dist.is_available():
-            return Verdict.unfit("this build of torch has no torch.distributed")
-        if environment.world_size == 1:
-            return Verdict.unfit(
-                "one process, and this splits a model over several",
-                remedy=f"tp launch -n {max(2, len(devices))} script.py",
-            )
-        if len(devices) != 1:
-            return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
+    def assess_ranks(self, job: Job) -> Verdict:
+        """Fit a model with split parameters."""
         if job.traits is None:
             return Verdict.fits(5, "no model is known yet; this is for models with split parameters")
         if job.traits.has_dtensors and not _is_fully_sharded(job.model):
@@ -94,12 +82,9 @@ class ShardBackend(Backend[ShardOptions]):
                 "the model has no split parameters",
                 remedy="call ts.distributed.init_process_group() before the model is made of parallel layers",
             )
-        try:
-            copies = self._describe_copies(job)
-        except (ConfigError, ModelError) as error:
-            return Verdict.unfit(str(error))
+        copies = self._describe_copies(job)
         return Verdict.fits(
-            80, f"the model is split over ranks, {environment.world_size} processes in all{copies}"
+            80, f"the model is split over ranks, {job.environment.world_size} processes in all{copies}"
         )
 
     def _describe_copies(self, job: Job) -> str:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from tp_trainer._checkpoint import Checkpoints as Checkpoints
     from tp_trainer._launch._function import launch as launch
     from tp_trainer._memory._requirements import MemoryTable as MemoryTable
-    from tp_trainer._metrics._evaluation import Predictions as Predictions
-    from tp_trainer._metrics._metric import FunctionMetric as FunctionMetric
-    from tp_trainer._metrics._metric import Metric as Metric
+    from tp_trainer._metrics import FunctionMetric as FunctionMetric
+    from tp_trainer._metrics import Metric as Metric
+    from tp_trainer._metrics import Predictions as Predictions
+    from tp_trainer._opening._boundaries import Interrupted as Interrupted
     from tp_trainer._running._history import EpochRecord as EpochRecord
     from tp_trainer._running._history import History as History
     from tp_trainer._running._loop import Loop as Loop
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from tp_trainer._running._settings import LogOptions as LogOptions
     from tp_trainer._running._settings import SchedulerOptions as SchedulerOptions
     from tp_trainer._running._settings import Validation as Validation
-    from tp_trainer._running._signals import Interrupted as Interrupted
     from tp_trainer._steps._optimizer_step import GradientRules as GradientRules
     from tp_trainer._steps._step import Step as Step
     from tp_trainer._trainer import Trainer as Trainer
@@ -47,12 +47,11 @@ else:
             "tp_trainer._checkpoint": ["Checkpoints"],
             "tp_trainer._launch._function": ["launch"],
             "tp_trainer._memory._requirements": ["MemoryTable"],
-            "tp_trainer._metrics._evaluation": ["Predictions"],
-            "tp_trainer._metrics._metric": ["FunctionMetric", "Metric"],
+            "tp_trainer._metrics": ["FunctionMetric", "Metric", "Predictions"],
+            "tp_trainer._opening._boundaries": ["Interrupted"],
             "tp_trainer._running._history": ["EpochRecord", "History"],
             "tp_trainer._running._loop": ["Loop"],
             "tp_trainer._running._settings": ["Limits", "LogOptions", "SchedulerOptions", "Validation"],
-            "tp_trainer._running._signals": ["Interrupted"],
             "tp_trainer._steps._optimizer_step": ["GradientRules"],
             "tp_trainer._steps._step": ["Step"],
             "tp_trainer._trainer": ["Trainer"],

@@ -4,10 +4,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch.distributed as dist
 from torch import nn
-from tp_core.errors import ConfigError, ModelError
+from tp_core.errors import ConfigError
 from tp_core.internal import (
+    RanksBackend,
     check_above_zero,
     check_offload,
     describe_presharded,
@@ -96,25 +96,14 @@ class DdpOptions:
         check_above_zero(self, "bucket_cap_mb", "timeout_s")
 
 
-class DdpBackend(Backend[DdpOptions]):
+class DdpBackend(RanksBackend[DdpOptions]):
     """Runs one process per device, on one host or several, with an all-reduce of gradients."""
 
     name: ClassVar[str] = "ddp"
     options_type = DdpOptions
 
-    def assess(self, job: Job) -> Verdict:
-        """Fit several processes with one device each."""
-        environment, devices = job.environment, job.devices
-        if not dist.is_available():
-            return Verdict.unfit("this build of torch has no torch.distributed")
-        if environment.world_size == 1:
-            n = max(2, len(devices))
-            return Verdict.unfit(
-                "one process, and this takes one per device",
-                remedy=f"tp launch -n {n} script.py",
-            )
-        if len(devices) != 1:
-            return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
+    def assess_ranks(self, job: Job) -> Verdict:
+        """Fit a model of whole parameters."""
         traits = job.traits
         if traits is not None and traits.has_dtensors:
             return Verdict.unfit(
@@ -128,8 +117,8 @@ class DdpBackend(Backend[DdpOptions]):
             )
         return Verdict.fits(
             50,
-            f"{environment.world_size} processes on {environment.hosts} host(s), "
-            f"one device each, {devices[0].type}",
+            f"{job.environment.world_size} processes on {job.environment.hosts} host(s), "
+            f"one device each, {job.devices[0].type}",
         )
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
@@ -222,38 +211,21 @@ class FsdpOptions(FullyShardOptions):
         check_above_zero(self, "timeout_s")
 
 
-class FsdpBackend(Backend[FsdpOptions]):
+class FsdpBackend(RanksBackend[FsdpOptions]):
     """Runs one process per device; each process holds a shard of every parameter."""
 
     name: ClassVar[str] = "fsdp"
     options_type = FsdpOptions
 
-    def assess(self, job: Job) -> Verdict:
-        """Fit several processes with one device each, or one that offloads; name the sharded units."""
-        environment, devices = job.environment, job.devices
-        if not dist.is_available():
-            return Verdict.unfit("this build of torch has no torch.distributed")
-        try:
-            if environment.world_size == 1 and not self._has_use_alone(job):
-                n = max(2, len(devices))
-                return Verdict.unfit(
-                    "one process, and this shards over several", remedy=f"tp launch -n {n} script.py"
-                )
-            if len(devices) != 1:
-                return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
-            options = self.parse_options(job)
-            _check_ranks(options, environment.world_size)
-            return self._assess_model(job, options)
-        except (ConfigError, ModelError) as error:
-            return Verdict.unfit(str(error))
-
-    def _has_use_alone(self, job: Job) -> bool:
+    def has_use_alone(self, job: Job) -> bool:
         """Return whether one process can use it: to offload what one accelerator has no memory for."""
         devices = job.devices
         return len(devices) == 1 and devices[0].type != "cpu" and self.parse_options(job).offload is True
 
-    def _assess_model(self, job: Job, options: FsdpOptions) -> Verdict:
-        model, size = job.model, job.environment.world_size
+    def assess_ranks(self, job: Job) -> Verdict:
+        """Fit a plain model, or one that the user has sharded; name the sharded units."""
+        options, model, size = self.parse_options(job), job.model, job.environment.world_size
+        _check_ranks(options, size)
         over = (
             f"{size} process{'es' * (size > 1)}"
             if options.replicas == 1

@@ -28,7 +28,7 @@ def tp_loggers() -> Iterable[LoggerFactory]:
 
 
 def _report_app() -> Any:
-    from tp_trainer._report._command import report_app
+    from tp_trainer._report import report_app
 
     return report_app()
 

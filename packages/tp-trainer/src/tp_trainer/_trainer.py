@@ -52,13 +52,11 @@ if TYPE_CHECKING:
     from tp_core.plugins import Callback
 
     from tp_trainer._memory._requirements import MemoryTable, Work
-    from tp_trainer._metrics._evaluation import Predictions
-    from tp_trainer._metrics._metric import Metric
+    from tp_trainer._metrics import Metric, Predictions
     from tp_trainer._opening._boundaries import StepBoundaries
-    from tp_trainer._running._custom_loop import ManualStepEvents
     from tp_trainer._running._history import History
     from tp_trainer._running._log import RunLog
-    from tp_trainer._running._loop import Loop, LoopHooks
+    from tp_trainer._running._loop import Loop, LoopHooks, ManualStepEvents
     from tp_trainer._running._settings import (
         FitSettings,
         Limits,
@@ -70,7 +68,7 @@ if TYPE_CHECKING:
     )
     from tp_trainer._running._watchdog import Watchdog
     from tp_trainer._steps._loaders import BatchShares, Epochs
-    from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
+    from tp_trainer._steps._optimizer_step import GradientRules
     from tp_trainer.loggers._named import LogSpec
 
 
@@ -155,7 +153,8 @@ class Trainer:
             raise ConfigError(msg)
         check_name(plugins, backend)
         self.environment = LaunchEnvironment.read()
-        shows_progress(progress)  # which checks it
+        if not isinstance(progress, bool):
+            shows_progress(progress)  # which checks it
         self.progress = progress
         self._seed = seed
         self._precision: Precision = precision
@@ -504,9 +503,7 @@ class Trainer:
             with guard_stop_iteration():
                 return self._fit(model, optimizer, train_loader, settings)
         except (RuntimeError, MemoryError) as error:
-            from tp_trainer._memory._requirements import explain_out_of_memory
-
-            explain_out_of_memory(error, lambda: self.selection)
+            self._explain(error)
             raise
 
     def _fit(
@@ -514,7 +511,7 @@ class Trainer:
     ) -> "History":
         """Prepare the objects of a run, and train."""
         from tp_trainer._memory._requirements import Work
-        from tp_trainer._metrics._evaluation import Evaluator
+        from tp_trainer._metrics import Evaluator
         from tp_trainer._running._fit import FitHooks, train
         from tp_trainer._steps._loaders import Epochs
         from tp_trainer._steps._optimizer_step import OptimizerStep
@@ -555,7 +552,6 @@ class Trainer:
             hooks,
             watchdog,
             logs,
-            optimizer_step,
             models={"model": model},
             optimizers={"optimizer": optimizer_step.optimizer},
             schedulers={} if settings.scheduler is None else {"scheduler": settings.scheduler.scheduler},
@@ -616,7 +612,7 @@ class Trainer:
             ...         optimizer.step()
             ...         loop.log(loss=loss)  # doctest: +SKIP
         """
-        from tp_trainer._running._custom_loop import CustomLoopHooks
+        from tp_trainer._running._loop import CustomLoopHooks
         from tp_trainer._running._settings import limits_of
 
         check_loader("batches", batches)
@@ -696,7 +692,6 @@ class Trainer:
         hooks: "LoopHooks",
         watchdog: "Watchdog | None",
         logs: "RunLog",
-        optimizer_step: "OptimizerStep | None" = None,
         **own: Mapping[str, Any],
     ) -> "Loop":
         """Return the loop of a run; ``own`` has the models, optimizers and schedulers beside ``state``.
@@ -714,7 +709,6 @@ class Trainer:
             hooks=hooks,
             watchdog=watchdog,
             logs=logs,
-            optimizer_step=optimizer_step,
         )
 
     def _watchdog(self, timeout_s: float | None) -> "Watchdog | None":
@@ -778,9 +772,7 @@ class Trainer:
                 run = in_precision(self.session.run_several, self._precision, self.device)
                 output = run(step, list(map(self._prepare_model, models)), batch)
         except (RuntimeError, MemoryError) as error:
-            from tp_trainer._memory._requirements import explain_out_of_memory
-
-            explain_out_of_memory(error, lambda: self.selection)
+            self._explain(error)
             raise
         if self._shares is not None and torch.is_grad_enabled():
             self._shares.note_loss(output, batch)
@@ -840,9 +832,7 @@ class Trainer:
                 total = total_weight(session, units) if total is None else read_weight(total, name="total")
                 add_whole(session, loss, units, total=total, scale=scale, **graph)
         except (RuntimeError, MemoryError) as error:
-            from tp_trainer._memory._requirements import explain_out_of_memory
-
-            explain_out_of_memory(error, lambda: self.selection)
+            self._explain(error)
             raise
         if not self._has_run_backward:
             self._has_run_backward = True
@@ -931,9 +921,7 @@ class Trainer:
         try:
             return update.finish()
         except (RuntimeError, MemoryError) as error:  # the optimizer's state is made in its first step
-            from tp_trainer._memory._requirements import explain_out_of_memory
-
-            explain_out_of_memory(error, lambda: self.selection)
+            self._explain(error)
             raise
         finally:
             self._may_step = False
@@ -1012,8 +1000,7 @@ class Trainer:
 
         Collectives: broadcasts of buffers, gathers for the metrics, a gather and an all-reduce for the means.
         """
-        from tp_trainer._metrics._evaluation import evaluate, named_loaders
-        from tp_trainer._metrics._metric import check_metrics
+        from tp_trainer._metrics import check_metrics, evaluate, named_loaders
 
         check_model("evaluate()", model)
         check_callable("step", step)
@@ -1064,7 +1051,7 @@ class Trainer:
             ...     return {"class": model(batch[0]).argmax(1)}
             >>> trainer.predict(model, loader, step).save("classes.jsonl")  # doctest: +SKIP
         """
-        from tp_trainer._metrics._evaluation import Predictions
+        from tp_trainer._metrics import Predictions
 
         check_model("predict()", model)
         check_loader("loader", loader)
@@ -1195,6 +1182,12 @@ class Trainer:
         export_model(self.session, prepared, path, max_file_nbytes=max_file_nbytes)
 
     # -- session, preparation -------------------------------------------------------------------
+
+    def _explain(self, error: BaseException) -> None:
+        """Add a note to an error if memory has run out."""
+        from tp_trainer._memory._requirements import explain_out_of_memory
+
+        explain_out_of_memory(error, lambda: self.selection)
 
     @property
     def _session(self) -> Session | None:

@@ -20,7 +20,7 @@ from typing import (
     get_origin,
 )
 
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
     from torch import nn
@@ -207,6 +207,64 @@ class Backend(abc.ABC, Generic[OptionsT]):
         options = self.options_type(**given)
         check_option_types(options)
         return options
+
+
+class DevicesBackend(Backend[OptionsT]):
+    """A backend for one process that has several devices, with a replica of the model on each."""
+
+    def assess(self, job: "Job") -> Verdict:
+        """Fit one process with several devices, and a model of whole parameters."""
+        processes, count = job.environment.world_size, len(job.devices)
+        if processes > 1:
+            return Verdict.unfit(
+                f"launched as {processes} processes, and this is for several devices in one",
+                remedy="start the script without a launcher",
+            )
+        if count == 1:
+            return Verdict.unfit(f"one device, {job.devices[0]}, and this is for several")
+        if job.traits is not None and job.traits.has_sharded_parameters:
+            return Verdict.unfit("the model has sharded parameters, and replicas need whole ones")
+        return self.assess_devices(job)
+
+    @abc.abstractmethod
+    def assess_devices(self, job: "Job") -> Verdict:
+        """Return the verdict on a job of one process with several devices."""
+
+
+class RanksBackend(Backend[OptionsT]):
+    """A backend for several processes with one device each."""
+
+    def assess(self, job: "Job") -> Verdict:
+        """Fit several processes with one device each, with valid options and units."""
+        import torch.distributed as dist
+
+        devices = job.devices
+        if not dist.is_available():
+            return Verdict.unfit("this build of torch has no torch.distributed")
+        try:
+            if job.environment.world_size == 1 and not self.has_use_alone(job):
+                return Verdict.unfit(
+                    "one process, and this takes one per device",
+                    remedy=f"tp launch -n {max(2, len(devices))} script.py",
+                )
+            if len(devices) != 1:
+                return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
+            return self.assess_ranks(job)
+        except (ConfigError, ModelError) as error:
+            return Verdict.unfit(str(error))
+
+    def has_use_alone(self, job: "Job") -> bool:  # noqa: ARG002 - for overrides
+        """Return whether a single process can use the backend, too."""
+        return False
+
+    @abc.abstractmethod
+    def assess_ranks(self, job: "Job") -> Verdict:
+        """Return the verdict on a job of processes with one device each.
+
+        Raises:
+            ConfigError: The options do not fit the job, which is then the reason of the verdict.
+            ModelError: The model does not.
+        """
 
 
 # -- Checks of options ----------------------------------------------------------------------------

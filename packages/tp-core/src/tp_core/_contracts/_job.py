@@ -8,10 +8,10 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import nn
 
-from tp_core._data._step_outputs import LossReduction
 from tp_core._launch._environment import LaunchEnvironment
-from tp_core._tensors._slices import is_dtensor, is_sharded
+from tp_core.data._step_outputs import LossReduction
 from tp_core.errors import ConfigError
+from tp_core.tensors._slices import is_dtensor, is_sharded
 
 _GIB = 2**30
 

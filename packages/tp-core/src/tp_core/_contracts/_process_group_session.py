@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._ddp import ReductionWatch, SteppingDataParallel
 from tp_core._contracts._job import Job
-from tp_core._contracts._session import ReduceOp, Session, StepOutput, check_reduce_op
-from tp_core._data._batches import Share
-from tp_core._data._step_outputs import zero_backward
-from tp_core._tensors._inplace_weights import check_no_max_norm
+from tp_core._contracts._session import ReduceOp, Session, check_reduce_op
+from tp_core.data._batches import Share
+from tp_core.data._step_outputs import StepOutput, zero_backward
 from tp_core.errors import DisagreementError
+from tp_core.tensors._slices import check_no_max_norm
 
 T = TypeVar("T")
 

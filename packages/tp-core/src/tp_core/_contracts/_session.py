@@ -12,24 +12,22 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._blocks import repeated_blocks
 from tp_core._contracts._job import CompileOptions, Job
-from tp_core._data._batches import Share
-from tp_core._data._loader import PreparedLoader
 from tp_core._devices._transfer import move_module, recursive_to
-from tp_core._tensors._slices import (
+from tp_core.data._batches import Share
+from tp_core.data._loader import PreparedLoader
+from tp_core.data._step_outputs import StepOutput
+from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
+from tp_core.tensors._slices import (
     TensorSlice,
     check_initialized,
     check_no_first_fsdp,
     is_dtensor,
     is_sharded,
 )
-from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "min", "max"]
 """The element-wise reduction of several ranks' tensors."""
-
-StepOutput = Tensor | Mapping[str, Any]
-"""The output of a step: the loss, a scalar tensor, or a dict of values by name with the loss as "loss"."""
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 

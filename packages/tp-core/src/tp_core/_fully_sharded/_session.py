@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._job import CompileOptions
 from tp_core._contracts._process_group_session import ProcessGroupSession
-from tp_core._contracts._session import StepOutput
-from tp_core._data._batches import Share
 from tp_core._fully_sharded._optimizers import (
     WholeSteps,
     check_optimizer,
@@ -20,9 +18,11 @@ from tp_core._fully_sharded._optimizers import (
     move_state,
 )
 from tp_core._fully_sharded._sharding import Sharding, sharded_modules
-from tp_core._tensors._slices import is_dtensor
+from tp_core.data._batches import Share
+from tp_core.data._step_outputs import StepOutput
 from tp_core.errors import ConfigError, StepError
 from tp_core.state import whole
+from tp_core.tensors._slices import is_dtensor
 
 _SHARDS_ALONE = (
     "the loss was computed with a parameter of a unit that is fully sharded, outside of the unit's forward "

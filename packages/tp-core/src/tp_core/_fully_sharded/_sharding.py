@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tp_core._contracts._job import Job
-from tp_core._contracts._session import PerModule, StepOutput
+from tp_core._contracts._session import PerModule
 from tp_core._fully_sharded._optimizers import WholeParameters
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
 from tp_core._fully_sharded._units import find_units
-from tp_core._tensors._deferred import initial_value, materialize
-from tp_core._tensors._slices import check_no_first_fsdp, is_dtensor
+from tp_core.data._step_outputs import StepOutput
 from tp_core.errors import ModelError, StepError
+from tp_core.tensors._deferred import initial_value, materialize
+from tp_core.tensors._slices import check_no_first_fsdp, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

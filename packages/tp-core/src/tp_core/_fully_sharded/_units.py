@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tp_core._contracts._blocks import CONTAINERS, found_blocks, named_blocks
 from tp_core._fully_sharded._options import UnitRule
-from tp_core._tensors._inplace_weights import check_no_max_norm
 from tp_core.errors import ConfigError, ModelError
+from tp_core.tensors._slices import check_no_max_norm
 
 _LEAST_NBYTES = 4 * 2**20
 """The least size of a unit that is found by size: a smaller one is not worth its own collective."""

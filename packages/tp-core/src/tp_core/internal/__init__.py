@@ -7,27 +7,12 @@ from tp_core import _lazy
 if TYPE_CHECKING:
     from tp_core._builders import call_builder as call_builder
     from tp_core._builders import load_function as load_function
+    from tp_core._contracts._backend import DevicesBackend as DevicesBackend
+    from tp_core._contracts._backend import RanksBackend as RanksBackend
     from tp_core._contracts._backend import check_above_zero as check_above_zero
     from tp_core._contracts._blocks import repeated_blocks as repeated_blocks
     from tp_core._contracts._job import whole_model_arguments as whole_model_arguments
     from tp_core._contracts._session import PerModule as PerModule
-    from tp_core._data._batches import Envelope as Envelope
-    from tp_core._data._batches import split_evenly as split_evenly
-    from tp_core._data._rows import cat_rows as cat_rows
-    from tp_core._data._rows import is_array as is_array
-    from tp_core._data._rows import length_along as length_along
-    from tp_core._data._rows import split_rows as split_rows
-    from tp_core._data._seeding import device_rng_state as device_rng_state
-    from tp_core._data._seeding import preserve_rng_state as preserve_rng_state
-    from tp_core._data._seeding import seed_everything as seed_everything
-    from tp_core._data._seeding import seed_of as seed_of
-    from tp_core._data._seeding import seeded as seeded
-    from tp_core._data._seeding import set_device_rng_state as set_device_rng_state
-    from tp_core._data._step_outputs import SampleRows as SampleRows
-    from tp_core._data._step_outputs import join_rows as join_rows
-    from tp_core._data._step_outputs import row_count as row_count
-    from tp_core._data._step_outputs import zero_backward as zero_backward
-    from tp_core._data._user_loaders import iterates_itself as iterates_itself
     from tp_core._devices._resolve import device_of_rank as device_of_rank
     from tp_core._devices._resolve import free_nbytes as free_nbytes
     from tp_core._devices._transfer import move_module as move_module
@@ -65,36 +50,52 @@ if TYPE_CHECKING:
     from tp_core._messages import file_meant as file_meant
     from tp_core._messages import raised_where as raised_where
     from tp_core._pickling import dumps_by_value as dumps_by_value
-    from tp_core._tensors._atomic import atomic_part as atomic_part
-    from tp_core._tensors._atomic import showing_system_errors as showing_system_errors
-    from tp_core._tensors._atomic import sync_folder as sync_folder
-    from tp_core._tensors._atomic import write_atomically as write_atomically
-    from tp_core._tensors._digests import DIGESTS as DIGESTS
-    from tp_core._tensors._digests import INDEX as INDEX
-    from tp_core._tensors._digests import read_digests as read_digests
-    from tp_core._tensors._digests import records_of as records_of
-    from tp_core._tensors._ownership import Ownership as Ownership
-    from tp_core._tensors._ownership import lock_file_of as lock_file_of
-    from tp_core._tensors._ownership import run_in as run_in
-    from tp_core._tensors._slices import check_initialized as check_initialized
-    from tp_core._tensors._slices import is_dtensor as is_dtensor
+    from tp_core.data._batches import Envelope as Envelope
+    from tp_core.data._batches import split_evenly as split_evenly
+    from tp_core.data._rows import cat_rows as cat_rows
+    from tp_core.data._rows import is_array as is_array
+    from tp_core.data._rows import length_along as length_along
+    from tp_core.data._rows import split_rows as split_rows
+    from tp_core.data._seeding import device_rng_state as device_rng_state
+    from tp_core.data._seeding import preserve_rng_state as preserve_rng_state
+    from tp_core.data._seeding import seed_everything as seed_everything
+    from tp_core.data._seeding import seed_of as seed_of
+    from tp_core.data._seeding import seeded as seeded
+    from tp_core.data._seeding import set_device_rng_state as set_device_rng_state
+    from tp_core.data._step_outputs import SampleRows as SampleRows
+    from tp_core.data._step_outputs import join_rows as join_rows
+    from tp_core.data._step_outputs import row_count as row_count
+    from tp_core.data._step_outputs import zero_backward as zero_backward
+    from tp_core.data._user_loaders import iterates_itself as iterates_itself
     from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
     from tp_core.plugins._select import check_backend_name as check_backend_name
-    from tp_core.replicas._backward_order import leave_to_others as leave_to_others
     from tp_core.replicas._random import is_random_op as is_random_op
+    from tp_core.replicas._replicas import leave_to_others as leave_to_others
     from tp_core.state._optimizers import is_zero_redundancy as is_zero_redundancy
+    from tp_core.tensors._atomic import atomic_part as atomic_part
+    from tp_core.tensors._atomic import showing_system_errors as showing_system_errors
+    from tp_core.tensors._atomic import sync_folder as sync_folder
+    from tp_core.tensors._atomic import write_atomically as write_atomically
+    from tp_core.tensors._digests import DIGESTS as DIGESTS
+    from tp_core.tensors._digests import INDEX as INDEX
+    from tp_core.tensors._digests import read_digests as read_digests
+    from tp_core.tensors._ownership import Ownership as Ownership
+    from tp_core.tensors._ownership import lock_file_of as lock_file_of
+    from tp_core.tensors._ownership import run_in as run_in
+    from tp_core.tensors._slices import check_initialized as check_initialized
+    from tp_core.tensors._slices import is_dtensor as is_dtensor
 else:
     __getattr__, __dir__, __all__ = _lazy.lazy_exports(
         __name__,
         {
             "tp_core._builders": ["call_builder", "load_function"],
             "tp_core._contracts._blocks": ["repeated_blocks"],
-            "tp_core._contracts._backend": ["check_above_zero"],
+            "tp_core._contracts._backend": ["DevicesBackend", "RanksBackend", "check_above_zero"],
             "tp_core._contracts._job": ["whole_model_arguments"],
             "tp_core._contracts._session": ["PerModule"],
-            "tp_core._data._batches": ["Envelope", "split_evenly"],
-            "tp_core._data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
-            "tp_core._data._seeding": [
+            "tp_core.data._batches": ["Envelope", "split_evenly"],
+            "tp_core.data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
+            "tp_core.data._seeding": [
                 "device_rng_state",
                 "preserve_rng_state",
                 "seed_everything",
@@ -102,8 +103,8 @@ else:
                 "seeded",
                 "set_device_rng_state",
             ],
-            "tp_core._data._step_outputs": ["SampleRows", "join_rows", "row_count", "zero_backward"],
-            "tp_core._data._user_loaders": ["iterates_itself"],
+            "tp_core.data._step_outputs": ["SampleRows", "join_rows", "row_count", "zero_backward"],
+            "tp_core.data._user_loaders": ["iterates_itself"],
             "tp_core._devices._resolve": ["device_of_rank", "free_nbytes"],
             "tp_core._devices._transfer": ["move_module"],
             "tp_core._devices._tree": ["Container", "PerType", "containers"],
@@ -135,17 +136,17 @@ else:
             "tp_core._lazy": ["lazy_exports"],
             "tp_core._messages": ["did_you_mean", "file_meant", "raised_where"],
             "tp_core._pickling": ["dumps_by_value"],
-            "tp_core._tensors._atomic": [
+            "tp_core.tensors._atomic": [
                 "atomic_part",
                 "showing_system_errors",
                 "sync_folder",
                 "write_atomically",
             ],
-            "tp_core._tensors._digests": ["DIGESTS", "INDEX", "read_digests", "records_of"],
-            "tp_core._tensors._ownership": ["Ownership", "lock_file_of", "run_in"],
-            "tp_core._tensors._slices": ["check_initialized", "is_dtensor"],
+            "tp_core.tensors._digests": ["DIGESTS", "INDEX", "read_digests"],
+            "tp_core.tensors._ownership": ["Ownership", "lock_file_of", "run_in"],
+            "tp_core.tensors._slices": ["check_initialized", "is_dtensor"],
             "tp_core.plugins._select": ["KNOWN_BACKENDS", "check_backend_name"],
-            "tp_core.replicas._backward_order": ["leave_to_others"],
+            "tp_core.replicas._replicas": ["leave_to_others"],
             "tp_core.replicas._random": ["is_random_op"],
             "tp_core.state._optimizers": ["is_zero_redundancy"],
         },

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tp_core._contracts._logger import RunStatus as RunStatus
     from tp_core._contracts._session import Session as Session
     from tp_core.plugins._hooks import Command as Command
-    from tp_core.plugins._markers import hookimpl as hookimpl
+    from tp_core.plugins._hooks import hookimpl as hookimpl
     from tp_core.plugins._registry import registry as registry
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -40,8 +40,7 @@ else:
             "tp_core._contracts._job": ["Job"],
             "tp_core._contracts._logger": ["Logger", "LoggerFactory", "RunInfo", "RunStatus"],
             "tp_core._contracts._session": ["Session"],
-            "tp_core.plugins._hooks": ["Command"],
-            "tp_core.plugins._markers": ["hookimpl"],
+            "tp_core.plugins._hooks": ["Command", "hookimpl"],
             "tp_core.plugins._registry": ["registry"],
         },
     )

@@ -1,4 +1,4 @@
-"""The hooks of plugins, the kinds of contributions, their checks, and calls of plugins."""
+"""The hooks of plugins and their markers, the kinds of contributions, their checks, and calls of plugins."""
 
 import importlib
 import os
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
+import pluggy
+
 from tp_core.errors import ContractError
-from tp_core.plugins._markers import CONTRACT_VERSION, PROJECT_NAME, hookimpl, hookspec
 
 if TYPE_CHECKING:
     from tp_core._contracts._backend import Backend
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
     from tp_core._contracts._collate import CollateAdapter
     from tp_core._contracts._engine import Engine
     from tp_core._contracts._logger import LoggerFactory
+
+
+PROJECT_NAME = "tp"
+
+CONTRACT_VERSION = 1
+"""The major version of the hook contracts. A plugin declares the one it was built for as
+``tp_contract = 1``; a plugin for another one is left out, with a message."""
+
+hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+"""The decorator of a plugin's implementations of the hooks in :class:`tp_core.discovery.HookSpecs`."""
 
 
 # -- The hooks of plugins, the kinds of contributions, and their checks ---------------------------

@@ -17,6 +17,7 @@ from tp_core.plugins._hooks import (
     FIRST_PARTY,
     HOOKS,
     OWN_COMMANDS,
+    PROJECT_NAME,
     BrokenPlugin,
     Command,
     Contribution,
@@ -32,7 +33,6 @@ from tp_core.plugins._hooks import (
     name_of,
     word_of,
 )
-from tp_core.plugins._markers import PROJECT_NAME
 
 if TYPE_CHECKING:
     from tp_core._contracts._backend import Backend

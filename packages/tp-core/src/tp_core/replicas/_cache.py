@@ -10,7 +10,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tp_core._tensors._inplace_weights import check_no_max_norm
 from tp_core.errors import ModelError
 from tp_core.replicas._mirror import (
     OriginalBuffers,
@@ -22,6 +21,7 @@ from tp_core.replicas._mirror import (
     versions_of,
 )
 from tp_core.replicas._replica_modules import ReplicaModules, Structure, is_scripted
+from tp_core.tensors._slices import check_no_max_norm
 
 ForceCopies = bool | Literal["flat"]
 

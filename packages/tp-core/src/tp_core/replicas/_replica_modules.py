@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from tp_core._tensors._slices import is_sharded
 from tp_core.errors import ModelError
 from tp_core.replicas._mirror import Contents, OriginalBuffers, OwnBuffers, same_objects
+from tp_core.tensors._slices import is_sharded
 
 # -- Marks of a replica ---------------------------------------------------------------------------
 

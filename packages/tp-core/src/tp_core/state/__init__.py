@@ -5,14 +5,6 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from tp_core._tensors._digests import DIGEST_SIZE as DIGEST_SIZE
-    from tp_core._tensors._digests import FileRecord as FileRecord
-    from tp_core._tensors._digests import digest_of as digest_of
-    from tp_core._tensors._digests import record_of as record_of
-    from tp_core._tensors._files import read_tensors as read_tensors
-    from tp_core._tensors._files import tensor_infos as tensor_infos
-    from tp_core._tensors._files import write_tensors as write_tensors
-    from tp_core._tensors._slices import TensorInfo as TensorInfo
     from tp_core.state._files import TENSORS_FILE as TENSORS_FILE
     from tp_core.state._files import TENSORS_FOLDER as TENSORS_FOLDER
     from tp_core.state._files import Cut as Cut
@@ -34,13 +26,21 @@ if TYPE_CHECKING:
     from tp_core.state._training import load_whole_state as load_whole_state
     from tp_core.state._training import restore_state as restore_state
     from tp_core.state._training import restore_values as restore_values
+    from tp_core.tensors._digests import DIGEST_SIZE as DIGEST_SIZE
+    from tp_core.tensors._digests import FileRecord as FileRecord
+    from tp_core.tensors._digests import digest_of as digest_of
+    from tp_core.tensors._digests import record_of as record_of
+    from tp_core.tensors._files import read_tensors as read_tensors
+    from tp_core.tensors._files import tensor_infos as tensor_infos
+    from tp_core.tensors._files import write_tensors as write_tensors
+    from tp_core.tensors._slices import TensorInfo as TensorInfo
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "tp_core._tensors._digests": ["DIGEST_SIZE", "FileRecord", "digest_of", "record_of"],
-            "tp_core._tensors._files": ["read_tensors", "tensor_infos", "write_tensors"],
-            "tp_core._tensors._slices": ["TensorInfo"],
+            "tp_core.tensors._digests": ["DIGEST_SIZE", "FileRecord", "digest_of", "record_of"],
+            "tp_core.tensors._files": ["read_tensors", "tensor_infos", "write_tensors"],
+            "tp_core.tensors._slices": ["TensorInfo"],
             "tp_core.state._files": [
                 "TENSORS_FILE",
                 "TENSORS_FOLDER",

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_core._tensors._atomic import showing_system_errors
-from tp_core._tensors._digests import DigestingFile, FileRecord, without_checksums
-from tp_core._tensors._files import read_tensors, tensor_infos
-from tp_core._tensors._slices import TensorInfo, TensorSlice, is_dtensor
 from tp_core.errors import StateError
+from tp_core.tensors._atomic import showing_system_errors
+from tp_core.tensors._digests import DigestingFile, FileRecord, without_checksums
+from tp_core.tensors._files import read_tensors, tensor_infos
+from tp_core.tensors._slices import TensorInfo, TensorSlice, is_dtensor
 
 # -- Where a tensor of a checkpoint goes: a whole one, a slice of one, this rank's part of a DTensor
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tp_core._tensors._deferred import leaves_in
 from tp_core.errors import StateError
+from tp_core.tensors._deferred import leaves_in
 
 # -- Plain values as JSON, and back as they were: tuples, sets, counters, keys that are not strings
 # JSON would make lists of tuples and text of numbers that are keys, and a scheduler that looks its steps

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tp_core._tensors._slices import SHARDED_ATTRIBUTE, TensorInfo, TensorSlice, is_dtensor, is_sharded
 from tp_core.errors import StateError
 from tp_core.state._files import Cut, Place, StoredTensors, fill_from_whole, is_cut, slice_of
 from tp_core.state._optimizers import (
@@ -34,6 +33,7 @@ from tp_core.state._optimizers import (
     steps_whole,
 )
 from tp_core.state._plain import Get, StoredTensor, from_json, joined, refs_in, split, to_json
+from tp_core.tensors._slices import SHARDED_ATTRIBUTE, TensorInfo, TensorSlice, is_dtensor, is_sharded
 
 FORMAT = 1
 

@@ -5,14 +5,13 @@ import pytest
 # Before the first import of these modules: pytest rewrites assertions at import, to show their values.
 pytest.register_assert_rewrite(
     "tp_core.testing._adapter_conformance",
+    "tp_core.testing._backend_checks",
     "tp_core.testing._backend_conformance",
     "tp_core.testing._command_conformance",
     "tp_core.testing._engine_conformance",
     "tp_core.testing._kit",
     "tp_core.testing._logger_conformance",
     "tp_core.testing._plugin_conformance",
-    "tp_core.testing._session_checks",
-    "tp_core.testing._training_checks",
     "tp_core.testing._wrapper_checks",
 )
 

@@ -10,7 +10,7 @@ import torch
 
 from tp_core._contracts._backend import Verdict
 from tp_core._contracts._collate import CollateAdapter
-from tp_core._data._parts import Parts
+from tp_core.data._parts import Parts
 from tp_core.testing._kit import DeclaredLimits
 
 

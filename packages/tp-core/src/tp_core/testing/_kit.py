@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tp_core._contracts._backend import Backend
 from tp_core._contracts._job import Job
-from tp_core._contracts._session import Session, StepOutput
-from tp_core._data._batches import Share
-from tp_core._data._loader import PreparedLoader
-from tp_core._data._step_outputs import LossReduction
+from tp_core._contracts._session import Session
 from tp_core._devices._resolve import resolve_devices
 from tp_core._launch._environment import LaunchEnvironment
+from tp_core.data._batches import Share
+from tp_core.data._loader import PreparedLoader
+from tp_core.data._step_outputs import LossReduction, StepOutput
 from tp_core.errors import ConfigError
 from tp_core.testing._ranks import run_ranks
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tp_core.errors import StateError
-from tp_core.internal import INDEX, read_digests, records_of, sync_folder
+from tp_core.internal import INDEX, read_digests, sync_folder
 from tp_core.plugins import Session
 from tp_core.state import DIGEST_SIZE, FileRecord, digest_of, from_json, record_of, to_json
 
@@ -290,9 +290,8 @@ def _problem_of_all(path: Path, session: Session) -> str | None:
     if failure is not None:
         kind, text = failure
         raise kind(text)
-    # A host without the folder, or without xxhash, checks nothing; if it must read the folder, that raises.
-    can_read = path.is_dir() and all(file.can_be_checked for file in files.values())
-    seen = session.gather_objects(session.is_main or can_read)
+    # A host without the folder checks nothing; if it must read the folder, that raises.
+    seen = session.gather_objects(session.is_main or path.is_dir())
     readers = [rank for rank, sees in enumerate(seen) if sees]
     mine = {n: f for n, f in files.items() if readers[_writer_of(n) % len(readers)] == session.rank}
     return next(filter(None, session.gather_objects(_problem_in(path, mine))), None)
@@ -385,8 +384,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in ``folder``.
 
     Raises:
-        FormatError: The checkpoint has another version's format, or this process lacks the package for its
-            digests.
+        FormatError: The checkpoint has another version's format.
         StateError: The manifest is missing, or was changed.
     """
     path = folder / MANIFEST
@@ -411,12 +409,10 @@ def read_manifest(folder: Path) -> Manifest:
                 "the version that wrote it, or give another folder"
             )
             raise FormatError(msg)
-        files = records_of(values["files"], path)
+        files = {str(name): FileRecord(**record) for name, record in values["files"].items()}
         return Manifest(values["step"], dict(values["metrics"]), files)
     except FormatError:
         raise
-    except StateError as error:
-        raise FormatError(str(error)) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # not written by this package
         msg = f"{path} is not a manifest: {error!r}"
         raise StateError(msg) from error

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.data import PreparedLoader, StepOutput
 
-from tp_trainer._metrics._evaluation import Evaluator, metric_for_scheduler, without_metrics
+from tp_trainer._metrics import Evaluator, metric_for_scheduler, without_metrics
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._running._history import History
 from tp_trainer._running._loop import Loop, LoopHooks
@@ -36,6 +36,7 @@ class FitHooks(LoopHooks):
     """
 
     counts_batches = False
+    optimizer_step: OptimizerStep
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""A buffer between a run and its loggers: it keeps tensors on their devices and reads many at once."""
+"""The log of a run, between it and its loggers: it keeps tensors on their devices and reads many at once."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -31,48 +31,90 @@ log = logging.getLogger("tp_trainer")
 Number = float | Tensor
 
 
-class LogBuffer:
-    """Buffers the numbers of steps, and sends them to loggers every few steps and at the end.
+class RunLog:
+    """Buffers the numbers of a run, and sends them to the loggers every few steps and at the end.
 
-    Adding a number does not wait for an accelerator. The value is copied on its device, and :meth:`flush`
-    reads all values in one transfer. Numbers of one step form one row.
+    Rank 0 opens, feeds and closes the loggers; all ranks make the same calls. Adding a number does not wait
+    for an accelerator. The value is copied on its device, and :meth:`flush` reads all values in one transfer.
+    Numbers of one step form one row.
 
     A logger that raises during the run is logged and left out, and the run continues: training is worth more
     than its rows. A logger that raises in its ``open()`` ends the run.
 
     Args:
-        loggers: The loggers; none on all ranks but rank 0, where every call returns at once.
+        session: The session of the run.
+        loggers: The loggers; none for a run that logs nothing.
         every_steps: How many optimizer steps lie between two reads.
+        folder: The folder of the run's checkpoints, or ``None``.
+        facts: Returns facts about the run, by fields of `RunInfo`; called on rank 0 alone.
+
+    Attributes:
+        is_asked: Whether the run logs anything, on all ranks alike.
+        every: How many optimizer steps lie between two reads.
     """
 
-    def __init__(self, loggers: Sequence[Logger], *, every_steps: int = 50) -> None:
-        self.every_steps = every_steps
-        self._loggers = list(loggers)
+    def __init__(
+        self,
+        session: Session,
+        loggers: Iterable[Logger] = (),
+        *,
+        every_steps: int = 50,
+        folder: Path | None = None,
+        facts: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        asked = list(loggers)
+        self.is_asked = bool(asked)
+        self.every = every_steps
+        self._session, self._folder, self._facts = session, folder, facts
+        self._loggers = asked if session.is_main else []
         self._failed: set[int] = set()
         self._rows: list[tuple[int, int, dict[str, Number]]] = []
         self._last_states: dict[int, dict[str, Any]] = {}
         self._is_open = False
 
-    def __bool__(self) -> bool:
+    @property
+    def is_on(self) -> bool:
+        """Whether this rank has a logger."""
         return bool(self._loggers)
 
-    def open(self, info: RunInfo) -> None:
-        """Open every logger; if one cannot be opened, close the earlier ones."""
+    def open(self, *, resumed: bool, step: int, epoch: int) -> None:
+        """Open the loggers; if one cannot be opened, close the earlier ones.
+
+        Raises:
+            TpError: A logger cannot be opened; on all ranks.
+
+        Collectives: one broadcast, if the run logs anything.
+        """
+        if not self.is_asked:
+            return
+        failure: Exception | None = None
         opened: list[Logger] = []
         try:
-            for logger in self._loggers:
-                logger.open(info)
-                opened.append(logger)
-            self._is_open = True
-        except BaseException:
-            for logger in opened:
-                logger.close("failed")
-            raise
+            if self.is_on:
+                where: dict[str, Any] = {"resumed": resumed, "step": step, "epoch": epoch}
+                info = RunInfo(folder=self._folder, **where, **self._facts())
+                for logger in self._loggers:
+                    logger.open(info)
+                    opened.append(logger)
+                self._is_open = True
+        except Exception as error:  # noqa: BLE001 - all ranks raise it together
+            failure = error
+        finally:
+            if not self._is_open:
+                for logger in opened:
+                    logger.close("failed")
+        # Before rank 0 raises: the other ranks would wait for it in the first step.
+        failure_text = self._session.broadcast(None if failure is None else str(failure) or repr(failure))
+        if failure is not None:
+            raise failure
+        if failure_text is not None:
+            msg = f"the first rank could not open a logger: {failure_text}"
+            raise ConfigError(msg)
 
     # -- the hot path ---------------------------------------------------------------------------
 
     def add(self, numbers: Mapping[str, Number], *, step: int, epoch: int) -> None:
-        """Buffer numbers of a step; the last value of a name counts.
+        """Buffer numbers of a step, without waiting for the accelerator; the last value of a name counts.
 
         Raises:
             ConfigError: A value is not a number or a tensor of one element.
@@ -84,10 +126,6 @@ class LogBuffer:
             self._rows[-1][2].update(kept)
         else:
             self._rows.append((step, epoch, kept))
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to read the buffer after this step."""
-        return step % self.every_steps == 0
 
     def flush(self) -> None:
         """Read the buffer and send it to the loggers."""
@@ -108,25 +146,34 @@ class LogBuffer:
         self._each(lambda logger: logger.event(kind, facts, step=step, epoch=epoch))
 
     def close(self, status: RunStatus) -> None:
-        """Send the rest and close every open logger."""
-        if self._is_open:
-            self.flush()
-            self._each(lambda logger: logger.close(status))
+        """Send the rest and close every open logger. A failure is logged and not raised."""
+        try:
+            if self._is_open:
+                self.flush()
+                self._each(lambda logger: logger.close(status))
+        except Exception:
+            log.exception("the last numbers of the run could not be logged")
         self._is_open, self._loggers = False, []
 
     def state_dict(self) -> dict[str, Any]:
-        """Send the rest, and return the loggers' states, for a checkpoint."""
+        """Send the rest, and return the loggers' states for a checkpoint, the same on all ranks.
+
+        Collectives: one broadcast over several ranks.
+        """
         if self._is_open:
             self.flush()
-            states: dict[int, dict[str, Any]] = {}
-            self._each(lambda logger: states.update({self._position(logger): logger.state_dict()}))
-            self._last_states |= states  # a failed logger keeps its last state, for a resumed run
-        return {
-            "loggers": [
-                {"name": logger.name, "state": self._last_states.get(position, {})}
-                for position, logger in enumerate(self._loggers)
-            ]
-        }
+            for position in range(len(self._loggers)):
+                # A logger that fails keeps its last state, for a resumed run.
+                self._call(
+                    position, lambda one, at=position: self._last_states.update({at: one.state_dict()})
+                )
+        states = [
+            {"name": logger.name, "state": self._last_states.get(position, {})}
+            for position, logger in enumerate(self._loggers)
+        ]
+        if self._session.world_size > 1:
+            states = self._session.broadcast(states)
+        return {"loggers": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the loggers from a checkpoint; loggers without a state there start fresh."""
@@ -140,20 +187,21 @@ class LogBuffer:
 
     # -- failures of loggers --------------------------------------------------------------------
 
-    def _position(self, logger: Logger) -> int:
-        return next(i for i, other in enumerate(self._loggers) if other is logger)
-
     def _each(self, call: Any) -> None:
-        for position, logger in enumerate(self._loggers):
-            if position in self._failed:
-                continue
-            try:
-                call(logger)
-            except Exception:
-                self._failed.add(position)
-                log.exception("the logger %r failed and gets no more of this run; it continues", logger.name)
-                with suppress(Exception):  # to release the lock of its file
-                    logger.close("failed")
+        for position in range(len(self._loggers)):
+            self._call(position, call)
+
+    def _call(self, position: int, call: Any) -> None:
+        if position in self._failed:
+            return
+        logger = self._loggers[position]
+        try:
+            call(logger)
+        except Exception:
+            self._failed.add(position)
+            log.exception("the logger %r failed and gets no more of this run; it continues", logger.name)
+            with suppress(Exception):  # to release the lock of its file
+                logger.close("failed")
 
 
 def _kept(name: str, value: Any) -> Number:
@@ -182,105 +230,7 @@ def _read(tensors: list[Tensor]) -> Any:
     return iter(values)
 
 
-# -- The loggers of a run. Rank 0 opens, feeds and closes them; all ranks make the same calls -----
-
-
-class RunLog:
-    """The log of a run: what it sends to its loggers.
-
-    Args:
-        session: The session of the run.
-        loggers: The loggers; none for a run that logs nothing.
-        every_steps: After how many optimizer steps numbers are read.
-        folder: The folder of the run's checkpoints, or ``None``.
-        facts: Returns facts about the run, by fields of `RunInfo`; called on rank 0 alone.
-
-    Attributes:
-        is_asked: Whether the run logs anything, on all ranks alike.
-        every: After how many optimizer steps numbers are read.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        loggers: Iterable[Logger] = (),
-        *,
-        every_steps: int = 50,
-        folder: Path | None = None,
-        facts: Callable[[], dict[str, Any]] = dict,
-    ) -> None:
-        asked = list(loggers)
-        self.is_asked = bool(asked)
-        self.every = every_steps
-        self._session, self._folder, self._facts = session, folder, facts
-        self._buffer = LogBuffer(asked if session.is_main else [], every_steps=every_steps)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether this rank has a logger."""
-        return bool(self._buffer)
-
-    def open(self, *, resumed: bool, step: int, epoch: int) -> None:
-        """Open the loggers.
-
-        Raises:
-            TpError: A logger cannot be opened; on all ranks.
-
-        Collectives: one broadcast, if the run logs anything.
-        """
-        if not self.is_asked:
-            return
-        failure: Exception | None = None
-        if self.is_on:
-            try:
-                where: dict[str, Any] = {
-                    "folder": self._folder,
-                    "resumed": resumed,
-                    "step": step,
-                    "epoch": epoch,
-                }
-                self._buffer.open(RunInfo(**where, **self._facts()))
-            except Exception as error:  # noqa: BLE001 - all ranks raise it together
-                failure = error
-        # Before rank 0 raises: the other ranks would wait for it in the first step.
-        failure_text = self._session.broadcast(None if failure is None else str(failure) or repr(failure))
-        if failure is not None:
-            raise failure
-        if failure_text is not None:
-            msg = f"the first rank could not open a logger: {failure_text}"
-            raise ConfigError(msg)
-
-    def add(self, numbers: Mapping[str, Any], *, step: int, epoch: int) -> None:
-        """Buffer numbers of a step, without waiting for the accelerator."""
-        self._buffer.add(numbers, step=step, epoch=epoch)
-
-    def flush(self) -> None:
-        """Send the buffered numbers to the loggers."""
-        self._buffer.flush()
-
-    def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
-        """Log an event."""
-        self._buffer.event(kind, facts, step=step, epoch=epoch)
-
-    def close(self, status: RunStatus) -> None:
-        """Send the remaining numbers and close the loggers. A failure is logged and not raised."""
-        try:
-            self._buffer.close(status)
-        except Exception:
-            log.exception("the last numbers of the run could not be logged")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of the loggers, the same on all ranks.
-
-        Collectives: one broadcast over several ranks.
-        """
-        state = self._buffer.state_dict()
-        found: dict[str, Any] = self._session.broadcast(state) if self._session.world_size > 1 else state
-        return found
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the loggers from their states in a checkpoint."""
-        self._buffer.load_state_dict(state)
+# -- The log that `fit` and `loop` asked for --------------------------------------------------------
 
 
 def plan_log(

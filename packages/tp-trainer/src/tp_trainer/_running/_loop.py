@@ -4,8 +4,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,23 +21,29 @@ from tp_core.plugins import RunStatus, RunView, Session
 
 from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._checks import check_positive
-from tp_trainer._metrics._metric import GatherInterruptedError
+from tp_trainer._metrics import GatherInterruptedError, numbers_in
 from tp_trainer._opening._agreement import check_same, check_same_optimizers
-from tp_trainer._opening._boundaries import StepBoundaries
+from tp_trainer._opening._boundaries import Decision, Interrupted, SignalWatch, StepBoundaries, interrupted
+from tp_trainer._running._callbacks import Events
 from tp_trainer._running._history import EpochRecord, History
 from tp_trainer._running._log import RunLog
 from tp_trainer._running._progress import Reporter, Ticker
-from tp_trainer._running._saving import Saving
 from tp_trainer._running._settings import Limits, LoopSettings, seconds_of
-from tp_trainer._running._signals import Decision, Interrupted, SignalWatch, interrupted
-from tp_trainer._running._state import RunState, Trained
-from tp_trainer._running._user_state import UserState, unsaved_averages, unsaved_optimizers
+from tp_trainer._running._state import (
+    RunState,
+    Saving,
+    Trained,
+    UserState,
+    unsaved_averages,
+    unsaved_optimizers,
+)
 from tp_trainer._steps._meter import Meter
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._step import LossScaler, guard_stop_iteration
 
 if TYPE_CHECKING:
     from tp_trainer._running._watchdog import Watchdog
+
 
 log = logging.getLogger("tp_trainer")
 
@@ -53,10 +59,12 @@ class LoopHooks:
     Attributes:
         counts_batches: Whether the loop itself counts batches and samples, as it sees no losses.
         skips_nonfinite: Whether steps with a NaN or infinite loss are left out of the means.
+        optimizer_step: Makes the optimizer steps of ``fit``.
     """
 
     counts_batches: bool = True
     skips_nonfinite: bool = False
+    optimizer_step: OptimizerStep | None = None
 
     def validate(self, boundaries: StepBoundaries | None, max_batches: int | None) -> Mapping[str, float]:
         """Return the means of a validation.
@@ -127,10 +135,9 @@ class Loop:
         self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)
         self._boundaries = StepBoundaries(session)
         self._signals = SignalWatch(session, self._boundaries, catches=self._saving is not None)
-        self._reporter = Reporter(
-            progress=settings.progress if session.is_main else False, epochs=limits.epochs
-        )
-        self._ticker = Ticker("", 0, math.inf)
+        shows = session.is_main and settings.progress is not False
+        self._reporter = Reporter(progress=settings.progress) if shows else None
+        self._ticker: Ticker | None = None
         self.state = settings.state
 
         # The position of the run.
@@ -320,7 +327,7 @@ class Loop:
             open_.callback(saving.checkpointer.close)
             if saving.resume(self._settings.resume):
                 done = f"epoch {state.epoch}, {state.first} batches of it done"
-                self._reporter.say(f"resumed from {saving.last}: {done}")
+                self._say(f"resumed from {saving.last}: {done}")
         self._steps_before_epoch = state.step - (state.first // self._accumulate)
         self._done = state.first
         self._can_ask = (
@@ -396,7 +403,7 @@ class Loop:
                 self._send_checkpoint_of(self._saving.finish)
             self._logs.flush()
             if self._ending is not None:
-                self._reporter.say(f"ended after step {self.step}: {self._ending}")
+                self._say(f"ended after step {self.step}: {self._ending}")
             self._events.send("on_fit_end", self)
 
     def _has_ended(self) -> bool:
@@ -443,7 +450,8 @@ class Loop:
         sends_step_end = self._events.has("on_step_end")
         boundaries, now = self._boundaries, time.monotonic
         done = first
-        shown = self._reporter.epoch(self.epoch, steps, first=first)
+        reporter = self._reporter
+        shown = nullcontext() if reporter is None else reporter.epoch(self._epoch_label(), steps, first=first)
         with guard_stop_iteration(), shown as self._ticker, self._watching():
             self._next_look = self._at_boundary(done)
             if self._ending is None:
@@ -513,7 +521,7 @@ class Loop:
         since limits are the same and everything else is agreed on in `_decide`.
         """
         limits, ticker, steps = self._limits, self._ticker, self._steps
-        if time.monotonic() >= ticker.next_update:
+        if ticker is not None and time.monotonic() >= ticker.next_update:
             ticker.update(done, self.meter.last_loss)
         step, looks = self.step, [math.inf]
         self._run_state.step, self._is_in_step = step, False
@@ -552,7 +560,9 @@ class Loop:
         self._due_at = min(self._ends_at, math.inf if saving is None else saving.checkpointer.due_at)
         # With several ranks the boundaries' thread reads it: a rank that asked by its own clock would ask
         # alone, as test_ranks_save_and_end_by_the_clock_of_the_first shows.
-        self._wake_at = min(ticker.next_update, self._due_at if self.world_size == 1 else math.inf)
+        self._wake_at = self._due_at if self.world_size == 1 else math.inf
+        if ticker is not None:
+            self._wake_at = min(self._wake_at, ticker.next_update)
         self._is_in_step = True
         return min(looks)
 
@@ -595,7 +605,7 @@ class Loop:
         record = self._record()
         hooks.step_schedulers(record.train, record.val)
         state.records.append(record)
-        self._reporter.done(record)
+        self._say(f"{self._epoch_label()}  {record}")
         self._events.send("on_epoch_end", self)
         if self._session.data_size > 1:
             check_same_optimizers(
@@ -637,7 +647,7 @@ class Loop:
         state.seconds = seconds
         self._save(done, self.meter)
         state.records.append(record)
-        self._reporter.done(record)
+        self._say(f"{self._epoch_label()}  {record}")
 
     def _record(self) -> EpochRecord:
         """Validate, and return the record of the epoch.
@@ -661,6 +671,16 @@ class Loop:
         self._logs.add(numbers, step=self.step, epoch=self.epoch)
         self._logs.flush()
         return record
+
+    def _epoch_label(self) -> str:
+        epochs = self._limits.epochs
+        return f"epoch {self.epoch}" if epochs is None else f"epoch {self.epoch}/{epochs}"
+
+    def _say(self, line: str) -> None:
+        """Log a line, and show it if the run shows progress."""
+        log.info(line)
+        if self._reporter is not None:
+            self._reporter.say(line)
 
     # -- validation, logs, checkpoints, interruption --------------------------------------------
 
@@ -794,7 +814,6 @@ def build_loop(
     hooks: LoopHooks,
     watchdog: "Watchdog | None",
     logs: RunLog,
-    optimizer_step: OptimizerStep | None = None,
 ) -> Loop:
     """Return a loop that is ready to start, after a check that all ranks have the same arguments.
 
@@ -820,7 +839,7 @@ def build_loop(
         check_same(session, {**settings.facts(steps), **hooks.facts(), **kinds})
     if session.data_size > 1:
         check_same_optimizers(session, targets.trained.optimizers)
-    state = RunState(session, targets.trained, user_state, train, optimizer_step)
+    state = RunState(session, targets.trained, user_state, train, hooks.optimizer_step)
     return Loop(session, settings, state, train, hooks=hooks, logs=logs, steps=steps, watchdog=watchdog)
 
 
@@ -923,3 +942,98 @@ def classify_state(
             )
             raise ConfigError(msg)
     return CheckpointTargets(Trained(models, optimizers, schedulers, scaler), tuple(others))
+
+
+# -- Hooks of a custom loop: its validation, and the events of its steps --------------------------
+
+
+class CustomLoopHooks(LoopHooks):
+    """The hooks of a custom loop, in which the user's code makes the steps.
+
+    Args:
+        session: The session that runs the steps.
+        events: The run's events.
+        validate: The user's function; called if the run has a validation.
+        evaluating: Returns a context in which a signal ends the trainer's evaluations at a boundary.
+        sending: Returns a context in which the trainer sends the events of the steps that it makes.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        events: Events,
+        validate: Callable[[], Mapping[str, float]],
+        *,
+        evaluating: Callable[[StepBoundaries | None], AbstractContextManager[None]],
+        sending: Callable[["ManualStepEvents"], AbstractContextManager[None]],
+    ) -> None:
+        self._session, self._events, self._validate = session, events, validate
+        self._evaluating, self._sending = evaluating, sending
+
+    def validate(
+        self,
+        boundaries: StepBoundaries | None,
+        max_batches: int | None,  # noqa: ARG002 - the user's function has its own loaders
+    ) -> Mapping[str, float]:
+        """Return the numbers of the user's validation. A signal ends its evaluations early."""
+        with self._evaluating(boundaries):
+            return numbers_in(self._validate())
+
+    @contextmanager
+    def while_open(self, loop: RunView) -> Iterator[None]:
+        """Send the events of the steps made within the context, if a callback has them."""
+        if not self._events.has("on_backward_end") and not self._events.has("on_optimizer_step"):
+            yield
+            return
+        events = ManualStepEvents(self._session, loop, self._events)
+        with events.watching(loop.optimizers.values()), self._sending(events):
+            yield
+
+
+class ManualStepEvents:
+    """Sends the events of a custom loop: after each backward pass, and before each optimizer step.
+
+    Args:
+        session: The session that runs the steps.
+        loop: The loop that callbacks get.
+        events: The run's events.
+
+    Attributes:
+        has_step_event: Whether a callback has the event of optimizer steps.
+        is_sent: Whether `Trainer.update` sends the event of this optimizer step, so that the hook must not.
+    """
+
+    def __init__(self, session: Session, loop: RunView, events: Events) -> None:
+        self._session, self._loop, self._events = session, loop, events
+        self.has_step_event = events.has("on_optimizer_step")
+        self.is_sent = False
+
+    def backward_end(self) -> None:
+        """Send the event after a backward pass."""
+        self._events.send("on_backward_end", self._loop)
+
+    def optimizer_step(self, grad_norm: Tensor) -> None:
+        """Send the event before an optimizer step."""
+        self._events.send("on_optimizer_step", self._loop, grad_norm)
+
+    @contextmanager
+    def watching(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """Send the event of each optimizer step within the context, with the norm of its gradients.
+
+        Collectives: as in `Session.grad_norm`, in each step, if a callback has the event.
+        """
+        watched = optimizers if self.has_step_event else ()
+        handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in watched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # A closure computes the gradients within the step, maybe several times: there is no norm yet.
+        takes_closure = any(callable(value) for value in (*arguments[1:], options.get("closure")))
+        if self.is_sent or takes_closure:
+            return
+        trained = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+        self.optimizer_step(self._session.grad_norm(trained))

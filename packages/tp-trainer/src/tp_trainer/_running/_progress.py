@@ -1,6 +1,5 @@
 """The progress of a run: a bar on a terminal or in a notebook, plain lines elsewhere."""
 
-import logging
 import math
 import sys
 import time
@@ -10,10 +9,6 @@ from contextlib import contextmanager
 from tp_core.internal import NotebookOutput, in_notebook, shows_progress
 from tp_core.internal import Progress as Shown
 
-from tp_trainer._running._history import EpochRecord
-
-log = logging.getLogger("tp_trainer")
-
 Show = Callable[[int, float | None], None]
 
 _BAR_INTERVAL_S = 0.1
@@ -22,30 +17,26 @@ _LINE_INTERVAL_S = 30.0
 
 
 class Reporter:
-    """Shows the progress of an epoch, and its record.
+    """Shows the progress of epochs, and lines about the run.
 
     Args:
-        progress: Whether to show progress; ``False``, as on all ranks but rank 0, shows nothing.
-        epochs: The number of epochs; ``None`` if it is not known.
+        progress: As for the trainer, and not ``False``.
     """
 
-    def __init__(self, *, progress: Shown, epochs: int | None) -> None:
-        self._enabled = progress is not False
+    def __init__(self, *, progress: Shown) -> None:
         self._has_lines = shows_progress(progress)
-        self._of = "" if epochs is None else f"/{epochs}"
         self._on_terminal = self._has_lines and sys.stderr.isatty()
-        self._notebook = NotebookOutput() if self._enabled and in_notebook() else None
+        self._notebook = NotebookOutput() if in_notebook() else None
 
     @contextmanager
-    def epoch(self, number: int, steps: int, *, first: int = 0) -> "Iterator[Ticker]":
-        """Show epoch ``number`` of ``steps`` steps for the length of a ``with`` block.
+    def epoch(self, label: str, steps: int, *, first: int = 0) -> "Iterator[Ticker]":
+        """Show an epoch of ``steps`` steps for the length of a ``with`` block.
 
         Args:
-            number: The epoch, from 1.
+            label: The text for the epoch.
             steps: The number of its steps.
             first: How many of them the run had done before it was resumed.
         """
-        label = f"epoch {number}{self._of}"
         if self._notebook is not None:
             move = self._notebook.bar(label, steps)
             yield Ticker(
@@ -84,16 +75,11 @@ class Reporter:
 
             yield Ticker(label, steps, _BAR_INTERVAL_S, show, first=first)
 
-    def done(self, record: EpochRecord) -> None:
-        """Show and log the record of an epoch."""
-        self.say(f"epoch {record.epoch}{self._of}  {record}")
-
     def say(self, line: str) -> None:
-        """Show and log a line."""
-        log.info(line)
+        """Show a line."""
         if self._notebook is not None:
             self._notebook.add(line)
-        elif self._enabled:
+        else:
             print(line, file=sys.stderr, flush=True)
 
 

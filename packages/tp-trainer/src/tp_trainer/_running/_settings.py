@@ -20,8 +20,7 @@ from tp_trainer._checks import (
     check_scheduler,
     check_seconds,
 )
-from tp_trainer._metrics._evaluation import named_loaders
-from tp_trainer._metrics._metric import Metric, check_metrics
+from tp_trainer._metrics import Metric, check_metrics, named_loaders
 from tp_trainer._running._callbacks import Events
 from tp_trainer._steps._optimizer_step import GradientRules
 from tp_trainer._steps._step import Step

@@ -60,24 +60,6 @@ def add_whole(
     session.backward(loss if scale == 1.0 else loss * scale, None, **graph)
 
 
-def add_part(session: Session, loss: Tensor, weight: float, *, unit: float, scale: float = 1.0) -> None:
-    """Add the gradient of a batch, before the total weight of the optimizer step is known.
-
-    The sum of gradients must then be multiplied by ``unit * session.data_size / total``.
-
-    Args:
-        session: The session that runs the steps.
-        loss: As in :func:`add_whole`.
-        weight: As in :func:`add_whole`.
-        unit: About the weight of one rank's batch, the same on all ranks. It keeps the gradients near their
-            final size.
-        scale: A factor on the loss.
-
-    Collectives: as in `Session.backward`.
-    """
-    add_whole(session, loss, weight, total=unit * session.data_size, scale=scale)
-
-
 def add_nothing(session: Session, loss: Tensor, **graph: bool) -> None:
     """Take part in the backward pass of the other ranks, and add zeros to the gradients.
 
@@ -253,7 +235,9 @@ class OptimizerStep:
         self._batches += 1
         if self.unit is None and (total := total_weight(session, weight)):
             self.unit = near_power_of_two(total / session.data_size)
-        add_part(session, loss, weight, unit=self.unit or 1.0, scale=scale)
+        # The total is not known yet: `_weighted_factor` corrects it. A unit of about the weight of one rank's
+        # batch keeps the gradients near their final size.
+        add_whole(session, loss, weight, total=(self.unit or 1.0) * session.data_size, scale=scale)
 
     def finish(self) -> bool:
         """Step the optimizer with the accumulated gradients, and return whether the step was made.

@@ -2,7 +2,7 @@
 
 from tp_core.testing import AdapterConformance, PluginConformance
 
-from my_plugin.adapter import MyPluginAdapter
+from my_plugin import MyPluginAdapter
 
 
 class TestPlugin(PluginConformance):

@@ -10,7 +10,7 @@ from tp_core.testing import PluginConformance
 from tp_trainer import Trainer
 from tp_trainer.testing import CallbackConformance
 
-from my_plugin.callback import MyPluginCallback
+from my_plugin import MyPluginCallback
 
 
 class TestPlugin(PluginConformance):

@@ -6,8 +6,7 @@ from tp_core import resolve_devices
 from tp_core.testing import CommandConformance, PluginConformance
 from typer.testing import CliRunner
 
-from my_plugin import COMMAND
-from my_plugin.command import app
+from my_plugin import COMMAND, load_app
 
 
 class TestPlugin(PluginConformance):
@@ -21,6 +20,6 @@ class TestCommand(CommandConformance):
 
 
 def test_it_prints_the_devices_as_json() -> None:
-    result = CliRunner().invoke(app, ["--json"])
+    result = CliRunner().invoke(load_app(), ["--json"])
     assert result.exit_code == 0
     assert json.loads(result.stdout) == [str(device) for device in resolve_devices("auto")]

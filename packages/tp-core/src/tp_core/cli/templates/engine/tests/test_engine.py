@@ -2,7 +2,7 @@
 
 from tp_core.testing import EngineConformance, PluginConformance
 
-from my_plugin.engine import MyPluginEngine
+from my_plugin import MyPluginEngine
 
 
 class TestPlugin(PluginConformance):

@@ -10,7 +10,7 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import Logger, RunInfo
 from tp_core.testing import LoggerConformance, PluginConformance
 
-from my_plugin.logger import MyPluginLogger
+from my_plugin import MyPluginLogger
 
 
 class TestPlugin(PluginConformance):

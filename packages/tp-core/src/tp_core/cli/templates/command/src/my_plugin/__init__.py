@@ -4,21 +4,35 @@ tp loads this module with all other plugins at its first question, so it imports
 in functions only.
 """
 
+import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from tp_core.plugins import Command, hookimpl
 
 tp_contract = 1
 
 
-def _load() -> Any:
-    from my_plugin.command import app
+def load_app() -> Any:
+    """Return the sub-command."""
+    import typer
+    from tp_core import resolve_devices
+
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    def devices(
+        *,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    ) -> None:
+        """List the devices that a job would get here."""
+        names = [str(device) for device in resolve_devices("auto")]
+        typer.echo(json.dumps(names) if as_json else "\n".join(names))
 
     return app
 
 
-COMMAND = Command("my-plugin", "List the devices that a job would get here.", _load)
+COMMAND = Command("my-plugin", "List the devices that a job would get here.", load_app)
 
 
 @hookimpl

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tp_core._tensors._digests import FileRecord
-from tp_core._tensors._slices import TensorInfo, TensorSlice
 from tp_core.errors import StateError
+from tp_core.tensors._digests import FileRecord
+from tp_core.tensors._slices import TensorInfo, TensorSlice
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,7 +45,7 @@ def write_tensors(
 
     Collective: with ``together`` those of ``torch.distributed.checkpoint.save``.
     """
-    from tp_core._tensors._folder_format import write
+    from tp_core.tensors._folder_format import write
 
     return write(tensors, Path(folder), group=group, together=together)
 
@@ -57,7 +57,7 @@ def tensor_infos(folder: str | os.PathLike[str]) -> dict[str, TensorInfo]:
         FileNotFoundError: ``folder`` has no checkpoint.
         StateError: The folder's index is damaged.
     """
-    from tp_core._tensors._folder_format import read_index
+    from tp_core.tensors._folder_format import read_index
 
     return _infos(read_index(Path(folder)))
 
@@ -88,7 +88,7 @@ def read_tensors(targets: MutableMapping[str, Tensor | TensorSlice], folder: str
 
     Collective: none.
     """
-    from tp_core._tensors._folder_format import read_index, read_into
+    from tp_core.tensors._folder_format import read_index, read_into
 
     folder = Path(folder)
     index = read_index(folder)

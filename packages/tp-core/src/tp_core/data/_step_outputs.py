@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from tp_core._data._parts import Parts
-from tp_core._data._rows import cat_rows, length_along, take_rows
+from tp_core.data._parts import Parts
+from tp_core.data._rows import cat_rows, length_along, take_rows
 from tp_core.errors import ConfigError, StepError
+
+StepOutput = Tensor | Mapping[str, Any]
+"""The output of a step: the loss, a scalar tensor, or a dict of values by name with the loss as "loss"."""
 
 # -- Rows of samples ------------------------------------------------------------------------------
 

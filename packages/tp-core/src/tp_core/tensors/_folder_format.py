@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
-from tp_core._tensors._atomic import showing_system_errors
-from tp_core._tensors._digests import DigestingFile, FileRecord, read_at, without_checksums
-from tp_core._tensors._slices import TensorSlice, is_dtensor
 from tp_core.errors import StateError
+from tp_core.tensors._atomic import showing_system_errors
+from tp_core.tensors._digests import DigestingFile, FileRecord, read_at, without_checksums
+from tp_core.tensors._slices import TensorSlice, is_dtensor
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SUFFIX = ".distcp"

@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tp_core._data._batches import EpochBatches
+from tp_core.data._batches import EpochBatches
 
 _MOST_COMPARED = 65_536
 _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

@@ -1,4 +1,4 @@
-"""Slices of tensors: how to recognize them, and their description in a file.
+"""Slices of tensors and their description in a file; checks of a model's parameters.
 
 The functions that read and write are elsewhere: torch's own take half a second to import.
 """
@@ -64,6 +64,30 @@ def check_no_first_fsdp(model: torch.nn.Module) -> None:
                 f"the model is wrapped already: {what} is a FullyShardedDataParallel, torch's first FSDP, "
                 "with flat parameters that no other backend and no checkpoint of here reads; give the plain "
                 "module, which backend 'fsdp' shards"
+            )
+            raise ModelError(msg)
+
+
+def check_no_max_norm(model: torch.nn.Module, who: str) -> None:
+    """Check that no embedding writes its weight while it looks rows up.
+
+    Args:
+        model: The model.
+        who: The words for the copies in the message: "each rank", "each device".
+
+    Raises:
+        ModelError: An embedding that is trained has a ``max_norm``.
+    """
+    for name, module in model.named_modules():
+        is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if is_embedding and module.max_norm is not None and module.weight.requires_grad:
+            what = f"the model's {name!r}" if name else "the model"
+            msg = (
+                f"{what} ({type(module).__name__}) has max_norm={module.max_norm}, which scales rows of the "
+                f"weight while they are looked up: {who} would scale those of its own part of the batch, and "
+                "the weights would part. Make it without max_norm, and scale all rows after each optimizer "
+                "step, where the weight is whole: "
+                f"weight.data = torch.renorm(weight.data, {module.norm_type:g}, 0, {module.max_norm:g})"
             )
             raise ModelError(msg)
 

@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from tp_core._data._seeding import seeded
+from tp_core.data._seeding import seeded
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
@@ -36,7 +36,7 @@ SIGNALS = tuple(
 
 _LOOK_S = 0.1  # between two looks of a worker at the program
 _END_S = 5.0  # to reap a killed worker: the parent must not wait without an end
-_FORK_SERVER_MODULE = "tp_core._data._fork_server"
+_FORK_SERVER_MODULE = "tp_core.data._fork_server"
 
 
 def start(loader: Iterable[Any], *, seed: int, epoch: int, is_ours: bool) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """The report of runs as one HTML page, from the logs in their folders; the page needs no network."""
 
 import io
+import json
 import math
 import os
 import re
@@ -9,8 +10,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from tp_core.errors import ConfigError
 from tp_core.internal import write_atomically
 
@@ -318,7 +320,7 @@ def _duration(seconds: float) -> str:
 # -- The page -------------------------------------------------------------------------------------
 
 
-_TEMPLATE = Path(__file__).parent / "page.html.j2"
+_TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
 
 def render(paths: Iterable[str | os.PathLike[str]]) -> str:
@@ -392,3 +394,30 @@ def write_pictures(paths: Iterable[str | os.PathLike[str]], folder: str | os.Pat
         write_atomically(partial(png, chart), folder / f"{name}.png")
         written.append(folder / f"{name}.png")
     return written
+
+
+# -- ``tp report`` --------------------------------------------------------------------------------
+
+
+def report_app() -> typer.Typer:
+    """Return ``tp report`` as a separate application."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(_report)
+    return app
+
+
+def _report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or their log.jsonl.", metavar="RUN")],
+    out: Annotated[Path | None, typer.Option(help="The page; report.html in the first run's folder.")] = None,
+    png: Annotated[Path | None, typer.Option(help="A folder for the curves as PNG files.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Make one HTML page of what runs have left in their folders."""
+    first = runs[0] if runs[0].is_dir() else runs[0].parent
+    page = write_report(runs, out or first / "report.html")
+    pictures = [] if png is None else write_pictures(runs, png)
+    if as_json:
+        typer.echo(json.dumps({"page": str(page), "pictures": [str(path) for path in pictures]}, indent=2))
+        return
+    for path in [page, *pictures]:
+        typer.echo(path)

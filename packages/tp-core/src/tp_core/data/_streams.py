@@ -16,10 +16,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from tp_core._data._batches import call_set_epoch
-from tp_core._data._seeding import preserve_rng_state
-from tp_core._data._user_loaders import copy_loader, is_hugging_face, position_holder
-from tp_core._data._workers import start
+from tp_core.data._batches import call_set_epoch
+from tp_core.data._seeding import preserve_rng_state
+from tp_core.data._user_loaders import copy_loader, is_hugging_face, position_holder
+from tp_core.data._workers import start
 from tp_core.errors import LoaderError
 
 _NOTHING = object()

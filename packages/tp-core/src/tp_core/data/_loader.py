@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tp_core._data._batches import EpochBatches, Share, count_samples, has_fewer
-from tp_core._data._streams import Stream, split_stream
-from tp_core._data._user_loaders import (
+from tp_core.data._batches import EpochBatches, Share, count_samples, has_fewer
+from tp_core.data._streams import Stream, split_stream
+from tp_core.data._user_loaders import (
     cannot_shard,
     copy_loader,
     drawing,
@@ -24,7 +24,7 @@ from tp_core._data._user_loaders import (
     iterates_itself,
     order_is_ours,
 )
-from tp_core._data._workers import start
+from tp_core.data._workers import start
 from tp_core.errors import LoaderError
 
 _NOTHING = object()

@@ -1,1 +1,0 @@
-"""Batches: their order, their shares, their loaders."""

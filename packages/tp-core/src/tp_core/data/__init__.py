@@ -1,0 +1,34 @@
+"""Batches and the outputs of steps: loaders of a rank's share, batches in parts, losses that are combined."""
+
+from typing import TYPE_CHECKING
+
+from tp_core._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_core.data._batches import Share as Share
+    from tp_core.data._batches import count_samples as count_samples
+    from tp_core.data._loader import PreparedLoader as PreparedLoader
+    from tp_core.data._parts import Parts as Parts
+    from tp_core.data._step_outputs import LossReduction as LossReduction
+    from tp_core.data._step_outputs import StepOutput as StepOutput
+    from tp_core.data._step_outputs import combine_outputs as combine_outputs
+    from tp_core.data._step_outputs import read_weight as read_weight
+    from tp_core.data._step_outputs import restore_order as restore_order
+    from tp_core.data._step_outputs import split_weight as split_weight
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_core.data._batches": ["Share", "count_samples"],
+            "tp_core.data._loader": ["PreparedLoader"],
+            "tp_core.data._parts": ["Parts"],
+            "tp_core.data._step_outputs": [
+                "LossReduction",
+                "StepOutput",
+                "combine_outputs",
+                "read_weight",
+                "restore_order",
+                "split_weight",
+            ],
+        },
+    )

@@ -1,1 +1,0 @@
-"""Evaluation on any number of devices: means over samples, metrics of the whole set, predictions."""
