@@ -16,7 +16,7 @@ The steps from a finished model to a split and trained one, and the files of eac
         |                         (_simulate), compared step by step (_report)
         v
     parallelize                   _plans/: the modules of a plan, their splits and their new layers (_maker);
-        |                         modules of users get a mixin or hooks (_local, _hooks)
+        |                         modules of users get a mixin or hooks (_modules)
         v
     layers with shards            nn/: _layers, and with shared heads or sequences _planned; each is a
         |                         ParallelLayer (_shards), with marks on its parameters
@@ -25,7 +25,7 @@ The steps from a finished model to a split and trained one, and the files of eac
         v
     forward, backward             _groups/_collectives: copy, reduce, scatter, gather, each with its backward
         |                         collective;  nn/_sequence: the same along sequences
-        |   logits                nn/_loss/: of this rank's classes; one exchange of numbers per row
+        |   logits                nn/_cross_entropy: of this rank's classes; one exchange of numbers per row
         v
     clip_grad_norm_, GradScaler   _training: norms from the parts of all ranks
         v
@@ -61,10 +61,10 @@ if TYPE_CHECKING:
     from tp_shard._shards import get_parallel_dim as get_parallel_dim
     from tp_shard._shards import register_parallel_attribute as register_parallel_attribute
     from tp_shard._shards import register_parallel_dim as register_parallel_dim
-    from tp_shard._state._checkpoint import load_sharded as load_sharded
-    from tp_shard._state._checkpoint import save_sharded as save_sharded
-    from tp_shard._state._safetensors import export as export
-    from tp_shard._state._safetensors import load_pretrained as load_pretrained
+    from tp_shard._state._files import export as export
+    from tp_shard._state._files import load_pretrained as load_pretrained
+    from tp_shard._state._files import load_sharded as load_sharded
+    from tp_shard._state._files import save_sharded as save_sharded
     from tp_shard._state._state_dict import collect_optimizer_state_dict as collect_optimizer_state_dict
     from tp_shard._state._state_dict import collect_state_dict as collect_state_dict
     from tp_shard._state._state_dict import (
@@ -108,13 +108,8 @@ else:
                 "Vocab",
             ],
             "tp_shard._plans._summary": ["LayerSummary", "Summary", "summary"],
-            "tp_shard._shards": [
-                "get_parallel_dim",
-                "register_parallel_attribute",
-                "register_parallel_dim",
-            ],
-            "tp_shard._state._checkpoint": ["load_sharded", "save_sharded"],
-            "tp_shard._state._safetensors": ["export", "load_pretrained"],
+            "tp_shard._shards": ["get_parallel_dim", "register_parallel_attribute", "register_parallel_dim"],
+            "tp_shard._state._files": ["export", "load_pretrained", "load_sharded", "save_sharded"],
             "tp_shard._state._state_dict": [
                 "collect_optimizer_state_dict",
                 "collect_state_dict",

@@ -9,8 +9,7 @@ from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._plans._adapters import with_copies
 from tp_shard._plans._parallelize import describe, reasons
 from tp_shard._plans._styles import Style, Vocab
-from tp_shard._search._prove import Proof, prove
-from tp_shard._search._transformers import restrict, translate
+from tp_shard._search._prove import Proof, prove, restrict, translate
 from tp_shard._search._variants import vocabulary, with_sequences
 from tp_shard._verify._examples import example_call, first_line
 from tp_shard._verify._report import as_call, check_whole

@@ -28,7 +28,7 @@ from tp_core.errors import ModelError
 
 from tp_shard._groups._collectives import all_reduce_, gather
 from tp_shard._groups._group import Group
-from tp_shard._plans._local import PartialMixin, hold
+from tp_shard._plans._modules import PartialMixin, hold
 from tp_shard._plans._styles import Column, Row, Style, Vocab
 from tp_shard._shards import ParallelLayer
 from tp_shard._split import Split

@@ -8,8 +8,7 @@ from tp_core.errors import ConfigError, ModelError
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import RandomTracker
 from tp_shard._plans._adapters import AdaptedMixin, is_adapted, refusal_of_adapters, split_adapters
-from tp_shard._plans._hooks import gather_at, split_at
-from tp_shard._plans._local import make_experts, make_local
+from tp_shard._plans._modules import gather_at, make_experts, make_local, split_at
 from tp_shard._plans._styles import (
     Column,
     Experts,

@@ -9,9 +9,8 @@ from tp_core.errors import ConfigError, ModelError
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._guards import guard_saving
 from tp_shard._plans._adapters import is_adapted, modules_inside, tensors_of_layer, with_inner_layers
-from tp_shard._plans._hooks import guard_forward
-from tp_shard._plans._local import ExpertsMixin, check_parts, count_local_groups
 from tp_shard._plans._maker import Maker, check_kind, check_pairs, choose, style_split
+from tp_shard._plans._modules import ExpertsMixin, check_parts, count_local_groups, guard_forward
 from tp_shard._plans._styles import Column, Experts, Gathered, Local, Plan, Row, Sequence, Style, Vocab
 from tp_shard.nn._convert import is_linear, leave_fast_path, leave_nested_tensors
 from tp_shard.nn._draws import BlockDraws, SplitDraws

@@ -6,7 +6,7 @@ from torch import nn
 
 from tp_shard._shards import ParallelLayer
 from tp_shard.nn._layers import ParallelLinear
-from tp_shard.nn._loss import MarginCrossEntropy
+from tp_shard.nn._margins import MarginCrossEntropy
 from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear, SequenceMixin
 
 

@@ -2,8 +2,9 @@
 
 import tp_shard._guards  # noqa: F401 - registers the replacements in torch while there are groups
 from tp_shard.nn import functional, init
+from tp_shard.nn._cross_entropy import ParallelCrossEntropyLoss
 from tp_shard.nn._layers import ParallelEmbedding, ParallelLinear
-from tp_shard.nn._loss import MarginCrossEntropy, ParallelCrossEntropyLoss
+from tp_shard.nn._margins import MarginCrossEntropy
 from tp_shard.nn._planned import ParallelAttention, ParallelDropout, ParallelSwiGLU, RegisterParallelDim
 
 __all__ = [

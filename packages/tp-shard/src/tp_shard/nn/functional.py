@@ -11,13 +11,9 @@ from tp_shard._groups._collectives import gather, scatter
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._shards import PARALLEL_DIM, PARALLEL_SIZE, check_dim
 from tp_shard._split import bounds
+from tp_shard.nn._cross_entropy import parallel_cross_entropy, parallel_linear_cross_entropy
 from tp_shard.nn._heads import parallel_attention
-from tp_shard.nn._loss import (
-    parallel_cross_entropy,
-    parallel_linear_cross_entropy,
-    parallel_margin_cross_entropy,
-    sample_classes,
-)
+from tp_shard.nn._margins import parallel_margin_cross_entropy, sample_classes
 from tp_shard.nn._split_products import (
     Lookup,
     check_tokens,

@@ -14,15 +14,19 @@ from tp_shard._groups._collectives import gather_sizes
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._shards import ParallelLayer
 from tp_shard._split import Split, bounds
-from tp_shard.nn._loss._functional import (
+from tp_shard.nn._cross_entropy import (
+    LossOptions,
+    Products,
+    Rows,
+    block_rows,
     check_class_indices,
     check_head,
     check_options,
+    computed_in,
+    fused_cross_entropy,
     read_chunk_rows,
     read_options,
 )
-from tp_shard.nn._loss._fused import Products, fused_cross_entropy
-from tp_shard.nn._loss._softmax import LossOptions, Rows, block_rows, computed_in
 from tp_shard.nn.init import init_shard_
 
 # -- Samples of class centers ---------------------------------------------------------------------
