@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tp_core.errors import ConfigError
-from tp_runner._workers import _item  # private, both: such a device cannot be had here
-from tp_runner._workers._process import _start
+from tp_runner._workers import (
+    _item,  # private, both: such a device cannot be had here
+    _start,
+)
 
 FORK = SimpleNamespace(start_method="fork")
 

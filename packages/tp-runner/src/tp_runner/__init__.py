@@ -18,18 +18,18 @@ The way of an item, and the files that it passes::
         v  |  Chunk  /  Done, Ready, Died    _workers/_fleet: all that passes between the two rooms
     _workers/
         InlineFleet, ThreadFleet             _thread
-        ProcessFleet, WorkerHandle           _process/_fleet
-            Codec.encode                     _wire (classes of the main module too), _shared_memory
+        ProcessFleet, WorkerHandle           _processes
+            Codec.encode                     _wire (classes of the main module too)
             Request -> pipe                  large buffers beside the pickle, in shared memory
                |  ^
                |  ^                          _start: how the process came to be; _setup
-               v  |                          _shared_memory: what it runs, there once for all
-            WorkerProcess                    _worker;  what it runs: ../_work
+               v  |                          _wire: what it runs, in shared memory once for all
+            WorkerProcess                    _processes;  what it runs: _work
             ReplyWriter                      _wire: results, log records, failures
         |  ^
         v  |
     Scheduler._on_events
-        a failure, death or timeout          _retries: a pure policy; facts in, a decision out
+        a failure, death or timeout          _run: a pure policy; facts in, a decision out
         a worker that has done enough        _run
         Run.next_finished                    in order, or as it comes
         |
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tp_runner import compat as compat
     from tp_runner import errors as errors
     from tp_runner._executor import Executor as Executor
-    from tp_runner._joblib import register_joblib as register_joblib
+    from tp_runner._executor import register_joblib as register_joblib
     from tp_runner._map import map as map
     from tp_runner._options import RunnerOptions as RunnerOptions
     from tp_runner._pipeline import Pipeline as Pipeline
@@ -79,9 +79,7 @@ else:
         __name__,
         {
             "tp_runner": ["compat", "errors"],
-            "tp_runner._workers._work": ["CfgNode"],
-            "tp_runner._executor": ["Executor"],
-            "tp_runner._joblib": ["register_joblib"],
+            "tp_runner._executor": ["Executor", "register_joblib"],
             "tp_runner._map": ["map"],
             "tp_runner._options": ["RunnerOptions"],
             "tp_runner._pipeline": ["Pipeline"],
@@ -89,6 +87,7 @@ else:
             "tp_runner._stats": ["RunnerStats", "StageStats", "WorkerStats"],
             "tp_runner._stream": ["ResultStream"],
             "tp_runner._workers._item": ["ItemInfo", "ItemRng", "WorkerInfo", "item", "worker"],
+            "tp_runner._workers._work": ["CfgNode"],
             "tp_runner.errors": [
                 "ItemTimeoutError",
                 "NotPicklableError",

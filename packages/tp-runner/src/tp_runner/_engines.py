@@ -156,7 +156,7 @@ class ProcessEngine(FleetEngine):
             ConfigError: This is Windows.
         """
         require_processes()
-        from tp_runner._workers._process._fleet import ProcessFleet  # Windows lacks what it imports
+        from tp_runner._workers._processes import ProcessFleet  # Windows lacks what it imports
 
         return ProcessFleet(program, devices, settings)
 

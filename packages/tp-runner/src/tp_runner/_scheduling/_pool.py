@@ -20,8 +20,7 @@ from tp_core.errors import ConfigError, TpError
 from tp_core.plugins import Pool
 
 from tp_runner._options import Settings
-from tp_runner._scheduling._retries import MOST_FAILED_STARTS, Death
-from tp_runner._scheduling._run import Assignments, Recycling, Run
+from tp_runner._scheduling._run import MOST_FAILED_STARTS, Assignments, Death, Recycling, Run
 from tp_runner._scheduling._source import Source, Submissions, Ticket, open_source, settle
 from tp_runner._stats import RunnerStats, StatsCollector
 from tp_runner._stream import FORKED, Interruption, OpenRun, ResultStream
