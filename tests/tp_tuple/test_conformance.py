@@ -4,7 +4,7 @@ import pytest
 import torch
 from tp_core import tree_leaves
 from tp_core.testing import AdapterConformance, BackendConformance
-from tp_tuple._loading import AdaptedCollate  # private: a backend makes it
+from tp_tuple._collate import AdaptedCollate  # private: a backend makes it
 
 from tests.installed import adapter_class, backend_class
 

@@ -6,12 +6,12 @@ from tp_core.internal import lazy_exports
 
 if TYPE_CHECKING:
     from tp_dp_gather._data_parallel import DataParallel as DataParallel
-    from tp_dp_gather._functions import data_parallel as data_parallel
-    from tp_dp_gather._functions import gather as gather
-    from tp_dp_gather._functions import parallel_apply as parallel_apply
-    from tp_dp_gather._functions import replicate as replicate
-    from tp_dp_gather._functions import scatter as scatter
-    from tp_dp_gather._functions import sort_by_device as sort_by_device
+    from tp_dp_gather._data_parallel import data_parallel as data_parallel
+    from tp_dp_gather._data_parallel import gather as gather
+    from tp_dp_gather._data_parallel import parallel_apply as parallel_apply
+    from tp_dp_gather._data_parallel import replicate as replicate
+    from tp_dp_gather._data_parallel import scatter as scatter
+    from tp_dp_gather._data_parallel import sort_by_device as sort_by_device
     from tp_dp_gather._options import GatherOptions as GatherOptions
 
     __version__: str
@@ -19,8 +19,8 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "tp_dp_gather._data_parallel": ["DataParallel"],
-            "tp_dp_gather._functions": [
+            "tp_dp_gather._data_parallel": [
+                "DataParallel",
                 "data_parallel",
                 "gather",
                 "parallel_apply",

@@ -22,6 +22,6 @@ def tp_backends() -> "Iterable[Backend[Any]]":
 @hookimpl
 def tp_collate_adapters() -> "Iterable[CollateAdapter]":
     """Return the adapter for lists of items of any type."""
-    from tp_tuple._loading import TupleCollateAdapter
+    from tp_tuple._collate import TupleCollateAdapter
 
     return [TupleCollateAdapter()]

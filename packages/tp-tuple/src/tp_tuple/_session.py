@@ -14,7 +14,7 @@ from tp_core.plugins import Job, Session
 from tp_core.replicas import Replicas, has_modes
 
 from tp_tuple._balance import Speeds, resolve_weights, run_timed
-from tp_tuple._loading import AdaptedCollate, PlacedParts, find_adapters
+from tp_tuple._collate import AdaptedCollate, PlacedParts, find_adapters
 from tp_tuple._options import TupleOptions
 from tp_tuple._part_gather import PartGather, current_part_gather
 
