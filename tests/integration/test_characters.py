@@ -48,12 +48,12 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("command", "backend"),
     [
-        pytest.param(ALONE, "single", marks=pytest.mark.slow, id="single"),
+        pytest.param(ALONE, "single", marks=pytest.mark.nightly, id="single"),
         pytest.param(LAUNCHED, "ddp", marks=pytest.mark.slow, id="ddp"),
-        pytest.param([*LAUNCHED, "--split"], "shard", marks=pytest.mark.slow, id="shard"),
+        pytest.param([*LAUNCHED, "--split"], "shard", marks=pytest.mark.nightly, id="shard"),
         pytest.param(TWO_DEVICES, "tuple", marks=pytest.mark.slow, id="tuple"),
         pytest.param(
-            [*TWO_DEVICES, "--backend", "dp-gather"], "dp-gather", marks=pytest.mark.slow, id="dp-gather"
+            [*TWO_DEVICES, "--backend", "dp-gather"], "dp-gather", marks=pytest.mark.nightly, id="dp-gather"
         ),
     ],
 )

@@ -242,7 +242,10 @@ def test_ctrl_c_while_ranks_meet_ends_them_too(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["--help", "jobs --json", "doctor --no-measure"])
+@pytest.mark.parametrize(
+    "words",
+    [*(pytest.param(w, marks=pytest.mark.nightly) for w in ("--help", "jobs --json")), "doctor --no-measure"],
+)
 def test_without_standard_streams_it_ends_as_with_them(words, tmp_path):
     shell = f"{shlex.join(TP)} {words}"
     for closed in (">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"):

@@ -27,15 +27,18 @@ def test_the_digits_are_read_in_this_process_too(tmp_path, capsys, one_thread_pe
     assert (tmp_path / "digits.safetensors").stat().st_size > 10_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "backend", "asked"),
     [
-        pytest.param(ALONE, "single", "auto", id="alone"),
-        pytest.param(LAUNCHED, "ddp", "auto", id="launched"),
-        pytest.param(TWO_DEVICES, "tuple", "auto", id="two devices"),
+        pytest.param(ALONE, "single", "auto", id="alone", marks=pytest.mark.nightly),
+        pytest.param(LAUNCHED, "ddp", "auto", id="launched", marks=pytest.mark.slow),
+        pytest.param(TWO_DEVICES, "tuple", "auto", id="two devices", marks=pytest.mark.slow),
         pytest.param(
-            [*TWO_DEVICES, "--backend", "dp-gather"], "dp-gather", "asked for", id="two devices, gathered"
+            [*TWO_DEVICES, "--backend", "dp-gather"],
+            "dp-gather",
+            "asked for",
+            id="two devices, gathered",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -40,7 +40,7 @@ def others():
         yield pytest.param(shared + source, marks=needs_of(shared + source), id=f"{PAGE.stem} {number}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # they change with the releases of others alone
 @pytest.mark.parametrize("source", list(others()))
 def test_a_program_of_another_library_runs_and_goes_on_with_what_it_has_saved(source, tmp_path):
     (tmp_path / "script.py").write_text(source)

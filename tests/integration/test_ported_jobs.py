@@ -168,7 +168,9 @@ def two_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ON_RANKS)
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=() if p == "fsdp" else pytest.mark.nightly) for p in ON_RANKS]
+)
 def test_a_classifier_of_texts_is_as_by_hand_on_two_ranks(two_ranks, tmp_path, place):
     for found, is_resumed in two_ranks.run(_text_job_on_a_rank, ON_RANKS[place], tmp_path):
         check_text_job(found)

@@ -127,13 +127,21 @@ def pool():
     ranks.close()
 
 
+WAYS = {"4": (DDP, 4), "2x2": (DDP, 2), "2x2 fsdp": (FSDP, 2), "2x2 hsdp": (HSDP, 2)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "groups"),
-    [(DDP, 4), (DDP, 2), (FSDP, 2), (HSDP, 2)],
-    ids=["4", "2x2", "2x2 fsdp", "2x2 hsdp"],
+    ("options", "groups", "make", "kind"),
+    [
+        *(pytest.param(*way, split, Net, id=f"a plan-{name}") for name, way in WAYS.items()),
+        pytest.param(*WAYS["2x2 fsdp"], Own, Plain, id="parallel layers-2x2 fsdp"),
+        *(
+            pytest.param(*WAYS[name], Own, Plain, id=f"parallel layers-{name}", marks=pytest.mark.nightly)
+            for name in ("4", "2x2", "2x2 hsdp")
+        ),
+    ],
 )
-@pytest.mark.parametrize(("make", "kind"), [(split, Net), (Own, Plain)], ids=["a plan", "parallel layers"])
 def test_ranks_build_the_model_of_one_device(pool, options, groups, make, kind):
     expected = as_usual(kind)
     _, losses, _ = built(kind)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, SelectionError
+from tp_core.jobs import CompileOptions
 from tp_core.sessions import FullyShardOptions
 from tp_core.testing import RankPool, run_ranks
 from tp_trainer import Checkpoints, GradientRules, Trainer
@@ -157,12 +158,15 @@ def test_training_leads_where_one_device_leads(pool, options, groups):
         assert_close(found, expected)
 
 
+COMPILER = CompileOptions(backend="aot_eager")  # torch's default one would take many seconds
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_units_are_compiled_each(pool, replicas):
     options = ts.ShardOptions(data=FullyShardOptions(units=Block, replicas=replicas))
     expected = fit(clip_norm=0.3)
-    for found in pool.run(functools.partial(fit, options, 2, {"compile": True}, clip_norm=0.3)):
+    for found in pool.run(functools.partial(fit, options, 2, {"compile": COMPILER}, clip_norm=0.3)):
         assert_close(found, expected)
 
 

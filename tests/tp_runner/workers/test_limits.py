@@ -24,7 +24,7 @@ def second(state, item):
     [
         # The other worker has to be ready in time, however busy the machine is.
         pytest.param({"start_method": "fork", "start_timeout_s": 10.0}, marks=pytest.mark.slow),
-        pytest.param({"start_timeout_s": 60.0}, marks=pytest.mark.slow),
+        pytest.param({"start_timeout_s": 60.0}, marks=pytest.mark.nightly),
         {"engine": "thread", "start_timeout_s": 2.0},
     ],
     ids=["fork", "forkserver", "thread"],

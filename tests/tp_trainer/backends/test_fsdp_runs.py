@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import TpError
+from tp_core.jobs import CompileOptions
 from tp_core.testing import RankPool, run_ranks
 from tp_trainer import Checkpoints, FsdpOptions, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
@@ -157,17 +158,21 @@ def test_an_average_is_that_of_the_whole_model_resumed_too(pool, tmp_path, swa):
 # -- compiled, in lower precision -------------------------------------------------------------------
 
 
+def compiled(options):
+    """Train with aot_eager, which tests the place of the compiler; inductor would take many seconds."""
+    compiler = CompileOptions(backend="aot_eager")
+    return fit(options=options, trainer={"compile": compiler}, clip_norm=0.5)
+
+
 def test_several_units_are_compiled_each(pool):
-    run = functools.partial(fit, options=FsdpOptions(units=Block), trainer={"compile": True}, clip_norm=0.5)
+    run = functools.partial(compiled, FsdpOptions(units=Block))
     expected = fit("single", clip_norm=0.5)
     for found in pool.run(run):
         assert_close(found, expected)
 
 
 def test_copies_of_shards_are_compiled_too():
-    run = functools.partial(
-        fit, options=FsdpOptions(units=Block, replicas=2), trainer={"compile": True}, clip_norm=0.5
-    )
+    run = functools.partial(compiled, FsdpOptions(units=Block, replicas=2))
     expected = fit("single", clip_norm=0.5)
     for found in run_ranks(run, 4):
         assert_close(found, expected)

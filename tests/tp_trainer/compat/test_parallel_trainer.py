@@ -86,7 +86,7 @@ def command(*launcher):
                 "main.py",
                 "--synch",
             ),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,  # the next two set the same variables
         ),
         pytest.param(
             command("-m", "torch.distributed.launch", *OLD_STYLE, "main.py", "-s"), marks=pytest.mark.slow

@@ -36,9 +36,15 @@ trainer.fit(model, optimizer, DataLoader(TensorDataset(torch.ones(12, 1024)), 4)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["fake", "limited"])
-@pytest.mark.parametrize("backend", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [
+        pytest.param("fsdp", "fake", marks=pytest.mark.slow),
+        pytest.param("ddp", "limited", marks=pytest.mark.slow),
+        pytest.param("fsdp", "limited", marks=pytest.mark.nightly),
+        pytest.param("ddp", "fake", marks=pytest.mark.nightly),
+    ],
+)
 def test_memory_that_runs_out_on_one_rank_ends_all_with_the_table(tp, backend, how):
     done = tp("launch", "-n", "2", tp.script(_SCRIPT), backend, how)
     assert done.returncode == 1

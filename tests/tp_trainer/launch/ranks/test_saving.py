@@ -69,14 +69,13 @@ def _saved(tp):
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "ranks", "method", "kept"),
     [
-        pytest.param("SIGTERM", 1, "fork", "anew", id="term-1"),
-        pytest.param("SIGTERM", 2, "fork", "anew", id="term-2"),
-        pytest.param("SIGUSR1", 2, "spawn", "persistent", id="usr1-2"),
-        pytest.param("SIGQUIT", 2, "forkserver", "anew", id="quit-2"),
+        pytest.param("SIGTERM", 1, "fork", "anew", id="term-1", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 2, "fork", "anew", id="term-2", marks=pytest.mark.nightly),
+        pytest.param("SIGUSR1", 2, "spawn", "persistent", id="usr1-2", marks=pytest.mark.slow),
+        pytest.param("SIGQUIT", 2, "forkserver", "anew", id="quit-2", marks=pytest.mark.slow),
     ],
 )
 def test_a_launch_that_is_signalled_saves_and_says_so(tp, until, number, ranks, method, kept):
