@@ -124,10 +124,6 @@ def _reduction_of(criterion: Any, *, asked: str | None) -> str | None:
 
     Read from its ``.reduction``, a keyword that it is bound to, or the default in its signature.
 
-    Args:
-        criterion: A loss module or function.
-        asked: The reduction that the caller gave.
-
     Raises:
         ConfigError: The caller's reduction is not the criterion's.
     """

@@ -190,12 +190,7 @@ def _compare_layouts(
 
 
 class Marker:
-    """Recorder of the values in a loader's batches that have an entry for each sample.
-
-    Args:
-        dim: The dimension of the rows.
-        batches: The records to write to.
-    """
+    """Recorder of the values in a loader's batches that have an entry for each sample."""
 
     def __init__(self, dim: int, batches: LoadedBatches) -> None:
         self._dim = dim
@@ -384,12 +379,6 @@ class Scattering:
         """Split whole arguments into those of at most ``most`` parts, of sizes that differ by at most one.
 
         Fewer rows than devices make fewer parts; arguments without tensors, or without rows, make one.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            most: How many parts there may be.
-            function: The function that gets them, for the names of positional ones.
 
         Returns:
             The arguments of each part, and how many rows each has; ``None`` where nothing was split.

@@ -23,12 +23,7 @@ Calls = Sequence[Sequence[Any]]
 
 
 class GatherSession(Session):
-    """Session that runs the step once per batch; the model splits its input and gathers its output.
-
-    Args:
-        job: The job, with its devices and its seed.
-        options: The backend's options.
-    """
+    """Session that runs the step once per batch; the model splits its input and gathers its output."""
 
     def __init__(self, job: Job, options: GatherOptions) -> None:
         super().__init__(job)
@@ -148,12 +143,7 @@ class GatherSession(Session):
 
 
 def _has_loss_of_each_part(output: Any, calls: Calls) -> bool:
-    """Return whether a step's loss has an element for each part, because the model returned scalars.
-
-    Args:
-        output: The step's output.
-        calls: The model's outputs in the step.
-    """
+    """Return whether a step's loss has an element for each part, because the model returned scalars."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.dim() != 1:
         return False
@@ -167,13 +157,6 @@ def _output_by_parts(
 
     The model does not run again: the step gets its recorded output for the part. So the part's "weight", or
     its number of samples, says how much the part's loss counts.
-
-    Args:
-        step: The user's step.
-        model: The wrapper that has made the parts.
-        batch: The whole batch.
-        calls: The outputs of the parts, for each call of the model in the step.
-        loss: How losses are reduced, "mean" or "sum".
 
     Raises:
         StepError: The batch cannot be split as the model's input was, or the step calls the model more often

@@ -221,11 +221,6 @@ def _whole_later(name: str, local: Tensor, shard: Shard) -> Tensor:
 class ShardFsdpSession(FullyShardedSession, ShardSession):
     """One rank of a job in two dimensions: tensors split in a group, their shards sharded over the copies.
 
-    Args:
-        job: The job.
-        group_size: As `ShardSession` takes it.
-        options: The options for sharding over the copies.
-
     Raises:
         ConfigError: The options do not fit the ranks.
     """

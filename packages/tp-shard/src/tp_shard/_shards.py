@@ -422,9 +422,6 @@ class Shard:
 class ShardTable:
     """The shards of a model, by the names of its state, with or without the prefixes of wrappers.
 
-    Args:
-        model: Any module; it may be wrapped.
-
     Raises:
         ModelError: The model is not a module.
     """

@@ -107,11 +107,6 @@ def resolve_weights(
 ) -> Sequence[float] | Speeds | None:
     """Return the weights as numbers, or where they are measured; ``None`` for even shares.
 
-    Args:
-        weights: The user's value of the option.
-        count: The number of devices.
-        devices: The devices, if the user named them.
-
     Raises:
         ConfigError: The weights are not of a known kind, or do not match the number of devices; or a device
             does not report how much of its memory is free.

@@ -172,11 +172,6 @@ def per_value(results: Sequence[Any], make: Callable[[list[Any]], Any], *, mappi
     Tuples, lists and named tuples of k values become k values, each with an entry per part; so do
     mappings, if ``mappings``; anything else becomes one value.
 
-    Args:
-        results: One result per part.
-        make: Makes a value from its entries.
-        mappings: Whether to look into mappings.
-
     Raises:
         ConfigError: The parts have different numbers of values, or different keys.
     """
@@ -220,11 +215,6 @@ def arguments_of_parts(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int | None
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Turn arguments that are tuples of parts into the arguments of each part.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        most: The most parts there may be; ``None`` for any number.
 
     Raises:
         ConfigError: An argument is not a tuple or list, or has another number of parts; or there are none.

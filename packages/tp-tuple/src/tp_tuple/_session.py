@@ -24,10 +24,6 @@ Step = Callable[[nn.Module, Any], StepOutput]
 class TupleSession(Session):
     """Session that runs the step on every device at once and combines the outputs.
 
-    Args:
-        job: The job, with its devices and its seed.
-        options: The backend's options.
-
     Raises:
         ConfigError: The weights make no sense, or no collate adapter has the name.
     """

@@ -184,13 +184,7 @@ FEW_CHUNKS = 4
 
 
 class Flow:
-    """The flow of one run: the sizes of its chunks, by the time and size of its items, and its bounds.
-
-    Args:
-        settings: How the runner is run.
-        n_workers: How many workers there are.
-        most_items: The most items of a chunk, or one batch; ``None`` to adapt.
-    """
+    """The flow of one run: the sizes of its chunks, by the time and size of its items, and its bounds."""
 
     def __init__(self, settings: Settings, n_workers: int, most_items: int | None = None) -> None:
         self.n_chunks = 0  # how many chunks are on their way, or wait for their turn

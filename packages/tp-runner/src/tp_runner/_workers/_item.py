@@ -289,13 +289,7 @@ _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - it is compared as tex
 
 
 def warn_of_copied_generators(works: Iterable[Any], cfg: Any = None, *, stacklevel: int) -> None:
-    """Warn once of generators that would be copied to each worker, such as one at module level.
-
-    Args:
-        works: The functions and objects that workers call.
-        cfg: Their configuration, with values as attributes or keys.
-        stacklevel: As for ``warnings.warn``, from the caller on.
-    """
+    """Warn once of generators that would be copied to each worker, such as one at module level."""
     found = _GeneratorSearch(works, cfg).found
     if found:
         warnings.warn(

@@ -72,13 +72,7 @@ _current = _Current()
 
 
 def set_groups(tensor: Group | None, data: Group | None, mesh: DeviceMesh | None = None) -> None:
-    """Make these the current groups; ``None`` for none.
-
-    Args:
-        tensor: The group over which tensors are split.
-        data: The group of ranks that hold the same shards.
-        mesh: The mesh that the groups were formed from, if there was one.
-    """
+    """Make these the current groups; ``None`` for none."""
     _current.tensor, _current.data, _current.mesh = tensor, data, mesh
 
 

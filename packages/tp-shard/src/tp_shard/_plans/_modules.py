@@ -444,12 +444,7 @@ class _Guarded(Mixin):
 
 
 def guard_forward(model: nn.Module, blocks: frozenset[str]) -> None:
-    """Make errors of a model name the module with code that does not expect the shape of a shard.
-
-    Args:
-        model: The split model, which is changed in place.
-        blocks: The names of the modules around its split layers.
-    """
+    """Make errors of a split model name the module with code that does not expect the shape of a shard."""
     if isinstance(model, _Guarded | ParallelLayer | SequenceMixin):
         return  # its class was made already, or it is a block on its own
     mix_in(_Guarded, model, split_blocks=blocks)

@@ -128,11 +128,6 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
     Blocks that are built alike are tried once. They share one module in the copy of the model if the ranks
     could not each verify a whole copy in half of the machine's memory.
 
-    Args:
-        model: The model; it is not changed.
-        call: A call that the model takes.
-        ranks: The number of ranks.
-
     Raises:
         ModelError: The model does not take the call.
 

@@ -113,12 +113,7 @@ class _Way:
 
 
 def trace(model: nn.Module, call: Call) -> Flow:
-    """Run a model in evaluation mode, and return the flow between its layers.
-
-    Args:
-        model: A copy for this run alone: all of its parameters get ``requires_grad``.
-        call: The call to run.
-    """
+    """Run a copy of a model in evaluation mode, with gradients of all parameters; return its flow."""
     model.eval()
     model.requires_grad_(True)
     calls: list[_Called] = []

@@ -177,14 +177,7 @@ def head_counts(model: nn.Module, region: Region) -> list[tuple[int, int]]:
 def attention_variants(
     model: nn.Module, region: Region, call: Call, ranks: int
 ) -> Iterator[dict[str, Style]]:
-    """Yield plans for an attention, by whole heads.
-
-    Args:
-        model: The model.
-        region: The attention's layers.
-        call: A call of the module around them.
-        ranks: The number of ranks.
-    """
+    """Yield plans for an attention, by whole heads."""
     for heads, kv in head_counts(model, region):
         try:
             Heads(heads, kv, ranks)
@@ -360,13 +353,7 @@ def _is_number(value: object) -> bool:
 
 
 def with_sequences(model: nn.Module, plan: dict[str, Style], regions: list[Region]) -> dict[str, Style]:
-    """Return a plan under which the lists of blocks of a model work on parts of the sequence.
-
-    Args:
-        model: The model.
-        plan: The styles of its split layers.
-        regions: The blocks' column and row layers.
-    """
+    """Return a plan under which the lists of blocks of a model work on parts of the sequence."""
     split = [r for r in regions if isinstance(plan.get(r.row), Row)]
     found = dict(plan)
     lists: list[str] = []

@@ -240,12 +240,7 @@ class TensorFiles:
                     self._files[name] = file
 
     def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
-        """Read a rectangular part of a tensor.
-
-        Args:
-            name: The name of the tensor.
-            offsets: The first index of the part, in each dimension.
-            target: The tensor to fill, of the shape of the part.
+        """Read the part of a tensor that begins at ``offsets`` into ``target``, which has its shape.
 
         Raises:
             OSError: The file cannot be read.

@@ -115,13 +115,7 @@ def relocate_state_dict(
 
 
 def take_part(value: Tensor, own: Tensor | None, shard: Shard | None) -> Tensor:
-    """Return this rank's part of a whole tensor, in the form of the model's ``own`` tensor.
-
-    Args:
-        value: The whole tensor.
-        own: The model's tensor; a DTensor under ``fully_shard``.
-        shard: The shard of the whole tensor, if it is split.
-    """
+    """Return this rank's part of a whole tensor, in the form of the model's ``own`` tensor."""
     if own is None or not is_dtensor(own) or is_dtensor(value):
         return value if shard is None else shard.split.take(value, shard.group.rank)
     place = Place(lambda _, part: slice_of(part, shard), own, value.dtype)
@@ -170,12 +164,6 @@ def stream(model: nn.Module, state_dict: Mapping[str, Any], *, to: Destination) 
 
 def gather_shard(name: str, local: Tensor, shard: Shard, *, to: Destination) -> Tensor:
     """Return the whole tensor of a shard; an empty tensor on ranks that do not get it.
-
-    Args:
-        name: The name of the tensor, for messages.
-        local: The tensor in ``model.state_dict()``: a DTensor under ``fully_shard``.
-        shard: The shard.
-        to: As :func:`collect_state_dict` takes it.
 
     Collectives: a broadcast of each rank's shard, or with "rank0" a point-to-point message; under
     ``fully_shard`` first an all-gather of this rank's shard.

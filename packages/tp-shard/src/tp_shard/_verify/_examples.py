@@ -347,10 +347,6 @@ def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
 
     Equal values and single positions hide the effect of a plan. Tokens are drawn from the table in which they
     are looked up. Other integers, such as masks, are repeated.
-
-    Args:
-        model: The model, in evaluation mode.
-        call: A call that the model takes.
     """
     counts = _looked_up(model, call)
     named = list(tensors_of((call.args, dict(call.kwargs))))

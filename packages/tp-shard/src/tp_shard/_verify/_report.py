@@ -63,13 +63,7 @@ class Comparison:
 
 
 def compare(whole: Run, runs: list[Run], *, tolerance: float) -> Comparison:
-    """Compare the runs of a split model's ranks with the run of the whole model.
-
-    Args:
-        whole: The run of the whole model.
-        runs: The runs of the ranks.
-        tolerance: The largest difference by rounding, relative to the largest number of its kind.
-    """
+    """Compare the runs of a split model's ranks with the run of the whole model."""
     comparison = Comparison()
     found = next((f for f in _faults(whole, runs, comparison, tolerance) if f is not None), None)
     comparison.fault = found
@@ -77,13 +71,7 @@ def compare(whole: Run, runs: list[Run], *, tolerance: float) -> Comparison:
 
 
 def compare_ranks(whole: Run, runs: list[Run], *, tolerance: float) -> Fault | None:
-    """Return the first whole tensor that differs between the ranks of a split model.
-
-    Args:
-        whole: A run of the whole model without dropout, for the shapes of whole tensors.
-        runs: The runs of the ranks, with dropout.
-        tolerance: The largest difference by rounding, relative to the largest number of its kind.
-    """
+    """Return the first whole tensor that differs between runs with dropout; ``whole`` is one without."""
     failed = next((run for run in runs if run.error is not None), None)
     if failed is not None:
         return _raised(failed)
@@ -116,12 +104,7 @@ def compare_ranks(whole: Run, runs: list[Run], *, tolerance: float) -> Fault | N
 
 
 def missed(model: nn.Module, whole: Run) -> Iterator[str]:
-    """Yield the names of modules that a run did not call, and of parameters without a gradient from it.
-
-    Args:
-        model: The model.
-        whole: Its run.
-    """
+    """Yield the names of modules that a run did not call, and of parameters without a gradient from it."""
     for path, module in model.named_modules():
         start = f"{path}." if path else ""
         names = [start + name for name, p in module._parameters.items() if p is not None]

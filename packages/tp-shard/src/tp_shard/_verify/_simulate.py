@@ -296,13 +296,7 @@ class Run:
 
 
 def run_whole(module: nn.Module, call: Call, watched: Collection[str]) -> Run:
-    """Run a module that is not split forward and backward; random generators are restored.
-
-    Args:
-        module: The module; it is not changed.
-        call: The call.
-        watched: The names of modules inside with inputs to record.
-    """
+    """Run a module that is not split forward and backward, and record the inputs of ``watched`` modules."""
     with preserve_rng_state(), torch.enable_grad():
         run = Run()
         return _run(copied(module), call, run, watched)
@@ -324,13 +318,6 @@ def run_whole_or_detached(module: nn.Module, call: Call, watched: Collection[str
 
 def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int, *, dropout: bool = False) -> list[Run]:
     """Split copies of a module by a plan on simulated ranks, and run them forward and backward.
-
-    Args:
-        module: The module; it is not changed.
-        plan: The styles of its layers.
-        call: The call.
-        ranks: The number of ranks.
-        dropout: Whether dropout is on. Then only whole tensors have the same numbers on all ranks.
 
     Returns:
         The runs, by rank. If a rank raised, the others' runs end where they waited for it.

@@ -177,12 +177,7 @@ def widths(module: nn.Module) -> tuple[int, int]:
 
 
 class Conversion:
-    """One conversion of a model: a layer or a parameter that is used in two places stays one object.
-
-    Args:
-        root: The model.
-        group: The ranks.
-    """
+    """One conversion of a model: a layer or a parameter that is used in two places stays one object."""
 
     def __init__(self, root: nn.Module, group: Group) -> None:
         self.group = group
@@ -271,13 +266,6 @@ def convert_layers(
 
     A linear layer and an embedding that share a weight get the same split: the rows of the table are the
     outputs of the linear layer. The one that is not of this kind then has whole outputs.
-
-    Args:
-        root: A layer, or a module that contains some.
-        kind: ``nn.Linear`` or ``nn.Embedding``.
-        dim: The dimension to split; ``None`` for none.
-        gather_output: Whether to join split outputs.
-        group: The ranks.
 
     Raises:
         ModelError: The root is wrapped, a layer cannot be split, or it shares its weight with one that

@@ -283,13 +283,7 @@ def measure(
 
 
 def merge(everyones: Tensor, rows: Rows, options: LossOptions) -> Merged:
-    """Merge the values of all ranks by log-sum-exp.
-
-    Args:
-        everyones: The values, of shape (ranks, rows, columns).
-        rows: The targets.
-        options: The options of the loss.
-    """
+    """Merge the values of all ranks, of shape (ranks, rows, columns), by log-sum-exp."""
     maximum = everyones[..., 0].amax(0)
     below = (everyones[..., 0] - maximum).exp_()  # (ranks, rows)
     lse = (below * everyones[..., 1]).sum(0).log_().add_(maximum)
@@ -396,15 +390,9 @@ SECOND_BACKWARD = (
 
 
 def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inplace: bool) -> Tensor:
-    """Return the loss of rows of logits with split classes.
+    """Return the loss of rows of logits, of shape (rows, local classes), which ``inplace`` overwrites.
 
     Forward: an all-gather of 3 or 4 numbers per row. Backward: nothing.
-
-    Args:
-        logits: This rank's logits, of shape (rows, local classes).
-        target: Classes of shape (rows,), the same on all ranks.
-        options: The options of the loss.
-        inplace: Whether the logits are overwritten, in the forward or the backward pass.
     """
     if torch.compiler.is_compiling():
         return compiled_cross_entropy(logits, target, options)
@@ -486,11 +474,6 @@ def compiled_cross_entropy(logits: Tensor, target: Tensor, options: LossOptions)
     """Return the loss of rows of logits with split classes, in one compiled graph.
 
     Forward: an all-gather of 3 or 4 numbers per row. Backward: nothing.
-
-    Args:
-        logits: This rank's logits, of shape (rows, local classes).
-        target: Classes of shape (rows,), the same on all ranks.
-        options: The options of the loss.
     """
     return apply(_Compiled, logits, target, options)
 
@@ -544,15 +527,7 @@ def _measure(logits: Tensor, rows: Rows, options: LossOptions) -> Tensor:
 
 
 class LinearHead:
-    """A linear head over class shards.
-
-    Args:
-        x: Features of shape (rows, in).
-        weight: This rank's shard, of shape (local classes, in).
-        bias: This rank's shard, of shape (local classes,).
-        options: The options of the loss, with the group that communicates.
-        needed: Whether the gradients of the three are needed.
-    """
+    """A linear head over class shards: features (rows, in), weight (local classes, in), bias."""
 
     def __init__(
         self,
@@ -663,21 +638,12 @@ def fused_cross_entropy(
     *,
     chunk_rows: int,
 ) -> Tensor:
-    """Return the loss of a head's logits.
+    """Return the loss of a head's logits, with ``chunk_rows`` rows of them in memory at a time.
 
     Forward: for each chunk an all-gather of 3 or 4 numbers per row. If gradients are needed, also an
     all-reduce of the features' gradient, which overlaps the computation of the next chunk. Backward: nothing.
     With reduction "none" and for float16 the logits are computed again. Forward: one all-gather. Backward: an
     all-reduce for each chunk.
-
-    Args:
-        make: The class of the head.
-        x: Features of shape (rows, in), the same on all ranks.
-        weight: This rank's shard, of shape (local classes, in).
-        bias: This rank's shard, of shape (local classes,).
-        target: Classes of shape (rows,), the same on all ranks.
-        options: The options of the loss.
-        chunk_rows: The number of rows of logits in memory at a time.
     """
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     # float16 gradients need the loss scale when they are computed; in the forward pass it is not known yet,
@@ -1247,20 +1213,7 @@ class ParallelCrossEntropyLoss(nn.Module):
     """A ``torch.nn.CrossEntropyLoss`` for logits with classes that may be split over ranks.
 
     Collectives: forward an all-gather of 3 or 4 numbers per row, backward none; none at all for whole logits.
-    See :func:`functional.parallel_cross_entropy`.
-
-    Args:
-        weight: A factor for each class, of shape (num_classes,), on every rank in full.
-        ignore_index: The target of rows that do not count.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: The part of a target that is spread over all classes, from 0 to 1.
-        num_classes: The number of classes over all ranks; logits as wide as this rank's shard are split.
-            Uneven shards need it, or a mark that carries it.
-        parallel: Whether logits are split. By default ``num_classes`` decides, else their mark.
-        class_dim: The dimension of the classes: 1 or -1; by default the target's shape decides.
-        z_loss: A factor of ``logsumexp(logits) ** 2``, which is added to the loss of each row that counts.
-        inplace: Whether to overwrite the logits, which allows one backward pass.
-        group: The ranks; the current model-parallel group by default.
+    The options are those of :func:`functional.parallel_cross_entropy`, which explains them.
 
     Raises:
         ConfigError: An option has a value that is not listed here.

@@ -84,10 +84,6 @@ class _Visit:
 class SplitDraws:
     """The random numbers that a split model draws between its column and row layers.
 
-    Args:
-        group: The ranks.
-        seed: A seed, the same on all ranks.
-
     Collectives: none.
     """
 

@@ -101,11 +101,6 @@ def check_sample_rate(rate: float) -> None:
 def with_sample(options: LossOptions, sampled: Tensor, target: Tensor) -> LossOptions:
     """Return options for a sample and the targets' own classes.
 
-    Args:
-        options: The options for all classes.
-        sampled: Indices into this rank's shard.
-        target: Classes over all ranks, of shape (rows,).
-
     Raises:
         ConfigError: ``sampled`` are not indices into this rank's shard.
 
@@ -200,18 +195,11 @@ class Margins:
 
 
 class MarginHead:
-    """A margin head: scaled cosines of features and centers.
+    """A margin head: scaled cosines of features, as unit vectors (rows, in), and centers of any norm.
 
     Centers are normalized only if they have to be copied anyway: sampled ones are gathered, and for a half
     type all of them are cast. Otherwise they are multiplied as they are, and the logits' columns are divided
     by their norms.
-
-    Args:
-        margins: The margins.
-        x: Unit vectors of shape (rows, in), in the type of the products.
-        weight: Centers of shape (local classes, in), of any norm.
-        options: The options of the loss, with the sample and the group that communicates.
-        needed: Whether the gradients of the two are needed.
     """
 
     def __init__(
@@ -421,19 +409,11 @@ class MarginCrossEntropy(ParallelLayer):
     Args:
         in_features: Size of a feature.
         num_classes: The number of classes over all ranks; the ranks need not divide it.
-        m1: The factor of the target's angle.
-        m2: The angle that is added then, in radians, from 0 to pi.
-        m3: The number that is subtracted from the cosine.
-        scale: The factor from cosines to logits.
-        monotonic: Whether an angle beyond pi continues to lower the logit.
-        label_smoothing: The part of a target that is spread over all classes that take part, from 0 to 1.
-        ignore_index: The target of rows that do not count.
-        reduction: "mean", "sum" or "none".
+        m1, m2, m3, scale, monotonic, label_smoothing, ignore_index, reduction, chunk_rows: As
+            :func:`functional.parallel_margin_cross_entropy` takes them.
         sample_rate: The share of the other centers that take part in a training step, above 0 and at most 1.
         seed: A seed; another one gives another sequence of samples.
         sparse: Whether the centers' gradient is a sparse tensor of those that took part.
-        chunk_rows: The number of rows of logits in memory at a time; by default as many as give 16 million
-            logits, 128 at least.
         device: The device of the centers.
         dtype: The type of the centers.
         group: The ranks; the current model-parallel group by default.

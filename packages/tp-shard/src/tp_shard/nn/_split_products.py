@@ -53,20 +53,9 @@ def check_tokens(tokens: Tensor, num_embeddings: int) -> None:
 def vocabulary_embedding(
     tokens: Tensor, weight: Tensor, num_embeddings: int, lookup: Lookup, group: Group, layer: Any
 ) -> Tensor:
-    """Look up tokens in a table with split rows.
+    """Look up tokens, the same on all ranks, in a table (local rows, features) with split rows.
 
     Forward: an all-reduce of the output. Backward: nothing.
-
-    Args:
-        tokens: Tokens of any shape, the same on all ranks.
-        weight: This rank's rows, of shape (local rows, features).
-        num_embeddings: The number of rows over all ranks.
-        lookup: The options; ``padding_idx`` counts in the whole table.
-        group: The ranks.
-        layer: The layer that communicates, for messages.
-
-    Returns:
-        A tensor of shape (..., features), the same on all ranks.
     """
     start, stop = bounds(num_embeddings, group.size, group.rank)
     mine = (tokens >= start) & (tokens < stop)
@@ -120,20 +109,10 @@ def renormalize_(tokens: Tensor, weight: Tensor, lookup: Lookup, group: Group, l
 
 
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
-    """Apply a weight with split output features to an input that all ranks have.
+    """Apply a weight (local out, in) with split output features to an input (..., in) that all ranks have.
 
     Forward: nothing. Backward: an all-reduce of the input's gradient, which overlaps the computation of the
     weight's gradient.
-
-    Args:
-        input: The input, of shape (..., in).
-        weight: This rank's shard, of shape (local out, in).
-        bias: This rank's shard, of shape (local out,).
-        group: The ranks.
-        layer: The layer that communicates, for messages.
-
-    Returns:
-        A tensor of shape (..., local out).
     """
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = autocast(input, weight, bias)
@@ -141,19 +120,9 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
 
 
 def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
-    """Apply a weight with split input features to an input with the same split.
+    """Apply a weight (out, local in) with split input features to an input (..., local in) split alike.
 
     Forward: an all-reduce of the output. Backward: nothing.
-
-    Args:
-        input: This rank's shard, of shape (..., local in).
-        weight: This rank's shard, of shape (out, local in).
-        bias: The bias, of shape (out,), the same on all ranks; added once.
-        group: The ranks.
-        layer: The layer that communicates, for messages.
-
-    Returns:
-        A tensor of shape (..., out), the same on all ranks.
     """
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = autocast(input, weight, bias)
