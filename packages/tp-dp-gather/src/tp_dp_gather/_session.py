@@ -123,11 +123,7 @@ class GatherSession(Session):
             return _output_by_parts(step, model, batch, calls, loss=self.job.loss)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - parts never meet
-        """Check that no thread works on one device's part of the batch now.
-
-        Raises:
-            StepError: One does.
-        """
+        """Check that no thread works on one device's part of the batch now."""
         for where in tuple(self._batches.computing.values()):  # a copy: threads add and remove entries
             msg = (
                 f"{what} was called {where}, where each device has its part of the batch; call it in the "

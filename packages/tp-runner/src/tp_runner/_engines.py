@@ -65,11 +65,7 @@ class FleetEngine(Engine):
         return self.open_pool(worker, names, self.make_settings(len(names), options))
 
     def make_settings(self, n_workers: int, options: Mapping[str, Any]) -> Settings:
-        """Check options that were given by name; fill in the rest.
-
-        Raises:
-            ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.
-        """
+        """Check options that were given by name; fill in the rest."""
         return make_settings(self.name, n_workers, options, self.unfit, start_timeout_s=self.start_timeout_s)
 
     def open_pool(

@@ -131,11 +131,7 @@ def warn_of_platform() -> None:
 
 
 def require_processes() -> None:
-    """Refuse worker processes where there can be none.
-
-    Raises:
-        ConfigError: This is Windows.
-    """
+    """Refuse worker processes where there can be none."""
     if sys.platform == "win32":
         raise ConfigError(_ON_WINDOWS)
 
@@ -149,11 +145,7 @@ NOT_AWAITED = (
 
 
 def refuse_async(function: Any) -> None:
-    """Refuse ``async def`` work by its name, on every engine.
-
-    Raises:
-        ConfigError: The function, or what a callable object calls, is asynchronous.
-    """
+    """Refuse ``async def`` work by its name, on every engine."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
@@ -403,11 +395,7 @@ def make_settings(
     *,
     start_timeout_s: float | None = START_TIMEOUT_S,
 ) -> Settings:
-    """Check options that were given by name; fill in the rest.
-
-    Raises:
-        ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.
-    """
+    """Check options that were given by name; fill in the rest."""
     for name, value in options.items():
         if name not in OPTIONS:
             meant = _NAMES_ELSEWHERE.get(name)

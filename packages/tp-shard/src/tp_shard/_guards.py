@@ -259,12 +259,7 @@ def _check_once(optimizer: Optimizer) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise unless an optimizer with shards treats each element independently, and keeps shards apart.
-
-    Raises:
-        ConfigError: Its step depends on whole matrices, but it would see shards of them. Or it sends updated
-            parameters to ranks that hold other shards.
-    """
+    """Raise unless an optimizer with shards treats each element independently, and keeps shards apart."""
     if not any(holds_shard(p) for g in optimizer.param_groups for p in g["params"]):
         return
     if is_zero_redundancy(optimizer):
@@ -275,11 +270,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _check_zero_redundancy(optimizer: Any) -> None:
-    """Raise unless a ``ZeroRedundancyOptimizer`` exchanges parameters with the holders of the same shards.
-
-    Raises:
-        ConfigError: It exchanges them with other ranks.
-    """
+    """Raise unless a ``ZeroRedundancyOptimizer`` exchanges parameters with the holders of the same shards."""
     data = current_data_group() or ALONE
     same = [dist.get_rank()] if data.process_group is None else dist.get_process_group_ranks(data.handle)
     its = dist.get_process_group_ranks(optimizer.process_group)

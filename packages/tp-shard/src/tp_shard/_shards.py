@@ -59,12 +59,7 @@ def sharded_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def check_data_mesh(parameter: Tensor, group: Group, what: object) -> None:
-    """Raise unless ``fully_shard`` shards a parameter over ranks that hold the same shard of it, in order.
-
-    Raises:
-        ConfigError: Some hold different shards: their parts would be joined into one tensor. Or the ranks do
-            not ascend: the parts would be saved in wrong places.
-    """
+    """Raise unless ``fully_shard`` shards a parameter over ranks that hold the same shard of it, in order."""
     if group.size == 1 or not is_dtensor(parameter):
         return
     mesh = parameter.device_mesh
@@ -192,11 +187,7 @@ def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:
 
 
 def check_dim(parallel_dim: object) -> None:
-    """Raise unless a layer can be split along this dimension.
-
-    Raises:
-        ConfigError: ``parallel_dim`` is not 1, -1, 0 or ``None``.
-    """
+    """Raise unless a layer can be split along this dimension."""
     if parallel_dim not in _DIMS or isinstance(parallel_dim, bool):
         msg = (
             "a layer is split along dim 1 or -1 (output features), 0 (input features) or None "

@@ -168,9 +168,6 @@ class TupleCollate:
         """Check that a list has an entry for each value and not one for each item.
 
         Where both numbers are equal, call the function once more, with another number of items.
-
-        Raises:
-            ConfigError: The collate function returned a list with an entry for each item.
         """
         if not all(type(batch) in _PLAIN for batch in batches):
             return  # named tuples and other classes are never lists of items

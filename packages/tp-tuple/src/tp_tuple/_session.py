@@ -175,11 +175,7 @@ class TupleSession(Session):
         return replicas.run(step, parts)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:
-        """Check that the caller is not in a step on one device's part, unless the parts gather there.
-
-        Raises:
-            StepError: The caller is.
-        """
+        """Check that the caller is not in a step on one device's part, unless the parts gather there."""
         if self._gathers and not may_meet:
             msg = (
                 f"{what} was called within the step, which 'tuple' runs on each device's part of the batch; "

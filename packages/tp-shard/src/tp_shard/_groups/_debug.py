@@ -82,9 +82,6 @@ def check(operation: str, tensor: Tensor, group: Group, layer: Any, *, uneven_di
         layer: The layer that communicates: a module or words; ``None`` for a call by the user.
         uneven_dim: A dimension that may have different sizes.
 
-    Raises:
-        DisagreementError: On every rank, if they differ.
-
     Collectives: one all-gather of pickled objects.
     """
     if getattr(group.process_group, "is_simulated", False):

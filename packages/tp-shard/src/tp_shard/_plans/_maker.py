@@ -127,11 +127,7 @@ def _fits(pattern: list[str], path: list[str]) -> bool:
 
 
 def check_kind(path: str, module: nn.Module, style: Style) -> None:
-    """Raise unless a style fits the kind of a module.
-
-    Raises:
-        ModelError: The module is split already, or the style is for another kind of module.
-    """
+    """Raise unless a style fits the kind of a module."""
     kind = type(module).__name__
     if isinstance(module, ParallelLayer | SequenceMixin | ParallelDropout | AdaptedMixin):
         msg = f"{path} is split already: {module}"

@@ -129,12 +129,7 @@ def count_local_groups(attention: nn.Module, style: Style, group: Group) -> None
 
 
 def check_parts(path: str, module: nn.Module, style: Style, group: Group) -> None:
-    """Raise unless a module has the numbers and parameters that its style names; nothing is changed.
-
-    Raises:
-        ConfigError: One is missing, or not in proportion to the heads, or has no shape of experts.
-        ModelError: A parameter is missing.
-    """
+    """Raise unless a module has the numbers and parameters that its style names; nothing is changed."""
     style = style.local if isinstance(style, Gathered) and style.local is not None else style
     if isinstance(style, Local):
         _local_parts(path, module, style, group)

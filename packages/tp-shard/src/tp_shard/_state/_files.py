@@ -102,10 +102,6 @@ def _check_digests(folder: Path) -> None:
     """Raise unless this rank's share of the files is as ``save_sharded`` wrote them.
 
     A trainer's checkpoint keeps its digests elsewhere, and the trainer checks them.
-
-    Raises:
-        FileNotFoundError: The folder has no checkpoint.
-        StateError: A file is missing, truncated or changed, or the checkpoint was never finished.
     """
     if folder.is_file() or any((place / _MANIFEST).is_file() for place in (folder, folder.parent)):
         return
@@ -527,11 +523,7 @@ def _meta_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tenso
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Raise unless buffers outside of the state hold values, or can be computed again.
-
-    Raises:
-        StateError: A buffer has no values, and cannot be computed again.
-    """
+    """Raise unless buffers outside of the state hold values, or can be computed again."""
     for full_name, module, _, _ in _meta_buffers(model):
         if not hasattr(model, "_init_weights") or module._parameters:
             msg = (

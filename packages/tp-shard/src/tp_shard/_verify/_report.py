@@ -646,11 +646,7 @@ def free_memory() -> float:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raise unless a plan can be tried on a model.
-
-    Raises:
-        ModelError: It is no module, is split, or has layers without weights yet.
-    """
+    """Raise unless a plan can be tried on a model."""
     if not isinstance(model, nn.Module):
         msg = f"the model must be a torch.nn.Module, got {type(model).__name__}: {model!r}"
         raise ModelError(msg)

@@ -845,11 +845,7 @@ _CHUNK_ROWS = 128  # with fewer rows per chunk, reading the whole weight for eac
 
 
 def check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:
-    """Raise unless a loss can be computed with these options.
-
-    Raises:
-        ConfigError: An option is unknown, or outside of its range.
-    """
+    """Raise unless a loss can be computed with these options."""
     if reduction not in ("mean", "sum", "none"):
         msg = f"reduction is 'mean', 'sum' or 'none', got {reduction!r}"
         raise ConfigError(msg)
@@ -877,11 +873,7 @@ def check_head(
     num_classes: int | None,
     ranks: Group,
 ) -> int:
-    """Check the shapes of features, a head's shard and targets; return the number of classes over all ranks.
-
-    Raises:
-        ConfigError: The shapes of input, weight and targets do not fit, or the number of classes does not.
-    """
+    """Check the shapes of features, a head's shard and targets; return the number of classes over all ranks."""
     if weight.dim() != 2 or input.dim() < 1 or input.size(-1) != weight.size(1):
         msg = (
             f"input (..., in) and weight (local classes, in) do not fit: got shapes {tuple(input.shape)} "

@@ -88,11 +88,7 @@ def sample_classes(
 
 
 def check_sample_rate(rate: float) -> None:
-    """Raise unless a sample can be drawn at this rate.
-
-    Raises:
-        ConfigError: The rate is not above 0 and at most 1.
-    """
+    """Raise unless a sample can be drawn at this rate."""
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1:
         msg = f"sample_rate is the share of classes that take part, above 0 and at most 1, got {rate!r}"
         raise ConfigError(msg)

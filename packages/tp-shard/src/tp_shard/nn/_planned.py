@@ -68,10 +68,6 @@ def check_region(x: Tensor, layer: nn.Module) -> bool:
 
     Returns:
         Whether there was a graph to check.
-
-    Raises:
-        ModelError: The input depends on such a parameter, on every rank. The message names it and the styles
-            to add.
     """
     if x.grad_fn is None:
         return False
@@ -98,9 +94,6 @@ def check_inside(x: object, module: nn.Module) -> bool:
 
     Returns:
         Whether there was a graph to check.
-
-    Raises:
-        ModelError: The input is the same on all ranks, so the sum of the gradients would be too large.
     """
     if not isinstance(x, Tensor) or x.grad_fn is None:
         return False

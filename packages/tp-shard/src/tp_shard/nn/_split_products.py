@@ -33,11 +33,7 @@ class Lookup(NamedTuple):
 
 
 def check_tokens(tokens: Tensor, num_embeddings: int) -> None:
-    """Raise on the CPU if a token is not in the table.
-
-    Raises:
-        OutOfRangeError: A token is not in the table.
-    """
+    """Raise on the CPU if a token is not in the table."""
     # Elsewhere the lookup itself asserts it, as torch's does: reading a value would wait for an accelerator
     # and break a compiled graph, and fake tensors have no values.
     is_fake = hasattr(tokens, "fake_mode")
