@@ -395,7 +395,7 @@ def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inpla
     Forward: an all-gather of 3 or 4 numbers per row. Backward: nothing.
     """
     if torch.compiler.is_compiling():
-        return compiled_cross_entropy(logits, target, options)
+        return apply(_Compiled, logits, target, options)
     return apply(_CrossEntropy, logits, target, options, inplace)
 
 
@@ -468,14 +468,6 @@ class _CrossEntropy(torch.autograd.Function):
 
 # -- Cross entropy in compiled code ---------------------------------------------------------------
 # Without buffers that are filled twice: in a compiled graph buffers and passes are the compiler's concern.
-
-
-def compiled_cross_entropy(logits: Tensor, target: Tensor, options: LossOptions) -> Tensor:
-    """Return the loss of rows of logits with split classes, in one compiled graph.
-
-    Forward: an all-gather of 3 or 4 numbers per row. Backward: nothing.
-    """
-    return apply(_Compiled, logits, target, options)
 
 
 class _Compiled(torch.autograd.Function):
@@ -873,7 +865,7 @@ def check_head(
     num_classes: int | None,
     ranks: Group,
 ) -> int:
-    """Check the shapes of features, a head's shard and targets; return the number of classes over all ranks."""
+    """Check the shapes of features, a head's shard and targets; return the number of classes in all."""
     if weight.dim() != 2 or input.dim() < 1 or input.size(-1) != weight.size(1):
         msg = (
             f"input (..., in) and weight (local classes, in) do not fit: got shapes {tuple(input.shape)} "
