@@ -69,10 +69,9 @@ class RunnerStats:
     def __str__(self) -> str:
         head = f"{self.delivered} results in {self.elapsed_s:.2f} s ({self.rate:.1f}/s)"
         lines = [
-            f"  worker {w.worker} on {w.device}{w.where and f' of {w.where}'}: {w.items} items "
-            f"in {w.chunks} chunks, "
-            f"{w.utilization:.0%} working ({w.working_s:.2f} s; waiting {w.waiting_s:.2f} s, "
-            f"sending {w.sending_s:.2f} s), died {w.deaths} times"
+            f"  worker {w.worker} on {w.device}{w.where and f' of {w.where}'}: {w.items} items in {w.chunks} "
+            f"chunks, {w.utilization:.0%} working ({w.working_s:.2f} s; waiting {w.waiting_s:.2f} s, sending "
+            f"{w.sending_s:.2f} s), died {w.deaths} times"
             for w in self.workers
         ]
         return "\n".join([head, *lines])

@@ -206,9 +206,8 @@ def _with_sequences(proof: Proof, plan: dict[str, Style], ranks: int) -> dict[st
     fault = proof.verify(tried, ranks)
     if fault is not None:
         msg = (
-            f"with sequence=True {fault}; write Sequence() and Gathered() by hand and verify "
-            "them with ts.verify(), or "
-            "leave sequence out"
+            f"with sequence=True {fault}; write Sequence() and Gathered() by hand and verify them with "
+            "ts.verify(), or leave sequence out"
         )
         raise ModelError(msg)
     return found

@@ -582,8 +582,7 @@ def check_start(devices: tuple[str, ...], settings: Settings) -> None:
     if nesting_depth() >= DEEPEST:
         msg = (
             f"this runner would be started by a worker, by a worker, ... {DEEPEST} deep; a program that "
-            "starts runners at import time does that without an end: put it under "
-            "if __name__ == '__main__'"
+            "starts runners at import time does that without an end: put it under if __name__ == '__main__'"
         )
         raise ConfigError(msg)
 

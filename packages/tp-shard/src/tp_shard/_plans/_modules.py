@@ -239,9 +239,8 @@ def _number(path: str, module: nn.Module, name: str, whole: int) -> int:
     value = getattr(owner, name.removeprefix("config."), None)
     if not isinstance(value, int) or isinstance(value, bool) or value % whole:
         msg = (
-            f"{path} has {name} = {value!r}, which is not in proportion to {whole} heads, as "
-            "its Local() in the "
-            "plan says; name attributes that count heads or their features"
+            f"{path} has {name} = {value!r}, which is not in proportion to {whole} heads, as its Local() in "
+            "the plan says; name attributes that count heads or their features"
         )
         raise ConfigError(msg)
     return value
@@ -472,13 +471,11 @@ def _explain(model: Any, error: Exception) -> str | None:
     text = str(error).strip().splitlines() or [""]
     inside = "" if name == block else f", in {name}"
     return (
-        f"{block or 'the model'}{inside}: {type(error).__name__}: {text[0]}. On this rank "
-        f"{layers}; where its code "
-        "counts all heads or features, add "
+        f"{block or 'the model'}{inside}: {type(error).__name__}: {text[0]}. On this rank {layers}; where "
+        "its code counts all heads or features, add "
         f'{{"{block}": ts.Local(heads=..., query=("num_heads", ...))}} to the plan '
-        "with the names of those numbers, or leave the block whole. ts.verify() says whether "
-        "a plan is right, and "
-        "ts.plans.auto() finds one"
+        "with the names of those numbers, or leave the block whole. ts.verify() says whether a plan is "
+        "right, and ts.plans.auto() finds one"
     )
 
 

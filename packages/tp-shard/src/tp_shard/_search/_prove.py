@@ -358,9 +358,8 @@ def _named(model: nn.Module) -> dict[str, str]:
     inside = [w for p, w in found.items() if _is_block(w) and not _is_head(model, p)]
     if not inside:
         msg = (
-            f"{type(model).__name__} brings no plan of its blocks along (base_model_tp_plan in "
-            "its configuration); "
-            "take ts.plans.auto(model), which needs none"
+            f"{type(model).__name__} brings no plan of its blocks along (base_model_tp_plan in its "
+            "configuration); take ts.plans.auto(model), which needs none"
         )
         raise ConfigError(msg)
     return {path: word for path, word in found.items() if _is_block(word) and not _is_head(model, path)}
@@ -379,11 +378,9 @@ def restrict(proof: Proof, named: dict[str, str]) -> None:
             continue  # modules that a small batch does not reach, such as a branch for images, stay whole
         reason = next((proof.notes[p] for p in _around(name) if p in proof.notes), "nothing feeds it alone")
         msg = (
-            f"{name} is {word!r} in the plan of transformers, and could not be proven right: "
-            f"{reason}. Write its "
-            "styles by hand (Column(), Row(), Local()), verify them with ts.verify(), or take "
-            "ts.plans.auto(), "
-            "which leaves it whole"
+            f"{name} is {word!r} in the plan of transformers, and could not be proven right: {reason}. Write "
+            "its styles by hand (Column(), Row(), Local()), verify them with ts.verify(), or take "
+            "ts.plans.auto(), which leaves it whole"
         )
         raise ModelError(msg)
     blocks = {name.rpartition(".")[0] for name in first} | set(first)

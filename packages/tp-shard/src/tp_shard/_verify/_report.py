@@ -179,10 +179,9 @@ def _why_row(whole: Tensor, parts: list[Tensor | None]) -> str:
             if _relative_diff(whole.sort(-1).values, joined.sort(-1).values) < 1e-6:
                 return "the features that reach it stand in another order than it is cut"
             return (
-                "what reaches it is not each rank's part of what reaches it in one piece: the "
-                "layers before it hold "
-                "their features in another order than the plan says, or what stands between "
-                "mixes features of ranks"
+                "what reaches it is not each rank's part of what reaches it in one piece: the layers before "
+                "it hold their features in another order than the plan says, or what stands between mixes "
+                "features of ranks"
             )
     return "what reaches it is not as wide as what reaches it in one piece"
 
@@ -278,9 +277,8 @@ def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None,
     if expected is not None and len(tensors) == ranks and split is None:
         if _relative_diff(expected, torch.stack(tensors).sum(0), scale) < 1e-3:
             return (
-                "each rank has the gradient of its own part of the heads or features alone, "
-                "and they have to be summed: "
-                "give the module ts.Replicated() in the plan"
+                "each rank has the gradient of its own part of the heads or features alone, and they have to "
+                "be summed: give the module ts.Replicated() in the plan"
             )
         if all(_relative_diff(expected * ranks, g, scale) < 1e-3 for g in tensors):
             return (

@@ -81,9 +81,8 @@ def check_region(x: Tensor, layer: nn.Module) -> bool:
         pairs = ", ".join(f'"{owner}": ts.Replicated()' for owner in owners)
         msg = (
             f"{_name(layer)} takes this rank's part of the features, and {what}, on the way to it, is the "
-            "same on all ranks: each would get the gradient of its own part alone. Add "
-            f"{{{pairs}}} to the plan, which sums these gradients, or leave the "
-            "block whole"
+            f"same on all ranks: each would get the gradient of its own part alone. Add {{{pairs}}} to the "
+            "plan, which sums these gradients, or leave the block whole"
         )
         raise ModelError(msg)
     return True
