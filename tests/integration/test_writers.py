@@ -22,9 +22,8 @@ from tp_core.errors import ConfigError, StateError
 from tp_core.internal import write_atomically
 from tp_trainer import LogOptions, Trainer
 from tp_trainer._checkpoint._folder import verify  # private: resuming would pass over a damaged one
-
-# private: two writers of a job meet in one moment
-from tp_trainer._launch._jobs._store import LaunchRequest, create_job, damaged_jobs, list_jobs
+from tp_trainer._jobs import create_job, damaged_jobs, list_jobs  # private: two writers meet in one moment
+from tp_trainer.hosting import LaunchRequest
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, TensorBoardLogger, read_run
 
 from tests.run_tp import run

@@ -30,9 +30,14 @@ def test_the_public_names_of_tp_trainer_are_these():
         "callbacks",
         "checkpoint_activations",
         "compat",
+        "convert",
+        "estimate",
+        "find_checkpoint",
+        "hosting",
         "launch",
         "loggers",
         "tuning",
+        "write_report",
     ]
     assert all(hasattr(tp_trainer, name) for name in tp_trainer.__all__)
 

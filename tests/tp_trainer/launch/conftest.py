@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from tp_core import testing
-from tp_trainer._launch._jobs import _commands, _store  # what a test left behind is ended without a wait
+from tp_trainer import _jobs  # what a test left behind is ended without a wait
 
 from tests.run_tp import run
 
@@ -102,8 +102,8 @@ class Tp:
             shutil.rmtree(self.tmp, ignore_errors=True)
 
     def _end(self) -> None:
-        for job in _store.list_jobs():  # a test that failed half-way leaves its job running
-            _commands.stop_job(job, grace_s=0)
+        for job in _jobs.list_jobs():  # a test that failed half-way leaves its job running
+            _jobs.stop_job(job, grace_s=0)
         for process in self.started:
             if process.poll() is None:
                 for child in psutil.Process(process.pid).children(recursive=True):

@@ -10,9 +10,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from tp_core.errors import ConfigError
-
-# private: the parts of a page; the command writes the whole
-from tp_trainer._report import _MOST_POINTS, _thinned, charts, render, write_pictures, write_report
+from tp_trainer import write_report
+from tp_trainer._report import _MOST_POINTS, _thinned, charts  # private: the parts of a page
 from tp_trainer.loggers import JsonLinesLogger, RunInfo, read_run
 
 from tests.run_tp import run
@@ -36,8 +35,13 @@ def leave_run(folder, *, steps=20, host="a host"):
     return folder
 
 
+def page_of(*runs):
+    (page,) = write_report(runs)
+    return page.read_text()
+
+
 def test_a_page_tells_the_story_of_a_run(tmp_path):
-    page = render([leave_run(tmp_path / "run")])
+    page = page_of(leave_run(tmp_path / "run"))
     for words in (
         "goes on from the checkpoint of step 10",
         "interruption: signal SIGTERM",
@@ -51,7 +55,7 @@ def test_a_page_tells_the_story_of_a_run(tmp_path):
 
 
 def test_a_page_needs_nothing_else_and_follows_the_readers_colors(tmp_path):
-    page = render([leave_run(tmp_path / "run")])
+    page = page_of(leave_run(tmp_path / "run"))
     links = set(re.findall(r"https?://[^\s\"'<>]+", page))
     assert all(link.startswith("http://www.w3.org/") for link in links)  # names of XML, not places
     assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#)", page)
@@ -67,8 +71,7 @@ def test_several_runs_are_on_one_page_under_names_of_their_own(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     runs = [leave_run(tmp_path / "a" / "run"), leave_run(tmp_path / "b" / "run")]
-    out = write_report(runs, tmp_path / "both.html")
-    page = out.read_text()
+    page = page_of(*runs)
     assert page.count("<svg") == 2
     assert "a/run" in page
     assert "b/run" in page
@@ -92,12 +95,12 @@ def test_what_a_run_says_is_text_and_not_part_of_the_page(tmp_path):
     logger.open(RunInfo(resumed=True, step=20, environment={"host": evil}))
     logger.log({evil: 1.0}, step=21, epoch=2)
     logger.close("finished")
-    assert "<script" not in render([folder])
+    assert "<script" not in page_of(folder)
 
 
 def test_a_run_whose_files_have_names_that_are_no_text_has_a_page(tmp_path):
     folder = leave_run(tmp_path / "run", host=os.fsdecode(b"r\xff"))
-    assert r"r\udcff" in write_report([folder], tmp_path / "page.html").read_text()
+    assert r"r\udcff" in page_of(folder)
 
 
 def test_a_curve_of_many_points_keeps_its_peaks():
@@ -117,7 +120,8 @@ def test_the_loss_comes_first_and_validation_beside_training(tmp_path):
 
 
 def test_pictures_are_written(tmp_path):
-    written = write_pictures([leave_run(tmp_path / "run")], tmp_path / "pictures")
+    page, *written = write_report([leave_run(tmp_path / "run")], pictures=tmp_path / "pictures")
+    assert page == tmp_path / "run" / "report.html"
     assert [path.name for path in written] == ["loss.png", "learning_rate.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
@@ -125,7 +129,7 @@ def test_pictures_are_written(tmp_path):
 def test_a_run_that_was_killed_before_it_logged_anything_has_a_page(tmp_path):
     logger = JsonLinesLogger(tmp_path)
     logger.open(RunInfo())
-    page = render([tmp_path])
+    page = page_of(tmp_path)
     logger.close("failed")
     assert "running or killed" in page
     assert "No numbers were logged" in page
@@ -134,12 +138,12 @@ def test_a_run_that_was_killed_before_it_logged_anything_has_a_page(tmp_path):
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'tp-trainer\[report\]'"):
-        render([leave_run(tmp_path / "run")])
+        page_of(leave_run(tmp_path / "run"))
 
 
 def test_no_run_is_refused():
     with pytest.raises(ConfigError, match="at least one run"):
-        render([])
+        write_report([])
 
 
 @pytest.mark.slow

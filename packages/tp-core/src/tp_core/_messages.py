@@ -1,8 +1,11 @@
-"""Words of messages: the name that was meant, and an error of a user's code in one line."""
+"""Words of messages: the name that was meant, the extra to install, an error of a user's code in one line."""
 
+import importlib.util
 import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from tp_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +31,22 @@ def _closest(given: str, known: Iterable[str]) -> str | None:
     from difflib import get_close_matches  # for messages alone: every worker process would wait for it
 
     return next(iter(get_close_matches(given, sorted(known), n=1)), None)
+
+
+def check_installed(module: str, *, by: str, extra: str) -> None:
+    """Make sure that a module is installed, without an import of it.
+
+    Args:
+        module: The module.
+        by: The class that needs it.
+        extra: The extra with it: "tp-trainer[wandb]".
+
+    Raises:
+        ConfigError: The module is not installed.
+    """
+    if importlib.util.find_spec(module) is None:
+        msg = f"{by} needs the package {module}: pip install '{extra}'"
+        raise ConfigError(msg)
 
 
 def raised_where(error: BaseException) -> str:

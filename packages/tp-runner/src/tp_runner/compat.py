@@ -5,7 +5,6 @@ from easycore.common.parallel import OrderedRunner, UnorderedRunner   from tp_ru
 from easycore.torch.parallel import OrderedRunner, UnorderedRunner    from tp_runner.compat import ...
 """
 
-from tp_runner._runner import OrderedRunner, UnorderedRunner
-from tp_runner._workers._work import CfgNode
+from tp_runner import CfgNode, OrderedRunner, UnorderedRunner
 
 __all__ = ["CfgNode", "OrderedRunner", "UnorderedRunner"]

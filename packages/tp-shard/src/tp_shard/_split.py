@@ -94,38 +94,3 @@ def shard_sizes(length: int, parts: int) -> list[int]:
         msg = f"a dimension is split into 1 part or more, got {parts}"
         raise ConfigError(msg)
     return [part.stop - part.start for part in split_evenly(length, parts)]
-
-
-def slice(
-    tensor: Tensor, num_partitions: int, dim: int | None = None, contiguous: bool = False
-) -> tuple[Tensor, ...]:
-    """Split a tensor into shards of sizes that differ by at most one, larger ones first.
-
-    Args:
-        tensor: A tensor of one dimension or more.
-        num_partitions: The number of shards; those beyond the size of the dimension are empty.
-        dim: The dimension to split; the last one by default.
-        contiguous: Whether the shards are made contiguous. They may still share the storage of
-            ``tensor``.
-
-    Returns:
-        The shards, views of ``tensor``.
-
-    Raises:
-        ConfigError: The tensor has no such dimension, or ``num_partitions`` is less than 1.
-
-    Example:
-        >>> [tuple(t.shape) for t in slice(torch.empty(3, 9), 2, dim=-1)]
-        [(3, 5), (3, 4)]
-    """
-    axis = -1 if dim is None else dim
-    if not -tensor.dim() <= axis < tensor.dim():
-        msg = f"cannot cut along dim {axis} of a tensor of shape {tuple(tensor.shape)}"
-        raise ConfigError(msg)
-    if num_partitions < 1:
-        msg = f"a tensor is cut into 1 shard or more, got num_partitions={num_partitions!r}"
-        raise ConfigError(msg)
-    length = tensor.size(axis)
-    edges = [bounds(length, num_partitions, i) for i in range(num_partitions)]
-    shards = torch.split(tensor, [b - a for a, b in edges], axis)
-    return tuple(s.contiguous() for s in shards) if contiguous else tuple(shards)

@@ -10,18 +10,23 @@ if TYPE_CHECKING:
 
     from tp_trainer import callbacks as callbacks
     from tp_trainer import compat as compat
+    from tp_trainer import hosting as hosting
     from tp_trainer import loggers as loggers
     from tp_trainer import tuning as tuning
     from tp_trainer._activations import checkpoint_activations as checkpoint_activations
     from tp_trainer._backends import DdpOptions as DdpOptions
     from tp_trainer._backends import FsdpOptions as FsdpOptions
     from tp_trainer._checkpoint import Checkpoints as Checkpoints
+    from tp_trainer._convert import convert as convert
+    from tp_trainer._convert import find_checkpoint as find_checkpoint
     from tp_trainer._launch._function import launch as launch
     from tp_trainer._memory._requirements import MemoryTable as MemoryTable
+    from tp_trainer._memory._requirements import estimate as estimate
     from tp_trainer._metrics import FunctionMetric as FunctionMetric
     from tp_trainer._metrics import Metric as Metric
     from tp_trainer._metrics import Predictions as Predictions
     from tp_trainer._opening._boundaries import Interrupted as Interrupted
+    from tp_trainer._report import write_report as write_report
     from tp_trainer._running._history import EpochRecord as EpochRecord
     from tp_trainer._running._history import History as History
     from tp_trainer._running._loop import Loop as Loop
@@ -41,14 +46,16 @@ else:
         __name__,
         {
             "tp_core.plugins": ["Callback", "RunView"],
-            "tp_trainer": ["callbacks", "compat", "loggers", "tuning"],
+            "tp_trainer": ["callbacks", "compat", "hosting", "loggers", "tuning"],
             "tp_trainer._activations": ["checkpoint_activations"],
             "tp_trainer._backends": ["DdpOptions", "FsdpOptions"],
             "tp_trainer._checkpoint": ["Checkpoints"],
+            "tp_trainer._convert": ["convert", "find_checkpoint"],
             "tp_trainer._launch._function": ["launch"],
-            "tp_trainer._memory._requirements": ["MemoryTable"],
+            "tp_trainer._memory._requirements": ["MemoryTable", "estimate"],
             "tp_trainer._metrics": ["FunctionMetric", "Metric", "Predictions"],
             "tp_trainer._opening._boundaries": ["Interrupted"],
+            "tp_trainer._report": ["write_report"],
             "tp_trainer._running._history": ["EpochRecord", "History"],
             "tp_trainer._running._loop": ["Loop"],
             "tp_trainer._running._settings": ["Limits", "LogOptions", "SchedulerOptions", "Validation"],

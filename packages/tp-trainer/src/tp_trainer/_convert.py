@@ -1,14 +1,13 @@
-"""`tp convert`: the model of any backend's checkpoint as safetensors."""
+"""The model of any backend's checkpoint as safetensors, without a trainer: `tp convert` for programs."""
 
-import json
 import math
+import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import typer
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import Ownership
@@ -28,7 +27,13 @@ from tp_trainer._memory._footprint import parse_nbytes
 _INDEX = ".metadata"  # of tensors that several ranks have written
 
 
-def find_checkpoint(source: Path, *, step: int | None, best: str | None, mode: str) -> Path:
+def find_checkpoint(
+    source: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    best: str | None = None,
+    mode: Literal["min", "max"] = "min",
+) -> Path:
     """Return the chosen checkpoint in a run's folder, or ``source`` itself if it is not a run's folder.
 
     Args:
@@ -41,7 +46,14 @@ def find_checkpoint(source: Path, *, step: int | None, best: str | None, mode: s
         ConfigError: There is no such checkpoint, or ``source`` is no run's folder and a choice was given.
         FileNotFoundError: ``source`` does not exist, or has no model.
         StateError: A manifest is damaged.
+
+    Example:
+        >>> trainer.load_model(model, find_checkpoint("run", best="val_loss"))  # doctest: +SKIP
     """
+    source = Path(source)
+    if step is not None and best is not None:
+        msg = "a step and the best both choose a checkpoint; give one of them"
+        raise ConfigError(msg)
     if not source.exists():
         msg = f"there is no checkpoint at {source}"
         raise FileNotFoundError(msg)
@@ -86,6 +98,61 @@ def _best(found: list[Path], metric: str, mode: str) -> Path:
         raise ConfigError(msg)
     choose = min if mode == "min" else max
     return choose(values, key=values.__getitem__)
+
+
+def convert(
+    checkpoint: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    max_file_nbytes: int | str | None = None,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write the model of a checkpoint, of whatever backend, as safetensors, which any program reads.
+
+    The checkpoint is checked before anything of it is used. One tensor at a time is in memory, and a crash
+    leaves what is there unchanged. A trainer's own model is written by :meth:`tp_trainer.Trainer.export`.
+
+    Args:
+        checkpoint: A checkpoint, of a run the newest one, see :func:`find_checkpoint`; a folder of
+            ``tp_shard.save_sharded``; weights, or a file of ``save_model``.
+        path: The file, which ends in ".safetensors", or a folder for ``model.safetensors``.
+        model: The name of one of a checkpoint's several models.
+        max_file_nbytes: The largest size of a file, in bytes or as "5GB"; larger weights are split, with an
+            index.
+        overwrite: Whether to replace what is there.
+
+    Returns:
+        The files, the index last.
+
+    Raises:
+        ConfigError: An argument has a wrong value; or there is a file, and ``overwrite`` is false.
+        FileNotFoundError: There is no checkpoint.
+        StateError: It is damaged, or has no model; or a tensor's type is not in the format.
+        OSError: A file cannot be written.
+
+    Example:
+        >>> convert("run", "model.safetensors")  # doctest: +SKIP
+        [PosixPath('model.safetensors')]
+    """
+    out = Path(path)
+    place = out / "model.safetensors" if out.is_dir() or out.suffix == "" else out
+    if place.suffix != ".safetensors":
+        msg = f"what is written are safetensors: the name ends in .safetensors, got {str(out)!r}"
+        raise ConfigError(msg)
+    limit = parse_nbytes(max_file_nbytes) if isinstance(max_file_nbytes, str) else max_file_nbytes
+    stored = open_model(find_checkpoint(checkpoint), name=model)
+    patterns = (f"{place.stem}.safetensors*", f"{place.stem}-*-of-*.safetensors")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with Ownership(place.absolute()):
+        there = sorted(file for pattern in patterns for file in place.parent.glob(pattern))
+        if there and not overwrite:
+            msg = f"{there[0]} is there already; overwrite=True, or --overwrite, replaces it"
+            raise ConfigError(msg)
+        files = write_model(stored, place, max_file_nbytes=limit)
+        for old in set(there) - set(files):  # readers would take old files for parts of the new weights
+            old.unlink(missing_ok=True)
+    return files
 
 
 def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
@@ -180,76 +247,3 @@ def _groups(infos: Mapping[str, Tensor], room: int) -> Iterator[list[str]]:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-# -- ``tp convert`` -------------------------------------------------------------------------------
-
-
-_NAME = "model.safetensors"
-
-
-def convert_app() -> typer.Typer:
-    """Return ``tp convert`` as a separate application."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(_convert)
-    return app
-
-
-def _convert(
-    source: Annotated[
-        Path, typer.Argument(help="The folder of a run, a checkpoint, weights, or a file of save_model().")
-    ],
-    out: Annotated[Path, typer.Argument(help=f"NAME.safetensors, or a folder for {_NAME}.")],
-    *,
-    step: Annotated[int | None, typer.Option(help="Of a run: the checkpoint of this step.")] = None,
-    best: Annotated[str | None, typer.Option(help="Of a run: where this metric is best.")] = None,
-    mode: Annotated[Literal["min", "max"], typer.Option(help="Which value of it is the best.")] = "min",
-    model: Annotated[
-        str | None, typer.Option(help="Which one, where the checkpoint has several by name.")
-    ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="The largest file: 5GB. From there on there are several, and an index.")
-    ] = "",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
-    ranks: Annotated[int | None, typer.Option(hidden=True)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
-) -> None:
-    """Write the model of a checkpoint, of whatever backend, as safetensors, which any program reads.
-
-    Of a run the newest checkpoint is taken, unless --step or --best says otherwise. A checkpoint is checked
-    before anything of it is used. To go on with another number of ranks, nothing has to be converted: every
-    checkpoint is resumed on any number.
-    """
-    if ranks is not None:
-        msg = (
-            "a checkpoint need not be written anew for another number of ranks: resume= and load_model() "
-            "read it on any number, whatever number wrote it"
-        )
-        raise ConfigError(msg)
-    if step is not None and best is not None:
-        msg = "--step and --best both choose a checkpoint; give one of them"
-        raise ConfigError(msg)
-    place = out / _NAME if out.is_dir() or out.suffix == "" else out
-    if place.suffix != ".safetensors":
-        msg = f"what is written are safetensors: the name ends in .safetensors, got {str(out)!r}"
-        raise ConfigError(msg)
-    limit = parse_nbytes(max_shard_size) if max_shard_size else None
-    path = find_checkpoint(source, step=step, best=best, mode=mode)
-    stored = open_model(path, name=model)
-    patterns = (f"{place.stem}.safetensors*", f"{place.stem}-*-of-*.safetensors")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with Ownership(place.absolute()):
-        there = sorted(file for pattern in patterns for file in place.parent.glob(pattern))
-        if there and not overwrite:
-            msg = f"{there[0]} is there already; --overwrite replaces it"
-            raise ConfigError(msg)
-        files = write_model(stored, place, max_file_nbytes=limit)
-        for old in set(there) - set(files):  # readers would take old files for parts of the new weights
-            old.unlink(missing_ok=True)
-    if as_json:
-        report = {"checkpoint": str(path), "files": [str(file) for file in files]}
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        typer.echo(f"from {path}", err=True)
-        for file in files:
-            typer.echo(file)

@@ -1,18 +1,16 @@
 """The report of runs as one HTML page, from the logs in their folders; the page needs no network."""
 
 import io
-import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from tp_core.errors import ConfigError
 from tp_core.internal import write_atomically
 
@@ -323,18 +321,12 @@ def _duration(seconds: float) -> str:
 _TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
 
-def render(paths: Iterable[str | os.PathLike[str]]) -> str:
-    """Return the page of the runs in ``paths``, as HTML.
+def render(runs: Sequence[LoggedRun]) -> str:
+    """Return the page of runs as HTML.
 
     Raises:
         ConfigError: No run is given, or matplotlib is not installed.
-        FileNotFoundError: A folder has no log of a run.
-        StateError: A file is not such a log.
     """
-    return _render([read_run(path) for path in paths])
-
-
-def _render(runs: Sequence[LoggedRun]) -> str:
     from jinja2 import Environment
     from markupsafe import Markup
 
@@ -351,16 +343,42 @@ def _render(runs: Sequence[LoggedRun]) -> str:
     )
 
 
-def write_report(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
-    """Write the page of the runs in ``paths`` to ``out``, and return its path.
+def write_report(
+    paths: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    pictures: str | os.PathLike[str] | None = None,
+) -> list[Path]:
+    """Write one HTML page of runs, as ``tp report`` does.
+
+    For the run that this program has just ended there is :meth:`tp_trainer.History.report`.
+
+    Args:
+        paths: The folders of the runs, or their ``log.jsonl``.
+        out: The file; by default ``report.html`` in the first run's folder.
+        pictures: A folder for each chart as a PNG file; by default there are none.
+
+    Returns:
+        The page, then the pictures.
 
     Raises:
         ConfigError: No run is given, or matplotlib is not installed.
         FileNotFoundError: A folder has no log of a run.
         StateError: A file is not such a log.
-        OSError: The file cannot be written.
+        OSError: A file cannot be written.
+
+    Example:
+        >>> write_report(["first", "second"], "both.html")  # doctest: +SKIP
+        [PosixPath('both.html')]
     """
-    return write_page([read_run(path) for path in paths], out)
+    runs = [read_run(path) for path in paths]
+    written = [write_page(runs, out or (runs[0].path.parent if runs else Path()) / "report.html")]
+    for chart in () if pictures is None else charts(list(zip(labels(runs), runs, strict=True))):
+        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in chart.name)
+        written.append(Path(pictures or "", f"{name}.png"))
+        written[-1].parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(partial(png, chart), written[-1])
+    return written
 
 
 def write_page(runs: Sequence[LoggedRun], out: str | os.PathLike[str]) -> Path:
@@ -370,54 +388,10 @@ def write_page(runs: Sequence[LoggedRun], out: str | os.PathLike[str]) -> Path:
         ConfigError: No run is given, or matplotlib is not installed.
         OSError: The file cannot be written.
     """
-    text, out = _render(runs), Path(out)
+    text, out = render(runs), Path(out)
     write_atomically(lambda part: _write(part, text), out, mode=0o600)  # the page has the program's arguments
     return out
 
 
 def _write(part: Path, text: str) -> None:
     part.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names may not be valid UTF-8
-
-
-def write_pictures(paths: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[str]) -> list[Path]:
-    """Write each chart of the runs in ``paths`` as a PNG file into ``folder``, and return the files.
-
-    Raises:
-        As :func:`write_report`.
-    """
-    runs = [read_run(path) for path in paths]
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for chart in charts(list(zip(labels(runs), runs, strict=True))):
-        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in chart.name)
-        write_atomically(partial(png, chart), folder / f"{name}.png")
-        written.append(folder / f"{name}.png")
-    return written
-
-
-# -- ``tp report`` --------------------------------------------------------------------------------
-
-
-def report_app() -> typer.Typer:
-    """Return ``tp report`` as a separate application."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(_report)
-    return app
-
-
-def _report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or their log.jsonl.", metavar="RUN")],
-    out: Annotated[Path | None, typer.Option(help="The page; report.html in the first run's folder.")] = None,
-    png: Annotated[Path | None, typer.Option(help="A folder for the curves as PNG files.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
-) -> None:
-    """Make one HTML page of what runs have left in their folders."""
-    first = runs[0] if runs[0].is_dir() else runs[0].parent
-    page = write_report(runs, out or first / "report.html")
-    pictures = [] if png is None else write_pictures(runs, png)
-    if as_json:
-        typer.echo(json.dumps({"page": str(page), "pictures": [str(path) for path in pictures]}, indent=2))
-        return
-    for path in [page, *pictures]:
-        typer.echo(path)

@@ -8,14 +8,15 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from tp_core.errors import ConfigError, TpError
 from tp_core.internal import did_you_mean, load_function
+from tp_core.plugins import registry
 
-from tp_trainer._launch._cli import LAUNCH_CONTEXT, launch
-from tp_trainer.loggers._named import GivenValues, running_with
+from tp_trainer.loggers import using_config
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -31,19 +32,21 @@ class Call:
     Attributes:
         function: The user's function.
         arguments: Its arguments by name, in the types of its parameters.
-        values: The same arguments as plain values.
+        values: The same arguments as plain values, by their options' names.
+        text: The same as YAML, which ``--config`` reads.
     """
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
-    values: GivenValues
+    values: Mapping[str, Any]
+    text: str
 
     def run(self) -> None:
         """Call the function; its exceptions pass unchanged."""
         named = dict(self.arguments)
         parameters = inspect.signature(self.function).parameters.values()
         first = [named.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY]
-        with running_with(self.values):
+        with using_config(self.values, self.text):
             self.function(*first, **named)
 
 
@@ -79,8 +82,8 @@ def parse_call(target: str, words: Sequence[str]) -> Call:
         raise ConfigError(msg) from error
     found.pop("config")
     plain = json.loads(parser.dump(found, format="json", skip_unset=False))
-    given = GivenValues(dict(_flat(plain)), text=parser.dump(found, skip_unset=False))
-    return Call(function, dict(vars(parser.instantiate(found))), given)
+    text = parser.dump(found, skip_unset=False)
+    return Call(function, dict(vars(parser.instantiate(found))), dict(_flat(plain)), text)
 
 
 def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
@@ -145,32 +148,40 @@ def _in_one_line(error: Exception) -> str:
 # -- ``tp train`` ---------------------------------------------------------------------------------
 
 
-_RANK = "tp_trainer._train"
-_OPTIONS = {
-    name: parameter
-    for name, parameter in inspect.signature(launch).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("module", "nproc_per_node")
-}
-_DEFAULTS = {name: parameter.default for name, parameter in _OPTIONS.items()}
+@cache
+def _launch() -> tuple[Callable[..., None], dict[str, inspect.Parameter]]:
+    """Return the function of ``tp launch``, which the registry finds, and its options for ranks.
 
-
-def _with_options_of_launch(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command with ``**options`` the options of ``tp launch``, in its signature for typer."""
-    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters = [*own, *_OPTIONS.values()]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions may have it
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
+    Raises:
+        ConfigError: No installed plugin has ``tp launch``.
+    """
+    found = {contribution.item.name: contribution.item for contribution in registry.commands()}
+    if "launch" not in found:
+        msg = "tp train starts ranks by the command tp launch, which no installed plugin has"
+        raise ConfigError(msg)
+    launch = found["launch"].load().registered_commands[0].callback
+    parameters = inspect.signature(launch).parameters.values()
+    options = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return launch, {name: p for name, p in options.items() if name not in ("module", "nproc_per_node")}
 
 
 def train_app() -> typer.Typer:
-    """Return ``tp train`` as a separate application."""
+    """Return ``tp train`` as a separate application, with the options of ``tp launch``."""
+    own = [p for p in inspect.signature(_train).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [*own, *_launch()[1].values()]
+
+    @wraps(_train)
+    def command(**options: Any) -> None:
+        _train(**options)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads both
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings=LAUNCH_CONTEXT)(_train)
+    # Parsing ends at the function: the rest, options included, belongs to it.
+    app.command(context_settings={"allow_interspersed_args": False})(command)
     return app
 
 
-@_with_options_of_launch
 def _train(
     context: typer.Context,
     function: Annotated[str, typer.Argument(help="script.py:main, or package.module:main.")],
@@ -197,7 +208,8 @@ def _train(
     values as hyperparameters, and leave a config.yaml in their folders.
     """
     call = parse_call(function, values or ())  # before any process is started
-    asked = {name for name, value in options.items() if value != _DEFAULTS[name]}
+    launch, known = _launch()
+    asked = {name for name, value in options.items() if value != known[name].default}
     # In a rank: PET_... variables may still be set, so only options on the command line are refused.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _check_launched(context, {"nproc_per_node", *asked})
@@ -207,7 +219,7 @@ def _train(
         _run_here(call)
         return
     launch(
-        _RANK,
+        __name__,  # this module, as a process that calls the function
         [function, *(values or ())],
         module=True,
         nproc_per_node=nproc_per_node or "auto",

@@ -12,11 +12,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from tp_core import LaunchEnvironment, available_devices, resolve_devices
 from tp_core.discovery import select
 from tp_core.errors import ConfigError
-from tp_core.internal import device_of_rank
+from tp_core.internal import device_of_rank, write_atomically
 from tp_core.plugins import Job, Session, registry
 
-from tp_trainer._checkpoint._model_files import save_atomically
-from tp_trainer._opening._session import open_session
+from tp_trainer.hosting import open_session
 
 __all__ = ["ParallelTrainer", "Parallel_Trainer"]
 
@@ -137,9 +136,14 @@ class ParallelTrainer:
 
         It has the plain model's names in both modes. A crash during the write leaves the old file unchanged.
         """
-        state = self.session.model_state(model)
+        state = {**ckpt, "state_dict": self.session.model_state(model)}
+
+        def write(part: Path) -> None:
+            with part.open("wb") as file:
+                torch.save(state, file)
+
         if self.session.is_main:
-            save_atomically({**ckpt, "state_dict": state}, path)
+            write_atomically(write, path)
 
     def write_log(self, log_file: IO[str] | str | os.PathLike[str], content: str) -> None:
         """Append a line to an open file, or to a file by its name; rank 0 writes."""

@@ -8,22 +8,21 @@ from dataclasses import asdict, replace
 
 import pytest
 from tp_core.errors import ConfigError, StateError
-
-# private: times of hours and chunks of bytes
-from tp_trainer._launch._jobs._commands import elapsed, log_chunks
-from tp_trainer._launch._jobs._store import (  # private: jobs as other processes and versions leave them
+from tp_trainer._jobs import (  # private: jobs as other processes and versions leave them
     Job,
-    LaunchRequest,
     Status,
     create_job,
+    elapsed,
     find_job,
     identity,
     is_running,
     list_jobs,
     load_job,
+    log_chunks,
     read_request,
     state_dir,
 )
+from tp_trainer.hosting import LaunchRequest
 
 _WAITS = """
 import os, pathlib, sys, time

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tp_core._launch._process_group import new_process_group as new_process_group
     from tp_core._launch._process_group import rendezvous_store as rendezvous_store
     from tp_core._lazy import lazy_exports as lazy_exports
+    from tp_core._messages import check_installed as check_installed
     from tp_core._messages import did_you_mean as did_you_mean
     from tp_core._messages import file_meant as file_meant
     from tp_core._messages import raised_where as raised_where
@@ -134,7 +135,7 @@ else:
                 "rendezvous_store",
             ],
             "tp_core._lazy": ["lazy_exports"],
-            "tp_core._messages": ["did_you_mean", "file_meant", "raised_where"],
+            "tp_core._messages": ["check_installed", "did_you_mean", "file_meant", "raised_where"],
             "tp_core._pickling": ["dumps_by_value"],
             "tp_core.tensors._atomic": [
                 "atomic_part",

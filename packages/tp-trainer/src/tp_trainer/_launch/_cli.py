@@ -1,14 +1,14 @@
 """The command ``tp launch``, for typer. It imports torch and the launcher only when it runs."""
 
-from typing import Annotated, Any
+import json
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
 from tp_core.errors import ConfigError
+from tp_core.plugins import registry
 
 from tp_trainer._launch._plan import LaunchRequest, parse_rdzv_conf
-
-# Parsing ends at the first positional argument: the rest, options included, belongs to the script.
-LAUNCH_CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
 
 # The environment variables are torchrun's: operators such as Kubeflow's set them in their containers.
 _MANY = "Several hosts"
@@ -17,7 +17,8 @@ _MANY = "Several hosts"
 def launch_app() -> typer.Typer:
     """Return ``tp launch`` as a separate application."""
     app = typer.Typer(add_completion=False)
-    app.command(context_settings=LAUNCH_CONTEXT)(launch)
+    # Parsing ends at the first positional argument: the rest, options included, belongs to the script.
+    app.command(context_settings={"allow_interspersed_args": False})(launch)
     return app
 
 
@@ -138,10 +139,7 @@ def launch(
         name=name,
     )
     if detach:
-        from tp_trainer._launch._jobs._commands import detach as start
-
-        shown = [*(["-m"] if module else []), script, *(args or ())]
-        typer.echo(start(request, command=tuple(shown)).id)
+        _detach(request, command=[*(["-m"] if module else []), script, *(args or ())])
         return
     from tp_trainer._launch._outcome import report
     from tp_trainer._launch._run import execute
@@ -149,3 +147,18 @@ def launch(
     outcome = execute(request)
     report(outcome)
     raise typer.Exit(outcome.status)
+
+
+def _detach(request: LaunchRequest, *, command: list[str]) -> None:
+    """Have ``tp jobs`` run a launch in the background, and print the id of the job.
+
+    Raises:
+        ConfigError: The request cannot work; or no installed plugin has ``tp jobs``.
+        RankFailedError: The job did not start.
+    """
+    found = {contribution.item.name: contribution.item for contribution in registry.commands()}
+    if "jobs" not in found:
+        msg = "--detach needs the command tp jobs, which no installed plugin has; leave --detach out"
+        raise ConfigError(msg)
+    start = json.dumps({"request": asdict(request), "command": command})
+    typer.main.get_command(found["jobs"].load()).main(["--start", start], standalone_mode=False)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from tp_trainer._launch._monitor import Death, Rank
 from tp_trainer._rank_exit import ExitReport, read_exit_report
@@ -57,6 +57,22 @@ class Outcome:
     message: str = ""
     stopped_by: int | None = None
     account: str = ""
+
+    @property
+    def state(self) -> Literal["finished", "failed", "stopped"]:
+        """How it ended: "stopped" by a signal, or "failed" with another status than 0, or "finished"."""
+        if self.stopped_by is not None:
+            return "stopped"
+        return "failed" if self.status else "finished"
+
+    @property
+    def reason(self) -> str:
+        """The reason of a bad end in a line; empty without one."""
+        if self.stopped_by is not None:
+            return f"{code_name(-self.stopped_by)}; {self.account}"
+        if self.failure is not None:
+            return f"rank {self.failure.rank}: {code_name(self.failure.code)}"
+        return self.message if self.status else ""
 
     @classmethod
     def stopped(cls, signum: int, account: str) -> Self:

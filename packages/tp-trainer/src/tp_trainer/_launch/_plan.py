@@ -101,6 +101,14 @@ class LaunchRequest:
             msg = f"--node-rank must be 0 or more, got {self.node_rank}"
             raise ConfigError(msg)
 
+    def check(self) -> None:
+        """Find every mistake before a process starts.
+
+        Raises:
+            ConfigError: Names the option, the given value and a valid one.
+        """
+        make_plan(self)
+
 
 def parse_rdzv_conf(text: str) -> dict[str, str]:
     """Return ``"timeout=60,is_host=1"`` as a dict.

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from tp_core import LaunchEnvironment, tree_leaves, tree_map
+from tp_core import LaunchEnvironment, resolve_devices, tree_leaves, tree_map
 from tp_core.discovery import Contribution, Selection
 from tp_core.internal import free_nbytes
-from tp_core.jobs import Footprint, Recomputation
-from tp_core.plugins import Backend, Job, Verdict
+from tp_core.jobs import Footprint, Precision, Recomputation
+from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_trainer._activations import recomputations
 from tp_trainer._checkpoint import _generators as generators
+from tp_trainer._checks import check_known, check_model, check_positive
 from tp_trainer._memory._footprint import measure_footprint, parse_nbytes
 from tp_trainer._opening._agreement import agree_at_start
+from tp_trainer._steps._step import Step
 
 log = logging.getLogger("tp_trainer")
 
@@ -266,6 +268,55 @@ def estimate_job(
         if table.best is not None or footprint.activations is None:
             break
     return table
+
+
+def estimate(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    batch: Any = None,
+    step: Step | None = None,
+    *,
+    devices: int = 1,
+    memory: int | str | None = None,
+    samples: int | None = None,
+    precision: Precision = "fp32",
+    accumulate: int = 1,
+) -> MemoryTable:
+    """Return the memory that training needs on each of some CUDA devices, which need not exist here.
+
+    For what a trainer of this program needs on its own devices there is :meth:`tp_trainer.Trainer.estimate`.
+
+    Args:
+        model: The plain model; it may be on the meta device.
+        optimizer: Its optimizer. Without it, two values per parameter are assumed, as for Adam.
+        batch: A batch of one device. Without it the activations are unknown.
+        step: As for :meth:`tp_trainer.Trainer.fit`.
+        devices: The number of devices.
+        memory: The free memory of each: bytes, or text such as "80GiB"; by default it is unknown.
+        samples: The samples of the batch: its first ones, repeated if needed; by default all.
+        precision: As of the trainer.
+        accumulate: The batches of one optimizer step.
+
+    Raises:
+        ConfigError: An argument has a wrong value.
+
+    Example:
+        >>> print(estimate(torch.nn.Linear(4, 4), devices=8, memory="80GiB"))  # doctest: +SKIP
+    """
+    check_model("estimate()", model)
+    check_known("estimate()", model, optimizer, step)
+    check_positive("devices", devices)
+    share = batch if samples is None else resized(batch, samples)
+    job = Job(
+        devices=resolve_devices("cpu"),
+        environment=LaunchEnvironment(),
+        model=model,
+        precision=precision,
+        accumulate=accumulate,
+        footprint=measure_footprint(model, optimizer, share, step, precision=precision),
+        free_nbytes=parse_nbytes(memory) if isinstance(memory, str) else memory,
+    )
+    return table_of(job, registry.backends(), devices=devices, kind="cuda")
 
 
 def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None:

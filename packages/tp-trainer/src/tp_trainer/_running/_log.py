@@ -18,10 +18,10 @@ from tp_trainer._running._settings import LoopSettings
 from tp_trainer._secrets import mask_secrets
 from tp_trainer.loggers._jsonl import JsonLinesLogger
 from tp_trainer.loggers._named import (
-    ValuesLogger,
+    ConfigLogger,
     candidates,
+    config_in_use,
     environment,
-    given_values,
     make_loggers,
     versions,
 )
@@ -259,14 +259,14 @@ def plan_log(
     loggers = [] if options.loggers is None else make_loggers(options.loggers, plugins)
     if loggers and folder is not None and not any(isinstance(one, JsonLinesLogger) for one in loggers):
         loggers.append(JsonLinesLogger())
-    given = given_values() if loggers or folder is not None else None
-    if given is not None and folder is not None:
-        loggers.append(ValuesLogger(given.text))
+    config = config_in_use() if loggers or folder is not None else None
+    if config is not None and folder is not None:
+        loggers.append(ConfigLogger(folder, config[1]))
 
     def facts() -> dict[str, Any]:
         return {
             "hyperparameters": mask_secrets(
-                {**(given.by_name if given else {}), **known, **(options.hyperparameters or {})}
+                {**(config[0] if config else {}), **known, **(options.hyperparameters or {})}
             ),
             "environment": environment(),
             "selection": str(selection),

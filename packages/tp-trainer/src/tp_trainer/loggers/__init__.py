@@ -2,7 +2,8 @@
 
 ``CsvLogger`` and ``JsonLinesLogger`` need nothing but this package; ``TensorBoardLogger``, ``WandbLogger``,
 ``MlflowLogger`` and ``AimLogger`` need the extras ``tp-trainer[tensorboard]``, ``[wandb]``, ``[mlflow]`` and
-``[aim]``. A custom logger is a subclass of :class:`tp_core.plugins.Logger`.
+``[aim]``. A custom logger is a subclass of :class:`tp_core.plugins.Logger`; with a file or folder of its own
+it has a :class:`LogPlace`.
 """
 
 from typing import TYPE_CHECKING
@@ -13,12 +14,15 @@ if TYPE_CHECKING:
     from tp_core.plugins import Logger as Logger
     from tp_core.plugins import RunInfo as RunInfo
 
+    from tp_trainer._secrets import mask_arguments as mask_arguments
     from tp_trainer.loggers._aim import AimLogger as AimLogger
     from tp_trainer.loggers._csv import CsvLogger as CsvLogger
+    from tp_trainer.loggers._files import LogPlace as LogPlace
     from tp_trainer.loggers._jsonl import JsonLinesLogger as JsonLinesLogger
     from tp_trainer.loggers._jsonl import LoggedRun as LoggedRun
     from tp_trainer.loggers._jsonl import read_run as read_run
     from tp_trainer.loggers._mlflow import MlflowLogger as MlflowLogger
+    from tp_trainer.loggers._named import using_config as using_config
     from tp_trainer.loggers._tensorboard import TensorBoardLogger as TensorBoardLogger
     from tp_trainer.loggers._wandb import WandbLogger as WandbLogger
 else:
@@ -26,10 +30,13 @@ else:
         __name__,
         {
             "tp_core.plugins": ["Logger", "RunInfo"],
+            "tp_trainer._secrets": ["mask_arguments"],
             "tp_trainer.loggers._aim": ["AimLogger"],
             "tp_trainer.loggers._csv": ["CsvLogger"],
+            "tp_trainer.loggers._files": ["LogPlace"],
             "tp_trainer.loggers._jsonl": ["JsonLinesLogger", "LoggedRun", "read_run"],
             "tp_trainer.loggers._mlflow": ["MlflowLogger"],
+            "tp_trainer.loggers._named": ["using_config"],
             "tp_trainer.loggers._tensorboard": ["TensorBoardLogger"],
             "tp_trainer.loggers._wandb": ["WandbLogger"],
         },

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tp_core.internal import check_installed
 from tp_core.plugins import Logger, RunInfo, RunStatus
-
-from tp_trainer.loggers._files import check_installed
 
 
 class AimLogger(Logger):
@@ -34,7 +33,7 @@ class AimLogger(Logger):
         run_name: str | None = None,
         repo: str | os.PathLike[str] | None = None,
     ) -> None:
-        check_installed("AimLogger", "aim", "aim")
+        check_installed("aim", by="AimLogger", extra="tp-trainer[aim]")
         if repo is not None and "://" not in os.fspath(repo):
             repo = Path(repo).absolute()
         self._repo = None if repo is None else os.fspath(repo)

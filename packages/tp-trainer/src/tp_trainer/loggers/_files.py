@@ -1,6 +1,5 @@
 """The files of loggers: their places, their locks for one run, and syncs to the disk."""
 
-import importlib.util
 import itertools
 import logging
 import os
@@ -18,26 +17,6 @@ from tp_core.plugins import RunInfo
 log = logging.getLogger("tp_trainer")
 
 _OF_FOLDER = "the run of this folder's checkpoints"
-
-
-def place_for(kind: str, given: Path | None, info: RunInfo) -> Path:
-    """Return the folder that a logger writes into, and make it.
-
-    Args:
-        kind: The class of the logger, for messages.
-        given: The user's folder, or ``None``.
-        info: The run; its folder is the default.
-
-    Raises:
-        ConfigError: Neither the user nor the run has a folder.
-        OSError: The folder cannot be made.
-    """
-    folder = given if given is not None else info.folder
-    if folder is None:
-        msg = f"the run has no folder to log to; give {kind}(folder), or checkpoint=folder"
-        raise ConfigError(msg)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 class LogPlace:
@@ -77,7 +56,11 @@ class LogPlace:
             ConfigError: Neither the user nor the run has a folder; or the run to be resumed is still alive.
             OSError: The folder or the lock file cannot be made.
         """
-        folder = place_for(self._kind, self._folder, info)
+        folder = self._folder or info.folder
+        if folder is None:
+            msg = f"the run has no folder to log to; give {self._kind}(folder), or checkpoint=folder"
+            raise ConfigError(msg)
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / self._name if self._files is None or self._folder is None else folder
         if self._folder is None:
             before = self._run_at(path)
@@ -189,14 +172,3 @@ def sync(file: IO[str]) -> None:
     """Sync what was written to the disk."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def check_installed(kind: str, module: str, extra: str) -> None:
-    """Make sure that the package of a logger is installed.
-
-    Raises:
-        ConfigError: The package is not installed.
-    """
-    if importlib.util.find_spec(module) is None:
-        msg = f"{kind} needs the package {module}: pip install 'tp-trainer[{extra}]'"
-        raise ConfigError(msg)

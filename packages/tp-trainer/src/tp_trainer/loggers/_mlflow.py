@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from tp_core.errors import ConfigError
+from tp_core.internal import check_installed
 from tp_core.plugins import Logger, RunInfo, RunStatus
-
-from tp_trainer.loggers._files import check_installed
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -53,7 +52,7 @@ class MlflowLogger(Logger):
         run_name: str | None = None,
         tracking_uri: str | None = None,
     ) -> None:
-        check_installed("MlflowLogger", "mlflow", "mlflow")
+        check_installed("mlflow", by="MlflowLogger", extra="tp-trainer[mlflow]")
         self._experiment, self._run_name, self._uri = experiment, run_name, tracking_uri
         self._client: MlflowClient | None = None
         self._id: str | None = None

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -22,32 +21,10 @@ from tp_core.internal import write_atomically
 from tp_core.plugins import Logger, LoggerFactory, RunInfo, RunStatus
 
 from tp_trainer._secrets import mask_arguments
-from tp_trainer.loggers._files import keep_aside, place_for
+from tp_trainer.loggers._files import keep_aside
 
 LogSpec = str | Logger | Iterable[str | Logger] | None
 """A name, a logger, several of them, or ``None`` for none."""
-
-
-def factories() -> list[LoggerFactory]:
-    """Return the factories of this package's loggers; a logger's imports happen when it is made."""
-    return [
-        _factory("aim", "a run of Aim", "AimLogger", extra="aim"),
-        _factory("csv", "metrics.csv in the run's folder", "CsvLogger"),
-        _factory("jsonl", "log.jsonl in the run's folder", "JsonLinesLogger"),
-        _factory("mlflow", "a run of MLflow", "MlflowLogger", extra="mlflow"),
-        _factory("tensorboard", "event files in the run's folder", "TensorBoardLogger", extra="tensorboard"),
-        _factory("wandb", "a run of Weights & Biases", "WandbLogger", extra="wandb"),
-    ]
-
-
-def _factory(name: str, text: str, kind: str, *, extra: str = "") -> LoggerFactory:
-    def make() -> Logger:
-        from tp_trainer import loggers
-
-        made: Logger = getattr(loggers, kind)()
-        return made
-
-    return LoggerFactory(name, text, make, f"tp-trainer[{extra}]" if extra else "")
 
 
 def make_loggers(log: LogSpec, plugins: PluginRegistry) -> list[Logger]:
@@ -173,59 +150,59 @@ def candidates(selection: Selection) -> tuple[dict[str, object], ...]:
     )
 
 
-# -- The values of a call of ``tp train`` ---------------------------------------------------------
+# -- The values that a program was called with ----------------------------------------------------
 
 
 CONFIG = "config.yaml"
 """The file in a run's folder with its values, for ``tp train ... --config``."""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenValues:
-    """The values of a call of ``tp train``.
-
-    Attributes:
-        by_name: Plain values by their options' names: "optim.lr" of a nested one.
-        text: All of them as YAML, which ``--config`` reads.
-    """
-
-    by_name: Mapping[str, Any]
-    text: str
-
-
-_GIVEN: ContextVar[GivenValues | None] = ContextVar("given_values", default=None)
-
-
-def given_values() -> GivenValues | None:
-    """Return the values of the function that is running; ``None`` where ``tp train`` runs none."""
-    return _GIVEN.get()
+_config: ContextVar[tuple[Mapping[str, Any], str] | None] = ContextVar("config", default=None)
 
 
 @contextmanager
-def running_with(values: GivenValues) -> Iterator[None]:
-    """Let runs within the context log these values, and write them into their folders."""
-    token = _GIVEN.set(values)
+def using_config(values: Mapping[str, Any], text: str) -> Iterator[None]:
+    """Let runs within the context log values, and keep a text as ``config.yaml`` in their folders.
+
+    For programs that call training with the values of a command line or of a file, as ``tp train`` does.
+
+    Args:
+        values: Hyperparameters by name: "optim.lr" for a nested one.
+        text: All of them, as the program can read them again.
+
+    Example:
+        >>> with using_config({"lr": 0.1}, "lr: 0.1"):
+        ...     trainer.fit(model, optimizer, loader, step=step, checkpoint="run")  # doctest: +SKIP
+    """
+    token = _config.set((values, text))
     try:
         yield
     finally:
-        _GIVEN.reset(token)
+        _config.reset(token)
 
 
-class ValuesLogger(Logger):
+def config_in_use() -> tuple[Mapping[str, Any], str] | None:
+    """Return the values and the text of :func:`using_config`; ``None`` outside of it."""
+    return _config.get()
+
+
+class ConfigLogger(Logger):
     """Writes ``config.yaml`` into the run's folder; an older file becomes ``config-1.yaml``.
 
     Args:
+        folder: The run's folder.
         text: The contents of the file.
     """
 
-    name: ClassVar[str] = "values"
+    name: ClassVar[str] = "config"
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, folder: Path, text: str) -> None:
+        self._folder, self._text = folder, text
 
-    def open(self, info: RunInfo) -> None:
+    def open(self, info: RunInfo) -> None:  # noqa: ARG002 - it is written before the run
         """Write the file, unless it exists with the same contents."""
-        path = place_for("ValuesLogger", None, info) / CONFIG
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / CONFIG
         if path.is_file() and path.read_text(encoding="utf-8") == self._text:
             return
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tp_core.errors import ConfigError
-from tp_core.internal import showing_system_errors
+from tp_core.internal import check_installed, showing_system_errors
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
-from tp_trainer.loggers._files import LogPlace, check_installed
+from tp_trainer.loggers import LogPlace
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -41,7 +41,7 @@ class TensorBoardLogger(Logger):
     name: ClassVar[str] = "tensorboard"
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, *, flush_s: int = 30) -> None:
-        check_installed("TensorBoardLogger", "tensorboard", "tensorboard")
+        check_installed("tensorboard", by="TensorBoardLogger", extra="tp-trainer[tensorboard]")
         self._place = LogPlace("TensorBoardLogger", folder, "tensorboard", files=f"{_PREFIX}*")
         self._flush_s = flush_s
         self._writer: SummaryWriter | None = None

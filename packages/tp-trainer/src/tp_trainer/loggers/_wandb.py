@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tp_core.internal import check_installed
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
-from tp_trainer._secrets import mask_arguments
-from tp_trainer.loggers._files import check_installed, place_for
+from tp_trainer.loggers import mask_arguments
 
 
 class WandbLogger(Logger):
@@ -41,7 +41,7 @@ class WandbLogger(Logger):
         folder: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
-        check_installed("WandbLogger", "wandb", "wandb")
+        check_installed("wandb", by="WandbLogger", extra="tp-trainer[wandb]")
         self._folder = None if folder is None else Path(folder).absolute()
         self._settings = {"project": project, "mode": mode, **settings}
         self._id: str | None = None
@@ -51,10 +51,14 @@ class WandbLogger(Logger):
         """Start the run, or resume it."""
         import wandb
 
-        folder = None
-        if self._folder is not None or info.folder is not None:
-            folder = str(place_for("WandbLogger", self._folder, info))
-        settings = {"dir": folder, "reinit": "finish_previous", **self._settings}
+        folder = self._folder or info.folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        settings = {
+            "dir": None if folder is None else str(folder),
+            "reinit": "finish_previous",
+            **self._settings,
+        }
         if self._id is not None and info.resumed:
             settings |= {"id": self._id, "resume": "allow"}
         with _masked_command():

@@ -1,0 +1,175 @@
+"""The commands that are faces of a public function: ``tp convert``, ``tp estimate``, ``tp report``.
+
+The registry finds them by their hook; of this package they import public names alone.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+
+import typer
+from tp_core.errors import ConfigError
+from tp_core.internal import call_builder, did_you_mean
+
+import tp_trainer  # its names when they are used: most of them import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+_KEYS = ("model", "optimizer", "batch", "step")
+_MOST = 100_000  # devices of a job
+
+
+def convert_app() -> typer.Typer:
+    """Return ``tp convert`` as a separate application."""
+    return _app(_convert)
+
+
+def estimate_app() -> typer.Typer:
+    """Return ``tp estimate`` as a separate application."""
+    return _app(_estimate)
+
+
+def report_app() -> typer.Typer:
+    """Return ``tp report`` as a separate application."""
+    return _app(_report)
+
+
+def _app(command: Callable[..., None]) -> typer.Typer:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    return app
+
+
+def _convert(
+    source: Annotated[
+        Path, typer.Argument(help="The folder of a run, a checkpoint, weights, or a file of save_model().")
+    ],
+    out: Annotated[Path, typer.Argument(help="NAME.safetensors, or a folder for model.safetensors.")],
+    *,
+    step: Annotated[int | None, typer.Option(help="Of a run: the checkpoint of this step.")] = None,
+    best: Annotated[str | None, typer.Option(help="Of a run: where this metric is best.")] = None,
+    mode: Annotated[Literal["min", "max"], typer.Option(help="Which value of it is the best.")] = "min",
+    model: Annotated[
+        str | None, typer.Option(help="Which one, where the checkpoint has several by name.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="The largest file: 5GB. From there on there are several, and an index.")
+    ] = "",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    ranks: Annotated[int | None, typer.Option(hidden=True)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Write the model of a checkpoint, of whatever backend, as safetensors, which any program reads.
+
+    Of a run the newest checkpoint is taken, unless --step or --best says otherwise. A checkpoint is checked
+    before anything of it is used. To go on with another number of ranks, nothing has to be converted: every
+    checkpoint is resumed on any number.
+    """
+    if ranks is not None:
+        msg = (
+            "a checkpoint need not be written anew for another number of ranks: resume= and load_model() "
+            "read it on any number, whatever number wrote it"
+        )
+        raise ConfigError(msg)
+    path = tp_trainer.find_checkpoint(source, step=step, best=best, mode=mode)
+    files = tp_trainer.convert(
+        path, out, model=model, max_file_nbytes=max_shard_size or None, overwrite=overwrite
+    )
+    if as_json:
+        report = {"checkpoint": str(path), "files": [str(file) for file in files]}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        typer.echo(f"from {path}", err=True)
+        for file in files:
+            typer.echo(file)
+
+
+def _estimate(
+    builder: Annotated[str, typer.Argument(help="model.py:build, or package.module:build.")],
+    *,
+    devices: Annotated[int, typer.Option(min=1, max=_MOST, help="How many devices there would be.")] = 1,
+    memory: Annotated[str, typer.Option(help="What each of them has free: 80GiB.")] = "",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples on each device; as built by default.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="As of the trainer.")] = "fp32",
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches of one optimizer step.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Print what training a model needs on each device, under every installed backend.
+
+    The builder takes no arguments and returns a model, or a dict with "model" and any of "optimizer", "batch"
+    and "step". It is built without memory, and nothing is computed. The exit status is 0 if a backend fits.
+    """
+    from tp_core.jobs import Precision
+
+    if precision not in get_args(Precision):
+        known = get_args(Precision)
+        msg = f"--precision is one of {', '.join(known)}, got {precision!r}{did_you_mean(precision, known)}"
+        raise ConfigError(msg)
+    with redirect_stdout(sys.stderr):  # the output of the user's code is not part of the table
+        built = _built(builder)
+        table = tp_trainer.estimate(
+            **{"step": _plain_step, **built},
+            devices=devices,
+            memory=memory or None,
+            samples=batch,
+            precision=cast(Precision, precision),
+            accumulate=accumulate,
+        )
+    typer.echo(json.dumps(table.to_dict(), indent=2) if as_json else str(table))
+    if built.get("batch") is None and not as_json:
+        typer.echo('activations are known where the builder returns {"model": model, "batch": batch}')
+    raise typer.Exit(0 if table.best is not None else 1)
+
+
+def _built(name: str) -> dict[str, Any]:
+    from tp_core.tensors import build_deferred
+
+    found: list[Any] = []
+
+    def make() -> "nn.Module":
+        made = call_builder(name, _KEYS)
+        found.append(made)
+        model: nn.Module = made["model"]
+        return model
+
+    build_deferred(make)
+    built: dict[str, Any] = found[-1]
+    return built
+
+
+def _plain_step(model: "nn.Module", batch: Any) -> "Tensor":
+    """Return the model's own loss, or the mean of its first output; the step if none is given."""
+    from torch import Tensor
+    from tp_core import tree_leaves
+
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return first.float().mean()
+
+
+def _report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or their log.jsonl.", metavar="RUN")],
+    out: Annotated[Path | None, typer.Option(help="The page; report.html in the first run's folder.")] = None,
+    png: Annotated[Path | None, typer.Option(help="A folder for the curves as PNG files.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Make one HTML page of what runs have left in their folders."""
+    page, *pictures = tp_trainer.write_report(runs, out, pictures=png)
+    if as_json:
+        typer.echo(json.dumps({"page": str(page), "pictures": [str(path) for path in pictures]}, indent=2))
+        return
+    for path in [page, *pictures]:
+        typer.echo(path)

@@ -1,1 +1,0 @@
-"""Jobs in the background: started, listed, shown, ended."""
