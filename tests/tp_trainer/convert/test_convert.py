@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from tp_core.errors import StateError
+from tp_core.errors import ConfigError, StateError
 from tp_core.state import StoredTensors, TensorInfo, write_tensors
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Trainer, convert, find_checkpoint
 from tp_trainer._convert import write_model  # a source that counts what is in memory, or fails
 
 from tests.run_tp import run
@@ -51,6 +51,16 @@ def test_the_newest_checkpoint_of_a_run_becomes_a_file(finished, tmp_path, capsy
     assert run(["convert", str(folder), str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     assert same(out, expected)
+
+
+def test_a_program_converts_too_and_replaces_what_it_was_told_to(finished, tmp_path):
+    folder, expected = finished
+    out = tmp_path / "model.safetensors"
+    for source in (folder, find_checkpoint(folder)):
+        assert convert(source, out, max_file_nbytes="1GB", overwrite=source != folder) == [out]
+        assert same(out, expected)
+        with pytest.raises(ConfigError, match="is there already; overwrite=True, or --ov"):
+            convert(source, tmp_path)
 
 
 def test_a_folder_gets_the_usual_name_and_json_says_what_was_read(finished, tmp_path, capsys):

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
-from tp_trainer import MemoryTable, Trainer
-from tp_trainer._memory._requirements import parse_nbytes, resized  # the parts of a table that is printed
+from tp_trainer import MemoryTable, Trainer, estimate
 
 from tests.run_tp import run
 
@@ -72,10 +71,15 @@ def test_each_device_has_its_share_of_the_batch():
 
 
 def test_a_batch_is_cut_or_repeated():
-    batch = {"x": torch.arange(3), "n": 5}
-    assert resized(batch, 2)["x"].tolist() == [0, 1]
-    assert resized(batch, 5)["x"].tolist() == [0, 1, 2, 0, 1]
-    assert resized(batch, 5)["n"] == 5
+    seen = []
+
+    def step(model, batch):
+        seen.append((batch["x"].shape[0], batch["n"]))
+        return model(batch["x"]).mean()
+
+    for samples in (2, 5):
+        estimate(nn.Linear(4, 4), None, {"x": torch.ones(3, 4), "n": 5}, step, samples=samples)
+    assert sorted(set(seen)) == [(2, 5), (5, 5)]
 
 
 @pytest.mark.parametrize(
@@ -83,12 +87,12 @@ def test_a_batch_is_cut_or_repeated():
     [("80GiB", 80 * 2**30), ("512 MiB", 2**29), ("24e9", 24 * 10**9), ("1.5GB", 15 * 10**8)],
 )
 def test_amounts_of_memory(text, nbytes):
-    assert parse_nbytes(text) == nbytes
+    assert estimate(nn.Linear(1, 1), memory=text).free_nbytes == nbytes
 
 
 def test_an_amount_that_is_none_is_refused():
     with pytest.raises(ConfigError, match=r"written 80GiB, 512MiB or 24e9, got 'much'"):
-        parse_nbytes("much")
+        estimate(nn.Linear(1, 1), memory="much")
 
 
 def test_the_command_prints_the_table_of_a_model_that_is_never_built(tmp_path, capsys):
@@ -142,7 +146,7 @@ def stepless():
         ([":stepless"], "step must be a function step(model, batch) that returns the loss, got int: 3"),
         ([""], "a function is written file.py:build"),
         ([":model", "--memory", "lots"], "an amount of memory is written 80GiB"),
-        ([":model", "--precision", "fp8"], "--precision is one of fp32"),
+        ([":model", "--precision", "fp8"], "precision must be one of 'fp32'"),
     ],
 )
 def test_the_command_says_in_one_line_what_is_wrong_with_what_it_was_given(tmp_path, capsys, arguments, said):

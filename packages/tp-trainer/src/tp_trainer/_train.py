@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from functools import cache, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -148,7 +148,6 @@ def _in_one_line(error: Exception) -> str:
 # -- ``tp train`` ---------------------------------------------------------------------------------
 
 
-@cache
 def _launch() -> tuple[Callable[..., None], dict[str, inspect.Parameter]]:
     """Return the function of ``tp launch``, which the registry finds, and its options for ranks.
 

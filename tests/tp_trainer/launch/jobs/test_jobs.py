@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from tp_core.errors import ConfigError, StateError
+from tp_core.plugins import registry
 from tp_trainer._jobs import (  # private: jobs as other processes and versions leave them
     Job,
     Status,
@@ -58,6 +59,14 @@ def test_a_detached_job_is_followed_to_its_end(tp, here):
     assert here("logs", "last", "-n", "1").stdout == "=" * 72 + "\n"
     assert "removed 1 ended" in here("jobs", "--clear").stderr
     assert _listed() == {}
+
+
+def test_without_the_commands_of_jobs_none_is_started(tp, here, monkeypatch):
+    launch = next(c for c in registry.commands() if c.item.name == "launch")
+    monkeypatch.setattr(registry, "commands", lambda: [launch])  # as if those of jobs were not installed
+    done = here("launch", "--detach", "-n", "1", str(tp.cwd / tp.script(_WAITS)), "0")
+    assert done.exit_code == 2
+    assert "--detach needs the command tp jobs, which no installed plugin has" in done.stderr
 
 
 def test_a_stopped_job_leaves_nobody(tp, here, gone):

@@ -1,6 +1,6 @@
-"""The launcher: ``tp launch``, ``launch()`` for programs, and jobs in the background.
+"""The launcher: ``tp launch``, and ``launch()`` for programs.
 
 torch's elastic launcher starts the processes, as in ``torchrun``. This package adds checks before anything
-starts, whole lines from every rank, a short report on the rank that failed first, and jobs that outlive the
-terminal. Only `_elastic` and `_rendezvous` import torch at the top; they are imported to start processes.
+starts, whole lines from every rank, and a short report on the rank that failed first. Only `_elastic` and
+`_rendezvous` import torch at the top; they are imported to start processes.
 """

@@ -306,16 +306,16 @@ def estimate(
     check_model("estimate()", model)
     check_known("estimate()", model, optimizer, step)
     check_positive("devices", devices)
-    share = batch if samples is None else resized(batch, samples)
     job = Job(
         devices=resolve_devices("cpu"),
         environment=LaunchEnvironment(),
         model=model,
         precision=precision,
         accumulate=accumulate,
-        footprint=measure_footprint(model, optimizer, share, step, precision=precision),
         free_nbytes=parse_nbytes(memory) if isinstance(memory, str) else memory,
     )
+    share = batch if samples is None else resized(batch, samples)
+    job = replace(job, footprint=measure_footprint(model, optimizer, share, step, precision=precision))
     return table_of(job, registry.backends(), devices=devices, kind="cuda")
 
 
