@@ -14,7 +14,7 @@ from tp_core.errors import ConfigError, StateError
 from tp_core.state import StoredTensors, TensorInfo, write_tensors
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer, convert, find_checkpoint
-from tp_trainer._convert import write_model  # a source that counts what is in memory, or fails
+from tp_trainer._convert import write_model  # private: a source that counts what is in memory, or fails
 
 from tests.run_tp import run
 from tests.tp_trainer.small_run import leave, train

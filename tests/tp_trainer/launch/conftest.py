@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from tp_core import testing
-from tp_trainer import _jobs  # what a test left behind is ended without a wait
+from tp_trainer import _jobs  # private: what a test left behind is ended without a wait
 
 from tests.run_tp import run
 
