@@ -59,9 +59,9 @@ PUBLIC = {
         gathers_matrices has_exited in_notebook is_array is_dtensor is_random_op is_zero_redundancy
         iterates_itself join_rows lazy_exports leave_to_others length_along load_function lock_file_of
         move_module new_process_group output_console parameter_type preserve_rng_state presharded_mesh
-        raised_where read_digests reduction_type rendezvous_store repeated_blocks resolve_options row_count
-        run_in seed_everything seed_of seeded set_device_rng_state sharded_memory showing_system_errors
-        shows_progress split_evenly split_rows sync_folder total_shard_norm whole_model_arguments
+        quantized_parts raised_where read_digests reduction_type rendezvous_store repeated_blocks
+        resolve_options row_count run_in seed_everything seed_of seeded set_device_rng_state sharded_memory
+        showing_system_errors shows_progress slice_of split_evenly split_rows sync_folder total_shard_norm whole_model_arguments
         write_atomically zero_backward
     """,
 }

@@ -13,6 +13,7 @@ from tp_core.errors import ConfigError, StateError
 from tp_core.internal import Ownership
 from tp_core.state import StoredTensors, load_state, open_tensors, plain_state
 
+from tp_trainer._checkpoint._base import read_base
 from tp_trainer._checkpoint._folder import MANIFEST, Manifest, RunFolder, read_manifest, step_of, verify
 from tp_trainer._checkpoint._model_files import MODEL, OneOfSeveral, StateInAFile
 from tp_trainer._checkpoint._weights_files import (
@@ -165,7 +166,7 @@ def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
     Raises:
         ConfigError: There is no model of that name, or the file has a single model without a name.
         FileNotFoundError: ``path`` does not exist.
-        StateError: The file or folder is damaged, or has no model.
+        StateError: The file or folder is damaged, or has no model, or the trained part of one alone.
     """
     if is_weights(path):
         stored: StoredTensors = WeightsFiles(path, prefix=MODEL)
@@ -179,6 +180,8 @@ def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
     else:
         if not (path / _INDEX).is_file():
             verify(path)
+            if (base := read_base(path)) is not None:
+                base.check_is_whole(path)
         stored = open_tensors(path)
         if not any(key.startswith(MODEL) for key in stored.infos):
             msg = f"{path} has no model: no name begins with {MODEL!r}; it has {list(stored.infos)[:3]}"

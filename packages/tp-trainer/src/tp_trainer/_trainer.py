@@ -1137,25 +1137,41 @@ class Trainer:
         """Load a model that :meth:`save_model` wrote on any backend; call it on every rank.
 
         It also loads weights of :meth:`export` or another program: a safetensors file, an index of several,
-        or their folder. And it loads the folder of a checkpoint, of a run or of ``tp_shard.save_sharded``.
+        or their folder. And it loads the folder of a checkpoint, of a run or of ``tp_shard.save_sharded``. If
+        that has the trained weights alone, the model must have the frozen ones of the run. Of an adapter in
+        peft's format it loads the weights into the same adapter of the model.
 
         Args:
             model: The model.
             path: The file or folder.
-            name: The name in ``state={...}`` of one of a checkpoint's several models.
+            name: The name in ``state={...}`` of one of a checkpoint's several models; or of the model's
+                adapter, by default the active one.
 
         Raises:
-            ConfigError: ``name`` is given, and ``path`` is not a checkpoint of several models.
+            ConfigError: ``name`` is given, and ``path`` is not a checkpoint of several models; or the model
+                has no such adapter.
             FileNotFoundError: The file does not exist.
             StateError: The file is damaged, or is of another model; the model is unchanged.
         """
+        from pathlib import Path
+
+        from tp_trainer._checkpoint._adapters import is_adapter, load_adapter
         from tp_trainer._checkpoint._model_files import load_model
 
         prepared = self._prepare_model(model)
-        load_model(self.session, prepared, path, name=name)
+        if is_adapter(Path(path)):
+            load_adapter(self.session, prepared, Path(path), name=name)
+        else:
+            load_model(self.session, prepared, path, name=name)
 
     def export(
-        self, model: nn.Module, path: str | os.PathLike[str], *, max_file_nbytes: int | None = None
+        self,
+        model: nn.Module,
+        path: str | os.PathLike[str],
+        *,
+        adapter: bool = False,
+        merged: bool = False,
+        max_file_nbytes: int | None = None,
     ) -> None:
         """Write the weights as safetensors files, which load without tp; call it on every rank.
 
@@ -1165,21 +1181,38 @@ class Trainer:
 
         Args:
             model: The model.
-            path: The file, ``model.safetensors``.
+            path: The file, ``model.safetensors``; with ``adapter`` a folder.
+            adapter: Whether to write the adapters of a ``PeftModel`` alone, in peft's format, which
+                ``PeftModel.from_pretrained(base, path)`` loads. Those beside "default" get a folder each.
+            merged: Whether to merge the active adapters of a ``PeftModel`` into the weights, and write these
+                under the names that they had before peft.
             max_file_nbytes: The largest size of a file in bytes. Larger weights are written as
                 ``model-00001-of-00003.safetensors`` and so on, with an index, as by Hugging Face's libraries.
 
         Raises:
-            ConfigError: There are several files, and ``path`` does not end in ".safetensors".
+            ConfigError: There are several files, and ``path`` does not end in ".safetensors"; or adapters are
+                wanted and there are none, or cannot be merged.
             OSError: A file cannot be written; on every rank.
             StateError: The model's state holds something that is not a tensor.
 
-        Collectives: the backend's gathering of the state, one broadcast.
+        Collectives: the backend's gathering of the state, one broadcast; for each adapter two.
         """
-        prepared = self._prepare_model(model)
+        from pathlib import Path
+
+        from tp_trainer._checkpoint._adapters import export_adapters, export_merged
         from tp_trainer._checkpoint._model_files import export_model
 
-        export_model(self.session, prepared, path, max_file_nbytes=max_file_nbytes)
+        if adapter and (merged or max_file_nbytes is not None):
+            other = "merged=True" if merged else "max_file_nbytes"
+            msg = f"export() takes adapter=True or {other}: adapters are written alone, in one file each"
+            raise ConfigError(msg)
+        prepared = self._prepare_model(model)
+        if adapter:
+            export_adapters(self.session, prepared, Path(path))
+        elif merged:
+            export_merged(self.session, prepared, Path(path), max_file_nbytes=max_file_nbytes)
+        else:
+            export_model(self.session, prepared, path, max_file_nbytes=max_file_nbytes)
 
     # -- session, preparation -------------------------------------------------------------------
 

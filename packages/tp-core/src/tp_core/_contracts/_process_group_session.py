@@ -20,7 +20,7 @@ from tp_core._contracts._session import ReduceOp, Session, check_reduce_op
 from tp_core.data._batches import Share
 from tp_core.data._step_outputs import StepOutput, zero_backward
 from tp_core.errors import DisagreementError
-from tp_core.tensors._slices import check_no_max_norm
+from tp_core.tensors._slices import check_no_max_norm, quantized_parts
 
 T = TypeVar("T")
 
@@ -149,6 +149,7 @@ class ProcessGroupSession(Session):
             self._reductions.listen()
             return model  # torch refuses to wrap a model without gradients
         check_no_max_norm(model, "each rank")
+        self._share_quantized(model)
         averaging = SteppingDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
@@ -157,6 +158,22 @@ class ProcessGroupSession(Session):
         )
         self._reductions.watch(averaging)
         return averaging
+
+    def _share_quantized(self, model: nn.Module) -> None:
+        """Give the data ranks the first one's quantized weights, which torch's wrapper cannot broadcast.
+
+        Collective: a broadcast of each of the tensors of which they consist.
+        """
+        weights = {n: parts for n, p in model.named_parameters() if (parts := quantized_parts(p)) is not None}
+        for part in (part for parts in weights.values() for part in parts):
+            whole = part.contiguous()
+            dist.broadcast(whole, group_src=0, group=self._data_group)
+            if whole is not part:
+                part.copy_(whole)
+        if weights:
+            # Private to torch: it has no public way to name what its wrapper ignores.
+            ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *weights]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer, which from now on must step averaged gradients only."""

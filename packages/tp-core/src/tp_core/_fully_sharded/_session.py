@@ -22,7 +22,7 @@ from tp_core.data._batches import Share
 from tp_core.data._step_outputs import StepOutput
 from tp_core.errors import ConfigError, StepError
 from tp_core.state import whole
-from tp_core.tensors._slices import is_dtensor
+from tp_core.tensors._slices import check_not_quantized, is_dtensor
 
 _SHARDS_ALONE = (
     "the loss was computed with a parameter of a unit that is fully sharded, outside of the unit's forward "
@@ -51,8 +51,12 @@ class FullyShardedSession(ProcessGroupSession):
     def shard_model(self, model: nn.Module) -> nn.Module:
         """Shard a model, in place: the module stays the user's own.
 
+        Raises:
+            ModelError: A weight is quantized.
+
         Collective: a broadcast of each parameter and buffer, an all-gather of parameters in no unit.
         """
+        check_not_quantized(model, "fully_shard")
         self.sharding.shard(model)
         self._reductions.know(model)
         if self._data_size > 1:

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from tp_core.plugins._select import check_backend_name as check_backend_name
     from tp_core.replicas._random import is_random_op as is_random_op
     from tp_core.replicas._replicas import leave_to_others as leave_to_others
+    from tp_core.state._files import slice_of as slice_of
     from tp_core.state._optimizers import is_zero_redundancy as is_zero_redundancy
     from tp_core.tensors._atomic import atomic_part as atomic_part
     from tp_core.tensors._atomic import showing_system_errors as showing_system_errors
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from tp_core.tensors._ownership import run_in as run_in
     from tp_core.tensors._slices import check_initialized as check_initialized
     from tp_core.tensors._slices import is_dtensor as is_dtensor
+    from tp_core.tensors._slices import quantized_parts as quantized_parts
 else:
     __getattr__, __dir__, __all__ = _lazy.lazy_exports(
         __name__,
@@ -145,10 +147,11 @@ else:
             ],
             "tp_core.tensors._digests": ["DIGESTS", "INDEX", "read_digests"],
             "tp_core.tensors._ownership": ["Ownership", "lock_file_of", "run_in"],
-            "tp_core.tensors._slices": ["check_initialized", "is_dtensor"],
+            "tp_core.tensors._slices": ["check_initialized", "is_dtensor", "quantized_parts"],
             "tp_core.plugins._select": ["KNOWN_BACKENDS", "check_backend_name"],
             "tp_core.replicas._replicas": ["leave_to_others"],
             "tp_core.replicas._random": ["is_random_op"],
+            "tp_core.state._files": ["slice_of"],
             "tp_core.state._optimizers": ["is_zero_redundancy"],
         },
     )

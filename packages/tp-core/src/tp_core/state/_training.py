@@ -11,7 +11,7 @@ The same names stand for the same tensors however they are split, so that any nu
 state of another number. State belongs to a parameter by its name, and not by the order of parameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -33,7 +33,14 @@ from tp_core.state._optimizers import (
     steps_whole,
 )
 from tp_core.state._plain import Get, StoredTensor, from_json, joined, refs_in, split, to_json
-from tp_core.tensors._slices import SHARDED_ATTRIBUTE, TensorInfo, TensorSlice, is_dtensor, is_sharded
+from tp_core.tensors._slices import (
+    SHARDED_ATTRIBUTE,
+    TensorInfo,
+    TensorSlice,
+    is_dtensor,
+    is_sharded,
+    quantized_parts,
+)
 
 FORMAT = 1
 
@@ -45,7 +52,9 @@ _VALUES = "values"
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
 
-def collect_state(model: nn.Module, optimizer: Optimizers, *, cut: Cut) -> dict[str, Tensor | TensorSlice]:
+def collect_state(
+    model: nn.Module, optimizer: Optimizers, *, cut: Cut, without: Collection[str] = ()
+) -> dict[str, Tensor | TensorSlice]:
     """Return the state of a model, and of an optimizer over it, as named tensors: no copies.
 
     Args:
@@ -53,18 +62,25 @@ def collect_state(model: nn.Module, optimizer: Optimizers, *, cut: Cut) -> dict[
         optimizer: An optimizer over its parameters, several by name, or ``None``.
         cut: ``cut(parameter, value)`` returns a value of the parameter's shape with its place in the whole,
             as ``Session.as_slice`` does; DTensors know their own place.
+        without: Entries of the model's state that are left out, by their plain names.
 
     Raises:
         ConfigError: The optimizer's state cannot be saved.
         ModelError: The optimizer has a parameter that is not the model's.
         StateError: The state has something that is neither a tensor nor a plain value; or an entry of a split
-            parameter of which it is not known how it would be split.
+            parameter of which it is not known how it would be split; or a weight is quantized.
     """
-    tensors: dict[str, Tensor | TensorSlice] = {
-        f"{_MODEL}{name}": slice_of(cut, tensor, tensor.detach())
-        for name, tensor in plain_state(_model_tensors(model)).items()
-    }
-
+    tensors: dict[str, Tensor | TensorSlice] = {}
+    for name, tensor in plain_state(_model_tensors(model)).items():
+        if name in without:
+            continue
+        if quantized_parts(tensor) is not None:
+            msg = (
+                f"the model's {name!r} is quantized ({type(tensor).__name__}), and a checkpoint holds plain "
+                "tensors: Checkpoints(weights='trainable') leaves frozen weights out"
+            )
+            raise StateError(msg)
+        tensors[f"{_MODEL}{name}"] = slice_of(cut, tensor, tensor.detach())
     for prefix, one in _by_prefix(optimizer).items():
         _collect_optimizer(model, one, prefix, tensors, cut=cut)
     return tensors
@@ -119,6 +135,7 @@ def restore_state(
     *,
     cut: Cut,
     same_groups: bool = False,
+    without: Collection[str] = (),
 ) -> None:
     """Load what :func:`collect_state` returned, on this or another number of ranks.
 
@@ -133,6 +150,7 @@ def restore_state(
         stored: Where the state is.
         cut: As in :func:`collect_state`.
         same_groups: Whether the optimizer's parameter groups must be those that were saved, in their order.
+        without: Entries of the model's state that were left out, by their plain names; they stay as they are.
 
     Raises:
         ModelError: The optimizer has a parameter that is not the model's.
@@ -144,7 +162,9 @@ def restore_state(
     if surplus is not None:
         msg = f"{stored.path} has {surplus.removeprefix(_MODEL)!r}, which the model lacks"
         raise StateError(msg)
-    places = {f"{_MODEL}{name}": Place(cut, tensor, None) for name, tensor in current.items()}
+    places = {
+        f"{_MODEL}{name}": Place(cut, tensor, None) for name, tensor in current.items() if name not in without
+    }
     optimizers = _by_prefix(optimizer)
     saved: dict[str, OptimizerValues] = {}
     for prefix, one in optimizers.items():
@@ -161,8 +181,9 @@ def restore_state(
             places[ref.name] = _whole_place(infos[ref.name])
     stored.fill({name: place.target for name, place in places.items()})
     taken = {name: place.take() for name, place in places.items()}
-    names = {name: f"{_MODEL}{plain_name(name)}" for name in _model_tensors(model)}
-    model.load_state_dict({name: taken[stored_name] for name, stored_name in names.items()})
+    names = {n: plain_name(n) for n in _model_tensors(model) if plain_name(n) not in without}
+    state = {name: taken[f"{_MODEL}{plain}"] for name, plain in names.items()}
+    model.load_state_dict(state, strict=not without)
     lists = [id(one.param_groups) for one in optimizers.values()]
     for prefix, one in optimizers.items():
         _load_optimizer(model, one, saved[prefix], taken, infos, cut=cut)

@@ -32,6 +32,35 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, SHARDED_ATTRIBUTE, False)) or is_dtensor(parameter)
 
 
+def quantized_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return the plain tensors of which a quantized one consists, such as integers and scales, or ``None``.
+
+    That is a tensor of a class that wraps others, as those of torchao do; DTensors are none.
+    """
+    flatten = None if is_dtensor(tensor) else getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return None
+    inner = [getattr(tensor, name) for name in flatten()[0]]
+    return [part for one in inner for part in quantized_parts(one) or [one]]
+
+
+def check_not_quantized(model: torch.nn.Module, backend: str) -> None:
+    """Check that no weight is quantized, for a backend that cuts weights.
+
+    Raises:
+        ModelError: One is; it is named.
+    """
+    for name, parameter in model.named_parameters():
+        kind = type(parameter)  # bitsandbytes keeps scales in attributes of its parameters
+        if quantized_parts(parameter) is not None or kind.__module__.startswith("bitsandbytes."):
+            msg = (
+                f"the model's {name!r} is quantized ({kind.__name__}), and {backend} cannot cut its integers "
+                "and scales: train adapters over it on the backend 'single' or 'ddp', or load the base in "
+                "floating point (bfloat16)"
+            )
+            raise ModelError(msg)
+
+
 def check_initialized(model: torch.nn.Module) -> None:
     """Check that every parameter and buffer has a shape.
 

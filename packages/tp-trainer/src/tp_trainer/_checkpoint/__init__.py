@@ -29,6 +29,9 @@ class Checkpoints:
         background: Write in a thread; if the state is sharded, in a thread of each rank. Training waits
             only until the state is copied.
         replay: Let a loader without positions read the batches before the checkpoint's position again.
+        weights: Which weights of the model a checkpoint has: "all", or the "trainable" ones. The latter
+            leaves out the frozen base of adapters, and keeps its digests: to resume, build the model from the
+            same base. Buffers are saved, and frozen weights that the run writes (a momentum encoder).
 
     Raises:
         ConfigError: A number is out of its range.
@@ -49,6 +52,7 @@ class Checkpoints:
     mode: Literal["min", "max"] = "min"
     background: bool = False
     replay: bool = False
+    weights: Literal["all", "trainable"] = "all"
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "every_s", "every_epochs", "keep"):
@@ -60,6 +64,9 @@ class Checkpoints:
                 kind = "a whole number from 1" if whole else "a number of seconds above 0"
                 msg = f"Checkpoints({name}=...) must be {kind}, got {value!r}"
                 raise ConfigError(msg)
+        if self.weights not in {"all", "trainable"}:
+            msg = f"Checkpoints(weights=...) must be 'all' or 'trainable', got {self.weights!r}"
+            raise ConfigError(msg)
         if self.mode not in {"min", "max"}:
             msg = f"Checkpoints(mode=...) must be 'min' or 'max', got {self.mode!r}"
             raise ConfigError(msg)

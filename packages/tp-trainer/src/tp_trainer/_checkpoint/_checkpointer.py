@@ -21,11 +21,10 @@ from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, StoredTensor
 from tp_core.tensors import TensorSlice
 
 from tp_trainer._checkpoint import Checkpoints
-from tp_trainer._checkpoint._folder import RunFolder, bytes_in, read_json, step_of, verify, write_json
+from tp_trainer._checkpoint._folder import STATE, RunFolder, bytes_in, read_json, step_of, verify, write_json
 
 log = logging.getLogger("tp_trainer")
 
-STATE = "state.json"
 RANKS = "ranks.json"
 
 _DELETING_S = 5.0  # deleting large checkpoints on a network file system takes seconds

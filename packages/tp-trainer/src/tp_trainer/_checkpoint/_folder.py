@@ -30,6 +30,8 @@ from tp_core.state import DIGEST_SIZE, FileRecord, digest_of, from_json, record_
 log = logging.getLogger("tp_trainer")
 
 MANIFEST = "manifest.json"
+STATE = "state.json"
+"""The plain values of a run that are equal on all ranks."""
 FORMAT = 3  # of the manifest; other formats are refused
 
 PREFIX = "step-"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import Ownership, write_atomically
+from tp_core.internal import Ownership, quantized_parts, write_atomically
 from tp_core.plugins import Session
 from tp_core.state import (
     StoredTensors,
@@ -25,6 +25,7 @@ from tp_core.state import (
 )
 from tp_core.tensors import TensorSlice
 
+from tp_trainer._checkpoint._base import read_base
 from tp_trainer._checkpoint._folder import verify
 from tp_trainer._checkpoint._weights_files import (
     WeightsFiles,
@@ -121,7 +122,38 @@ def export_model(
 
     Collectives: the backend's gathering of each tensor, one broadcast.
     """
-    state, path = session.state_parts(model), Path(path)
+    write_state(session, session.state_parts(model), Path(path), max_file_nbytes=max_file_nbytes)
+
+
+def write_state(
+    session: Session,
+    state: Mapping[str, Any],
+    path: Path,
+    *,
+    read: Callable[[str], Tensor] | None = None,
+    then: Callable[[], None] | None = None,
+    max_file_nbytes: int | None = None,
+) -> None:
+    """Write tensors as safetensors files, one after the other; call it on every rank.
+
+    Args:
+        session: The session of the ranks.
+        state: The tensors, or those that have their shapes and types, by their names in the file.
+        path: The file.
+        read: Returns the whole tensor of a name, on every rank alike; by default `tp_core.state.whole`.
+        then: Called on rank 0 after that.
+        max_file_nbytes: The largest size of a file.
+
+    Raises:
+        ConfigError: There are several files, and ``path`` does not end in ".safetensors"; or another process
+            writes there; on every rank.
+        OSError: A file cannot be written; on every rank.
+        StateError: The state holds something that is not a tensor, or of a type that the format lacks; on
+            every rank.
+
+    Collectives: those of ``read``, one broadcast.
+    """
+    read = read or (lambda name: whole(state[name]))
     for name, value in state.items():
         if not isinstance(value, Tensor):
             msg = (
@@ -129,22 +161,27 @@ def export_model(
                 f"{type(value).__name__} (get_extra_state?); write it with save_model()"
             )
             raise StateError(msg)
+        if quantized_parts(value) is not None:
+            msg = f"a safetensors file has no {type(value).__name__}, which {name!r} is: it is quantized"
+            raise StateError(msg)
         if type_name(value.dtype) is None:
             msg = f"a safetensors file has no {value.dtype}, which {name!r} is; write it with save_model()"
             raise StateError(msg)
     files = split_over_files(state, path, max_file_nbytes)
-    streams = [((name, whole(state[name])) for name in names) for names in files.values()]
+    streams = [((name, read(name)) for name in names) for names in files.values()]
     failure: OSError | ConfigError | None = None
     if session.is_main:
         try:
             with Ownership(path.absolute()):
                 write_files(path, files, state, streams)
+                if then is not None:
+                    then()
         except (OSError, ConfigError) as error:
             failure = error
     for tensors in streams:
         for _ in tensors:  # the other ranks, and rank 0 after a failure, must take part in each gather
             pass
-    _share_failure(session, path, failure)
+    share_failure(session, path, failure)
 
 
 def write_on_main(session: Session, path: str | os.PathLike[str], write: Callable[[], None]) -> None:
@@ -158,10 +195,10 @@ def write_on_main(session: Session, path: str | os.PathLike[str], write: Callabl
             write()
         except (OSError, ConfigError) as error:
             failure = error
-    _share_failure(session, path, failure)
+    share_failure(session, path, failure)
 
 
-def _share_failure(
+def share_failure(
     session: Session, path: str | os.PathLike[str], failure: OSError | ConfigError | None
 ) -> None:
     """Raise on every rank if rank 0 failed.
@@ -183,21 +220,26 @@ def load_model(
     """Load a file of :func:`save_model` or :func:`export_model` into a prepared model; call it on every rank.
 
     Each rank reads only its slices. A folder is a checkpoint, of a run or of ``tp_shard.save_sharded``, or it
-    has an index of weights. ``name`` chooses one of a checkpoint's several models.
+    has an index of weights. ``name`` chooses one of a checkpoint's several models. Where a checkpoint has the
+    trained weights alone, the model keeps its own frozen ones, which must be those of the run.
 
     Raises:
         ConfigError: A name is given, and ``path`` is not a checkpoint of several models.
         FileNotFoundError: The file does not exist.
         StateError: The file is damaged, or is of another model; the model is unchanged.
 
-    Collectives: for a checkpoint as in :func:`verify`.
+    Collectives: for a checkpoint as in :func:`verify` and `Base.check`.
     """
     if Path(path).is_dir() and not is_weights(Path(path)):
         verify(Path(path), session)
-        tensors = open_tensors(path)
+        tensors, base, plain = open_tensors(path), read_base(Path(path)), session.unwrap(model)
         if name is not None:
             tensors = OneOfSeveral(tensors, name)
-        restore_state(session.unwrap(model), None, tensors, cut=session.as_slice)
+        if base is not None:
+            base = base if name is None else base.of_model(name)
+            base.check(session, plain, Path(path))
+        without = () if base is None else base.weights
+        restore_state(plain, None, tensors, cut=session.as_slice, without=without)
         return
     if name is not None:
         msg = f"{os.fspath(path)} is a file of one model, and name={name!r} is for checkpoints of several"

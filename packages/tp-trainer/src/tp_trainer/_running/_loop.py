@@ -328,6 +328,8 @@ class Loop:
             if saving.resume(self._settings.resume):
                 done = f"epoch {state.epoch}, {state.first} batches of it done"
                 self._say(f"resumed from {saving.last}: {done}")
+            if words := state.note_frozen():
+                self._say(words)
         self._steps_before_epoch = state.step - (state.first // self._accumulate)
         self._done = state.first
         self._can_ask = (
@@ -839,7 +841,8 @@ def build_loop(
         check_same(session, {**settings.facts(steps), **hooks.facts(), **kinds})
     if session.data_size > 1:
         check_same_optimizers(session, targets.trained.optimizers)
-    state = RunState(session, targets.trained, user_state, train, hooks.optimizer_step)
+    weights = "all" if settings.checkpoint is None else settings.checkpoint.weights
+    state = RunState(session, targets.trained, user_state, train, hooks.optimizer_step, weights)
     return Loop(session, settings, state, train, hooks=hooks, logs=logs, steps=steps, watchdog=watchdog)
 
 

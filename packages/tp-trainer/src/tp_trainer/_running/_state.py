@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +35,14 @@ from tp_core.tensors import TensorSlice
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checkpoint import _generators as generators
+from tp_trainer._checkpoint._base import (
+    Base,
+    FrozenWeights,
+    base_of,
+    check_frozen,
+    describe_frozen,
+    frozen_weights,
+)
 from tp_trainer._checkpoint._checkpointer import Checkpointer
 from tp_trainer._running._history import EpochRecord
 from tp_trainer._steps._meter import Meter, added_states, empty_state
@@ -316,6 +324,7 @@ class RunState:
         user_state: Further objects that it saves.
         train: The prepared loader.
         optimizer_step: Makes the optimizer steps of ``fit``; ``None`` in a loop of the user's own.
+        weights: Which weights of the models a checkpoint has, as in `Checkpoints`.
 
     Attributes:
         trained: Models, optimizers and schedulers.
@@ -339,12 +348,16 @@ class RunState:
         user_state: UserState,
         train: PreparedLoader,
         optimizer_step: OptimizerStep | None = None,
+        weights: str = "all",
     ) -> None:
         self._session = session
         self.trained = trained
         self.user_state = user_state
         self._train = train
         self._optimizer_step = optimizer_step
+        self._weights = weights
+        self._restored_base: Base | None = None
+        self._frozen: FrozenWeights | None = None
         self.step = 0
         self.epoch = 1
         self.first = 0
@@ -381,15 +394,28 @@ class RunState:
             replay: Whether a resumed run may read batches again to reach its position.
 
         Raises:
+            ConfigError: The frozen weights are to be left out, and there are none.
             LoaderError: The loader cannot be put back at a position.
             StateError: A state, or the loader's position, has values that checkpoints cannot hold.
 
         Collectives: as in :meth:`capture`.
         """
+        if self._weights == "trainable":
+            check_frozen(self._whole_model())
         if not replay:
             self._train.check_position()
         _, common, own = self.capture(0, None)
         to_json("the state of the run", (common, own))
+
+    def note_frozen(self) -> str | None:
+        """Note the frozen weights that checkpoints leave out; return a text about them, if they are many.
+
+        Collectives: as in `FrozenWeights`, if there are any to leave out.
+        """
+        model = self._whole_model()
+        if self._weights == "trainable":
+            self._frozen = FrozenWeights(self._session, model, self._restored_base)
+        return describe_frozen(model, self._weights)
 
     def capture(self, done: int, meter: Meter | None) -> tuple[Tensors, dict[str, Any], dict[str, Any]]:
         """Return the tensors (not copied), the values common to all ranks, and this rank's own values.
@@ -398,10 +424,18 @@ class RunState:
             done: How many batches of the epoch are done.
             meter: The sums over them; ``None`` where the epoch has not begun.
 
-        Collectives: as in `UserState.capture`.
+        Collectives: as in `UserState.capture` and `FrozenWeights.base`.
         """
         session, train, trained, step = self._session, self._train, self.trained, self._optimizer_step
-        tensors = collect_state(self._whole_model(), self._optimizers(), cut=session.as_slice)
+        model = self._whole_model()
+        base = None
+        without: Collection[str] = ()
+        if self._frozen is not None:
+            base = self._frozen.base(model)
+            without = base.weights
+        elif self._weights == "trainable":  # before the run: what it will be
+            without = frozen_weights(model)
+        tensors = collect_state(model, self._optimizers(), cut=session.as_slice, without=without)
         captured = self.user_state.capture()
         if meter is not None and done:
             position = train.state_dict(batches=done)
@@ -422,6 +456,7 @@ class RunState:
             "metrics": self.metrics,
             "validated_at": self.validated_at,
             "world_size": session.world_size,
+            "base": None if base is None else base.to_plain(),
             "state": captured.common,
         }
         own = {
@@ -451,16 +486,23 @@ class RunState:
                 way round.
             StateError: The checkpoint does not fit the models or the optimizers.
             LoaderError: The loader cannot be brought to the position.
+
+        Collectives: as in `Base.check`, if frozen weights were left out.
         """
         tensors, common, ranks = stored
         trained, step = self.trained, self._optimizer_step
         schedulers = _schedulers_in(path, common, trained.schedulers)
+        model, base = self._whole_model(), base_of(common)
+        if base is not None:
+            base.check(self._session, model, path)
+        self._restored_base = base
         restore_state(
-            self._whole_model(),
+            model,
             self._optimizers(),
             tensors,
             cut=self._session.as_slice,
             same_groups=bool(trained.schedulers),
+            without=() if base is None else base.weights,
         )
         for name, scheduler in trained.schedulers.items():
             _load_state_of(scheduler, schedulers[name])

@@ -16,7 +16,7 @@ from tp_trainer._checks import check_positive
 
 
 class _AveragedWeights(Callback):
-    """Keeps averages of the parameters. They start as a copy, as in torch's ``AveragedModel``.
+    """Keeps averages of the trained parameters. They start as a copy, as in torch's ``AveragedModel``.
 
     Args:
         move: One of torch's functions for ``AveragedModel(multi_avg_fn=...)``.
@@ -43,7 +43,7 @@ class _AveragedWeights(Callback):
             ConfigError: There is no average yet, or it is of another model.
         """
         parameters = dict(model.named_parameters())
-        if parameters.keys() != self._averages.keys():
+        if not self._averages or not self._averages.keys() <= parameters.keys():
             msg = (
                 "there is no average of this model's weights: give the plain model that the run with this "
                 "callback has trained, after the first update of the averages"
@@ -64,7 +64,7 @@ class _AveragedWeights(Callback):
         if not self._averages:
             return
         parameters = dict(run.model.named_parameters())
-        fits = parameters.keys() == self._averages.keys()
+        fits = self._averages.keys() <= parameters.keys()
         held = {name: _held_as(parameters[name], a) for name, a in self._averages.items()} if fits else {}
         if not fits or any(average is None for average in held.values()):
             msg = (
@@ -76,23 +76,24 @@ class _AveragedWeights(Callback):
 
     @torch.no_grad()
     def _update(self, model: nn.Module) -> None:
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-        if not self._updates:
-            self._averages = {name: p.clone() for name, p in parameters.items()}
-        else:
+        known = self._averages
+        parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad or n in known}
+        began = {name: p.clone() for name, p in parameters.items() if name not in known}
+        if known:
             by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
             for name, average in self._averages.items():
                 by_kind.setdefault((average.device, average.dtype), []).append(name)
             for names in by_kind.values():  # torch's functions need tensors of one device and type
                 averages = [self._averages[n] for n in names]
                 self._move(averages, [parameters[n] for n in names], self._updates)
+        self._averages = known | began
         self._updates += 1
 
     @torch.no_grad()
     def _swap(self, parameters: Mapping[str, Tensor]) -> None:
         """Exchange values in place: optimizers, replicas and buckets refer to the parameters themselves."""
-        for name, parameter in parameters.items():
-            average = self._averages[name]
+        for name, average in self._averages.items():
+            parameter = parameters[name]
             value = parameter.detach().clone()
             parameter.copy_(average)
             average.copy_(value)

@@ -1,0 +1,331 @@
+"""The frozen weights that ``Checkpoints(weights="trainable")`` leaves out, and their digests.
+
+The digest of a weight is a sum over its elements, each multiplied by factors that depend on its place::
+
+    digest = sum over (i, j) of bits[i, j] * factor_0[i] * factor_1[j]     modulo 2 ** 64
+
+So ranks that hold slices of a weight add up their sums: it is the same however the weight is split, and no
+rank needs the whole. It is against accidents, as digests of files are. A single changed element always
+changes it, since the factors are odd.
+
+Source: multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast", 2014, section 2.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tp_core.errors import ConfigError, StateError
+from tp_core.internal import is_dtensor, quantized_parts, slice_of
+from tp_core.plugins import Session
+from tp_core.state import plain_name
+from tp_core.tensors import TensorSlice
+
+from tp_trainer._checkpoint._folder import STATE, read_json
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
+_BLOCK = 1 << 18  # elements: their 64-bit integers stay in the processor's cache
+
+_Sums = list[tuple[tuple[int, ...], tuple[int, ...], int]]
+"""The place, the shape and the sum of each part that a rank holds of a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The frozen weights beside a checkpoint's tensors.
+
+    Attributes:
+        source: Where they came from, the ``name_or_path`` of a model of transformers; ``None`` if unknown.
+        weights: The digest, dtype and shape of each, by its name in the model's state.
+    """
+
+    source: str | None
+    weights: Mapping[str, tuple[str, str, tuple[int, ...]]]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as plain values for a checkpoint."""
+        return {"source": self.source, "weights": {n: list(w) for n, w in self.weights.items()}}
+
+    def of_model(self, name: str) -> "Base":
+        """Return the weights of one of several models, with the names that they have in it."""
+        start = f"{name}."
+        found = {n.removeprefix(start): w for n, w in self.weights.items() if n.startswith(start)}
+        return Base(self.source, found)
+
+    def check(self, session: Session, model: nn.Module, path: Path) -> None:
+        """Make sure that a model has these weights.
+
+        Args:
+            session: The session of the model.
+            model: The user's own module.
+            path: The checkpoint, for the message.
+
+        Raises:
+            StateError: The model has other ones; the first one is named; on all ranks.
+
+        Collectives: one gather of digests.
+        """
+        entries = named_entries(model)
+        found = digests(session, {n: entries[n] for n in self.weights if n in entries})
+        for name, (_, dtype, shape) in self.weights.items():
+            now = found.get(name)
+            if now == self.weights[name]:
+                continue
+            how = "the model has none of that name"
+            if now is not None:
+                how = f"it was {dtype} {shape}, and is {now[1]} {now[2]} now"
+                how = "its values are other ones" if (dtype, shape) == now[1:] else how
+            msg = (
+                f"{path} was trained on another base: the first frozen weight that differs is {name!r} "
+                f"({how}). The checkpoint has the trained weights alone: build the model from the frozen "
+                f"ones that the run had{self._from()}"
+            )
+            raise StateError(msg)
+
+    def check_is_whole(self, path: Path) -> None:
+        """Raise an error, since a whole model is wanted of the checkpoint at ``path``.
+
+        Raises:
+            StateError: Always.
+        """
+        msg = (
+            f"{path} has the trained weights of a model alone (weights='trainable'), without "
+            f"{len(self.weights)} frozen ones{self._from()}: load it into the model with those, "
+            "trainer.load_model(model, path), and write that with trainer.export()"
+        )
+        raise StateError(msg)
+
+    def _from(self) -> str:
+        return "" if self.source is None else f", of {self.source!r}"
+
+
+def read_base(path: Path) -> Base | None:
+    """Return the frozen weights that a checkpoint of a run has left out; ``None`` if it is whole.
+
+    Raises:
+        StateError: The checkpoint cannot be read.
+    """
+    if not (path / STATE).is_file():  # of tp_shard.save_sharded
+        return None
+    return base_of(read_json(path / STATE))
+
+
+def base_of(values: Mapping[str, Any]) -> Base | None:
+    """Return the frozen weights that the plain values of a checkpoint name; ``None`` if there are none."""
+    found = values.get("base")
+    if found is None:
+        return None
+    weights = {n: (digest, dtype, tuple(shape)) for n, (digest, dtype, shape) in found["weights"].items()}
+    return Base(found["source"], weights)
+
+
+class FrozenWeights:
+    """The frozen weights of a run, whose checkpoints leave them out as long as they stay what they are.
+
+    Args:
+        session: The session of the run.
+        model: The model, with what was restored.
+        before: The frozen weights beside the checkpoint from which the run resumes; ``None`` if it has all.
+
+    Collectives: one gather of digests.
+    """
+
+    def __init__(self, session: Session, model: nn.Module, before: Base | None) -> None:
+        self._session = session
+        frozen = frozen_weights(model)
+        # What an earlier part of the run has trained, or written, is saved from then on.
+        self._weights = {n: t for n, t in frozen.items() if before is None or n in before.weights}
+        self._base = Base(_source_of(model), digests(session, self._weights))
+        self._versions = {name: _versions(tensor) for name, tensor in self._weights.items()}
+        self._changed: set[str] = set()
+        self._is_compared = False
+
+    def base(self, model: nn.Module) -> Base:
+        """Return the weights that a checkpoint leaves out now: those that are frozen, and unchanged so far.
+
+        A frozen weight may change without gradients, as that of a momentum encoder does. Version counters
+        show that, unless it is written through ``.data``: so the first checkpoint compares digests, too.
+
+        Collectives: one gather of names; the first time one of digests, too.
+        """
+        frozen = frozen_weights(model)
+        changed = {
+            name
+            for name in self._base.weights.keys() - self._changed
+            if name not in frozen or _versions(frozen[name]) != self._versions[name]
+        }
+        if not self._is_compared:
+            self._is_compared = True
+            now = digests(self._session, {n: frozen[n] for n in self._base.weights if n in frozen})
+            changed |= {name for name, found in now.items() if found != self._base.weights[name]}
+        # Alike on all ranks, as they write the checkpoint together.
+        self._changed |= set().union(*self._session.gather_objects(changed))
+        left = {n: w for n, w in self._base.weights.items() if n not in self._changed}
+        return Base(self._base.source, left)
+
+
+# -- The weights of a model ------------------------------------------------------------------------
+
+
+def named_entries(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model's state, by their plain names."""
+    state = model.state_dict(keep_vars=True)
+    return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the frozen parameters, and what modules keep beside them (the scales of quantized weights).
+
+    Buffers are none of them: training may change them, as the statistics of a batch norm.
+    """
+    parameters, buffers = {id(p) for p in model.parameters()}, {id(b) for b in model.buffers()}
+    modules = {plain_name(name): module for name, module in model.named_modules()}
+    found = {}
+    for name, tensor in named_entries(model).items():
+        if id(tensor) in parameters:
+            is_frozen = not tensor.requires_grad
+        else:
+            own = [p for p in _owner(modules, name)._parameters.values() if p is not None]
+            is_quantized = bool(own) and not any(p.requires_grad for p in own)
+            is_frozen = id(tensor) not in buffers and is_quantized and not name.endswith("_extra_state")
+        if is_frozen:
+            found[name] = tensor
+    return found
+
+
+def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module:
+    """Return the module of an entry, which may be named "weight.absmax" within it."""
+    while name not in modules:
+        name = name.rpartition(".")[0]
+    return modules[name]
+
+
+def check_frozen(model: nn.Module) -> None:
+    """Make sure that a model has frozen weights to leave out, and trained ones to save.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if not frozen_weights(model):
+        msg = (
+            "Checkpoints(weights='trainable') leaves out frozen weights, and the model has none: each of its "
+            "parameters has requires_grad=True; leave weights= out, or freeze some"
+        )
+        raise ConfigError(msg)
+
+
+def describe_frozen(model: nn.Module, weights: str) -> str | None:
+    """Return a text about the frozen weights in a run's checkpoints; ``None`` where they matter little."""
+    frozen = {id(tensor): tensor for tensor in frozen_weights(model).values()}
+    all_of_it = {id(tensor): tensor for tensor in named_entries(model).values()}
+    share = sum(map(_nbytes, frozen.values())) / max(1, sum(map(_nbytes, all_of_it.values())))
+    if share < 0.5:
+        return None
+    which = f"{share:.0%} of the model, {len(frozen)} frozen weights"
+    if weights == "trainable":
+        source = _source_of(model)
+        of = "" if source is None else f" of {source}"
+        return f"checkpoints leave out {which}{of}, and keep their digests"
+    return f"each checkpoint holds the frozen weights too ({which}): weights='trainable' leaves them out"
+
+
+def _nbytes(tensor: Tensor) -> int:
+    held = quantized_parts(tensor) or [tensor]
+    return sum(one.numel() * one.element_size() for one in held)
+
+
+def _source_of(model: nn.Module) -> str | None:
+    """Return where a model of transformers came from, which may be within other modules."""
+    for module in model.modules():
+        name = getattr(getattr(module, "config", None), "name_or_path", None)
+        if isinstance(name, str) and name:
+            return name
+    return None
+
+
+# -- Digests of tensors, however they are split -----------------------------------------------------
+
+
+@torch.no_grad()
+def digests(session: Session, tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, str, tuple[int, ...]]]:
+    """Return the digest, dtype and shape of each tensor, the same on all ranks and for any sharding.
+
+    Collectives: one gather of small objects.
+    """
+    mine: dict[str, tuple[str, tuple[int, ...], _Sums]] = {}
+    known: dict[int, tuple[str, tuple[int, ...], _Sums]] = {}  # tied weights have several names
+    for name, tensor in tensors.items():
+        if id(tensor) not in known:
+            known[id(tensor)] = _described(session, tensor)
+        mine[name] = known[id(tensor)]
+    everyones = session.gather_objects(mine)
+    found = {}
+    for name, (dtype, shape, _) in mine.items():
+        # Ranks may hold the same part: of copies of a model, and of shared heads.
+        parts = {(start, size): part for theirs in everyones for start, size, part in theirs[name][2]}
+        found[name] = (f"{sum(parts.values()) % (1 << 64):016x}", dtype, shape)
+    return found
+
+
+def _described(session: Session, tensor: Tensor) -> tuple[str, tuple[int, ...], _Sums]:
+    """Return the dtype and the whole shape of a tensor, and the sums of the parts that this rank holds."""
+    inner = quantized_parts(tensor)
+    if inner is not None:  # whole on each rank
+        sums: _Sums = [((i,), tuple(one.shape), _sum(one, (0,) * one.dim())) for i, one in enumerate(inner)]
+        kinds = ", ".join(str(one.dtype).removeprefix("torch.") for one in inner)
+        return f"{type(tensor).__name__} of {kinds}", tuple(tensor.shape), sums
+    held = slice_of(session.as_slice, tensor, tensor.detach())
+    parts: Iterable[tuple[Sequence[int], Tensor]] = (
+        held.parts if isinstance(held, TensorSlice) else [((0,) * held.dim(), held)]
+    )
+    sums = [(tuple(start), tuple(part.shape), _sum(part, start)) for start, part in parts]
+    return str(tensor.dtype).removeprefix("torch."), tuple(held.shape), sums
+
+
+def _sum(part: Tensor, start: Sequence[int]) -> int:
+    """Return the sum of a part's elements, each multiplied by the factors of its place in the whole.
+
+    Args:
+        part: The elements.
+        start: Where the part begins in each dimension.
+    """
+    if part.is_complex():
+        part, start = torch.view_as_real(part), (*start, 0)
+    if not part.dim():
+        part, start = part.reshape(1), (0,)
+    bits = part.view(_INTEGERS[part.element_size()])
+    factors = [
+        _factors(first, length, dim, part.device)
+        for dim, (first, length) in enumerate(zip(start, part.shape, strict=True))
+    ]
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    rows = max(1, _BLOCK // max(1, part[:1].numel()))
+    for first in range(0, part.shape[0], rows):
+        block = bits[first : first + rows].to(torch.int64)
+        for factor in reversed(factors[1:]):
+            block = (block * factor).sum(-1)
+        total += (block * factors[0][first : first + rows]).sum()
+    return int(total)
+
+
+def _factors(start: int, length: int, dim: int, device: torch.device) -> Tensor:
+    """Return odd 64-bit factors for the places from ``start`` on in a dimension.
+
+    Source: the finalizer of SplitMix64; Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", 2014, figure 17.
+    """
+    x = torch.arange(start, start + length, device=device) + (dim + 1) * (1 << 40)
+    x = x * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number, as the others
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return (x ^ (x >> 31 & (1 << 33) - 1)) | 1
+
+
+def _versions(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return what changes when a tensor is written, or gets other memory."""
+    with torch.no_grad():
+        held = [tensor.to_local()] if is_dtensor(tensor) else quantized_parts(tensor) or [tensor]
+        return tuple((0 if t.is_inference() else t._version, t.data_ptr()) for t in held)

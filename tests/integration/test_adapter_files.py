@@ -1,0 +1,140 @@
+"""Adapters of peft in files: written by every backend, and loaded by peft and by every backend."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+import tp_shard as ts
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import StateError
+from tp_core.testing import run_ranks
+from tp_trainer import Checkpoints, Trainer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft's own question
+]
+
+TOKENS = 48
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KINDS = {
+    "lora": ("LoraConfig", {"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}),
+    "dora": (
+        "LoraConfig",
+        {"r": 2, "lora_alpha": 3, "use_rslora": True, "use_dora": True, "target_modules": LINEAR},
+    ),
+    "ia3": ("IA3Config", {"target_modules": ["v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "saved": ("LoraConfig", {"r": 2, "target_modules": ["q_proj", "o_proj"], "modules_to_save": ["lm_head"]}),
+}
+ALONE = [("single", kind) for kind in KINDS] + [("tuple", "saved"), ("dp-gather", "saved")]
+
+
+def make_base():
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=TOKENS, num_key_value_heads=2, use_cache=False, **sizes)
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def make(kind, *, adapters=("default",), **changes):
+    import peft
+
+    name, settings = KINDS[kind]
+    model = None
+    for adapter in adapters:
+        torch.manual_seed(len(adapter))
+        config = getattr(peft, name)(**settings | changes)
+        if model is None:
+            model = peft.get_peft_model(make_base(), config, adapter_name=adapter)
+        else:
+            model.add_adapter(adapter, config)
+    return model.double()
+
+
+def logits(model):
+    ids = torch.arange(24).view(3, 8) % TOKENS
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def step(model, batch):
+    return model(input_ids=batch[0], labels=batch[0]).loss
+
+
+def split(model, backend):
+    if backend != "shard":
+        return model
+    if not torch.distributed.is_initialized():
+        ts.distributed.init_process_group()
+    return ts.parallelize(model, ts.plans.auto(model, verbose=False))
+
+
+def train(kind, backend, folder, *, adapters=("default",), devices="cpu", epochs=1):
+    model = split(make(kind, adapters=adapters), backend)
+    ids = torch.randint(TOKENS, (8, 6), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    with Trainer(seed=0, progress=False, devices=devices, backend=backend) as trainer:
+        trainer.fit(
+            model,
+            optimizer,
+            DataLoader(TensorDataset(ids), batch_size=4),
+            step=step,
+            epochs=epochs,
+            checkpoint=Checkpoints(folder / "run", weights="trainable"),
+            resume="auto",
+        )
+        trainer.export(model, folder / "adapter", adapter=True)
+        trainer.export(model, folder / "merged.safetensors", merged=True)
+        fresh = split(make(kind, adapters=adapters), backend)
+        trainer.load_model(fresh, folder / "adapter")
+        state = trainer.session.model_state(model)
+        loaded = trainer.session.model_state(fresh) if backend != "fsdp" else state
+        other = make(kind, **({"feedforward_modules": ["v_proj"]} if kind == "ia3" else {"r": 4}))
+        with pytest.raises(StateError, match=r"does not fit the model's 'default': it has (r=2|base.*shape)"):
+            trainer.load_model(other, folder / "adapter")
+        return {n: t.clone() for n, t in state.items()}, {n: t.clone() for n, t in loaded.items()}
+
+
+def check(kind, folder, found, *, adapters=("default",)):
+    import peft
+    from safetensors.torch import load_file
+
+    state, loaded = found
+    model = make(kind, adapters=adapters)
+    model.load_state_dict(state)
+    expected = logits(model)
+    assert not torch.equal(expected, logits(make_base()))
+    for adapter in adapters:
+        place = folder / "adapter" if adapter == "default" else folder / "adapter" / adapter
+        again = peft.PeftModel.from_pretrained(make_base(), place).double()
+        model.set_adapter(adapter)
+        assert torch.equal(logits(again), logits(model))
+        assert json.loads((place / "adapter_config.json").read_text())["inference_mode"]
+    model.set_adapter("default")
+    merged = make_base()
+    merged.load_state_dict(load_file(folder / "merged.safetensors"))
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-9, atol=1e-10)
+    assert all(torch.equal(loaded[n], state[n]) for n in state if "default" in n)
+
+
+@pytest.mark.parametrize(("backend", "kind"), ALONE)
+def test_peft_loads_what_one_process_writes(tmp_path, backend, kind):
+    devices = "cpu" if backend == "single" else ["cpu", "cpu"]
+    check(kind, tmp_path, train(kind, backend, tmp_path, devices=devices))
+
+
+def train_all(backend, folder):
+    return {kind: train(kind, backend, folder / kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "shard"])
+def test_peft_loads_what_two_ranks_write(tmp_path, backend):
+    for kind in KINDS:
+        (tmp_path / kind).mkdir()
+    for found in run_ranks(train_all, 2, backend, tmp_path, timeout_s=300):
+        for kind in KINDS:
+            check(kind, tmp_path / kind, found[kind])
