@@ -11,6 +11,7 @@ chaos = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(chaos)
 
 
+@pytest.mark.takes(70)
 @pytest.mark.slow
 def test_killed_ranks_restart_and_end_with_the_weights_of_an_undisturbed_run(tmp_path):
     chaos.launch(tmp_path / "calm", kills=0, epochs=3, seed=3, ranks=2, timeout_s=800)
@@ -18,6 +19,7 @@ def test_killed_ranks_restart_and_end_with_the_weights_of_an_undisturbed_run(tmp
     assert chaos.same_weights(tmp_path / "calm", tmp_path / "wild")
 
 
+@pytest.mark.takes(60)
 @pytest.mark.parametrize(
     ("ranks", "backend", "more"),
     [
@@ -33,6 +35,7 @@ def test_killed_ranks_that_hold_shards_end_so_too(tmp_path, ranks, backend, more
     assert chaos.same_weights(tmp_path / "calm", tmp_path / "wild")
 
 
+@pytest.mark.takes(150)
 @pytest.mark.parametrize(
     "tensor", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.slow)]
 )
@@ -61,6 +64,7 @@ def mix_up(parts):
         path.write_bytes(data)
 
 
+@pytest.mark.takes(150)
 @pytest.mark.parametrize(
     ("ranks", "backend", "more", "damage"),
     [

@@ -10,6 +10,7 @@ import pytest
 CLASSIFIER = Path(__file__).parents[2] / "docs" / "examples" / "classifier.py"
 
 
+@pytest.mark.takes(40)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_classifier_grows(ranks, tmp_path):

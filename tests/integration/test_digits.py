@@ -27,6 +27,7 @@ def test_the_digits_are_read_in_this_process_too(tmp_path, capsys, one_thread_pe
     assert (tmp_path / "digits.safetensors").stat().st_size > 10_000
 
 
+@pytest.mark.takes(60)
 @pytest.mark.parametrize(
     ("command", "backend", "asked"),
     [

@@ -57,6 +57,7 @@ def of_library(name, modules):
     return pytest.param(name, marks=(part, pytest.mark.needs(*(m.split(".")[0] for m in modules.split(",")))))
 
 
+@pytest.mark.takes(200)
 @pytest.mark.parametrize("library", [of_library(*of_one) for of_one in LIBRARIES.items()])
 def test_the_jobs_of_a_library_come_to_the_numbers_of_the_page_whole_and_interrupted(library, tmp_path):
     runs = []

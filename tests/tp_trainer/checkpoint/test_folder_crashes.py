@@ -81,6 +81,7 @@ def test_a_run_that_is_killed_before_some_operation_goes_on(tmp_path, name):
     check_points(tmp_path, name, lambda count: range(3, count, 23))
 
 
+@pytest.mark.takes(40)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_that_is_killed_before_any_operation_goes_on(tmp_path, name):

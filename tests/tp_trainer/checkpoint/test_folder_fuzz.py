@@ -236,6 +236,7 @@ def check(original, folder, expected, caplog, seed):
     assert whole(folder) >= {8, 9, 10}, said
 
 
+@pytest.mark.takes(30)
 @pytest.mark.slow
 def test_a_damaged_folder_costs_no_good_checkpoint(original, expected, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="tp_trainer"):
@@ -243,6 +244,7 @@ def test_a_damaged_folder_costs_no_good_checkpoint(original, expected, tmp_path,
             check(original, tmp_path / str(seed), expected, caplog, seed)
 
 
+@pytest.mark.takes(150)
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(4))
 def test_a_folder_that_is_damaged_in_many_ways_costs_no_good_checkpoint(

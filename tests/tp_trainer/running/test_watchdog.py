@@ -55,6 +55,7 @@ def _run(tmp_path: Path, hang: str, *launch: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.takes(30)
 @pytest.mark.slow
 def test_a_step_that_hangs_ends_the_process_with_its_stack(tmp_path):
     done = _run(tmp_path, "time.sleep(600)")
@@ -66,6 +67,7 @@ def test_a_step_that_hangs_ends_the_process_with_its_stack(tmp_path):
     assert last[1].endswith("in hangs_in_third_step")
 
 
+@pytest.mark.takes(50)
 @pytest.mark.slow
 def test_every_rank_says_where_it_stands(tmp_path):
     launch = ["-c", "from tp_trainer._launch._cli import launch_app; launch_app()()", "-n", "2"]
@@ -80,6 +82,7 @@ def test_every_rank_says_where_it_stands(tmp_path):
     assert "in hangs_in_third_step" in account
 
 
+@pytest.mark.takes(45)
 @pytest.mark.slow
 def test_native_code_that_lets_no_python_run_is_ended_too(tmp_path):
     done = _run(tmp_path, "ctypes.PyDLL(None).sleep(600)")  # it keeps the interpreter's lock
@@ -88,6 +91,7 @@ def test_native_code_that_lets_no_python_run_is_ended_too(tmp_path):
     assert "in hangs_in_third_step" in done.stderr
 
 
+@pytest.mark.takes(55)
 @pytest.mark.slow
 def test_a_rank_in_native_code_is_told_of_by_the_others(tmp_path):
     launch = ["-c", "from tp_trainer._launch._cli import launch_app; launch_app()()", "-n", "2"]

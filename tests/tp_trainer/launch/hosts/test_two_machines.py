@@ -116,6 +116,7 @@ def _has_trained(tp: Tp, steps: int) -> None:
     wait_until(lambda: path.exists() and path.stat().st_size >= steps)
 
 
+@pytest.mark.takes(50)
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_ends_the_job_on_both_with_the_reason(machines, tp):
     hosts = _start(machines, tp, "--nnodes", "2", "--host-timeout-s", "10")
@@ -127,6 +128,7 @@ def test_a_host_that_is_cut_off_ends_the_job_on_both_with_the_reason(machines, t
     assert f"the rendezvous host at {_ADDRESSES[0]}:29511 was lost: it has not answered for 10 s\n" in ends[1]
 
 
+@pytest.mark.takes(50)
 @pytest.mark.slow
 def test_hosts_that_are_bound_listen_at_their_own_address_alone(machines, tp):
     hosts = _start(machines, tp, "--nnodes", "2", "--bind-addr", "{own}")
@@ -138,6 +140,7 @@ def test_hosts_that_are_bound_listen_at_their_own_address_alone(machines, tp):
         assert host.returncode == 0, err
 
 
+@pytest.mark.takes(70)
 @pytest.mark.slow
 def test_an_elastic_job_goes_on_without_a_host_that_is_cut_off(machines, tp):
     elastic = ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=3"]

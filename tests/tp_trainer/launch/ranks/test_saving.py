@@ -69,6 +69,7 @@ def _saved(tp):
     return path
 
 
+@pytest.mark.takes(60)
 @pytest.mark.parametrize(
     ("number", "ranks", "method", "kept"),
     [
