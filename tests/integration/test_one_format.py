@@ -105,6 +105,7 @@ def compiled_on_ranks(folder):
         return trainer.session.model_state(fresh)
 
 
+@pytest.mark.slow
 def test_a_compiled_split_model_is_saved_under_plain_names(tmp_path):
     from safetensors.torch import load_file
 

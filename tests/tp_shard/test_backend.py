@@ -36,6 +36,7 @@ def split_model():
     return model
 
 
+@pytest.mark.slow
 class TestOneCopyOnTwoRanks(_Split):
     processes = 2
 

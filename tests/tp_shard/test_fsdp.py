@@ -269,19 +269,15 @@ def starts(on_mesh, on_ranks):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writers", "readers"),
     [
         ("2x2", (1, "2x2")),
-        *(
-            pytest.param(writers, readers, marks=pytest.mark.slow)
-            for writers, readers in [
-                ("2x2", (2, 3, 4)),
-                (3, ("2x2", "2x1x2")),
-                ("2x2x1", (1, "1x2x2")),
-                ("1x2x2", (3, "2x2x1")),
-            ]
-        ),
+        ("2x2", (2, 3, 4)),
+        (3, ("2x2", "2x1x2")),
+        ("2x2x1", (1, "1x2x2")),
+        ("1x2x2", (3, "2x2x1")),
     ],
 )
 def test_what_is_saved_is_resumed_on_any_number_of_ranks(on_mesh, on_ranks, tmp_path, writers, readers):

@@ -54,7 +54,7 @@ def test_one_flat_piece_serves_all_rows(rows, force_flat):
     copy_coalesced([], [])
 
 
-@pytest.mark.parametrize("force_flat", [False, True])
+@pytest.mark.parametrize("force_flat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_sum_never_writes_what_it_was_given(force_flat):
     large = torch.ones(BUCKET_NBYTES // 4 + 1)
     sparse = torch.eye(3).to_sparse()

@@ -167,8 +167,7 @@ def gradients(how, force_copies):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("force_copies", [False, True])
-@pytest.mark.parametrize("how", ["not reentrant", "reentrant"])
+@pytest.mark.parametrize(("how", "force_copies"), [("not reentrant", False), ("reentrant", True)])
 def test_checkpoints_draw_in_backward_what_they_drew_in_forward(how, force_copies):
     expected = gradients("plain", force_copies)
     for _ in range(10):

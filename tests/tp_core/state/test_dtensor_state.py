@@ -77,7 +77,7 @@ def there_and_back(folder, before, after):
         pytest.param("columns", "copies", marks=pytest.mark.slow),
         pytest.param("copies", "rows", marks=pytest.mark.slow),
         pytest.param("copies of rows", "blocks", marks=pytest.mark.slow),
-        ("blocks", "rows of four"),
+        pytest.param("blocks", "rows of four", marks=pytest.mark.slow),
         pytest.param("rows of four", "copies of rows", marks=pytest.mark.slow),
     ],
 )

@@ -463,6 +463,7 @@ def test_what_a_brought_plan_splits_and_cannot_be_proven_is_named():
         ts.plans.from_hf(model)
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_gets_the_same_plan():
     model = make("qwen3")
     with torch.device("meta"):

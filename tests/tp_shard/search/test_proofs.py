@@ -76,7 +76,7 @@ def test_blocks_that_look_alike_are_tried_as_they_are():
         assert ts.verify(model, plan, x).ok
 
 
-@pytest.mark.parametrize("shape", [(2, 7), (1, 1)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 7), marks=pytest.mark.slow), (1, 1)])
 def test_a_batch_of_one_token_proves_nothing_of_others(shape):
     torch.manual_seed(0)
     model = Alibi().double()

@@ -15,6 +15,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.slow
 class TestFsdp(BackendConformance):
     backend = FsdpBackend
     processes = 2

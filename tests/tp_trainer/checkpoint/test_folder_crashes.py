@@ -2,12 +2,11 @@
 
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import cloudpickle
 import pytest
-from tp_core.testing import run_ranks
+from tp_core.testing import rank_outcomes, run_ranks
 
 from tests.tp_trainer import small_run
 from tests.tp_trainer.small_run import names, same, train
@@ -49,29 +48,14 @@ def is_in(folder, what):
     return isinstance(what, str | os.PathLike) and Path(what).is_relative_to(folder)
 
 
-def killed_each(folder, points, settings):
-    """Train in a fork for each point, which ends there; return how each of them ended."""
-    ended = []
-    for at in points:
-        if (process := os.fork()) == 0:
-            try:
-                killed(folder / str(at), at, settings)
-            except BaseException:  # noqa: BLE001 - else a copy of this rank would report it
-                traceback.print_exc()
-            os._exit(0)
-        ended.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-    return ended
-
-
 def check_points(tmp_path, name, points):
     settings, expected = SETTINGS[name], train(None)
     (count,) = run_ranks(killed, 1, tmp_path / "whole", 0, settings)
     assert count > 20
-    # A process that forks must not have trained: its threads and hooks would be missing in the forks.
-    (ended,) = run_ranks(killed_each, 1, tmp_path, points(count), settings)
-    assert ended == [STATUS] * len(ended)
     for at in points(count):
         folder = tmp_path / str(at)
+        (outcome,) = rank_outcomes(killed, 1, folder, at, settings)
+        assert outcome.exitcode == STATUS, str(outcome)
         assert same(train(folder, **settings), expected), f"killed before operation {at}"
         assert names(folder) == names(tmp_path / "whole"), f"killed before operation {at}"
 
@@ -81,8 +65,10 @@ def test_a_run_that_is_killed_before_some_operation_goes_on(tmp_path, name):
     check_points(tmp_path, name, lambda count: range(3, count, 23))
 
 
-@pytest.mark.takes(40)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.takes(60)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "several" else pytest.mark.nightly) for n in SETTINGS],
+)
 def test_a_run_that_is_killed_before_any_operation_goes_on(tmp_path, name):
     check_points(tmp_path, name, lambda count: range(1, count))

@@ -322,7 +322,11 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [*(pytest.param(check, marks=pytest.mark.slow) for check in CHECKS[:2]), *CHECKS[2:]],  # drawn ones
+    ids=lambda c: c.__name__,
+)
 def test_without_a_process_group(check):
     torch.manual_seed(0)
     check()
