@@ -181,30 +181,6 @@ class TupleParallel(ReplicaWrapper):
         # it test_distributed_checkpoints_name_model_and_optimizer_alike fails.
         return {"": "module"}
 
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:  # noqa: ARG002 - nn.DataParallel's
-        """Raise an error: every argument is in parts already.
-
-        Raises:
-            ConfigError: Always.
-        """
-        msg = (
-            "TupleParallel scatters nothing: each argument is a tuple with one part per device; make them "
-            "with tp_collate, or use tp_dp_gather.DataParallel, which splits tensors"
-        )
-        raise ConfigError(msg)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:  # noqa: ARG002 - as above
-        """Raise an error: outputs stay in parts.
-
-        Raises:
-            ConfigError: Always.
-        """
-        msg = (
-            "TupleParallel gathers nothing: ask for transfer_output=True and reduction=cat, or use "
-            "tp_dp_gather.DataParallel"
-        )
-        raise ConfigError(msg)
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, instead in _NEVER_CALLED.items():

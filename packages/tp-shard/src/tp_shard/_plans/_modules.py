@@ -296,40 +296,22 @@ _WHOLE_INPUTS = ("key_value_states", "encoder_hidden_states")
 """The arguments of cross-attention with the sequence of an encoder, which is whole at the encoder's end."""
 
 
-@dataclass(slots=True)
-class _Scatter:
-    """A hook that takes this rank's part of a whole output. Forward: nothing. Backward: an all-gather."""
-
-    state: SequenceState
-    group: Group
-
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        return _first_of(output, lambda t: scatter_sequence(t, self.state, self.group))
+def _part_of_input(
+    state: SequenceState, group: Group, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Take this rank's part of a block's input. Forward: nothing. Backward: an all-gather."""
+    given, named = _on_first(list(args), dict(kwargs), lambda t: scatter_sequence(t, state, group))
+    return tuple(given), named
 
 
-@dataclass(slots=True)
-class _Enter:
-    """A hook that splits the first block's input. Forward: nothing. Backward: an all-gather."""
-
-    state: SequenceState
-    group: Group
-
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given, named = _on_first(
-            list(args), dict(kwargs), lambda t: scatter_sequence(t, self.state, self.group)
-        )
-        return tuple(given), named
+def _part_of_output(state: SequenceState, group: Group, _module: nn.Module, _args: Any, output: Any) -> Any:
+    """Take this rank's part of a whole output. Forward: nothing. Backward: an all-gather."""
+    return _first_of(output, lambda t: scatter_sequence(t, state, group))
 
 
-@dataclass(slots=True)
-class _Leave:
-    """A hook that joins the last block's output. Forward: an all-gather. Backward: nothing."""
-
-    state: SequenceState
-    group: Group
-
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        return _first_of(output, lambda t: join_sequence(t, self.state, self.group))
+def _whole_output(state: SequenceState, group: Group, _module: nn.Module, _args: Any, output: Any) -> Any:
+    """Join the parts of an output. Forward: an all-gather. Backward: nothing."""
+    return _first_of(output, lambda t: join_sequence(t, state, group))
 
 
 @dataclass(slots=True)
@@ -369,15 +351,15 @@ def gather_at(
     module.register_forward_pre_hook(_Gather(state, group, inputs, whole), with_kwargs=True)
     if whole:
         _draw(module, _OwnNumbers(tracker, alike=True))
-        module.register_forward_hook(_Scatter(state, group))
+        module.register_forward_hook(functools.partial(_part_of_output, state, group))
 
 
 def split_at(blocks: list[nn.Module], state: SequenceState, group: Group, tracker: RandomTracker) -> None:
     """Hook a list of blocks so that they work on parts of the sequence."""
-    blocks[0].register_forward_pre_hook(_Enter(state, group), with_kwargs=True)
+    blocks[0].register_forward_pre_hook(functools.partial(_part_of_input, state, group), with_kwargs=True)
     for block in dict.fromkeys(blocks):
         _draw(block, _OwnNumbers(tracker))
-    blocks[-1].register_forward_hook(_Leave(state, group))
+    blocks[-1].register_forward_hook(functools.partial(_whole_output, state, group))
 
 
 def _draw(module: nn.Module, numbers: _OwnNumbers) -> None:
