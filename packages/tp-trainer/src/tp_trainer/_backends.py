@@ -277,11 +277,7 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
 
 
 def _check_ranks(options: FsdpOptions, size: int) -> None:
-    """Make sure that the ranks can be divided into replicas.
-
-    Raises:
-        ConfigError: The number of ranks is not a multiple of ``replicas``.
-    """
+    """Make sure that the ranks can be divided into replicas."""
     if size % options.replicas:
         msg = (
             f"the option replicas={options.replicas} of backend 'fsdp' spreads the ranks over as many copies "

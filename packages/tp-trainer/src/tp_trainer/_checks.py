@@ -23,33 +23,21 @@ log = logging.getLogger("tp_trainer")
 
 
 def check_positive(what: str, value: object) -> None:
-    """Make sure that ``value`` is a whole number from 1.
-
-    Raises:
-        ConfigError: ``value`` is something else.
-    """
+    """Make sure that ``value`` is a whole number from 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         msg = f"{what} must be a whole number from 1, got {value!r}"
         raise ConfigError(msg)
 
 
 def check_not_negative(what: str, value: object) -> None:
-    """Make sure that ``value`` is a whole number from 0.
-
-    Raises:
-        ConfigError: ``value`` is something else.
-    """
+    """Make sure that ``value`` is a whole number from 0."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         msg = f"{what} must be a whole number from 0, got {value!r}"
         raise ConfigError(msg)
 
 
 def check_seconds(what: str, value: object) -> None:
-    """Make sure that ``value`` is ``None`` or a number above 0.
-
-    Raises:
-        ConfigError: ``value`` is something else.
-    """
+    """Make sure that ``value`` is ``None`` or a number above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and value > 0):  # type: ignore[operator]  # it is a number
         msg = f"{what} must be None or a number of seconds above 0, got {value!r}"
@@ -57,11 +45,7 @@ def check_seconds(what: str, value: object) -> None:
 
 
 def check_limit(what: str, value: object) -> None:
-    """Make sure that ``value`` is ``None`` or a number above 0.
-
-    Raises:
-        ConfigError: ``value`` is something else.
-    """
+    """Make sure that ``value`` is ``None`` or a number above 0."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if value is not None and not (is_number and value > 0):  # type: ignore[operator]  # it is a number
         msg = f"{what} must be None or a number greater than 0, got {value!r}"
@@ -69,11 +53,7 @@ def check_limit(what: str, value: object) -> None:
 
 
 def check_callable(what: str, value: object) -> None:
-    """Make sure that ``value`` is a function of the model and a batch.
-
-    Raises:
-        ConfigError: ``value`` cannot be called, or not with two arguments.
-    """
+    """Make sure that ``value`` is a function of the model and a batch."""
     wanted = f"{what} must be a function {what}(model, batch) that returns the loss"
     if not callable(value):
         msg = f"{wanted}, got {type(value).__name__}: {value!r}"
@@ -170,12 +150,7 @@ def check_optimizer(method: str, optimizer: object) -> None:
 
 
 def check_known(method: str, model: nn.Module, optimizer: object, step: object) -> None:
-    """Make sure that model, optimizer and step fit together, before an estimate from them.
-
-    Raises:
-        ConfigError: The optimizer is not one, or has none of the model's parameters, or the step is not a
-            function; each may be ``None``.
-    """
+    """Make sure that model, optimizer and step fit together, before an estimate from them."""
     if step is not None:
         check_callable("step", step)
     if isinstance(optimizer, Optimizer):
@@ -185,11 +160,7 @@ def check_known(method: str, model: nn.Module, optimizer: object, step: object) 
 
 
 def _check_steps_alone(optimizer: Optimizer) -> None:
-    """Make sure that an optimizer's step can be called without a closure.
-
-    Raises:
-        ConfigError: The optimizer's step needs a closure, as LBFGS does.
-    """
+    """Make sure that an optimizer's step can be called without a closure."""
     if _needs_closure(type(optimizer).step):
         msg = (
             f"{type(optimizer).__name__}.step() needs a closure, which evaluates the loss several times, and "
@@ -206,11 +177,7 @@ def _needs_closure(step: Callable[..., object]) -> bool:
 
 
 def check_loader(what: str, loader: object) -> None:
-    """Make sure that one loader was given, an iterable of batches.
-
-    Raises:
-        ConfigError: ``loader`` is something else, or several.
-    """
+    """Make sure that one loader was given, an iterable of batches."""
     if isinstance(loader, Mapping) or (
         isinstance(loader, list | tuple) and any(isinstance(o, DataLoader | PreparedLoader) for o in loader)
     ):
@@ -236,9 +203,6 @@ def check_not_distributed(model: nn.Module) -> None:
     """Make sure that no other library has given this rank a part of the model, or wrapped it.
 
     Shards of ``fully_shard`` alone pass: the backend ``fsdp`` takes them over.
-
-    Raises:
-        ModelError: Accelerate has prepared the model, or transformers has split it.
     """
     check_not_prepared(model)
     for module in model.modules():
@@ -358,11 +322,7 @@ def _check_copies(model: nn.Module) -> None:
 
 
 def check_not_shared(models: Sequence[nn.Module]) -> None:
-    """Make sure that models share no parameter, since ranks average the gradients of each model separately.
-
-    Raises:
-        ConfigError: Two models have a parameter in common.
-    """
+    """Make sure that models share no parameter, since ranks average each model's gradients separately."""
     known: dict[int, tuple[int, str]] = {}
     for number, model in enumerate(models, start=1):
         for name, parameter in model.named_parameters():
@@ -383,9 +343,6 @@ def check_no_others(optimizer: Optimizer, model: nn.Module, why: str) -> None:
         optimizer: The optimizer.
         model: The model.
         why: The consequence of a foreign parameter, for the message.
-
-    Raises:
-        ConfigError: The optimizer has a foreign parameter; the message has its place and shape.
     """
     mine = _parameters_of(model)
     for index, group in enumerate(optimizer.param_groups):
@@ -410,11 +367,7 @@ def _parameters_of(model: nn.Module) -> set[int]:
 
 
 def check_scheduler(scheduler: object) -> None:
-    """Make sure that one scheduler was given.
-
-    Raises:
-        ConfigError: ``scheduler`` is something else, or several.
-    """
+    """Make sure that one scheduler was given."""
     check_not_prepared(scheduler)
     if isinstance(scheduler, _SEVERAL):
         msg = (
@@ -437,9 +390,6 @@ def check_schedule(scheduler: object, every: str, optimizer: Optimizer, *, epoch
 
     A schedule over batches that is longer than the number of epochs gets only a warning if stepped per epoch:
     ``fit`` may be called many times with it.
-
-    Raises:
-        ConfigError: The scheduler is for another optimizer.
     """
     moved = getattr(scheduler, "optimizer", None)
     if isinstance(moved, Optimizer):

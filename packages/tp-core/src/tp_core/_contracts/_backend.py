@@ -286,9 +286,6 @@ def check_option_types(options: object) -> None:
 
     Args:
         options: An instance of a dataclass.
-
-    Raises:
-        ConfigError: A value is of another type, or none of those that a ``Literal`` lists.
     """
     for field in dataclasses.fields(options):  # type: ignore[arg-type]  # any dataclass
         kinds = _plain_types(field.type)

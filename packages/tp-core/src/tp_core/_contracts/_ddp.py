@@ -129,10 +129,6 @@ class SteppingDataParallel(DistributedDataParallel):
         DDP averages a bucket once all its gradients are there. If one never comes, the others of its bucket
         stay different on each rank. torch reports that only in the next forward: after an optimizer step,
         or never after the last step. Parameters that were frozen when DDP was made it ignores for good.
-
-        Raises:
-            StepError: A parameter took no part in the loss, is trained only since the model was prepared, or
-                has another dtype since then.
         """
         for name, parameter, dtype in self._trained:
             if parameter.dtype is not dtype:
@@ -292,9 +288,6 @@ class ReductionWatch:
 
         Returns:
             Whether that holds as long as its parameters are the same: others may get gradients later.
-
-        Raises:
-            StepError: A parameter with a gradient is in no prepared model: ranks would diverge.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         others = [p for p in parameters if not any(watch._knows(p) for watch in _open)]

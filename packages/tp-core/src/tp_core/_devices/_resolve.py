@@ -86,9 +86,6 @@ def require_utilization(loads: Sequence[DeviceLoad]) -> None:
     """Check that the load of every device is known.
 
     Where the driver itself does not report utilization, free memory alone may decide.
-
-    Raises:
-        DeviceError: The utilization of a device is unknown, because a package is missing.
     """
     unknown = [load for load in loads if load.utilization is None and load.device.type == "cuda"]
     if unknown and not torch.version.hip and importlib.util.find_spec("pynvml") is None:

@@ -131,11 +131,7 @@ def _requirement() -> str:
 
 
 def _check_name(kind: Kind, name: str, normalized: str, plugins: PluginRegistry) -> None:
-    """Make sure that the names that follow from ``name`` are valid, and that nobody has them.
-
-    Raises:
-        ConfigError: A name is not valid, or is taken.
-    """
+    """Make sure that the names that follow from ``name`` are valid, and that nobody has them."""
     if not re.fullmatch(r"[a-z]|[a-z][a-z0-9._-]*[a-z0-9]", name, re.IGNORECASE):
         msg = (
             f"a plugin's name has letters, digits, '-', '_' and '.', begins with a letter and ends with a "

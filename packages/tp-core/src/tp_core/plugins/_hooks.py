@@ -298,11 +298,7 @@ def contract_of(plugin: object, info: PluginInfo) -> int | None:
 
 
 def check_hooks_marked(plugin: object, info: PluginInfo) -> None:
-    """Check that each function named like a hook has the marker: pluggy silently ignores others.
-
-    Raises:
-        ContractError: One of them lacks ``@hookimpl``.
-    """
+    """Check that each function named like a hook has the marker: pluggy silently ignores others."""
     for hook, _ in HOOKS.values():
         function = getattr(plugin, hook, None)
         if callable(function) and not hasattr(function, f"{PROJECT_NAME}_impl"):  # where pluggy looks

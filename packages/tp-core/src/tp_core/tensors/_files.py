@@ -106,11 +106,7 @@ def read_tensors(targets: MutableMapping[str, Tensor | TensorSlice], folder: str
 
 
 def _check_files(folder: Path, index: "Metadata") -> None:
-    """Check that each file is as long as its tensors need.
-
-    Raises:
-        StateError: A file is missing or truncated; the message names a tensor in it.
-    """
+    """Check that each file is as long as its tensors need."""
     for part, stored in index.storage_data.items():
         file = folder / stored.relative_path
         size = file.stat().st_size if file.is_file() else -1

@@ -77,11 +77,7 @@ def check_initialized(model: torch.nn.Module) -> None:
 
 
 def check_no_first_fsdp(model: torch.nn.Module) -> None:
-    """Check that no module of a model is wrapped by torch's first FSDP.
-
-    Raises:
-        ModelError: A module is a ``FullyShardedDataParallel``.
-    """
+    """Check that no module of a model is wrapped by torch's first FSDP."""
     # Where it is not imported, no module can be wrapped, and the import takes long.
     torch_fsdp = sys.modules.get("torch.distributed.fsdp")
     if torch_fsdp is None:
@@ -103,9 +99,6 @@ def check_no_max_norm(model: torch.nn.Module, who: str) -> None:
     Args:
         model: The model.
         who: The words for the copies in the message: "each rank", "each device".
-
-    Raises:
-        ModelError: An embedding that is trained has a ``max_norm``.
     """
     for name, module in model.named_modules():
         is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)

@@ -224,12 +224,7 @@ def _digest(plain: Any, tensors: Mapping[str, Tensor | TensorSlice]) -> str:
 
 
 def unsaved_averages(optimizers: Iterable[Optimizer], saved: Iterable[object]) -> list[str]:
-    """Return a text about each weight average that an optimizer's hook updates and nothing saves.
-
-    Args:
-        optimizers: The optimizers of the run.
-        saved: The objects that the run saves.
-    """
+    """Return a text about each weight average that an optimizer's hook updates and nothing saves."""
     known = {id(value) for value in saved}
     known |= {id(m) for value in saved if isinstance(value, nn.Module) for m in value.modules()}
     found = {}
@@ -673,11 +668,7 @@ class Saving:
         self.checkpointer.finish()
 
     def check_best(self) -> None:
-        """Make sure that the metric of ``best=`` exists.
-
-        Raises:
-            ConfigError: No metric of the last epoch has that name.
-        """
+        """Make sure that the metric of ``best=`` exists."""
         name, known = self.checkpointer.settings.best, self._state.metrics
         if name is not None and name not in known:
             msg = f"best={name!r} is none of the metrics of the run, which are {', '.join(known)}"
