@@ -211,6 +211,7 @@ def in_all_ways():
     return losses
 
 
+@pytest.mark.slow
 def test_parts_that_are_empty_on_a_rank_are_clipped_and_looked_at():
     expected = in_all_ways()
     for losses in run_ranks(in_all_ways, 2):

@@ -44,26 +44,30 @@ def loaded_by(statement):
     return json.loads(done.stdout)
 
 
-LOOK_AT_ALL = """
+LOOK_AFTER_TORCH = """
 import json, os, sys, warnings
 sys.modules["numpy"] = None  # torch does without, and whoever imports it afterwards is seen
 warnings.simplefilter("ignore")
 import torch
 del sys.modules["numpy"]
-for package in sys.argv[1:]:
+for statement in sys.argv[1:]:
     if os.fork() == 0:
         before = set(sys.modules)
-        exec(f"from {package} import *")
-        print(json.dumps([package, sorted(set(sys.modules) - before)]), flush=True)
+        exec(statement)
+        print(json.dumps([statement, sorted(set(sys.modules) - before)]), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
 """
 
 
+ALL_NAMES, TRAINER = "from {} import *", "from tp_trainer import Trainer"
+
+
 @pytest.fixture(scope="module")
 def loaded_after_torch():
-    """What all names of each package load, in processes forked from one that has imported torch alone."""
-    command = [sys.executable, "-c", LOOK_AT_ALL, *MAY_LOAD]
+    """What statements load, in processes forked from one that has imported torch alone."""
+    statements = [*map(ALL_NAMES.format, MAY_LOAD), TRAINER]
+    command = [sys.executable, "-c", LOOK_AFTER_TORCH, *statements]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800)
     return dict(map(json.loads, done.stdout.splitlines()))
 
@@ -75,14 +79,14 @@ def names_for_import(name):
 
 @pytest.mark.parametrize("package", MAY_LOAD)
 def test_all_names_of_a_package_load_itself_and_little_else_beside_torch(loaded_after_torch, package):
-    loaded = loaded_after_torch[package]
+    loaded = loaded_after_torch[ALL_NAMES.format(package)]
     others = {name for name in loaded if name.split(".")[0] not in STANDARD - LARGE | {package, "tp_core"}}
     unexpected = {name for name in others if name.split(".")[0] not in MAY_LOAD[package]}
     assert unexpected == set(), "python -X importtime shows who imports them"
 
 
-def test_a_trainer_loads_nothing_that_only_runs_and_files_need():
-    loaded = loaded_by("from tp_trainer import Trainer")
+def test_a_trainer_loads_nothing_that_only_runs_and_files_need(loaded_after_torch):
+    loaded = loaded_after_torch[TRAINER]
     needless = (
         "tp_core._contracts._callback",
         "tp_core._contracts._collate",

@@ -110,7 +110,8 @@ def interrupted_and_not(folder, group_size):
     return all(map(torch.equal, found, expected)), whole
 
 
-@pytest.mark.parametrize(("processes", "group_size"), [(2, -1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "group_size"), [(2, -1), (4, 2)])
 def test_dropout_of_split_features_leaves_ranks_alike_and_is_resumed_bit_for_bit(
     tmp_path, processes, group_size
 ):
