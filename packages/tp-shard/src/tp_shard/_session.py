@@ -12,6 +12,7 @@ from tp_core.internal import (
     FullyShardedSession,
     Sharding,
     WholeSteps,
+    check_not_quantized,
     gathers_matrices,
     is_dtensor,
     move_module,
@@ -80,13 +81,15 @@ class ShardSession(ProcessGroupSession):
         """Move the model to the device, and wrap it if there are several copies.
 
         Raises:
-            ModelError: The model is not a module, or it is wrapped already.
+            ModelError: The model is not a module, it is wrapped already, or a weight is quantized.
             DisagreementError: The ranks' parameters differ in name, whole shape or type.
 
         Collectives: an all-gather of the parameters' descriptions; a broadcast of the weights to the other
         copies, and of all tensors that are not split within a copy.
         """
         self.check_plain(model, may_be_split=True)
+        if self.tensor_group.size > 1:
+            check_not_quantized(model, "tp_shard")
         shards = ShardTable(model).exact
         self.check_same_parameters(model, {name: shard.full_shape for name, shard in shards.items()})
         prepared = self._join_copies(model)

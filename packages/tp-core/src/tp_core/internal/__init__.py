@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from tp_core.tensors._ownership import lock_file_of as lock_file_of
     from tp_core.tensors._ownership import run_in as run_in
     from tp_core.tensors._slices import check_initialized as check_initialized
+    from tp_core.tensors._slices import check_not_quantized as check_not_quantized
     from tp_core.tensors._slices import is_dtensor as is_dtensor
     from tp_core.tensors._slices import quantized_parts as quantized_parts
 else:
@@ -147,7 +148,12 @@ else:
             ],
             "tp_core.tensors._digests": ["DIGESTS", "INDEX", "read_digests"],
             "tp_core.tensors._ownership": ["Ownership", "lock_file_of", "run_in"],
-            "tp_core.tensors._slices": ["check_initialized", "is_dtensor", "quantized_parts"],
+            "tp_core.tensors._slices": [
+                "check_initialized",
+                "check_not_quantized",
+                "is_dtensor",
+                "quantized_parts",
+            ],
             "tp_core.plugins._select": ["KNOWN_BACKENDS", "check_backend_name"],
             "tp_core.replicas._replicas": ["leave_to_others"],
             "tp_core.replicas._random": ["is_random_op"],

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import check_not_quantized
 
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._guards import guard_saving
@@ -160,7 +161,7 @@ def parallelize(
     Raises:
         ConfigError: A pattern fits no layer, or a layer cannot be split as its style says.
         ModelError: A style does not fit the kind of its layer, layers that share a weight have different
-            styles, or the model is wrapped.
+            styles, or the model is wrapped; or a weight is quantized.
 
     Collectives: none.
 
@@ -178,6 +179,8 @@ def parallelize(
             msg = f"the plan's {pattern!r} is {styles}, got {style!r}"
             raise ConfigError(msg)
     ranks = as_group(group)
+    if ranks.size > 1:
+        check_not_quantized(model, "tp_shard")
     named = choose(model, plan)
     chosen = with_inner_layers(named)
     if sequence_dim is None and any(isinstance(s, Sequence | Gathered) for s in plan.values()):

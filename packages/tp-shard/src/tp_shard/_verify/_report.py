@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, ModelError, TpError
-from tp_core.internal import free_nbytes, is_dtensor
+from tp_core.internal import check_not_quantized, free_nbytes, is_dtensor
 
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._plans._maker import choose
@@ -648,6 +648,7 @@ def check_whole(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         msg = f"the model must be a torch.nn.Module, got {type(model).__name__}: {model!r}"
         raise ModelError(msg)
+    check_not_quantized(model, "tp_shard")
     if any(isinstance(m, ParallelLayer) and m.group.size > 1 for m in model.modules()):
         msg = "the model is split already; a plan is verified on the whole model, before parallelize()"
         raise ModelError(msg)
