@@ -37,6 +37,6 @@ def test_a_fork_of_a_process_that_has_used_the_accelerator_is_refused(module):
 
 
 def test_generators_of_accelerators_in_use_are_kept(module):
-    assert _item._devices_in_use() == [torch.device("xpu:0"), torch.device("xpu:1")]
+    assert _item.devices_in_use() == [torch.device("xpu:0"), torch.device("xpu:1")]
     module.is_initialized = lambda: False
-    assert _item._devices_in_use() == ()
+    assert _item.devices_in_use() == ()

@@ -298,7 +298,8 @@ class RunnerOptions(ItemOptions, total=False):
         log_level: Which log records of workers reach the caller; by default those of the root logger's level.
         max_bytes: How many bytes of items and results of one stream may be on their way, those read ahead and
             those that the consumer has just got included; 256 MiB by default. One item is let through in
-            any case, and one result that is larger than its item for each worker.
+            any case, and one result that is larger than its item for each worker. The sizes of items
+            that were not sent yet are taken from those before.
         max_items_per_worker: After how many items a worker is replaced by a new one, once it has done what
             it was given; for work that leaks.
         max_memory_per_worker: With how many bytes of private memory a worker is replaced in the same way.

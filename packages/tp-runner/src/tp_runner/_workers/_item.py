@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Mu
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tp_core.internal import preserve_rng_state, seed_everything, seed_of
+from tp_core.internal import seed_everything, seed_of
 
 from tp_runner._options import Settings
 
@@ -76,14 +76,17 @@ def become_worker(info: WorkerInfo) -> None:
 
 
 @contextlib.contextmanager
-def worker_context(info: WorkerInfo) -> Iterator[None]:
-    """Act as a worker in this thread for a while."""
-    before = getattr(_thread_local, "info", None)
+def worker_context(info: WorkerInfo, task: "Task | None" = None) -> Iterator[None]:
+    """Act as a worker in this thread for a while, at work on a task; also in the midst of another item."""
+    before = dict(vars(_thread_local))
     _thread_local.info = info
+    if task is not None:
+        _thread_local.task = task
     try:
         yield
     finally:
-        _thread_local.info = before
+        vars(_thread_local).clear()
+        vars(_thread_local).update(before)
 
 
 def import_generators() -> None:
@@ -98,14 +101,7 @@ def seed_generators(*key: int) -> None:
     seed_everything(seed_of(key))
 
 
-@contextlib.contextmanager
-def keep_generators() -> Iterator[None]:
-    """Leave the generators as they were: the caller's own, where its thread does the work."""
-    with preserve_rng_state(_devices_in_use()):
-        yield
-
-
-def _devices_in_use() -> "Sequence[torch.device]":
+def devices_in_use() -> "Sequence[torch.device]":
     """Return the accelerators, if this process uses them: none is to be started for its generator."""
     import torch
 
@@ -269,17 +265,6 @@ def set_current_task(task: Task, *, of_process: bool = False) -> None:
         _process_task = task
     else:
         _thread_local.task = task
-
-
-@contextlib.contextmanager
-def task_context(task: Task) -> Iterator[None]:
-    """Use a task for a while, in a thread that is no worker, or in the midst of another item."""
-    before = getattr(_thread_local, "task", None)
-    _thread_local.task = task
-    try:
-        yield
-    finally:
-        _thread_local.task = before
 
 
 # -- The search for generators that are copied to workers -------------------------------------

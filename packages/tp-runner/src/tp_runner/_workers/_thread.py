@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+from tp_core.internal import preserve_rng_state
+
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure
 from tp_runner._workers._fleet import LONGEST_WAIT_S, Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._item import (
     Task,
     WorkerInfo,
-    keep_generators,
+    devices_in_use,
     seed_generators,
     set_current_task,
-    task_context,
     worker_context,
 )
 from tp_runner._workers._work import end_work, run_chunk
@@ -222,7 +223,7 @@ class InlineFleet(Fleet):
         if self._settings.seed is None:
             yield
             return
-        with keep_generators():
+        with preserve_rng_state(devices_in_use()):
             if seed is not None:
                 seed_generators(seed)
             yield
@@ -237,7 +238,7 @@ class InlineFleet(Fleet):
         worker, chunk = self._waiting.popleft()
         began = time.monotonic()
         self._task.begin(chunk.start, chunk.run, chunk.sent - 1)
-        with worker_context(self._info(worker)), self._callers_generators(), task_context(self._task):
+        with worker_context(self._info(worker), self._task), self._callers_generators():
             results, failed = run_chunk(self._works[worker], chunk.items, self._task)
         timing = Timing(began, 0.0, time.monotonic() - began, 0.0)
         self._finished.append(Done(worker, chunk.seq, results, failed, timing))

@@ -232,10 +232,9 @@ class BlockDraws:
         draws: The random numbers of the model.
         block: The module to hook.
         begins: Whether it is split from its beginning, as experts are.
-        is_watched: Whether to watch its first calls.
     """
 
-    def __init__(self, draws: SplitDraws, block: nn.Module, *, begins: bool, is_watched: bool = True) -> None:
+    def __init__(self, draws: SplitDraws, block: nn.Module, *, begins: bool) -> None:
         self._draws, self._begins = draws, begins
         self._rates = [(m, name) for m in block.modules() for name in vars(m) if _is_rate(m, name)]
         with_rate = {id(m) for m, _ in self._rates}
@@ -243,7 +242,7 @@ class BlockDraws:
         self._literal = [(m, always) for m, always in literal if always is not None]
         # By mode. Watching costs as much as a small operation for each function that is called. So it ends
         # after the first call in which nothing was drawn, and resumes after the next draw.
-        self._is_watched = {True: is_watched, False: is_watched}
+        self._is_watched = {True: True, False: True}
         # First of the hooks before, and called after an error too: otherwise the generators would stay in the
         # rank's own state, and the ranks would draw apart from then on.
         block.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
