@@ -80,11 +80,13 @@ def test_views_find_each_other(capsys):
 
 
 @pytest.mark.slow
-def test_answers_are_learned_and_loaded_without_tp(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    assert load("finetune").main(["--epochs", "4", "--folder", str(tmp_path)]) > 0.5
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.n_layer == 2
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of transformers' own
+def test_answers_are_learned_by_an_adapter(tmp_path, capsys):
+    program, base = load("fine_tune"), tmp_path / "small"
+    program.main(["--make", str(base)])
+    given = [str(base), "--data", str(base / "chats.jsonl"), "--out", str(tmp_path / "tuned")]
+    assert program.main(given) > 0.9
+    assert "loaded again: 7" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def on_a_rank(folder):
 def test_monitors_on_ranks(tmp_path):
     for found, logged in run_ranks(on_a_rank, 2, tmp_path):
         assert found == pytest.approx(norms("single"), rel=1e-9)
-        assert logged == [["samples_per_s", "steps_per_s", "waiting"]] * 6
+        assert logged == [["peak_memory", "samples_per_s", "steps_per_s", "waiting"]] * 6
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "steps-2-3-rank-0.json",
         "steps-2-3-rank-1.json",
@@ -86,6 +86,7 @@ def test_throughput_is_of_so_many_steps_and_the_end_of_each_epoch():
         assert numbers["tokens_per_s"] == pytest.approx(10 * numbers["samples_per_s"])
         assert numbers["mfu"] == pytest.approx(numbers["samples_per_s"] / 2)
         assert 0 <= numbers["waiting"] <= 1
+        assert numbers["peak_memory"] > 2**26  # of a process with torch in it, in bytes
 
 
 @pytest.mark.parametrize(

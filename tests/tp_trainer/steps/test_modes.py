@@ -61,11 +61,19 @@ def test_a_module_that_the_training_takes_out_of_evaluation_mode_is_named(model,
 
 
 def test_of_a_part_in_evaluation_mode_the_part_alone_is_named(caplog):
-    model = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(2, 2)), "head": nn.Linear(2, 1)})
+    backbone = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = nn.ModuleDict({"backbone": backbone, "head": nn.Linear(2, 1)})
     model.forward = lambda x: model["head"](model["backbone"](x))
     model["backbone"].eval()
     train(model)
     assert "training mode: backbone;" in caplog.text
+
+
+def test_a_part_without_running_statistics_is_trained_without_a_word(caplog):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout(0.1)), nn.Linear(2, 1))
+    model[0].eval()
+    train(model)
+    assert not caplog.text
 
 
 def test_a_model_that_is_in_evaluation_mode_as_a_whole_is_trained_without_a_word(model, caplog):

@@ -150,13 +150,18 @@ def restore_modes(model: nn.Module) -> Iterator[None]:
 
 
 def warn_evaluation_mode(model: nn.Module) -> None:
-    """Warn of modules in evaluation mode within a model in training mode: ``fit`` calls ``model.train()``.
+    """Warn of norms in evaluation mode within a model in training mode: ``fit`` calls ``model.train()``.
 
-    They may be frozen on purpose, or be a pretrained part as it was loaded; the trainer cannot know.
+    They may be frozen on purpose. A part without running statistics, such as a pretrained transformer that
+    adapters were put into, is in evaluation mode as it was loaded.
     """
     if not model.training:
         return
-    frozen = [name for name, module in model.named_modules() if not module.training]
+    frozen = [
+        name
+        for name, part in model.named_modules()
+        if not part.training and any(getattr(module, "track_running_stats", False) for module in part.modules())
+    ]
     # Only the outermost module of each frozen part.
     outermost = [name for name in frozen if name.rpartition(".")[0] not in frozen]
     if outermost:

@@ -1,6 +1,7 @@
 """Callbacks that log learning rates, gradient norms and throughput."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,7 +46,7 @@ class Throughput(Callback):
 
     Validations do not count. "steps_per_s" and "samples_per_s" are of all ranks together. "waiting" is the
     fraction of the time, from 0 to 1, in which this rank waited for batches. "peak_memory" is the most bytes
-    of torch's tensors on this rank's accelerator since the last row. "tokens_per_s" and "mfu" need the
+    of torch's tensors on this rank's accelerator since the last row; on the CPU, of the process since its start. "tokens_per_s" and "mfu" need the
     arguments below: model FLOPs utilization is the fraction of the devices' peak that the model's own
     operations use.
 
@@ -165,6 +166,12 @@ class Throughput(Callback):
             with contextlib.suppress(RuntimeError):  # the allocator of mps has no statistics
                 numbers["peak_memory"] = float(torch.accelerator.max_memory_allocated(run.device))
                 torch.accelerator.reset_peak_memory_stats(run.device)
+        else:
+            with contextlib.suppress(ImportError):  # not on Windows
+                import resource
+
+                unit = 1 if sys.platform == "darwin" else 1024
+                numbers["peak_memory"] = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
         run.log(**numbers)
         self._begin(run)
 
