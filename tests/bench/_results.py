@@ -17,7 +17,7 @@ import torch
 __all__ = ["FOLDER", "Results"]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
-PEERS = ["accelerate", "easycore", "joblib", "lightning-fabric", "mpire", "ray", "torchshard"]
+PEERS = ["accelerate", "easycore", "joblib", "lightning-fabric", "mpire", "ray", "torchshard", "trl"]
 
 
 class Results:

@@ -76,3 +76,32 @@ def test_the_jobs_of_a_library_come_to_the_numbers_of_the_page_whole_and_interru
         assert [run["status"] for run in (whole, cut, resumed)] == [0, CUT, 0], (whole, cut, resumed)
         for run in (whole, resumed):
             assert NUMBER.findall(run["printed"]) == expected[job].splitlines(), job
+
+
+ADAPTERS = {
+    "tp": "tp_trainer,transformers,peft",
+    "trl": "trl,datasets,peft",
+    "accelerate": "accelerate,transformers,peft",
+}
+
+
+def test_the_lines_of_the_job_with_adapters_are_counted():
+    counted = [lines_of_code((JOBS / "adapters" / f"with_{library}.py").read_text()) for library in ADAPTERS]
+    assert "| " + " | ".join(f"{lines} lines" for lines in counted) + " |" in PAGE.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "library",
+    [pytest.param(name, marks=pytest.mark.needs(*modules.split(","))) for name, modules in ADAPTERS.items()],
+)
+def test_adapters_come_to_the_numbers_of_the_page_whole_and_interrupted(library, tmp_path):
+    runs = []
+    for kind, steps in {"whole": [None], "parts": [8, None]}.items():
+        shutil.copytree(JOBS / "adapters", tmp_path / kind)
+        runs += [(str(tmp_path / kind), f"with_{library}.py", step) for step in steps]
+    whole, cut, resumed = run_in_forks(ADAPTERS[library], runs)
+    assert [run["status"] for run in (whole, cut, resumed)] == [0, CUT, 0], (whole, cut, resumed)
+    (section,) = re.findall(r"^\(adapters\)=\n.*?^```text\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    for run in (whole, resumed):
+        assert NUMBER.findall(run["printed"]) == section.splitlines()
