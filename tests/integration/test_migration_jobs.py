@@ -93,7 +93,11 @@ def test_the_lines_of_the_job_with_adapters_are_counted():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "library",
-    [pytest.param(name, marks=pytest.mark.needs(*modules.split(","))) for name, modules in ADAPTERS.items()],
+    [
+        "tp",
+        pytest.param("trl", marks=[pytest.mark.nightly, pytest.mark.needs("trl")]),
+        pytest.param("accelerate", marks=pytest.mark.nightly),
+    ],
 )
 def test_adapters_come_to_the_numbers_of_the_page_whole_and_interrupted(library, tmp_path):
     runs = []

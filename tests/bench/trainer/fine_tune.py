@@ -40,7 +40,7 @@ def watched(program: str) -> None:
     runpy.run_path(program, run_name="__main__")
     steps = len(times) - len(job.loader())  # without the report's
     found = {
-        "us": 1e6 * (times[steps - 1] - times[0]) / (steps - 1),
+        "ms": 1e3 * (times[steps - 1] - times[0]) / (steps - 1),
         "MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     print("\n" + json.dumps(found))
@@ -69,8 +69,8 @@ def run(results: Results) -> None:
         for library, runs in found.items():
             runs.append(measure(library))
     for library, runs in found.items():
-        ratio = statistics.median(r["us"] / t["us"] for r, t in zip(runs, found["tp"], strict=True))
-        results.add(f"{library}: us per batch", statistics.median(r["us"] for r in runs), "us")
+        ratio = statistics.median(r["ms"] / t["ms"] for r, t in zip(runs, found["tp"], strict=True))
+        results.add(f"{library}: ms per batch", statistics.median(r["ms"] for r in runs), "ms")
         results.add(f"{library}: ratio", ratio, "x tp")
         results.add(f"{library}: peak memory", statistics.median(r["MiB"] for r in runs), "MiB")
 
