@@ -9,7 +9,7 @@ from torch.utils.data import default_collate as torch_default_collate
 from tp_core.data import Parts
 from tp_core.errors import ConfigError, LoaderError, StepError
 from tp_core.internal import Envelope, seeded
-from tp_core.plugins import CollateAdapter, Verdict, registry
+from tp_core.plugins import CollateAdapter, Verdict
 
 from tp_tuple._balance import Speeds, Weights, balanced_rows, check_weights, consecutive_rows, resolve_weights
 from tp_tuple._functions import per_value
@@ -433,6 +433,8 @@ def find_adapters(name: str) -> tuple[CollateAdapter, ...]:
         ConfigError: No adapter of that name is installed.
         PluginError: The plugin of that name is broken, or was blocked.
     """
+    from tp_core.plugins import registry  # here: it imports pluggy, and collate functions alone need none
+
     found = {c.item.name: c.item for c in registry.collate_adapters()}
     found.setdefault(TupleCollateAdapter.name, TupleCollateAdapter())
     if name == "auto":
