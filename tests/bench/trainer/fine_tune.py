@@ -1,7 +1,7 @@
 """LoRA with tp, TRL and Accelerate: python -m tests.bench.trainer.fine_tune
 
-The programs of docs/examples/jobs/adapters as they stand there, each in a process of its own, in turns: the time
-between the first and the last forward pass of training, checkpoints included, and the process's peak memory.
+The programs of docs/examples/jobs/adapters, each in a process of its own, in turns: the time between the
+first and the last forward pass of training, checkpoints included, and the process's peak memory.
 """
 
 import json

@@ -160,7 +160,7 @@ def warn_evaluation_mode(model: nn.Module) -> None:
     frozen = [
         name
         for name, part in model.named_modules()
-        if not part.training and any(getattr(module, "track_running_stats", False) for module in part.modules())
+        if not part.training and any(getattr(m, "track_running_stats", False) for m in part.modules())
     ]
     # Only the outermost module of each frozen part.
     outermost = [name for name in frozen if name.rpartition(".")[0] not in frozen]

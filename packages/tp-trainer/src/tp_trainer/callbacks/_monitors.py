@@ -46,9 +46,9 @@ class Throughput(Callback):
 
     Validations do not count. "steps_per_s" and "samples_per_s" are of all ranks together. "waiting" is the
     fraction of the time, from 0 to 1, in which this rank waited for batches. "peak_memory" is the most bytes
-    of torch's tensors on this rank's accelerator since the last row; on the CPU, of the process since its start. "tokens_per_s" and "mfu" need the
-    arguments below: model FLOPs utilization is the fraction of the devices' peak that the model's own
-    operations use.
+    of torch's tensors on this rank's accelerator since the last row; on the CPU, of the process since its
+    start. "tokens_per_s" and "mfu" need the arguments below: model FLOPs utilization is the fraction of the
+    devices' peak that the model's own operations use.
 
     Args:
         every_steps: The number of optimizer steps per row.
