@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class OptimizerValues:
         others: The state under other keys, as pairs.
         extra: Further entries of ``state_dict()``, by key.
         in_order: Whether some state belongs to all parameters at once, in their order.
+        quantized: Which stored tensors are of a quantized type, and whether that type has negative values.
     """
 
     groups: list[dict[str, Any]]
@@ -70,6 +71,7 @@ class OptimizerValues:
     others: list[list[Any]]
     extra: dict[str, Any]
     in_order: bool
+    quantized: dict[str, bool] = field(default_factory=dict)
 
 
 def is_zero_redundancy(optimizer: Optimizer) -> bool:

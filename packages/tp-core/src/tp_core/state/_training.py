@@ -11,7 +11,7 @@ The same names stand for the same tensors however they are split, so that any nu
 state of another number. State belongs to a parameter by its name, and not by the order of parameters.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -91,11 +91,15 @@ def _collect_optimizer(
 ) -> None:
     """Add the state of an optimizer to the named tensors."""
     is_whole = steps_whole(optimizer)
+    quantized: dict[str, bool] = {}
 
     def put(name: str, value: Tensor, parameter: Tensor | None) -> StoredTensor:
         name = f"{prefix}{name}"
         while name in tensors or name == f"{prefix}{_VALUES}":
             name += "_"
+        if (signed := _sign_of_quantized(name.removeprefix(prefix), value)) is not None:
+            quantized[name] = signed
+            value = _on_local(value, lambda local: local.dequantize())
         like = parameter is not None and value.shape == parameter.shape
         if is_whole and parameter is not None and is_cut(cut, parameter):
             like = is_sharded(value)  # by its shape alone, what is whole could look like a shard
@@ -113,10 +117,55 @@ def _collect_optimizer(
             tensors[name] = value.detach()
         return StoredTensor(name, like)
 
-    found = named_state(model, optimizer, put)
+    found = replace(named_state(model, optimizer, put), quantized=quantized)
     values = {"format": FORMAT} | {field.name: getattr(found, field.name) for field in fields(found)}
     text = to_json("the state of the optimizer", values).encode()
     tensors[f"{prefix}{_VALUES}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+# Quantized state, as of torchao's 8-bit optimizers: in a file are its values, which can be cut anywhere.
+# Where the blocks of the quantization are others afterwards, it is quantized anew.
+
+
+def _sign_of_quantized(name: str, value: Tensor) -> bool | None:
+    """Return whether a quantized tensor has negative values; ``None`` for a plain tensor.
+
+    Raises:
+        StateError: It is of a type of its own without values that could be saved.
+    """
+    local: Tensor = value.to_local() if is_dtensor(value) else value
+    if not hasattr(type(local), "__tensor_flatten__"):
+        return None
+    if "dequantize" not in {n for kind in type(local).__mro__[: -len(Tensor.__mro__)] for n in vars(kind)}:
+        msg = (
+            f"the optimizer keeps {name} as a {type(local).__name__}, which has no dequantize() that a "
+            "checkpoint could save the values of; take another optimizer, or train without checkpoint="
+        )
+        raise StateError(msg)
+    return bool(getattr(local, "signed", True))
+
+
+def _on_local(value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor with a change of what this rank holds of it."""
+    if not is_dtensor(value):
+        return change(value)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        change(value.to_local()),
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+@torch.no_grad()
+def _quantized_as(buffer: Tensor, value: Tensor) -> Tensor:
+    mine: Tensor = buffer.to_local() if is_dtensor(buffer) else buffer
+    mine.copy_(value.to_local() if is_dtensor(value) else value)
+    return buffer
 
 
 def _by_prefix(optimizer: Optimizers) -> dict[str, Optimizer]:
@@ -246,7 +295,13 @@ def _load_optimizer(
                     kept[key] = taken[entry.name].to(now.device)
             elif same_type:
                 kept[key] = joined(entry, None, _taken_to(parameter.device, taken))
-            if isinstance(entry, StoredTensor) and entry.like_parameter and is_cut(cut, parameter):
+            if not isinstance(entry, StoredTensor):
+                continue
+            # As torchao's optimizers make them; another kind of optimizer takes the values as they are.
+            make = getattr(optimizer, "_new_buffer", None)
+            if make is not None and entry.name in saved.quantized:
+                kept[key] = _quantized_as(make(parameter, saved.quantized[entry.name]), kept[key])
+            if entry.like_parameter and is_cut(cut, parameter):
                 setattr(kept[key], SHARDED_ATTRIBUTE, True)
 
 
