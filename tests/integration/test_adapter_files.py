@@ -7,7 +7,8 @@ import pytest
 import torch
 import tp_shard as ts
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.errors import StateError
+from tp_core.errors import ConfigError, StateError
+from tp_core.state import open_tensors
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 
@@ -92,7 +93,10 @@ def train(kind, backend, folder, *, adapters=("default",), devices="cpu", epochs
         fresh = split(make(kind, adapters=adapters), backend)
         trainer.load_model(fresh, folder / "adapter")
         state = trainer.session.model_state(model)
-        loaded = trainer.session.model_state(fresh) if backend != "fsdp" else state
+        loaded = trainer.session.model_state(fresh)
+        # The base is in no checkpoint: no backend writes frozen weights in its steps.
+        stored = open_tensors(max((folder / "run").glob("step-*"))).infos
+        assert not [n for n in stored if n.startswith("model.") and not any(a in n for a in adapters)]
         other = make(kind, **({"feedforward_modules": ["v_proj"]} if kind == "ia3" else {"r": 4}))
         with pytest.raises(StateError, match=r"does not fit the model's 'default': it has (r=2|base.*shape)"):
             trainer.load_model(other, folder / "adapter")
@@ -138,3 +142,28 @@ def test_peft_loads_what_two_ranks_write(tmp_path, backend):
     for found in run_ranks(train_all, 2, backend, tmp_path, timeout_s=300):
         for kind in KINDS:
             check(kind, tmp_path / kind, found[kind])
+
+
+def test_several_adapters_are_written_beside_each_other(tmp_path):
+    names = ("default", "other")
+    check("lora", tmp_path, train("lora", "single", tmp_path, adapters=names), adapters=names)
+    assert (tmp_path / "adapter" / "other" / "adapter_model.safetensors").is_file()
+
+
+def test_models_and_files_that_do_not_go_together_are_refused(tmp_path):
+    trainer = Trainer(progress=False, devices="cpu")
+    for words in ({"adapter": True}, {"merged": True}):
+        with pytest.raises(ConfigError, match=r"needs one model with adapters.*Linear has none"):
+            trainer.export(torch.nn.Linear(2, 2), tmp_path / "none", **words)
+    model = make("lora")
+    with pytest.raises(ConfigError, match="takes adapter=True or merged=True"):
+        trainer.export(model, tmp_path / "both", adapter=True, merged=True)
+    trainer.export(model, tmp_path / "lora", adapter=True)
+    with pytest.raises(StateError, match="it has lora_alpha=8, and the model's has lora_alpha=32"):
+        trainer.load_model(make("lora", lora_alpha=32), tmp_path / "lora")
+    with pytest.raises(StateError, match="it has peft_type='LORA', and the model's has peft_type='IA3'"):
+        trainer.load_model(make("ia3"), tmp_path / "lora")
+    with pytest.raises(StateError, match=r"does not fit the model's 'default': it lacks .*lm_head"):
+        trainer.load_model(make("lora", modules_to_save=["lm_head"]), tmp_path / "lora")
+    with pytest.raises(ConfigError, match="the model has no adapter 'other'; it has default"):
+        trainer.load_model(model, tmp_path / "lora", name="other")

@@ -82,6 +82,8 @@ def export_adapters(session: Session, model: nn.Module, folder: Path) -> None:
                 names = _names_in_file(adapted, adapter, inside, with_embeddings="auto")
             except (ConfigError, OSError) as error:
                 failure = error
+            except Exception as error:  # noqa: BLE001 - the other ranks wait to learn of it
+                failure = ConfigError(f"peft cannot write the adapter {adapter!r}: {error}")
         share_failure(session, place, failure)
         names = session.broadcast(names)
         write = partial(_write_config, adapted, adapter, place)
@@ -114,7 +116,11 @@ def _names_in_file(
 
 
 def _write_config(adapted: Any, adapter: str, place: Path) -> None:
-    """Write the configuration of an adapter, with what ``PeftModel.save_pretrained`` adds to it."""
+    """Write the configuration of an adapter, with what ``PeftModel.save_pretrained`` adds to it.
+
+    Raises:
+        ConfigError: It has values that JSON lacks.
+    """
     config = copy.copy(adapted.peft_config[adapter])
     config.inference_mode = True  # as peft writes it: who loads it trains it only if asked to
     base = adapted.get_base_model()
@@ -125,7 +131,11 @@ def _write_config(adapted: Any, adapter: str, place: Path) -> None:
         kind = _plain_class(type(base))
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     with TemporaryDirectory() as scratch:
-        config.save_pretrained(scratch, auto_mapping_dict=mapping)
+        try:
+            config.save_pretrained(scratch, auto_mapping_dict=mapping)
+        except (TypeError, ValueError) as error:  # of JSON
+            msg = f"the configuration of the adapter {adapter!r} cannot be written: {error}"
+            raise ConfigError(msg) from error
         text = Path(scratch, CONFIG).read_text()
     write_atomically(lambda part: _write_text(part, text), place / CONFIG)
 
