@@ -53,8 +53,7 @@ def good(folder):
 # -- what is kept ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize(("keep", "asynchronous"), [(1, True), (2, False), (3, True)])
 def test_what_was_just_written_is_kept_where_all_older_ones_are_damaged(tmp_path, keep, asynchronous):
     leave(tmp_path, 8, keep=keep)
     damage_all(tmp_path)
@@ -313,8 +312,10 @@ def full_folder(path):
 IN_THE_WAY = [dangling, loop, file, os.mkfifo, empty_folder, full_folder]
 
 
-@pytest.mark.parametrize("make", IN_THE_WAY, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("step", [4, 9])
+@pytest.mark.parametrize(
+    ("step", "make"),
+    [pytest.param((4, 9)[n % 2], make, id=make.__name__) for n, make in enumerate(IN_THE_WAY)],
+)
 def test_what_is_in_the_place_of_a_checkpoint_is_moved_aside(tmp_path, log, make, step):
     leave(tmp_path, 6)
     name = f"step-{step:010d}"

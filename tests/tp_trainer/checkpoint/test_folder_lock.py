@@ -85,6 +85,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr("tp_core.tensors._ownership.GRACE_S", 0.2)
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_with_the_first_ones_process_and_host(tmp_path, start, impatient):
     folder = tmp_path / "run"
     first, said = start(STANDING, folder)
