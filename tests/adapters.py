@@ -5,7 +5,8 @@
 A case is a family of models, a kind of adapters and a backend. It is trained there, and from its checkpoint
 in the middle on another backend. Losses and weights are compared with a loop by hand on one device. It is
 
-    right      losses and trained weights are equal to 1e-5, both times, and frozen weights unchanged
+    right      losses and trained weights are equal to 1e-5, both times; frozen weights are unchanged, without
+               gradients and without state of the optimizer
     refused    every rank raised the same error of tp's own before the first step
     wrong      anything else
 """
@@ -16,7 +17,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -258,12 +259,12 @@ Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
 @functools.cache
-def by_hand(family: str, kind: str) -> tuple[Trained, frozenset[str]]:
+def by_hand(family: str, kind: str, epochs: int = EPOCHS) -> tuple[Trained, frozenset[str]]:
     """Return what a loop without tp ends with, on one device, and the names of what it trains."""
     model = make(family, kind).train()
     optimizer = make_optimizer(model)
     losses = []
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         total = count = 0.0
         for batch in loader(family):
             optimizer.zero_grad()
@@ -313,9 +314,16 @@ def plan_of(family: str, kind: str) -> dict[str, Any]:
 
 
 def train(
-    family: str, kind: str, place: str, plan: dict[str, Any] | None, folder: Path, start: Path | None
+    family: str,
+    kind: str,
+    place: str,
+    plan: dict[str, Any] | None,
+    folder: Path,
+    resume: Path | str | None,
+    epochs: int,
+    max_steps: int | None,
 ) -> Trained | str:
-    """Train on a backend from a checkpoint; return what it ends with, or the error of tp's own."""
+    """Train on a backend; return what it ends with, or the error of tp's own."""
     torch.set_num_threads(1)
     logging.getLogger("tp_trainer").setLevel(logging.ERROR)  # it says that the number of ranks is another one
     model = make(family, kind)
@@ -332,10 +340,13 @@ def train(
                 optimizer,
                 loader(family),
                 step=step,
-                epochs=EPOCHS,
+                epochs=epochs,
+                max_steps=max_steps,
                 checkpoint=Checkpoints(folder, every_steps=MIDDLE, every_epochs=None),
-                resume=start,
+                resume=resume,
             )
+            frozen = [p for p in model.parameters() if not p.requires_grad]
+            assert not any(p.grad is not None or p in optimizer.state for p in frozen)
             return [r.train["loss"] for r in history], trainer.session.model_state(model)
     except TpError as error:
         if optimizer.state:  # it came after the first step
@@ -359,16 +370,28 @@ class Places:
         for pool in self._pools.values():
             pool.close()
 
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what a function returns on each rank."""
+        if ranks == 1:
+            return [function(*args)]
+        return self._pools.setdefault(ranks, RankPool(ranks)).run(function, *args)
+
     def train(
-        self, family: str, kind: str, place: str, folder: Path, start: Path | None = None
+        self,
+        family: str,
+        kind: str,
+        place: str,
+        folder: Path,
+        resume: Path | str | None = None,
+        *,
+        epochs: int = EPOCHS,
+        max_steps: int | None = None,
     ) -> list[Trained | str]:
         """Return what each rank ends with."""
         plan = plan_of(family, kind) if PLACES[place].splits else None
-        ranks = PLACES[place].ranks
-        if ranks == 1:
-            return [train(family, kind, place, plan, folder, start)]
-        pool = self._pools.setdefault(ranks, RankPool(ranks))
-        return pool.run(train, family, kind, place, plan, folder, start)
+        return self.run(
+            PLACES[place].ranks, train, family, kind, place, plan, folder, resume, epochs, max_steps
+        )
 
     def check(self, family: str, kind: str, begun: str, finished: str) -> str:
         """Return "right", "refused: ..." or "wrong: ..." of a case that another backend finishes."""
@@ -386,14 +409,25 @@ class Places:
         # A backend that refuses the case has a row of its own.
         return "right" if said.startswith("refused") else said.replace(":", f": finished on {finished},", 1)
 
+    def check_all(self, family: str, kind: str) -> str:
+        """Return the same of a run that is interrupted after each step, and resumed on the next backend."""
+        said, epochs = "", 3
+        with tempfile.TemporaryDirectory() as folder:
+            for done, place in enumerate(PLACES, start=1):
+                until = done if done < len(PLACES) else None
+                ended = self.train(family, kind, place, Path(folder), "auto", epochs=epochs, max_steps=until)
+                if until is None or isinstance(ended[0], str):
+                    said = verdict(family, kind, ended, epochs)
+        return said
 
-def verdict(family: str, kind: str, found: list[Trained | str]) -> str:
+
+def verdict(family: str, kind: str, found: list[Trained | str], epochs: int = EPOCHS) -> str:
     """Compare what all ranks ended with to what is expected."""
     refusals = [each for each in found if isinstance(each, str)]
     if refusals:
         is_alike = refusals == [refusals[0]] * len(found)
         return f"refused: {refusals[0]}" if is_alike else f"wrong: not all ranks raised: {refusals[0]}"
-    (losses, state), trained = by_hand(family, kind)
+    (losses, state), trained = by_hand(family, kind, epochs)
     for ended in found:
         assert not isinstance(ended, str)
         if list(ended[1]) != list(state):

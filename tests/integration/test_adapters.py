@@ -10,7 +10,6 @@ import torch
 import tp_shard as ts
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core.errors import ConfigError, ModelError
-from tp_core.testing import run_ranks
 from tp_shard import ShardOptions
 from tp_trainer import Callback, Checkpoints, Trainer
 
@@ -43,30 +42,17 @@ def test_adapters_are_trained_as_by_hand_and_resumed(places, family, kind, begun
     assert places.check(family, kind, begun, finished) == "right"
 
 
-def families():
-    """Each family on each backend, each time with another kind of adapters."""
-    kinds = itertools.cycle(adapters.KINDS)
-    for family in adapters.TABLE:
-        wanted = {place: next(kinds) for place in adapters.PLACES}
-        yield family, [c for c in adapters.cases() if c[0] == family and wanted[c[2]] == c[1]]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "cases"), [pytest.param(*found, id=found[0]) for found in families()])
-def test_adapters_of_a_family_are_right_or_refused_on_every_backend(places, family, cases):
-    check(places, cases)
+@pytest.mark.parametrize(("family", "kind"), [*zip(adapters.TABLE, itertools.cycle(adapters.KINDS))])
+def test_a_run_that_goes_through_all_backends_is_right(places, family, kind):
+    assert places.check_all(family, kind) == "right"
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("family", "kind"), [*itertools.product(adapters.TABLE, adapters.KINDS)])
-def test_adapters_of_a_kind_are_right_or_refused_on_every_backend(places, family, kind):
-    check(places, [case for case in adapters.cases() if case[:2] == (family, kind)])
-
-
-def check(places, cases):
-    assert len(cases) == len(adapters.PLACES)
-    found = {case: places.check(*case) for case in cases}
-    assert {case: said for case, said in found.items() if said != "right"} == {}
+def test_adapters_of_a_kind_are_right_on_every_backend(places, family, kind):
+    found = {case[2]: places.check(*case) for case in adapters.cases() if case[:2] == (family, kind)}
+    assert found == dict.fromkeys(adapters.PLACES, "right")
 
 
 # -- Frozen parameters: no gradients, no state, no communication -----------------------------------
@@ -113,21 +99,22 @@ def one_step(backend, options=None, plan=None):
         frozen = [p for p in plain.parameters() if not p.requires_grad]
         assert all(p.grad is None and p not in optimizer.state for p in frozen)
         assert len(optimizer.state) == sum(1 for p in plain.parameters() if p.requires_grad)
-        return dict(traffic.nbytes), trained, whole
+    ts.distributed.destroy_process_group()
+    return dict(traffic.nbytes), trained, whole
 
 
 @pytest.mark.slow
-def test_frozen_parameters_are_not_reduced_between_ranks():
-    for found, trained, _ in run_ranks(one_step, 2, "ddp"):
+def test_frozen_parameters_are_not_reduced_between_ranks(places):
+    for found, trained, _ in places.run(2, one_step, "ddp"):
         assert found["allreduce_"] == trained
-    for found, trained, whole in run_ranks(one_step, 2, "fsdp"):
+    for found, trained, whole in places.run(2, one_step, "fsdp"):
         assert found["_reduce_scatter_base_"] == trained
         assert found.get("allreduce_", 0) == 0
         assert found["_allgather_base_"] <= 2 * whole  # in forward, and where units were let go in backward
     plan = adapters.plan_of("llama", "lora")
-    for found, trained, _ in run_ranks(one_step, 4, "shard", ShardOptions(group_size=2, data="ddp"), plan):
+    for found, trained, _ in places.run(4, one_step, "shard", ShardOptions(group_size=2, data="ddp"), plan):
         assert found["allreduce_"] == trained
-    for found, trained, _ in run_ranks(one_step, 4, "shard", ShardOptions(group_size=2, data="fsdp"), plan):
+    for found, trained, _ in places.run(4, one_step, "shard", ShardOptions(group_size=2, data="fsdp"), plan):
         assert found["_reduce_scatter_base_"] == trained
         assert found.get("allreduce_", 0) == 0
 
@@ -184,9 +171,9 @@ def saves_parts(folder, resumes):
 
 
 @pytest.mark.slow
-def test_every_rank_gets_its_part_of_each_adapter_back(tmp_path):
-    run_ranks(saves_parts, 2, tmp_path, False)
-    for seen, values in run_ranks(saves_parts, 2, tmp_path, True):
+def test_every_rank_gets_its_part_of_each_adapter_back(places, tmp_path):
+    places.run(2, saves_parts, tmp_path, False)
+    for seen, values in places.run(2, saves_parts, tmp_path, True):
         assert seen
         for name, found in seen.items():
             assert found == [values["lora_A" if "lora_A" in name else "lora_B"]], name

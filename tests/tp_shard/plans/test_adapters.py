@@ -11,8 +11,8 @@ import torch
 import tp_shard as ts
 from torch import nn
 from tp_core.errors import ConfigError, ModelError, StateError
-from tp_shard._plans import _adapters  # for a fault that only a change of its code makes
 from tp_shard._shards import ShardTable  # what adapters split has no mark of its own on each tensor
+from tp_shard.nn._draws import SplitDraws  # for a fault that only a change of its code makes
 
 from tests.adapters import FAMILIES, TOKENS, adapted, configuration, draw_adapters, plain
 from tests.adapters import KINDS as ADAPTERS
@@ -240,9 +240,9 @@ def test_a_plan_of_ones_own_is_proven_for_an_adapted_model(kind):
 
 @pytest.mark.slow
 def test_dropout_of_adapters_that_ranks_draw_apart_is_no_proof(monkeypatch):
-    monkeypatch.setattr(_adapters, "mark", lambda *_, **__: None)
-    model = adapted("llama", "lora", lora_dropout=0.1)
-    assert not ts.verify(model, LLAMA, inputs("llama")).ok
+    monkeypatch.setattr(SplitDraws, "_is_alike", lambda *_: False)
+    report = ts.verify(adapted("llama", "lora", lora_dropout=0.1), LLAMA, inputs("llama"))
+    assert "with dropout" in str(report.fault)
 
 
 @pytest.mark.slow
