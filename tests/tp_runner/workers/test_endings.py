@@ -82,6 +82,7 @@ def test_no_worker_is_left_by_a_parent_killed_at_any_moment(start_script, proces
         wait_until(lambda session=process.pid: not processes_of(session))
 
 
+@pytest.mark.slow
 def test_programs_that_workers_start_do_not_hide_their_death(start_script, is_running):
     process = start_script(
         """

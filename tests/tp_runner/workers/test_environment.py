@@ -27,6 +27,7 @@ def _read(names):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_variables_are_set_and_removed_before_the_users_modules_are_imported(method, tmp_path, monkeypatch):
     (tmp_path / "reads_at_import.py").write_text(
         "import os\nCOLOR, SIZE = os.environ.get('COLOR'), os.environ.get('SIZE')\n"
@@ -83,6 +84,7 @@ def test_a_fork_server_with_an_environment_of_its_own_ends_with_its_workers(is_r
     wait_until(has_ended)
 
 
+@pytest.mark.slow
 def test_servers_end_after_the_runners_that_a_program_forgets(start_script):
     process = start_script(
         """

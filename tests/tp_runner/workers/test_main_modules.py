@@ -56,6 +56,7 @@ def run(arguments, code):
 
 
 @pytest.mark.parametrize("method", fast("forkserver"))
+@pytest.mark.slow
 def test_classes_typed_at_the_prompt(method):
     typed = FIRST.replace("\n\n    ", "\n    ")
     code = f"{typed}print(all_of({method!r}))\n{SECOND}print(all_of({method!r}))\n"

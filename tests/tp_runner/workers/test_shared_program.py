@@ -59,6 +59,7 @@ def test_a_worker_that_writes_to_it_writes_for_itself(method):
     assert part[0] == 0.0
 
 
+@pytest.mark.slow
 def test_a_closure_shares_its_arrays_too():
     table = np.arange(NBYTES // 8)
 
