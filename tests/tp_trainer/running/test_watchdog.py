@@ -141,6 +141,30 @@ def test_what_is_done_between_epochs_does_not_count(monkeypatch):
     assert len(history) == 2
 
 
+@pytest.mark.slow
+def test_batches_of_a_custom_loops_validation_count_as_steps(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("tp_trainer._running._watchdog.time", clock)
+
+    def takes_long(model, batch):
+        clock.ahead_s += 60.0
+        time.sleep(1.2)  # a look of the watchdog
+        return model(batch).mean()
+
+    trainer = Trainer(seed=0, devices="cpu", progress=False)
+    model = trainer.prepare(nn.Linear(4, 1))
+    validation = [torch.randn(2, 4)] * 3
+    limits = Limits(epochs=1, step_timeout_s=100.0)
+    found = []
+    with trainer.loop(
+        [torch.ones(1)],
+        limits=limits,
+        validation=lambda: trainer.evaluate(model, validation, step=takes_long),
+    ) as loop:
+        found += loop
+    assert "val_loss" in loop.metrics
+
+
 def _call_after_a_loop_that_failed_on_rank_1():
     rank, limits = int(os.environ["RANK"]), Limits(step_timeout_s=600.0)
     data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=4)

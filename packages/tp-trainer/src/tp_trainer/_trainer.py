@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import torch
@@ -164,7 +165,9 @@ class Trainer:
         self._has_run_backward = False  # in a custom loop
         self._run: RunStep | None = None
         self._step_events: ManualStepEvents | None = None  # of the open loop, if a callback has these events
-        self._boundaries: StepBoundaries | None = None  # within the validation of a loop that signals may end
+        # Within the validation of a loop: what signals end it at, and what counts its batches.
+        self._boundaries: StepBoundaries | None = None
+        self._watched: Watchdog | None = None
         self._shares: BatchShares | None = None  # with several data ranks
         self._epochs: Epochs | None = None  # from the first fit() on
         self._scaler = LossScaler() if precision == "fp16-mixed" else None
@@ -623,6 +626,7 @@ class Trainer:
             msg = f"validation must be a function that returns numbers by name, got {type(validate).__name__}"
             raise ConfigError(msg)
         self._open(by="loop()")
+        watchdog = self._watchdog(limits.step_timeout_s)
         return self._build_loop(
             settings,
             self._loader(batches, watched=True),
@@ -630,21 +634,23 @@ class Trainer:
                 self.session,
                 settings.events,
                 validate or dict,
-                evaluating=self._evaluating_at,
+                evaluating=partial(self._evaluating_at, watchdog),
                 sending=self._sending_steps,
             ),
-            self._watchdog(limits.step_timeout_s),
+            watchdog,
             self._plan_log(settings, [o for o in settings.state.values() if isinstance(o, Optimizer)]),
         )
 
     @contextmanager
-    def _evaluating_at(self, boundaries: "StepBoundaries | None") -> Iterator[None]:
-        """Let a signal end evaluations at a boundary, within the context."""
-        self._boundaries = boundaries
+    def _evaluating_at(
+        self, watchdog: "Watchdog | None", boundaries: "StepBoundaries | None"
+    ) -> Iterator[None]:
+        """Let a signal end evaluations at a boundary, and count their batches as steps, in the context."""
+        self._watched, self._boundaries = watchdog, boundaries
         try:
             yield
         finally:
-            self._boundaries = None
+            self._watched = self._boundaries = None
 
     @contextmanager
     def _sending_steps(self, events: "ManualStepEvents") -> Iterator[None]:
@@ -1292,6 +1298,8 @@ class Trainer:
             batches: The loader of the batches, if it is the trainer that iterates it.
         """
         run = in_precision(self.session.run, self._precision, self.device)
+        if self._watched is not None:
+            run = self._watched.watch(run)
         return run if batches is None or self._shares is None else self._shares.in_steps(run, batches)
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -643,28 +643,36 @@ def reference_gradients(
     model, step = kit.make_reference(), batch_loss(loss)
     for batch in DataLoader(data(samples), batch_size=batch_size):
         loss_of(step(model, batch)).backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return gradients(model)
+
+
+def reference_trained(
+    model: nn.Module,
+    *optimizers: torch.optim.Optimizer,
+    samples: int = 12,
+    epochs: int = 1,
+    after_step: Callable[[], object] = lambda: None,
+) -> State:
+    """Return one device's weights after some epochs, with a step of the optimizers for each batch."""
+    for _ in range(epochs):
+        for batch in DataLoader(data(samples), batch_size=4):
+            model.zero_grad()
+            loss_of(batch_loss()(model, batch)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            after_step()
+    return dict(model.state_dict())
 
 
 def reference_weights(kit: ConformanceKit) -> State:
-    model, step = kit.make_reference(), batch_loss()
+    model = kit.make_reference()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    for _ in range(3):
-        for batch in DataLoader(data(11), batch_size=4):
-            optimizer.zero_grad()
-            loss_of(step(model, batch)).backward()
-            optimizer.step()
-    return dict(model.state_dict())
+    return reference_trained(model, optimizer, samples=11, epochs=3)
 
 
 def reference_with_unused(kit: ConformanceKit) -> State:
-    model, step = _WithUnused(kit.make_reference()), batch_loss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for batch in DataLoader(data(12), batch_size=4):
-        optimizer.zero_grad()
-        loss_of(step(model, batch)).backward()
-        optimizer.step()
-    return dict(model.state_dict())
+    model = _WithUnused(kit.make_reference())
+    return reference_trained(model, torch.optim.SGD(model.parameters(), lr=0.05))
 
 
 class _WithUnused(nn.Module):

@@ -94,14 +94,14 @@ class BackendConformance(ConformanceKit):
     def test_gradients_in_single_precision_are_those_of_one_device(self) -> None:
         model = self.make_reference().float()
         loss_of(batch_loss()(model, data(8, torch.float32).tensors)).backward()
-        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        expected = checks.gradients(model)
         for gradients in self.everywhere(checks.single_precision):
             assert_same(gradients, expected, rtol=1e-4, atol=1e-6)
 
     def test_parameters_of_several_types_have_the_gradients_of_one_device(self) -> None:
         model = checks.of_several_types(self.make_reference())
         loss_of(batch_loss()(model, data(8).tensors)).backward()
-        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        expected = checks.gradients(model)
         assert len({grad.dtype for grad in expected.values()}) == 2
         for gradients in self.everywhere(checks.several_types):
             assert_same(gradients, expected, rtol=1e-5, atol=1e-7)
@@ -236,38 +236,26 @@ class BackendConformance(ConformanceKit):
             if found is None:  # the backend runs a step on parts of the batch, which takes one model
                 continue
             for model, gradients in zip(models, found, strict=True):
-                assert_same(gradients, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+                assert_same(gradients, checks.gradients(model))
 
     def test_a_graph_that_is_to_be_retained_is_there_after_the_backward_pass(self) -> None:
         assert all(self.everywhere(checks.retains_the_graph))
 
     def test_an_optimizer_keeps_its_groups_with_their_options(self) -> None:
-        model, step = self.make_reference(), batch_loss()
-        optimizer = checks.grouped(model)
-        for _ in range(2):
-            for batch in DataLoader(data(12), batch_size=4):
-                optimizer.zero_grad()
-                loss_of(step(model, batch)).backward()
-                optimizer.step()
+        model = self.make_reference()
+        expected = checks.reference_trained(model, checks.grouped(model), epochs=2)
         for weights in self.everywhere(checks.trained_in_groups):
-            assert_same(weights, dict(model.state_dict()))
+            assert_same(weights, expected)
 
     def test_a_scheduler_made_for_the_plain_optimizer_drives_the_prepared_one(self) -> None:
-        model, step = self.make_reference(), batch_loss()
+        model = self.make_reference()
         optimizer, scheduler = checks.scheduled(model)
-        for batch in DataLoader(data(12), batch_size=4):
-            optimizer.zero_grad()
-            loss_of(step(model, batch)).backward()
-            optimizer.step()
-            scheduler.step()
+        expected = checks.reference_trained(model, optimizer, after_step=scheduler.step)
         for weights in self.everywhere(checks.trained_on_schedule):
-            assert_same(weights, dict(model.state_dict()))
+            assert_same(weights, expected)
 
     def test_a_stand_in_with_a_loss_that_is_not_finite_counts_as_nothing(self) -> None:
-        model, step = self.make_reference(), batch_loss()
-        for batch in DataLoader(data(5), batch_size=4):
-            loss_of(step(model, batch)).backward()
-        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        expected = checks.reference_gradients(self, samples=5, batch_size=4)
         for gradients in self.everywhere(checks.gradients_beside_bad_stand_ins):
             assert_same(gradients, expected)
 
@@ -291,15 +279,10 @@ class BackendConformance(ConformanceKit):
         self._check_weights(late=False, several=True)
 
     def _check_weights(self, *, late: bool, several: bool) -> None:
-        model, step = self.make_reference(), batch_loss()
-        optimizers = checks.make_optimizers(model, several=several)
-        for batch in DataLoader(data(12), batch_size=4):
-            model.zero_grad()
-            loss_of(step(model, batch)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
+        model = self.make_reference()
+        expected = checks.reference_trained(model, *checks.make_optimizers(model, several=several))
         for weights in self.everywhere(checks.trained, late, several):
-            assert_same(weights, dict(model.state_dict()))
+            assert_same(weights, expected)
 
     def test_a_model_without_gradients_is_evaluated_as_it_is(self) -> None:
         with torch.no_grad():
@@ -327,9 +310,7 @@ class BackendConformance(ConformanceKit):
             assert not changed, f"after close() not as before: {', '.join(changed)}"
 
     def test_a_batch_of_any_structure_reaches_the_step_as_it_is(self) -> None:
-        model, (x, y) = self.make_reference(), data(8).tensors
-        loss_of(batch_loss()(model, (x, y))).backward()
-        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        expected = checks.reference_gradients(self, samples=8, batch_size=8)
         for gradients in self.everywhere(checks.gradients_of_nested_batches):
             assert_same(gradients, expected)
 
@@ -557,9 +538,7 @@ class BackendConformance(ConformanceKit):
             assert total == size
 
     def test_a_second_session_in_one_process_works_as_the_first(self) -> None:
-        model = self.make_reference()
-        loss_of(batch_loss()(model, data(8).tensors)).backward()
-        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        expected = checks.reference_gradients(self, samples=8, batch_size=8)
         for gradients in [*self.everywhere(checks.two_sessions), *self._launched(checks.two_sessions)]:
             for found in gradients:
                 assert_same(found, expected)
