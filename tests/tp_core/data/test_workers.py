@@ -131,9 +131,8 @@ def test_what_a_worker_init_fn_listens_to_is_heard(start, tmp_path):
     assert (tmp_path / "heard").stat().st_size >= 2
 
 
-@pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "forkserver"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_that_hang_after_a_signal_end_with_the_process_that_was_killed(start, method):
     process = start(
         """

@@ -66,6 +66,7 @@ def test_an_executor_that_a_worker_leaves_open_ends_with_it(method, is_running, 
     wait_until(lambda: not is_running(pid))
 
 
+@pytest.mark.slow
 def test_the_fork_server_imports_what_it_is_told_to(tmp_path, monkeypatch):
     (tmp_path / "heavy_import.py").write_text("import os\npid = os.getpid()\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -118,6 +118,7 @@ def test_a_block_that_is_used_in_several_places_is_one_unit():
     assert names(model) == ["blocks.0", "blocks.2"]
 
 
+@pytest.mark.slow
 def test_blocks_of_transformers_are_found():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8)

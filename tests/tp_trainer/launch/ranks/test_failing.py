@@ -174,6 +174,7 @@ def test_a_warning_is_passed_on_and_ends_the_job_without_a_restart(tp, gone):
     gone(*pids)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_takes_its_ranks_along_and_the_next_one_its_logs(tp, gone, monkeypatch):
     script = tp.script("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)")
     process = tp.start("launch", "-n", "1", script)
