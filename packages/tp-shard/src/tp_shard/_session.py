@@ -128,10 +128,11 @@ class ShardSession(ProcessGroupSession):
         Raises:
             ConfigError: The optimizer computes with all matrices at once, and has shards of them.
         """
+        optimizer = super().prepare_optimizer(optimizer)  # first: its hooks enclose the gathered steps
         if gathers_matrices(optimizer):
             WholeSteps(optimizer, whole=self.whole_of, cut=self.as_slice)
         check_optimizer(optimizer)
-        return super().prepare_optimizer(optimizer)
+        return optimizer
 
     def whole_of(self, parameter: Tensor, value: Tensor) -> Tensor:
         """Return the whole of a value that is cut as its parameter is.

@@ -2,6 +2,7 @@
 
 import linecache
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -18,6 +19,7 @@ from tp_core._contracts._ddp import ReductionWatch, SteppingDataParallel
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import ReduceOp, Session, check_reduce_op
 from tp_core.data._batches import Share
+from tp_core.data._seeding import device_rng_state, seed_of, set_device_rng_state
 from tp_core.data._step_outputs import StepOutput, zero_backward
 from tp_core.errors import DisagreementError
 from tp_core.tensors._slices import check_no_max_norm, quantized_parts
@@ -176,8 +178,16 @@ class ProcessGroupSession(Session):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer, which from now on must step averaged gradients only."""
+        """Return the optimizer, which from now on must step averaged gradients only.
+
+        Random numbers of its steps are the same on all ranks, as of stochastic rounding.
+        """
         self._reductions.add_optimizer(optimizer)
+        # torch's own draw nothing, and need no hooks.
+        is_own = all(kind.__module__.startswith("torch.") for kind in type(optimizer).__mro__[:-1])
+        if self._world_size > 1 and not is_own and optimizer not in _drawing_alike:
+            _drawing_alike.add(optimizer)
+            _CommonDraws(optimizer, self.job.seed, self.device)
         return optimizer
 
     # -- the step -----------------------------------------------------------------------------
@@ -341,6 +351,54 @@ class ProcessGroupSession(Session):
         if not self.closed and self._leave is not None:
             self._leave()
         super().close()
+
+
+# -- Random numbers of an optimizer ---------------------------------------------------------------
+
+
+_drawing_alike: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+class _CommonDraws:
+    """Draws the random numbers of an optimizer's steps alike on all ranks.
+
+    Ranks draw other dropouts, and so have generators in other states. What they hold in common would drift
+    apart by what an optimizer draws. The first step shows whether it draws at all.
+    """
+
+    def __init__(self, optimizer: Optimizer, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._draws: bool | None = None
+        self._kept: list[Tensor] | None = None
+        self._begun: list[Tensor] = []
+        self._steps = 0
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Not with a closure: it draws the dropout of a forward pass.
+        if self._draws is False or any(callable(value) for value in (*args, *kwargs.values())):
+            return
+        self._kept = self._states()
+        # By the step of the state, if it has one: a resumed run then draws what one without a break does.
+        known = (s["step"] for s in optimizer.state.values() if isinstance(s, dict) and "step" in s)
+        torch.manual_seed(seed_of((self._seed, int(next(known, self._steps)))))
+        self._begun = self._states()
+
+    def _after(self, *_: object) -> None:
+        if self._kept is None:
+            return
+        drew = any(not a.equal(b) for a, b in zip(self._begun, self._states(), strict=True))
+        self._draws = self._draws or drew
+        self._steps += 1
+        kept, self._kept = self._kept, None
+        torch.set_rng_state(kept[0])
+        if len(kept) > 1:
+            set_device_rng_state(self._device, kept[1])
+
+    def _states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        return states if self._device.type == "cpu" else [*states, device_rng_state(self._device)]
 
 
 # -- Exchange of objects --------------------------------------------------------------------------

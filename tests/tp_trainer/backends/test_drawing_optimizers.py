@@ -1,0 +1,63 @@
+"""An optimizer that draws random numbers draws them alike on all ranks, and dropout stays each rank's own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.testing import RankPool
+from tp_trainer import FsdpOptions, Trainer
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to each step, as stochastic rounding does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", torch.zeros(())) + 1
+                local = p.to_local() if hasattr(p, "to_local") else p
+                local.add_(torch.randn_like(local), alpha=0.01)
+        return super().step(closure)
+
+
+def step(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def fit(backend, epochs=2, folder=None):
+    """Return the weights, those that are this rank's own as well, and what the rank draws afterwards."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
+    options = FsdpOptions(replicas=2) if backend == "fsdp" else None
+    with Trainer(backend=backend, devices="cpu", options=options, seed=2, progress=False) as trainer:
+        optimizer = Noisy(model.parameters(), lr=0.1)
+        arguments = {} if folder is None else {"checkpoint": folder, "resume": "auto"}
+        loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
+        trainer.fit(model, optimizer, loader, step=step, epochs=epochs, **arguments)
+        held = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+        return [p.detach().clone() for p in held], torch.rand(3)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    ranks = RankPool(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_ranks_keep_the_same_weights(pool, backend):
+    (first, drawn), (second, others) = pool.run(fit, backend)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(drawn, others)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_draws_what_one_without_a_break_does(pool, tmp_path):
+    expected = pool.run(fit, "ddp", 3)
+    pool.run(fit, "ddp", 1, tmp_path)
+    for (found, _), (weights, _) in zip(pool.run(fit, "ddp", 3, tmp_path), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
