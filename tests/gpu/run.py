@@ -150,7 +150,8 @@ try:
 except Exception as error:
     found["error"] = repr(error)
 from importlib import metadata
-for name in ("pytest", "numpy", "tp-core", "tp-tuple", "tp-dp-gather", "tp-shard", "tp-runner", "tp-trainer"):
+ours = [f"tp-{name}" for name in ("context", "core", "tuple", "dp-gather", "shard", "runner", "trainer")]
+for name in ("pytest", "numpy", *ours):
     try:
         found[name] = metadata.version(name)
     except metadata.PackageNotFoundError:

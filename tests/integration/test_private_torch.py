@@ -21,7 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).parents[2]
 SOURCES = [
     path
-    for package in ("tp-core", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple")
+    for package in (
+        "tp-context",
+        "tp-core",
+        "tp-dp-gather",
+        "tp-runner",
+        "tp-shard",
+        "tp-trainer",
+        "tp-tuple",
+    )
     for path in sorted((ROOT / "packages" / package / "src").rglob("*.py"))
 ]
 

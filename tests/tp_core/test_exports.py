@@ -27,14 +27,14 @@ PUBLIC = {
         RunInfo RunStatus RunView Session Verdict hookimpl registry
     """,
     tp_core.data: """
-        LossReduction Parts PreparedLoader Share StepOutput combine_outputs count_samples read_weight
-        restore_order split_weight
+        LossReduction Parts PreparedLoader SampleRows Share StepOutput combine_outputs count_samples
+        read_weight restore_order split_weight
     """,
     tp_core.tensors: """
         SHARDED_ATTRIBUTE TensorSlice build_deferred initial_value is_deferred is_sharded materialize
     """,
     tp_core.sessions: """
-        FullyShardOptions ProcessGroupSession ReduceOp join_process_group
+        FullyShardOptions ProcessGroupSession ReduceOp join_process_group new_process_group
     """,
     tp_core.jobs: """
         CompileOptions Footprint MemoryNeed ModelTraits Precision Recomputation replicated_memory
@@ -89,7 +89,7 @@ def test_every_error_is_a_tp_error_and_a_builtin_that_users_catch():
             assert set(builtin) > {Exception, BaseException, object}, "and none that users would catch"
 
 
-PACKAGES = ["tp_core", "tp_dp_gather", "tp_runner", "tp_shard", "tp_trainer", "tp_tuple"]
+PACKAGES = ["tp_context", "tp_core", "tp_dp_gather", "tp_runner", "tp_shard", "tp_trainer", "tp_tuple"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

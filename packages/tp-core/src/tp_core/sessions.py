@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tp_core._contracts._session import ReduceOp as ReduceOp
     from tp_core._fully_sharded._options import FullyShardOptions as FullyShardOptions
     from tp_core._launch._process_group import join_process_group as join_process_group
+    from tp_core._launch._process_group import new_process_group as new_process_group
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -16,6 +17,6 @@ else:
             "tp_core._contracts._process_group_session": ["ProcessGroupSession"],
             "tp_core._contracts._session": ["ReduceOp"],
             "tp_core._fully_sharded._options": ["FullyShardOptions"],
-            "tp_core._launch._process_group": ["join_process_group"],
+            "tp_core._launch._process_group": ["join_process_group", "new_process_group"],
         },
     )

@@ -32,13 +32,15 @@ class ProcessGroupSession(Session):
 
     Ranks that read different samples form a data group, all ranks by default. Over it
     DistributedDataParallel averages gradients, and values are reduced. A backend that splits models over
-    ranks passes its own data group.
+    ranks passes its own data group. One that splits samples over ranks averages gradients over all ranks.
 
     Args:
         job: The job.
         data_group: The ranks that read different samples; ``None`` for all.
         data_rank: The rank of this process among them; by default its rank in ``data_group``.
         data_size: The number of these ranks; by default the size of ``data_group``.
+        averages_over_all: Whether gradients are averaged over all ranks, and not over the data group alone;
+            buffers are shared among the same ranks.
         leave: The function that leaves the process group, as `join_process_group` returned it, called when
             the session is closed; ``None`` if other code leaves it.
     """
@@ -50,6 +52,7 @@ class ProcessGroupSession(Session):
         data_group: ProcessGroup | None = None,
         data_rank: int | None = None,
         data_size: int | None = None,
+        averages_over_all: bool = False,
         leave: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(job)
@@ -58,8 +61,10 @@ class ProcessGroupSession(Session):
         self._data_group = data_group
         self._data_rank = dist.get_rank(data_group) if data_rank is None else data_rank
         self._data_size = dist.get_world_size(data_group) if data_size is None else data_size
+        self._gradient_group = None if averages_over_all else data_group
+        self._gradient_size = self._world_size if averages_over_all else self._data_size
         self._leave = leave
-        self._reductions = ReductionWatch(self.check_optimizer, ranks=self._data_size)
+        self._reductions = ReductionWatch(self.check_optimizer, ranks=self._gradient_size)
 
     @property
     def rank(self) -> int:
@@ -131,7 +136,7 @@ class ProcessGroupSession(Session):
                 raise DisagreementError(msg)
 
     def average_gradients(self, model: nn.Module, **options: Any) -> nn.Module:
-        """Return the model in a wrapper that averages its gradients over the data group.
+        """Return the model in a wrapper that averages its gradients over the ranks that train it together.
 
         A model without trained parameters is returned as it is, and so is one of a data group of one.
 
@@ -145,7 +150,7 @@ class ProcessGroupSession(Session):
         Collective: a broadcast of the weights of the group's first rank. Later, forward broadcasts buffers
         and backward all-reduces gradients in buckets, as DDP does.
         """
-        if self._data_size == 1:
+        if self._gradient_size == 1:
             return model
         if not any(p.requires_grad for p in model.parameters()):
             self._reductions.listen()
@@ -155,7 +160,7 @@ class ProcessGroupSession(Session):
         averaging = SteppingDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
-            process_group=self._data_group,
+            process_group=self._gradient_group,
             **options,
         )
         self._reductions.watch(averaging)
@@ -341,9 +346,9 @@ class ProcessGroupSession(Session):
 
         Collective: one broadcast for each buffer.
         """
-        if self._data_size > 1:
+        if self._gradient_size > 1:
             for buffer in model.buffers():
-                dist.broadcast(buffer.data, group_src=0, group=self._data_group)
+                dist.broadcast(buffer.data, group_src=0, group=self._gradient_group)
 
     def close(self) -> None:
         """Leave the process group, if this session has joined it."""

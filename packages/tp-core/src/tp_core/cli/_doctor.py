@@ -21,7 +21,15 @@ from tp_core.plugins._hooks import DISABLE_VARIABLE, describe, stdout_to_stderr
 from tp_core.plugins._registry import ENTRY_POINT_GROUP, KEYWORD, find_forgotten
 from tp_core.plugins._select import Selection, select
 
-_DISTRIBUTIONS = ("tp-core", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple")
+_DISTRIBUTIONS = (
+    "tp-context",
+    "tp-core",
+    "tp-dp-gather",
+    "tp-runner",
+    "tp-shard",
+    "tp-trainer",
+    "tp-tuple",
+)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tp_core.data._loader import PreparedLoader as PreparedLoader
     from tp_core.data._parts import Parts as Parts
     from tp_core.data._step_outputs import LossReduction as LossReduction
+    from tp_core.data._step_outputs import SampleRows as SampleRows
     from tp_core.data._step_outputs import StepOutput as StepOutput
     from tp_core.data._step_outputs import combine_outputs as combine_outputs
     from tp_core.data._step_outputs import read_weight as read_weight
@@ -24,6 +25,7 @@ else:
             "tp_core.data._parts": ["Parts"],
             "tp_core.data._step_outputs": [
                 "LossReduction",
+                "SampleRows",
                 "StepOutput",
                 "combine_outputs",
                 "read_weight",

@@ -38,7 +38,9 @@ hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 # -- The hooks of plugins, the kinds of contributions, and their checks ---------------------------
 
 
-FIRST_PARTY = frozenset({"tp-core", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple"})
+FIRST_PARTY = frozenset(
+    {"tp-context", "tp-core", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple"}
+)
 """The distributions of this project: where names collide, theirs win."""
 
 DISABLE_VARIABLE = "TP_DISABLE_PLUGINS"

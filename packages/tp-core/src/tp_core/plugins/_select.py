@@ -17,6 +17,7 @@ from tp_core.plugins._hooks import FIRST_PARTY, Contribution, PluginInfo, call, 
 BACKEND_VARIABLE = "TP_BACKEND"
 
 KNOWN_BACKENDS: Mapping[str, str] = {
+    "context": "tp-context",
     "ddp": "tp-trainer",
     "dp-gather": "tp-dp-gather",
     "fsdp": "tp-trainer",

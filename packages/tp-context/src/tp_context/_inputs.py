@@ -1,0 +1,265 @@
+"""What a split model is given beside its slices: positions, labels that are shifted before the cut.
+
+A model that counts positions from 0, or shifts labels within the slice, would be wrong at every seam. So the
+forward of the model gets them made from the whole sequence. There are several ways to number positions; the
+check
+before the first step takes the first that it can prove.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tp_context._attention import NAME, doors, register_with_transformers
+from tp_context._slices import Cut, Cuts, activate
+
+_IGNORED = -100  # torch's and transformers' number of a label that does not count
+
+
+class Way(NamedTuple):
+    """One way to give a model what it needs of whole sequences.
+
+    Attributes:
+        positions: The numbers of ``position_ids``: from 0 ("range"); of tokens that the mask of padding shows
+            ("mask"); as the model's embedding makes them from the tokens ("tokens"); or none of ours ("own").
+        shifts: Whether the model's loss compares with the label of the next token.
+        packs: Whether position numbers that begin anew begin a document, as in most decoders of transformers.
+    """
+
+    positions: Literal["range", "mask", "tokens", "own"]
+    shifts: bool
+    packs: bool = True
+
+
+def ways_of(model: nn.Module, *, has_positions: bool) -> list[Way]:
+    """Return the ways to try for a model, the likeliest first; ``has_positions``: the batch has its own."""
+    takes = _parameters_of(model)
+    numbers: list[Literal["range", "mask", "tokens", "own"]] = ["own"]
+    if "position_ids" in takes and not has_positions:
+        numbers = ["range", "mask", "tokens", "own"]
+        if _numbering_of(model) is None:
+            numbers.remove("tokens")
+        else:
+            numbers.insert(0, "tokens")
+    shifts = [True, False] if "labels" in takes and _takes_more(model) else [False]
+    packs = [True, False] if has_positions and _pretrained(model) else [False]
+    return [Way(n, s, p) for n in dict.fromkeys(numbers) for p in packs for s in shifts]
+
+
+@contextmanager
+def splitting(model: nn.Module, cuts: Cuts, way: Way) -> Iterator[None]:
+    """Run ``model`` on slices meanwhile: with attention to whole sequences, positions, and shifted labels."""
+    with ExitStack() as stack:
+        for inner in _pretrained(model):
+            stack.enter_context(_attending(inner))
+        for module in model.modules():
+            if callable(getattr(module, "compute_bias", None)) and hasattr(module, "relative_attention_bias"):
+                stack.enter_context(_whole_bias(module, cuts))
+        before = model.register_forward_pre_hook(_Given(cuts, way), with_kwargs=True)
+        stack.callback(before.remove)
+        stack.callback(model.register_forward_hook(_NoGradient(cuts)).remove)
+        stack.enter_context(activate(cuts))
+        stack.enter_context(doors())
+        yield
+
+
+# -- The arguments of the forward -------------------------------------------------------------------
+
+
+class _Given:
+    """A hook that completes the arguments of a model's forward."""
+
+    def __init__(self, cuts: Cuts, way: Way) -> None:
+        self.cuts, self.way = cuts, way
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        names = list(_parameters_of(model))
+        given = dict(zip(names, args, strict=False)) | kwargs
+        inputs = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
+        cut = (
+            None if not isinstance(inputs, Tensor) or inputs.dim() < 2 else self.cuts.of_slice(inputs.size(1))
+        )
+        if cut is None or inputs is None:
+            return args, kwargs
+        kwargs = dict(kwargs)
+        self.cuts.packed = self._documents(model, given, cut)
+        if given.get("position_ids") is None and self.way.positions != "own":
+            kwargs["position_ids"] = self._positions(given, cut, inputs, model)
+        has_numbers = given.get("position_ids") is not None or "position_ids" in kwargs
+        if has_numbers and given.get("attention_mask") is None and "attention_mask" in names:
+            # Or transformers would look for packed documents in a slice of the numbers.
+            kwargs["attention_mask"] = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        self._shift(model, given, kwargs)
+        return args, kwargs
+
+    def _positions(self, given: Mapping[str, Any], cut: Cut, inputs: Tensor, model: nn.Module) -> Tensor:
+        """Return this rank's position numbers: (batch, tokens)."""
+        rows = inputs.size(0)
+        mask = given.get("attention_mask")
+        if self.way.positions == "mask" and isinstance(mask, Tensor) and mask.dim() == 2:
+            whole = cut.gather(mask, 1) if mask.size(1) == cut.tokens else mask
+            numbers = whole.long().cumsum(1) * whole.long() - 1
+            return cut.take(numbers, 1)
+        if self.way.positions == "tokens" and given.get("input_ids") is not None:
+            number, padding = _numbering_of(model) or (None, 0)
+            if number is not None:
+                return cut.take(number(cut.gather(given["input_ids"], 1), padding), 1)
+        return cut.index(inputs.device)[None].expand(rows, -1)
+
+    def _documents(
+        self, model: nn.Module, given: Mapping[str, Any], cut: Cut
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the whole positions and the documents that transformers would find in them, if it would.
+
+        It looks for them only where there is neither a mask nor a cache.
+        """
+        numbers = given.get("position_ids")
+        caches = given.get("use_cache")
+        caches = getattr(getattr(model, "config", None), "use_cache", False) if caches is None else caches
+        if (
+            not self.way.packs
+            or not isinstance(numbers, Tensor)
+            or numbers.dim() != 2
+            or numbers.size(1) != cut.tokens
+            or given.get("attention_mask") is not None
+            or given.get("past_key_values") is not None
+            or caches
+        ):
+            return None
+        whole = cut.gather(numbers, 1)
+        begins = torch.diff(whole, prepend=whole[:, :1] - 1, dim=-1) != 1
+        if not bool(begins.any()):
+            return None
+        return whole, begins.cumsum(-1)
+
+    def _shift(self, model: nn.Module, given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
+        """Shift the labels before the cut, and count those of this rank."""
+        labels = given.get("labels")
+        if not isinstance(labels, Tensor) or labels.dim() != 2:
+            return
+        cut = self.cuts.of_slice(labels.size(1))
+        if cut is None:
+            return
+        make_inputs = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if callable(make_inputs) and given.get("decoder_input_ids") is None:
+            kwargs["decoder_input_ids"] = cut.take(make_inputs(labels=cut.gather(labels, 1)), 1)
+        if self.way.shifts and given.get("shift_labels") is None:
+            labels = cut.take(F.pad(cut.gather(labels, 1), (0, 1), value=_IGNORED)[:, 1:], 1)
+            kwargs["shift_labels"] = labels
+        elif given.get("shift_labels") is not None:
+            labels = given["shift_labels"]
+        self.cuts.units = float((labels != _IGNORED).sum())
+
+
+class _NoGradient:
+    """A hook on a model's outputs that replaces gradients by zeros where this rank's loss counts nothing.
+
+    Such a loss may be NaN, a mean over no token. Keys and values have gradients of other ranks, which stay.
+    """
+
+    def __init__(self, cuts: Cuts) -> None:
+        self.cuts = cuts
+
+    def __call__(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        values = output.values() if isinstance(output, Mapping) else output
+        for value in [values] if isinstance(values, Tensor) else values if _is_listed(values) else []:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(self._without_nan)
+
+    def _without_nan(self, grad: Tensor) -> Tensor | None:
+        return None if self.cuts.counts else torch.zeros_like(grad)
+
+
+def _is_listed(values: Any) -> bool:
+    return isinstance(values, tuple | list) or type(values).__name__ in {
+        "odict_values",
+        "dict_values",
+        "ValuesView",
+    }
+
+
+def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _takes_more(model: nn.Module) -> bool:
+    """Return whether the forward takes further names, which transformers' models pass on to their loss."""
+    parameters = _parameters_of(model)
+    return "shift_labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _numbering_of(model: nn.Module) -> tuple[Callable[[Tensor, int], Tensor], int] | None:
+    """Return the function by which embeddings such as RoBERTa's number tokens, and the padding's number."""
+    for module in model.modules():
+        number = getattr(module, "create_position_ids_from_input_ids", None)
+        if callable(number) and isinstance(padding := getattr(module, "padding_idx", None), int):
+            return number, padding
+    return None
+
+
+# -- What changes in a model of transformers meanwhile ----------------------------------------------
+
+
+def _pretrained(model: nn.Module) -> list[Any]:
+    """Return the outermost models of transformers in ``model``; nothing is imported for it."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not any(
+            name.startswith(f"{n}." if n else "") for n, _ in found
+        ):
+            found.append((name, module))
+    return [module for _, module in found]
+
+
+@contextmanager
+def _attending(model: Any) -> Iterator[None]:
+    """Let a model of transformers call our attention meanwhile, by its own public switch."""
+    if not model._can_set_attn_implementation():  # as its switch asks, which would log a warning in each step
+        yield
+        return
+    register_with_transformers()
+    config = model.config
+    before = {"": config._attn_implementation} | {
+        name: sub._attn_implementation
+        for name in config.sub_configs
+        if (sub := getattr(config, name, None)) is not None
+    }
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def _whole_bias(module: Any, cuts: Cuts) -> Iterator[None]:
+    """Let T5's and its like's bias by position have this rank's rows, and the columns of all keys."""
+    compute = module.compute_bias
+
+    def of_whole(query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Tensor:
+        rows, keys = cuts.of_slice(query_length), cuts.of_slice(key_length)
+        if rows is None or keys is None:
+            bias: Tensor = compute(query_length, key_length, *args, **kwargs)
+            return bias
+        return rows.take(compute(rows.length, keys.length, *args, **kwargs), -2)
+
+    module.compute_bias = of_whole
+    try:
+        yield
+    finally:
+        del module.compute_bias

@@ -1,0 +1,55 @@
+"""The options of the backend ``context``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tp_core.errors import ConfigError
+from tp_core.internal import check_above_zero
+
+
+@dataclass(frozen=True, slots=True)
+class ContextOptions:
+    """The options of the backend ``context``.
+
+    Attributes:
+        context: The number of ranks that share each sequence, -1 for all. The others divide the samples.
+        sequence: The dimension of the sequence in tensors of the batch, by name: ``{"tokens": 1}``. Entries
+            of a tuple or list are named by their number: ``{"0": 1}``. Tensors without a name here stay
+            whole. ``None`` finds them. An empty mapping keeps all of the batch whole, on each rank.
+        check_tokens: The number of tokens of the check before the first step: it compares the split model
+            with the whole one on a short piece of the batch. 0 chooses the number.
+        find_unused_parameters: For models that do not use every parameter in every step.
+        bucket_cap_mb: Size of a communication bucket of gradients in MiB; ``None`` is torch's own choice.
+        timeout_s: How many seconds a collective waits for the other ranks.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    context: int = -1
+    sequence: Mapping[str, int] | None = None
+    check_tokens: int = 0
+    find_unused_parameters: bool = False
+    bucket_cap_mb: float | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, "bucket_cap_mb", "timeout_s")
+        if self.context != -1 and self.context < 1:
+            msg = f"ContextOptions(context=...) must be -1 for all ranks, or their number, got {self.context}"
+            raise ConfigError(msg)
+        if self.check_tokens < 0:
+            msg = f"ContextOptions(check_tokens=...) must not be negative, got {self.check_tokens}"
+            raise ConfigError(msg)
+        if self.sequence is None:
+            return
+        if not isinstance(self.sequence, Mapping) or not all(
+            isinstance(n, str) and type(d) is int and d >= 0 for n, d in self.sequence.items()
+        ):
+            msg = (
+                "ContextOptions(sequence=...) must map names of the batch's tensors to the dimension of the "
+                f"sequence, from 0, as in {{'tokens': 1}}; got {self.sequence!r}"
+            )
+            raise ConfigError(msg)
+        object.__setattr__(self, "sequence", MappingProxyType(dict(self.sequence)))

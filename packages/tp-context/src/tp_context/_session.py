@@ -1,0 +1,371 @@
+"""The session of a rank that has slices of its group's sequences."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tp_core import tree_map
+from tp_core.data import SampleRows, Share, StepOutput, read_weight, split_weight
+from tp_core.errors import ConfigError, DisagreementError, StepError
+from tp_core.plugins import Job
+from tp_core.sessions import ProcessGroupSession, join_process_group, new_process_group
+
+from tp_context._check import Ranks, prove, refuse
+from tp_context._inputs import Way, splitting
+from tp_context._options import ContextOptions
+from tp_context._slices import Cut, Cuts, Found, find_sequences, map_sequences
+
+
+class ContextSession(ProcessGroupSession):
+    """One rank of a job in which groups of ranks share each sequence.
+
+    Ranks ``0`` to ``context - 1`` share the sequences of the first data rank, and so on. A step runs on this
+    rank's slices. Its loss counts by the "weight" that it returns, and comes back as that of the whole
+    sequences. Gradients are averaged over all ranks, so that each adds what its slices contribute.
+
+    Args:
+        job: The job.
+        options: The options.
+        context: The number of ranks that share a sequence.
+    """
+
+    def __init__(self, job: Job, options: ContextOptions, context: int) -> None:
+        leave = join_process_group(job.environment, device=job.devices[0], timeout_s=options.timeout_s)
+        world, rank = dist.get_world_size(), dist.get_rank()
+        copies = world // context
+        mine, data = None, None
+        for first in range(0, world, context):  # every rank makes every group, in one order
+            group = new_process_group(range(first, first + context)) if copies > 1 else None
+            mine = group if group is not None else mine
+        for first in range(context):
+            group = new_process_group(range(first, world, context)) if 1 < copies < world else None
+            data = group if group is not None else data
+        super().__init__(
+            job,
+            data_group=data,
+            data_rank=rank // context,
+            data_size=copies,
+            averages_over_all=True,
+            leave=leave,
+        )
+        self.options = options
+        self.ranks = Ranks(mine, rank % context, context)
+        self._splits = context > 1 and options.sequence != {}
+        self._ways: dict[tuple[object, ...], Way] = {}
+        self._last: tuple[list[nn.Module], Cuts, list[Way]] | None = None
+
+    # -- preparing ----------------------------------------------------------------------------
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device and wrap it in DDP over all ranks.
+
+        Raises:
+            ModelError: ``model`` is not a module, or is wrapped already.
+            DisagreementError: The ranks' parameters differ in name, shape or type.
+
+        Collectives: an all-gather of the parameters' descriptions, a broadcast of the weights.
+        """
+        self.check_plain(model)
+        self.check_same_parameters(model)
+        return self.average_gradients(
+            super().prepare_model(model),
+            find_unused_parameters=self.options.find_unused_parameters,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self.options.bucket_cap_mb,
+        )
+
+    def compile_model(self, model: nn.Module) -> None:
+        """Compile a model whose sequences stay whole.
+
+        Raises:
+            ConfigError: Sequences are split: the compiler would look past the exchange in attention.
+        """
+        if self._splits:
+            msg = "compile=True does not go with backend 'context' yet; leave it out"
+            raise ConfigError(msg)
+        super().compile_model(model)
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
+        """Run the step on this rank's slices of the batch, and join the outputs of all slices.
+
+        Before the first call with a step, the model is checked on a short piece of the batch.
+
+        Raises:
+            StepError: It is not clear what has the sequence; the step returned no "weight", or what cannot be
+                joined.
+            ModelError: The split model is not proved to compute what the whole one does.
+            DisagreementError: The ranks of a sequence have different batches.
+
+        Collectives: those of attention and of `ProcessGroupSession.run`; an all-gather of a few numbers
+        before
+        the step, and one after it.
+        """
+        return self.run_several(step, [model], batch)
+
+    def run_several(
+        self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
+    ) -> StepOutput:
+        """Run ``step(*models, batch)`` as :meth:`run` does with one model.
+
+        Raises:
+            StepError: As in :meth:`run`; or there are several models, and sequences are split.
+
+        Collectives: those of :meth:`run`.
+        """
+        if not self._splits:
+            return (
+                super().run(step, models[0], batch)
+                if len(models) == 1
+                else super().run_several(step, models, batch)
+            )
+        if len(models) > 1:
+            msg = (
+                "a step of several models does not go with backend 'context' yet; put them into one "
+                "(torch.nn.ModuleDict)"
+            )
+            raise StepError(msg)
+        plain = self.unwrap(models[0])
+        decodes = bool(getattr(getattr(plain, "config", None), "is_encoder_decoder", False))
+        found = find_sequences(batch, self.options.sequence, decodes=decodes)
+        self._check_same_batch(batch, found)
+        way = self._way(step, plain, batch, found)
+        cuts = Cuts([Cut(n, self.ranks.rank, self.ranks.size, self.ranks.group) for n in found.lengths])
+        sliced = map_sequences(batch, found, lambda t, dim: _taken(cuts, t, dim))
+        with splitting(plain, cuts, way):
+            output = super().run(step, models[0], sliced)
+        if torch.is_grad_enabled():
+            self._last = [plain], cuts, [way]
+        joined: StepOutput = self._joined(output, cuts)
+        return joined
+
+    def _way(self, step: Callable[..., StepOutput], model: nn.Module, batch: Any, found: Found) -> Way:
+        """Return how the model is split, after a check where it is not known yet.
+
+        Raises:
+            ModelError: It is not proved.
+        """
+        names = tuple(sorted(map(str, batch))) if isinstance(batch, Mapping) else ()
+        key = (
+            id(model),
+            getattr(step, "__code__", None) or id(type(step)),
+            model.training,
+            torch.is_grad_enabled(),
+            len(found.lengths),
+            names,
+        )
+        way = self._ways.get(key)
+        if way is None:
+            proved = prove(
+                step,
+                model,
+                batch,
+                found,
+                ranks=self.ranks,
+                tokens=self.options.check_tokens,
+                join=self._joined,
+            )
+            # In evaluation a rank of another group may have no batch, and would not be there to hear of it.
+            hears = torch.is_grad_enabled() and model.training
+            everyones = self.gather_objects(proved) if hears else [proved]
+            for other in everyones:
+                if isinstance(other, str):
+                    raise refuse(other)
+            assert isinstance(proved, Way)  # noqa: S101 - for the type checker
+            way = self._ways[key] = proved
+        return way
+
+    def _check_same_batch(self, batch: Any, found: Found) -> None:
+        """Make sure that the ranks of a sequence have the same one.
+
+        Raises:
+            DisagreementError: They have not.
+
+        Collectives: an all-gather of a few numbers.
+        """
+        sums = [float(n) for n in found.lengths]
+
+        def note(tensor: Tensor, _: int) -> Tensor:
+            sums.append(float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).sum()))
+            return tensor
+
+        map_sequences(batch, found, note)
+        mine = torch.zeros(32, dtype=torch.float64)
+        mine[: len(sums[:32])] = torch.tensor(sums[:32], dtype=torch.float64)
+        rows = self._gather_numbers(mine)
+        other = next((r for r, row in enumerate(rows) if not torch.equal(row, rows[0])), None)
+        if other is not None:
+            first, its = ([int(x) for x in row[: len(found.lengths)]] for row in (rows[0], rows[other]))
+            msg = (
+                f"the ranks that share a sequence have different batches: sequences of {first} tokens on the "
+                f"first, of {its} on number {other}; give them the same samples: each data rank "
+                "(trainer.session.data_rank) reads its own, and ranks of one sequence have the same data rank"
+            )
+            raise DisagreementError(msg)
+
+    def _gather_numbers(self, mine: Tensor) -> list[Tensor]:
+        sent = mine.to(self.device)
+        rows = [torch.empty_like(sent) for _ in range(self.ranks.size)]
+        dist.all_gather(rows, sent, group=self.ranks.group)
+        return [row.cpu() for row in rows]
+
+    # -- the outputs of all slices ------------------------------------------------------------
+
+    def _joined(self, output: Any, cuts: Cuts) -> Any:
+        """Return the output that the step would have returned for whole sequences.
+
+        Raises:
+            StepError: A value cannot be joined, or has no weight.
+
+        Collectives: an all-gather of the numbers; one for each tensor with a row for each token.
+        """
+        values: Mapping[str, Any] = output if isinstance(output, Mapping) else {"loss": output}
+        numbers = {n: v for n, v in values.items() if n != "weight" and _is_number(v)}
+        pairs = {n: split_weight(n, v) for n, v in values.items() if isinstance(v, tuple)}
+        weight = self._weight(values, numbers, cuts)
+        cuts.counts = weight > 0
+        sent = [float(v) for v in numbers.values()] + [weight]
+        sent += [float(x) for mean, own in pairs.values() for x in (mean, own or 0.0)]
+        rows = self._gather_numbers(torch.tensor([len(sent), *sent], dtype=torch.float64))
+        table = torch.stack(rows)[:, 1:]
+        weights = table[:, len(numbers)]
+        joined: dict[str, Any] = {}
+        for i, (name, value) in enumerate(numbers.items()):
+            is_total = name == "loss" and self.job.loss == "sum"
+            whole = float(table[:, i].sum()) if is_total else _mean(table[:, i], weights)
+            if name == "loss" and isinstance(value, Tensor):
+                total = float(weights.sum())
+                scale = self.ranks.size * (1.0 if is_total else weight / total if total else 1.0)
+                joined[name] = _WholeLoss.apply(value, whole, scale)  # type: ignore[no-untyped-call]  # torch's
+            else:
+                joined[name] = (
+                    value.new_tensor(whole, dtype=_floating(value)) if isinstance(value, Tensor) else whole
+                )
+        for i, name in enumerate(pairs):
+            at = len(numbers) + 1 + 2 * i
+            joined[name] = _mean(table[:, at], table[:, at + 1]), float(table[:, at + 1].sum())
+        for name, value in values.items():
+            if name == "weight":
+                joined[name] = float(weights.sum())
+            elif name not in joined:
+                joined[name] = self._rows(name, value, cuts)
+        if not isinstance(output, Mapping):
+            return joined["loss"]
+        return {name: joined[name] for name in values}
+
+    def _weight(self, values: Mapping[str, Any], numbers: Mapping[str, Any], cuts: Cuts) -> float:
+        if "weight" in values:
+            return read_weight(values["weight"])
+        if self.job.loss == "sum" and set(numbers) <= {"loss"}:
+            return 1.0
+        if cuts.units is not None:
+            return cuts.units
+        if not numbers:
+            return 1.0
+        msg = (
+            "the step returned no 'weight', and on backend 'context' it sees a part of each sequence: return "
+            "{'loss': loss, 'weight': n} with the number of tokens of its batch that the loss is a mean "
+            "over, "
+            "such as (batch['labels'] != -100).sum()"
+        )
+        raise StepError(msg)
+
+    def _rows(self, name: str, value: Any, cuts: Cuts) -> Any:
+        """Return a value with rows, of whole sequences.
+
+        Raises:
+            StepError: It is no tensor, or has no dimension of the slices and differs between ranks.
+        """
+        if value is None:
+            return None
+        if isinstance(value, SampleRows):
+            return SampleRows(
+                tuple(tree_map(lambda v: self._rows(name, v, cuts), piece) for piece in value.pieces)
+            )
+        if not isinstance(value, Tensor):
+            msg = (
+                f"the step's {name!r} is of type {type(value).__name__}, and of a part of each sequence: on "
+                "backend "
+                "'context' return numbers and tensors"
+            )
+            raise StepError(msg)
+        for dim in (1, *range(2, value.dim()), 0):
+            cut = cuts.of_slice(value.size(dim)) if dim < value.dim() else None
+            if cut is not None:
+                return cut.gather(value.detach(), dim)
+        alike = self._gather_numbers(value.detach().double().sum()[None].cpu())
+        if any(not torch.allclose(alike[0], other, equal_nan=True) for other in alike):
+            msg = (
+                f"the step's {name!r} has shape {tuple(value.shape)}, with no dimension of the slice's "
+                "tokens, and "
+                "differs between the ranks of a sequence: return a row for each token, or a value of the "
+                "whole "
+                "sequence, with tp_context.gather()"
+            )
+            raise StepError(msg)
+        return value
+
+    def backward(
+        self,
+        loss: Tensor,
+        share: Share | None = None,
+        *,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Add the gradients of the loss over the whole global batch, in which sequences are whole.
+
+        Collective: those of attention, and DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
+        """
+        with ExitStack() as stack:
+            if self._last is not None:  # layers that are recomputed see slices again
+                (model,), cuts, (way,) = self._last
+                stack.enter_context(splitting(model, cuts, way))
+            super().backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
+
+    def close(self) -> None:
+        """Leave the process group, if this session has joined it."""
+        self._last = None
+        super().close()
+
+
+class _WholeLoss(torch.autograd.Function):
+    """The loss of whole sequences, with the gradient of this rank's part.
+
+    Forward and backward exchange nothing: the value is known, and each rank goes back from its own loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: float, scale: float) -> Tensor:
+        ctx.scale = scale
+        return torch.full_like(loss, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.scale, None, None
+
+
+def _taken(cuts: Cuts, tensor: Tensor, dim: int) -> Tensor:
+    cut = cuts.of_whole(tensor.size(dim))
+    return tensor if cut is None else cut.take(tensor, dim)
+
+
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, Real)
+
+
+def _floating(value: Tensor) -> torch.dtype:
+    return value.dtype if value.is_floating_point() else torch.get_default_dtype()
+
+
+def _mean(values: Tensor, weights: Tensor) -> float:
+    """Return the weighted mean; a value of weight 0 does not count, and may be NaN."""
+    total = float(weights.sum())
+    if not total:
+        return float(values[0])  # a mean over nothing, as on one device
+    return float(torch.where(weights > 0, values * (weights / total), 0.0).sum())

@@ -1,0 +1,388 @@
+"""Sequences cut over the ranks of a group, and joined again.
+
+A sequence is cut into twice as many chunks as there are ranks, and rank ``r`` has chunks ``r`` and
+``2 * ranks - 1 - r``. So each rank has as many pairs of a query and an earlier key as the others::
+
+    16 tokens, 2 ranks     rank 0: 0 1 2 3 | 12 13 14 15       rank 1: 4 5 6 7 | 8 9 10 11
+
+Chunks differ by at most one token, so any length of at least one token for each rank can be cut.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from tp_core import tree_map
+from tp_core.errors import StepError
+
+
+class Cut:
+    """The cut of all sequences of one length over the ranks of a group.
+
+    Args:
+        length: The number of tokens.
+        rank: The rank of this process in the group.
+        size: The number of ranks.
+        group: The process group; ``None`` for all ranks.
+        before: Called with a description before each exchange, so that a check can compare the ranks.
+
+    Attributes:
+        length: The number of tokens.
+        own: The ranges of this rank's tokens, in ascending order; a range may be empty.
+        tokens: The number of this rank's tokens.
+
+    Raises:
+        StepError: There are fewer tokens than ranks.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        rank: int,
+        size: int,
+        group: ProcessGroup | None,
+        before: Callable[[object], None] | None = None,
+    ) -> None:
+        if length < size:
+            msg = (
+                f"a sequence of {length} token(s) cannot be split over {size} ranks; give longer sequences, "
+                "or "
+                "set the option context of backend 'context' to fewer ranks"
+            )
+            raise StepError(msg)
+        self.length, self.rank, self.size, self.group, self.before = length, rank, size, group, before
+        least, longer = divmod(length, 2 * size)
+        ends = [least * (i + 1) + min(i + 1, longer) for i in range(2 * size)]
+        chunks = list(zip([0, *ends], ends, strict=False))
+        self._ranges = [(chunks[r], chunks[2 * size - 1 - r]) for r in range(size)]
+        self.own = self._ranges[rank]
+        self._counts = [sum(b - a for a, b in ranges) for ranges in self._ranges]
+        self.tokens = self._counts[rank]
+
+    def index(self, device: torch.device) -> Tensor:
+        """Return the positions of this rank's tokens in the whole sequence: (tokens,)."""
+        return torch.cat([torch.arange(a, b, device=device) for a, b in self.own])
+
+    def take(self, whole: Tensor, dim: int, rank: int | None = None) -> Tensor:
+        """Return a rank's part of a tensor along ``dim``; this rank's by default."""
+        ranges = self._ranges[self.rank if rank is None else rank]
+        return torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim)
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """Return the whole of a tensor of which each rank has its part along ``dim``.
+
+        Collectives: in forward an all-gather; in backward a sum over the ranks, of which each keeps its part.
+        """
+        if not part.is_floating_point():
+            return self.all_gather(part, dim)
+        whole: Tensor = _Gather.apply(part, self, dim % part.dim())  # type: ignore[no-untyped-call]  # torch's
+        return whole
+
+    def all_gather(self, part: Tensor, dim: int) -> Tensor:
+        """Do the forward of `gather`. Collective: an all-gather of the padded parts."""
+        dim %= part.dim()
+        if self.before is not None:
+            self.before(
+                ("all_gather", dim, [n for i, n in enumerate(part.shape) if i != dim], str(part.dtype))
+            )
+        sent = part.detach().movedim(dim, 0)
+        sent = sent.to(torch.uint8) if part.dtype is torch.bool else sent  # gloo has no bool
+        most = max(self._counts)
+        padded = sent.new_zeros((most, *sent.shape[1:]))
+        padded[: self.tokens] = sent
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.group)
+        chunks: list[Tensor] = [padded] * (2 * self.size)
+        for r, ((a, b), (c, d)) in enumerate(self._ranges):
+            chunks[r], chunks[2 * self.size - 1 - r] = parts[r][: b - a], parts[r][b - a : b - a + d - c]
+        return torch.cat(chunks).movedim(0, dim).to(part.dtype)
+
+    def sum_and_take(self, whole: Tensor, dim: int) -> Tensor:
+        """Do the backward of `gather`. Collective: an all-reduce, or a reduce-scatter where there is one."""
+        if self.before is not None:
+            self.before(("sum", dim, list(whole.shape), str(whole.dtype)))
+        if whole.device.type == "cpu":  # gloo
+            total = whole.detach().clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=self.group)
+            return self.take(total, dim)
+        most, moved = max(self._counts), whole.detach().movedim(dim, 0)
+        sent = moved.new_zeros((self.size, most, *moved.shape[1:]))
+        for r, count in enumerate(self._counts):
+            sent[r, :count] = self.take(moved, 0, r)
+        mine = torch.empty_like(sent[0])
+        dist.reduce_scatter_tensor(mine, sent, group=self.group)
+        return mine[: self.tokens].movedim(0, dim)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather in forward; a sum over the ranks in backward, of which each rank keeps its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, cut: Cut, dim: int) -> Tensor:
+        ctx.cut, ctx.dim = cut, dim
+        return cut.all_gather(part, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _SumAndTake.apply(grad, ctx.cut, ctx.dim), None, None  # type: ignore[no-untyped-call]  # torch's
+
+
+class _SumAndTake(torch.autograd.Function):
+    """The adjoint of `_Gather`, as a function of its own: so attention can be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, cut: Cut, dim: int) -> Tensor:
+        ctx.cut, ctx.dim = cut, dim
+        return cut.sum_and_take(whole, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(grad, ctx.cut, ctx.dim), None, None  # type: ignore[no-untyped-call]  # torch's
+
+
+# -- The cut that holds at present ------------------------------------------------------------------
+
+
+class Cuts:
+    """The cuts of the sequences of one batch, by length.
+
+    Attributes:
+        units: The number of units of the loss on this rank, as the model's labels say; ``None`` if unknown.
+        counts: Whether this rank's loss counts; set when the step has returned.
+        packed: For models of transformers that pack documents into a row: the whole position numbers, and the
+            number of the document at each position, both (batch, tokens). ``None`` for one document a row.
+    """
+
+    def __init__(self, cuts: Sequence[Cut]) -> None:
+        self._by_tokens = {cut.tokens: cut for cut in cuts}
+        self._by_length = {cut.length: cut for cut in cuts}
+        self.units: float | None = None
+        self.counts = True
+        self.packed: tuple[Tensor, Tensor] | None = None
+        if len(self._by_tokens) < len(self._by_length):
+            lengths = " and ".join(map(str, self._by_length))
+            msg = (
+                f"sequences of {lengths} tokens have slices of the same length on a rank, so that they "
+                "cannot "
+                "be told apart; pad one of them by as many tokens as there are ranks"
+            )
+            raise StepError(msg)
+
+    def of_slice(self, tokens: int) -> Cut | None:
+        """Return the cut whose slice on this rank has so many tokens."""
+        return self._by_tokens.get(tokens)
+
+    def of_whole(self, length: int) -> Cut | None:
+        """Return the cut of sequences of a length."""
+        return self._by_length.get(length)
+
+
+_active: Cuts | None = None
+"""One for the process, not for the thread: autograd runs recomputed forwards in threads of its own."""
+
+
+def active() -> Cuts | None:
+    """Return the cuts of the batch of the running step; ``None`` where sequences are whole."""
+    return _active
+
+
+@contextmanager
+def activate(cuts: Cuts | None) -> Iterator[None]:
+    """Make ``cuts`` those of the running step."""
+    global _active  # noqa: PLW0603 - see there
+    before, _active = _active, cuts
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def gather(slices: Tensor, dim: int = 1) -> Tensor:
+    """Return whole sequences from each rank's slices, in a step that the backend ``context`` runs.
+
+    For what needs all positions and is not attention, such as a mean over the sequence. Elsewhere sequences
+    are
+    whole, and the tensor comes back as it is.
+
+    Args:
+        slices: A tensor with the slice along ``dim``, for example (batch, tokens, features).
+        dim: The dimension of the sequence.
+
+    Returns:
+        The whole, equal on all ranks that share it. Gradients of all these ranks are added.
+
+    Raises:
+        StepError: The dimension has another length than the slices of the batch.
+
+    Collectives: an all-gather in forward, a sum in backward, over the ranks of a sequence.
+
+    Example:
+        >>> gather(torch.ones(1, 3)).shape
+        torch.Size([1, 3])
+    """
+    cuts = active()
+    if cuts is None:
+        return slices
+    cut = cuts.of_slice(slices.size(dim))
+    if cut is None:
+        msg = (
+            f"gather() got a tensor of shape {tuple(slices.shape)}, whose dimension {dim} is no slice of the "
+            f"batch's sequences: these have {sorted(cuts._by_tokens)} tokens here"
+        )
+        raise StepError(msg)
+    return cut.gather(slices, dim)
+
+
+def positions(tokens: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Return the positions in the whole sequence of the tokens that this rank has.
+
+    Use it in place of ``torch.arange(tokens)`` for position embeddings. Where sequences are whole it is the
+    same.
+
+    Args:
+        tokens: The number of tokens that the model sees here.
+        device: The device of the result.
+
+    Returns:
+        The positions: (tokens,).
+
+    Example:
+        >>> positions(3)
+        tensor([0, 1, 2])
+    """
+    cuts = active()
+    cut = None if cuts is None else cuts.of_slice(tokens)
+    if cut is None:
+        return torch.arange(tokens, device=device)
+    return cut.index(torch.device("cpu") if device is None else torch.device(device))
+
+
+# -- The sequences of a batch -----------------------------------------------------------------------
+
+
+_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "tokens")
+"""Names of tensors (batch, tokens, ...) that say how long the sequences are."""
+
+
+class Found(NamedTuple):
+    """The tensors of a batch that are cut: by id, with their dimension; and the lengths of sequences."""
+
+    dims: Mapping[int, int]
+    lengths: tuple[int, ...]
+
+
+def find_sequences(batch: Any, given: Mapping[str, int] | None, *, decodes: bool = False) -> Found:
+    """Return which tensors of a batch have a sequence, and where.
+
+    Args:
+        batch: The batch.
+        given: The dimension by name, as the user gave it; ``None`` to find them by name and shape.
+        decodes: Whether the model has a decoder beside its encoder: labels are sequences of their own length.
+
+    Raises:
+        StepError: Nothing has a sequence, a name or dimension is not there, or it is not clear.
+    """
+    named = list(_named_tensors(batch))
+    if given is not None:
+        return _given_sequences(named, given)
+    for name, _ in named:
+        if name.startswith("cu_seq"):
+            msg = (
+                f"the batch has {name!r}, for documents without a dimension of the batch; give packed "
+                "documents as rows (batch, tokens) with position_ids that begin at 0 in each document"
+            )
+            raise StepError(msg)
+    lengths = {t.size(1) for n, t in named if n in _TOKENS and t.dim() >= 2}
+    if not lengths:
+        # Token numbers without a name that is known: matrices of integers, all of one width.
+        lengths = {t.size(1) for _, t in named if t.dim() == 2 and not t.is_floating_point()}
+        if len(lengths) != 1:
+            shapes = ", ".join(f"{n or 'the batch'} {tuple(t.shape)}" for n, t in named) or "no tensor"
+            msg = (
+                f"it is not clear what in the batch has the sequence ({shapes}); say it: "
+                "options={'context': {'sequence': {'tokens': 1}}}, with the names of its tensors and the "
+                "dimension of the sequence in each, or {'sequence': {}} if nothing is to be split"
+            )
+            raise StepError(msg)
+    if decodes:
+        lengths |= {t.size(1) for n, t in named if n == "labels" and t.dim() == 2}
+    rows = next(t.size(0) for _, t in named if t.dim() >= 2 and t.size(1) in lengths)
+    dims = {}
+    for name, tensor in named:
+        dim = _dim_of(name, tensor, lengths, rows)
+        if dim is not None:
+            dims[id(tensor)] = dim
+            lengths.add(tensor.size(dim))
+    return Found(dims, tuple(sorted(lengths)))
+
+
+def _given_sequences(named: list[tuple[str, Tensor]], given: Mapping[str, int]) -> Found:
+    by_name, dims, lengths = dict(named), {}, set()
+    for name, dim in given.items():
+        tensor = by_name.get(name)
+        if tensor is None or tensor.dim() <= dim:
+            has = "not there" if tensor is None else f"of shape {tuple(tensor.shape)}"
+            msg = (
+                f"the option sequence of backend 'context' names {name!r} with dimension {dim}, which is "
+                f"{has}; "
+                f"the batch has {', '.join(repr(n) for n, _ in named) or 'no tensor'}"
+            )
+            raise StepError(msg)
+        dims[id(tensor)] = dim
+        lengths.add(tensor.size(dim))
+    return Found(dims, tuple(sorted(lengths)))
+
+
+def _dim_of(name: str, tensor: Tensor, lengths: set[int], rows: int) -> int | None:
+    """Return the dimension of the sequence in a tensor; ``None`` if it has none."""
+    places = [d for d in range(tensor.dim()) if tensor.size(d) in lengths]
+    if tensor.dim() == 1:
+        if places and tensor.size(0) != rows:
+            return 0
+        if places and name in {"position_ids", "cache_position"}:
+            return 0
+        return None
+    places = [d for d in places if d > 0]
+    if not places:
+        return None
+    if "position" in name:  # (batch, tokens), or (3, batch, tokens) of images' coordinates
+        return tensor.dim() - 1 if tensor.dim() - 1 in places else None
+    if name in _TOKENS or name == "labels" or places == [1]:
+        return 1 if 1 in places else None
+    if "mask" in name or "bias" in name:
+        return tensor.dim() - 2  # (..., queries, keys): this rank's queries, all keys
+    if len(places) == 1:
+        return places[0]
+    msg = (
+        f"the batch's {name or 'tensor'!r} of shape {tuple(tensor.shape)} has more than one dimension as "
+        "long as "
+        "the sequences; say which is the sequence's: options={'context': {'sequence': {...}}}, with the name "
+        "and dimension of each tensor that is to be split"
+    )
+    raise StepError(msg)
+
+
+def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a batch with their innermost name; the entries of a tuple have numbers."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _named_tensors(entry, str(key))
+    elif isinstance(value, tuple | list):
+        for i, entry in enumerate(value):
+            yield from _named_tensors(entry, str(i))
+
+
+def map_sequences(batch: Any, found: Found, change: Callable[[Tensor, int], Tensor]) -> Any:
+    """Return a batch with the tensors that have a sequence changed, by ``change(tensor, dim)``."""
+
+    def changed(leaf: Any) -> Any:
+        dim = found.dims.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        return leaf if dim is None else change(leaf, dim)
+
+    return tree_map(changed, batch)

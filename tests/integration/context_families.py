@@ -1,0 +1,334 @@
+"""Tiny models of transformers, split over ranks beside one device: each right, or refused by name.
+
+    python -m tests.integration.context_families                 # all models and masks on 2, 3 and 4 ranks
+    python -m tests.integration.context_families llama t5 --ranks 2 --masks none left
+
+The table has the largest relative difference of losses and of weights after three steps, in float64.
+"""
+
+import argparse
+import sys
+import warnings
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from tp_core.errors import TpError
+from tp_core.testing import RankPool
+from tp_trainer import Trainer
+
+VOCABULARY, TOKENS, ROWS, STEPS = 61, 43, 3, 3
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}
+BART = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "decoder_start_token_id": 2,
+    "pad_token_id": 0,
+}
+
+# By name: the class, its configuration, what it is.
+MODELS = {
+    "llama": ("LlamaForCausalLM", GROUPED, "decoder"),
+    "qwen2": ("Qwen2ForCausalLM", GROUPED, "decoder"),
+    "qwen3": ("Qwen3ForCausalLM", GROUPED | {"head_dim": 8}, "decoder"),
+    "mistral": ("MistralForCausalLM", GROUPED | {"sliding_window": 9}, "decoder"),
+    "gemma": ("GemmaForCausalLM", GROUPED | {"head_dim": 8}, "decoder"),
+    "gemma2": ("Gemma2ForCausalLM", GROUPED | {"head_dim": 8, "sliding_window": 9}, "decoder"),
+    "gemma3": ("Gemma3ForCausalLM", GROUPED | {"head_dim": 8, "sliding_window": 9}, "decoder"),
+    "phi": ("PhiForCausalLM", SMALL, "decoder"),
+    "phi3": ("Phi3ForCausalLM", GROUPED | {"bos_token_id": 1, "eos_token_id": 2}, "decoder"),
+    "olmo2": ("Olmo2ForCausalLM", GROUPED, "decoder"),
+    "cohere": ("CohereForCausalLM", GROUPED, "decoder"),
+    "granite": ("GraniteForCausalLM", GROUPED, "decoder"),
+    "stablelm": ("StableLmForCausalLM", GROUPED, "decoder"),
+    "starcoder2": ("Starcoder2ForCausalLM", GROUPED | {"sliding_window": 9}, "decoder"),
+    "gpt2": ("GPT2LMHeadModel", GPT, "decoder"),
+    "gpt_neox": ("GPTNeoXForCausalLM", SMALL, "decoder"),
+    "gptj": ("GPTJForCausalLM", GPT | {"rotary_dim": 4}, "decoder"),
+    "opt": ("OPTForCausalLM", SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}, "decoder"),
+    "bloom": (
+        "BloomForCausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        "decoder",
+    ),
+    "falcon": ("FalconForCausalLM", SMALL, "decoder"),
+    "mixtral": ("MixtralForCausalLM", GROUPED | {"num_local_experts": 4}, "decoder"),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        GROUPED | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 9},
+        "decoder",
+    ),
+    "mamba": (
+        "MambaForCausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2},
+        "decoder",
+    ),
+    "bert": ("BertForMaskedLM", SMALL, "encoder"),
+    "roberta": ("RobertaForMaskedLM", SMALL, "encoder"),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+        "encoder",
+    ),
+    "electra": ("ElectraForMaskedLM", SMALL | {"embedding_size": 32}, "encoder"),
+    "modernbert": ("ModernBertForMaskedLM", SMALL | {"local_attention": 8}, "encoder"),
+    "deberta": (
+        "DebertaV2ForMaskedLM",
+        SMALL | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        "encoder",
+    ),
+    "t5": ("T5ForConditionalGeneration", T5, "both"),
+    "bart": ("BartForConditionalGeneration", BART, "both"),
+    "vit": (
+        "ViTForImageClassification",
+        {k: v for k, v in SMALL.items() if k not in ("vocab_size", "pad_token_id", "max_position_embeddings")}
+        | {"image_size": 12, "patch_size": 2},
+        "image",
+    ),
+    "wav2vec2": (
+        "Wav2Vec2ForCTC",
+        SMALL
+        | {
+            "conv_dim": (16, 16),
+            "conv_stride": (2, 2),
+            "conv_kernel": (3, 3),
+            "num_feat_extract_layers": 2,
+            "num_conv_pos_embeddings": 8,
+            "num_conv_pos_embedding_groups": 4,
+        },
+        "sound",
+    ),
+}
+NO_DROPOUT = (
+    "activation_dropout",
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "dropout",
+    "dropout_rate",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "layerdrop",
+    "resid_pdrop",
+)
+MASKS = ("none", "left", "right", "packed", "prefix")
+
+
+def make_model(name):
+    import transformers
+
+    kind, options, _ = MODELS[name]
+    model_class = getattr(transformers, kind)
+    torch.manual_seed(0)
+    config = model_class.config_class(**options)
+    for option in NO_DROPOUT:
+        if hasattr(config, option):
+            setattr(config, option, 0.0)
+    config.use_cache = False
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # the other one knows no float64
+    with torch.random.fork_rng([]):
+        model = model_class(config).double()
+    if MODELS[name][2] == "decoder":
+        model.loss_function = causal_loss
+    return model
+
+
+def causal_loss(logits, labels, vocab_size, shift_labels=None, num_items_in_batch=None, **kwargs):
+    """transformers' own, which would turn float64 into float32."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, vocab_size), shift_labels.reshape(-1))
+
+
+class Samples(Dataset):
+    """Rows of tokens with labels, some of which do not count, under a mask."""
+
+    def __init__(self, name, mask):
+        generator = torch.Generator().manual_seed(3)
+        self.rows = []
+        kind = MODELS[name][2]
+        for row in range(ROWS * STEPS):
+            if kind == "image":
+                self.rows.append(
+                    {
+                        "pixel_values": torch.randn(3, 12, 12, generator=generator).double(),
+                        "labels": torch.tensor(row % 2),
+                    }
+                )
+                continue
+            if kind == "sound":
+                self.rows.append(
+                    {
+                        "input_values": torch.randn(400, generator=generator).double(),
+                        "labels": torch.randint(1, 9, (5,), generator=generator),
+                    }
+                )
+                continue
+            ids = torch.randint(3, VOCABULARY, (TOKENS,), generator=generator)
+            labels = (
+                ids.clone()
+                if kind == "decoder"
+                else torch.randint(3, VOCABULARY, (TOKENS,), generator=generator)
+            )
+            labels[torch.rand(TOKENS, generator=generator) < 0.4] = -100
+            sample = {"input_ids": ids, "labels": labels}
+            pad = 1 + 5 * (row % ROWS)
+            if mask in {"left", "right"}:
+                seen = torch.ones(TOKENS, dtype=torch.long)
+                hidden = slice(0, pad) if mask == "left" else slice(TOKENS - pad, None)
+                seen[hidden], labels[hidden], ids[hidden] = 0, -100, 0
+                if mask == "left":
+                    labels[pad] = -100  # its query would be a padded token
+                sample["attention_mask"] = seen
+            if mask == "packed":
+                cut = 7 + 9 * (row % ROWS)
+                sample["position_ids"] = torch.cat([torch.arange(cut), torch.arange(TOKENS - cut)])
+                labels[cut] = -100
+            if mask == "prefix":
+                sees = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+                sees[:, : 5 + row] = True
+                sample["attention_mask"] = torch.where(sees, 0.0, -1e9).double()[None]
+            if kind == "both":
+                sample["labels"] = labels[:31].clone()
+            self.rows.append(sample)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+def step(model, batch):
+    return model(**batch).loss
+
+
+@contextmanager
+def all_in_float64():
+    """Let transformers compute norms, rotations and losses in float64, too.
+
+    It asks for float32 there. Its last bit on a CPU of float32 depends on the number of tokens: sines of the
+    last few tokens of a slice take another path than those that fill a vector.
+    """
+    with (
+        patch.object(torch, "float32", torch.float64),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
+
+
+def train(name, mask, backend, **options):
+    """Train for three steps; return the losses and the weights, or the refusal."""
+    with all_in_float64():
+        return _train(name, mask, backend, **options)
+
+
+def _train(name, mask, backend, **options):
+    import transformers
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    model = make_model(name)
+    try:
+        with Trainer(
+            backend=backend,
+            devices="cpu",
+            progress=False,
+            seed=0,
+            options={backend: options} if options else {},
+        ) as trainer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            history = trainer.fit(
+                model, optimizer, DataLoader(Samples(name, mask), batch_size=ROWS), step=step, epochs=1
+            )
+            losses = [history[0].train["loss"]]
+            state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+        return losses, state
+    except (TpError, ValueError, RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
+        if isinstance(error, TpError):
+            return "refused", str(error)
+        return "failed", f"{type(error).__name__}: {error}"
+
+
+def difference(found, expected):
+    """Return the largest difference, relative to the size of each tensor; some biases are rounding alone."""
+    (losses, state), (other_losses, other_state) = found, expected
+    pairs = [
+        (torch.tensor(losses), torch.tensor(other_losses)),
+        *((state[n], other_state[n]) for n in other_state),
+    ]
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp_min(1e-2))
+        for a, b in pairs
+        if a.numel() and a.is_floating_point()
+    )
+
+
+def outcome(name, mask, pool, expected=None):
+    """Return "right", "refused", "wrong" or "n/a", and what there is to say of it."""
+    expected = train(name, mask, "single") if expected is None else expected
+    if isinstance(expected[0], str):
+        return "n/a", f"one device: {expected[1]:.100}"
+    found = pool.run(train, name, mask, "context")
+    first = found[0]
+    if isinstance(first[0], str):
+        return first
+    worst = max(difference(one, expected) for one in found)
+    return ("right" if worst < 1e-12 else "wrong"), f"{worst:.1e}"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--masks", nargs="+", default=list(MASKS))
+    parser.add_argument("--width", type=int, default=160)
+    given = parser.parse_args()
+    counts = {}
+    for ranks in given.ranks:
+        with RankPool(ranks) as pool:
+            for name in given.models:
+                for mask in given.masks if MODELS[name][2] not in {"image", "sound"} else ["none"]:
+                    result, said = outcome(name, mask, pool)
+                    counts[result] = counts.get(result, 0) + 1
+                    print(f"{ranks} ranks  {name:12} {mask:7} {result:8} {said:.{given.width}}", flush=True)
+    print(counts)
+    return counts.get("wrong", 0) + counts.get("failed", 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,402 @@
+"""Training on slices of sequences equals training on one device, or is refused by the module's name."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+from tp_context import attention, gather, positions
+from tp_core.errors import DisagreementError, ModelError, StepError
+from tp_core.testing import RankPool
+from tp_trainer import Checkpoints, Trainer
+from tp_trainer.testing import TrainingConformance
+
+from tests.installed import backend_class
+from tests.integration import context_families as families
+
+NIGHTLY = [
+    ("llama", "packed"), ("qwen3", "none"), ("gemma2", "none"), ("gpt_oss", "none"), ("mixtral", "none"),
+    ("opt", "left"), ("roberta", "right"), ("modernbert", "none"), ("falcon", "none"),
+]  # fmt: skip
+
+TOKENS, ROWS, VOCABULARY, WIDTH = 13, 2, 11, 8
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+class Samples(Dataset):
+    """Rows of tokens; in some, labels count in the middle alone, which one rank of two has."""
+
+    def __init__(self, tokens=TOKENS, count=6):
+        generator = torch.Generator().manual_seed(5)
+        self.rows = []
+        for row in range(count):
+            ids = torch.randint(1, VOCABULARY, (tokens,), generator=generator)
+            labels = F.pad(ids[1:], (0, 1), value=-100)
+            labels[: row % 3] = -100
+            if row in {2, 3}:
+                labels[:4] = labels[9:] = -100
+            padding = torch.zeros(tokens, dtype=torch.bool)
+            padding[tokens - row % 4 :] = True
+            labels[padding] = -100
+            self.rows.append({"tokens": ids, "labels": labels, "padding": padding})
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+class Decoder(nn.Module):
+    """A decoder by hand, whose attention is torch's function."""
+
+    def __init__(self, dropout=0.0, recomputes=False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(64, WIDTH)
+        self.mixing = nn.Linear(WIDTH, 3 * WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.recomputes = recomputes
+
+    def attend(self, x):
+        parts = self.mixing(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        return self.dropout(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.places(self.number(tokens))
+        x = x + (checkpoint(self.attend, x, use_reentrant=False) if self.recomputes else self.attend(x))
+        return self.head(x)
+
+    def number(self, tokens):
+        return positions(tokens.size(1))
+
+
+class Encoder(nn.Module):
+    """torch's own layer of an encoder, with padding; or under a causal mask."""
+
+    def __init__(self, causal=False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.causal = causal
+
+    def forward(self, tokens, padding):
+        x = self.embedding(tokens)
+        x = x + positions(tokens.size(1))[:, None].to(x) / 10
+        if not self.causal:
+            return self.head(self.layer(x, src_key_padding_mask=padding))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), dtype=x.dtype)
+        return self.head(self.layer(x, src_mask=mask, is_causal=True))
+
+
+class OwnAttention(Decoder):
+    """Attention of more queries than keys and values, with a mask made from the positions."""
+
+    def attend(self, x):
+        parts = self.mixing(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        at, all_of_them = positions(x.size(1)), gather(positions(x.size(1)), 0)
+        near = (at[:, None] - all_of_them).abs() < 4
+        q, k, v = parts
+        mixed = attention(q, k[:, :1], v[:, :1], near, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(2) + gather(x, 1).mean(1, keepdim=True)
+
+
+def loss_of(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def step(model, batch):
+    inputs = (batch["tokens"], batch["padding"]) if isinstance(model, Encoder) else (batch["tokens"],)
+    logits = model(*inputs)
+    counts = batch["labels"] != -100
+    hits = (logits.argmax(-1) == batch["labels"])[counts].double()
+    return {
+        "loss": loss_of(logits, batch["labels"]),
+        "weight": counts.sum(),
+        "accuracy": (hits.mean() if len(hits) else math.nan, len(hits)),
+    }
+
+
+def predict_step(model, batch):
+    return {"logits": model(batch["tokens"])}
+
+
+def make(model_class, *arguments):
+    torch.manual_seed(1)
+    return model_class(*arguments).double()
+
+
+def train(backend, model, *, options=None, seed=3, samples=6, batch_size=ROWS, predicts=False, **arguments):
+    """Train for an epoch, with a validation; return its record, the weights, and predictions."""
+    torch.set_num_threads(1)
+    chosen = {} if options is None else {"options": {backend: options}}
+    loader = DataLoader(Samples(count=samples), batch_size=batch_size)
+    with Trainer(backend=backend, devices="cpu", seed=seed, progress=False, **chosen) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        validation = DataLoader(Samples(11, 3), batch_size=2)
+        (record,) = trainer.fit(
+            model, optimizer, loader, step=step, validation=validation, epochs=1, **arguments
+        )[-1:]
+        rows = trainer.predict(model, validation, step=predict_step).collect() if predicts else None
+        state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+    return dict(record.train), dict(record.val), state, rows
+
+
+def assert_same(found, expected):
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        assert one.keys() == other.keys()
+        for name in other:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-13)
+    if expected[3] is not None:
+        torch.testing.assert_close(found[3], expected[3], rtol=1e-12, atol=1e-13)
+
+
+def test_a_decoder_on_slices_equals_one_device(pair):
+    arguments = {"predicts": True}
+    expected = train("single", make(Decoder), **arguments)
+    for found in pair.run(lambda: train("context", make(Decoder), **arguments)):
+        assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        (Encoder,),
+        (Encoder, True),
+        (OwnAttention,),
+        (Decoder, 0.0, True),
+        (Decoder, 0.4),
+        (Decoder, 0.4, True),
+    ],
+    ids=["padding", "causal mask", "own attention", "recomputed", "dropout", "dropout, recomputed"],
+)
+def test_every_door_on_slices_equals_one_device(pair, model):
+    expected = train("single", make(*model))
+    for found in pair.run(lambda: train("context", make(*model))):
+        assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "context"), [(3, 3), (4, 2)])
+def test_any_ranks_and_accumulated_uneven_batches_equal_one_device(ranks, context):
+    arguments = {"samples": 7, "batch_size": 3}
+    expected = train("single", make(Decoder), **arguments)
+    with RankPool(ranks) as pool:
+        for found in pool.run(
+            lambda: train("context", make(Decoder), options={"context": context}, **arguments)
+        ):
+            assert_same(found, expected)
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_on_other_layouts(pair, tmp_path):
+    def begun(backend, folder):
+        train(backend, make(Decoder), checkpoint=Checkpoints(folder, every_steps=1), max_steps=2)
+
+    def ended(backend, folder):
+        return train(backend, make(Decoder), checkpoint=Checkpoints(folder, every_steps=1), resume="auto")
+
+    expected = train("single", make(Decoder))
+    pair.run(begun, "context", str(tmp_path / "one"))
+    assert_same(ended("single", str(tmp_path / "one")), expected)
+    begun("single", str(tmp_path / "two"))
+    for found in pair.run(ended, "context", str(tmp_path / "two")):
+        assert_same(found, expected)
+
+
+# -- Refusals, before the first step --
+
+
+class Counting(Decoder):
+    def number(self, tokens):
+        return torch.arange(tokens.size(1))
+
+
+class Convolving(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def attend(self, x):
+        return super().attend(x) + self.convolution(x.mT).mT
+
+
+class Normalizing(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def attend(self, x):
+        return self.norm(super().attend(x).mT).mT
+
+
+class Pooling(Decoder):
+    def attend(self, x):
+        return super().attend(x) + x.mean(1, keepdim=True)
+
+
+class ByHand(Decoder):
+    def attend(self, x):
+        q, k, v = self.mixing(x).chunk(3, -1)
+        return (q @ k.mT / WIDTH**0.5).softmax(-1) @ v
+
+
+class Recurrent(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def attend(self, x):
+        return self.cells(x)[0]
+
+
+class Masked(Decoder):
+    def attend(self, x):
+        parts = self.mixing(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        banded = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril().triu(-3)
+        return F.scaled_dot_product_attention(*parts, banded).transpose(1, 2).flatten(2)
+
+
+def shifting(model, batch):
+    logits = model(batch["tokens"])[:, :-1]
+    return {"loss": loss_of(logits, batch["tokens"][:, 1:]), "weight": logits[..., 0].numel()}
+
+
+def unweighted(model, batch):
+    return loss_of(model(batch["tokens"]), batch["labels"])
+
+
+def miscounting(model, batch):
+    return {"loss": unweighted(model, batch), "weight": batch["labels"].numel()}
+
+
+def by_rank(model, batch):
+    """Fail on one rank alone: the other one waits for its keys."""
+    if batch["tokens"].size(1) % 2:
+        raise ValueError("an odd slice")
+    return step(model, batch)
+
+
+REFUSED = [
+    (Counting, step, r"'places' \(Embedding\) computes something else"),
+    (Decoder, shifting, "though all modules compute the same: it uses tokens of other ranks"),
+    (Convolving, step, r"'convolution' \(Conv1d\) computes something else"),
+    (Normalizing, step, r"'norm' \(BatchNorm1d\) computes something else"),
+    (Pooling, step, r"'head' \(Linear\) computes something else"),
+    (ByHand, step, r"'head' \(Linear\) computes something else"),
+    (Recurrent, step, r"'cells' \(GRU\) computes something else"),
+    (Masked, step, r"a slice of the sequence: StepError: an attention mask has shape \(\d+, \d+\)"),
+    (Decoder, unweighted, "StepError: the step returned no 'weight'"),
+    (Decoder, miscounting, "or is a mean over something else than the 'weight'"),
+    (Decoder, by_rank, "ValueError: an odd slice"),
+]
+
+
+def refusals(cases, tokens=TOKENS):
+    """Return what is said of each case; in one call, as a rank starts slowly."""
+    torch.set_num_threads(1)
+    said = []
+    for model_class, body in cases:
+        model = make(model_class)
+        before = {n: t.clone() for n, t in model.state_dict().items()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loader = DataLoader(Samples(tokens), batch_size=ROWS)
+        with Trainer(backend="context", devices="cpu", seed=0, progress=False) as trainer:
+            try:
+                trainer.fit(model, optimizer, loader, step=body, epochs=1)
+            except (ModelError, StepError, DisagreementError) as error:
+                said.append((type(error).__name__, str(error)))
+            else:
+                said.append(("", "trained"))
+        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    return said
+
+
+@pytest.mark.parametrize("cases", [REFUSED[:3], pytest.param(REFUSED[3:], marks=pytest.mark.slow)])
+def test_what_crosses_the_slices_outside_of_attention_is_refused_by_name(pair, cases):
+    said = pair.run(refusals, [(m, s) for m, s, _ in cases])
+    assert said[0] == said[1], "all ranks say the same"
+    for (kind, text), (model, body, expected) in zip(said[0], cases, strict=True):
+        assert kind == "ModelError", (model, body, text)
+        assert re.search(expected, text), (model, body, text)
+
+
+def on_different_batches(rank_of):
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    said = []
+    for tokens in (0, 1):
+        with Trainer(backend="context", devices="cpu", seed=0, progress=False) as trainer:
+            model = make(Decoder)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            trainer.prepare(model, optimizer)
+            rank = dist.get_rank()
+            rows = Samples(TOKENS + 2 * tokens * rank).rows[2 * rank * (1 - tokens) :][:2]
+            batch = torch.utils.data.default_collate(rows)
+            with pytest.raises(DisagreementError, match="have different batches") as caught:
+                trainer.run(step, model, batch)
+            said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.slow
+def test_ranks_of_a_sequence_with_different_batches_are_refused(pair):
+    same, other = pair.run(on_different_batches, None)[0]
+    assert "of [13] tokens on the first, of [13]" in same
+    assert "of [13] tokens on the first, of [15]" in other
+
+
+@pytest.mark.slow
+class TestTraining(TrainingConformance):
+    backend = backend_class("context")
+    processes = 2
+    options = {"sequence": {}}  # the kit's batches have no sequences
+
+
+# -- Models of transformers; context_families.py prints the table of all --
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("llama", "left"),
+        ("mistral", "packed"),
+        ("gpt2", "prefix"),
+        ("bert", "right"),
+        ("t5", "left"),
+        *[pytest.param(n, m, marks=pytest.mark.nightly) for n, m in NIGHTLY],
+    ],
+)
+def test_models_of_transformers_equal_one_device(name, mask):
+    with RankPool(3 if name == "mistral" else 2) as ranks:
+        assert families.outcome(name, mask, ranks)[0] == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mamba", r"mixer.*\(Linear\) computes something else"),
+        pytest.param("bart", r"embed_positions' \(BartLearned", marks=pytest.mark.nightly),
+    ],
+)
+def test_models_of_transformers_that_cannot_be_split_are_refused(pair, name, said):
+    result, text = families.outcome(name, "none", pair)
+    assert result == "refused"
+    assert re.search(said, text)

@@ -1,0 +1,134 @@
+"""How a sequence is cut, what in a batch is one, and what is said where it is not clear."""
+
+import pytest
+import torch
+from tp_context import ContextOptions, attention, gather, positions
+from tp_context._slices import Cut, Cuts, activate, find_sequences, map_sequences
+from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.errors import ConfigError, StepError
+from tp_core.plugins import Job
+
+from tests.installed import backend_class
+
+
+@pytest.mark.parametrize(("length", "size"), [(16, 2), (13, 2), (3, 3), (43, 4), (5, 1)])
+def test_chunks_of_a_sequence_are_balanced_for_causal_masks_and_cover_it_once(length, size):
+    cuts = [Cut(length, rank, size, None) for rank in range(size)]
+    index = [cut.index(torch.device("cpu")) for cut in cuts]
+    assert torch.cat(index).sort().values.tolist() == list(range(length))
+    assert all(len(i) == cut.tokens for i, cut in zip(index, cuts, strict=True))
+    pairs = [int((i + 1).sum()) for i in index]
+    assert max(pairs) - min(pairs) <= length + 1
+    whole = torch.randn(2, length)
+    assert torch.equal(cuts[0].take(whole, 1), whole[:, index[0]])
+
+
+def test_a_sequence_shorter_than_the_ranks_is_refused():
+    with pytest.raises(StepError, match=r"2 token\(s\) cannot be split over 3 ranks"):
+        Cut(2, 0, 3, None)
+
+
+def test_sequences_with_slices_of_one_length_cannot_be_told_apart():
+    with pytest.raises(StepError, match="pad one of them"):
+        Cuts([Cut(9, 1, 2, None), Cut(8, 1, 2, None)])
+
+
+def found(batch, given=None, **options):
+    result = find_sequences(batch, given, **options)
+    named = [(n, t) for n, t in batch.items()] if isinstance(batch, dict) else enumerate(batch)
+    return {n: result.dims[id(t)] for n, t in named if id(t) in result.dims}
+
+
+def test_sequences_are_found_by_name_and_shape():
+    ids = torch.zeros(2, 7, dtype=torch.long)
+    batch = {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "attention_mask": torch.ones(2, 1, 7, 7),
+        "position_ids": torch.zeros(3, 2, 7),
+        "embeddings": torch.zeros(2, 7, 5),
+        "image": torch.zeros(2, 3, 4, 4),
+        "answer": torch.zeros(2),
+    }
+    assert found(batch) == {
+        "input_ids": 1, "labels": 1, "attention_mask": 2, "position_ids": 2, "embeddings": 1
+    }  # fmt: skip
+    assert found((ids, ids.clone())) == {0: 1, 1: 1}
+    other = {"input_ids": ids, "labels": torch.zeros(2, 5, dtype=torch.long)}
+    assert found(other) == {"input_ids": 1}
+    assert found(other, decodes=True) == {"input_ids": 1, "labels": 1}
+    assert found({"x": torch.zeros(4, 9, 2), "y": ids}, {"x": 1}) == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("batch", "given", "said"),
+    [
+        (
+            (torch.zeros(4, 6), torch.zeros(4, 3)),
+            None,
+            r"not clear what in the batch.*0 \(4, 6\), 1 \(4, 3\)",
+        ),
+        ({"x": torch.zeros(4, 6)}, {"y": 1}, "names 'y' with dimension 1, which is not there"),
+        ({"x": torch.zeros(4, 6)}, {"x": 2}, r"names 'x' with dimension 2, which is of shape \(4, 6\)"),
+        (
+            {"input_ids": torch.zeros(2, 5), "odd": torch.zeros(2, 5, 5)},
+            None,
+            "'odd'.*more than one dimension",
+        ),
+        ({"input_ids": torch.zeros(1, 5), "cu_seqlens": torch.zeros(3)}, None, "'cu_seqlens'"),
+    ],
+)
+def test_what_is_not_clear_is_asked_for(batch, given, said):
+    with pytest.raises(StepError, match=said):
+        find_sequences(batch, given)
+
+
+def test_only_sequences_of_a_batch_are_changed():
+    batch = {"input_ids": torch.arange(6).view(2, 3), "name": ["a", "b"], "answer": torch.zeros(2)}
+    cut = map_sequences(batch, find_sequences(batch, None), lambda t, dim: t.narrow(dim, 0, 1))
+    assert cut["input_ids"].tolist() == [[0], [3]]
+    assert cut["name"] == ["a", "b"]
+    assert cut["answer"] is batch["answer"]
+
+
+def test_outside_of_a_split_step_everything_is_torchs_own():
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(attention(q, k, v, is_causal=True), expected)
+    assert positions(4).tolist() == [0, 1, 2, 3]
+    assert gather(q, 2) is q
+
+
+def test_positions_are_those_of_the_whole_sequence():
+    with activate(Cuts([Cut(8, 1, 2, None)])):
+        assert positions(4).tolist() == [2, 3, 4, 5]
+        with pytest.raises(StepError, match=r"whose dimension 1 is no slice.*\[4\] tokens"):
+            gather(torch.zeros(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"context": 0}, "context=...*must be -1 for all ranks, or their number, got 0"),
+        ({"check_tokens": -1}, "check_tokens=...*must not be negative, got -1"),
+        ({"sequence": {"x": -1}}, "must map names.*got {'x': -1}"),
+        ({"timeout_s": 0}, "timeout_s=...*above 0"),
+    ],
+)
+def test_options_out_of_their_range_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        ContextOptions(**options)
+
+
+def job(ranks=4, **arguments):
+    environment = LaunchEnvironment(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
+    return Job(devices=resolve_devices("cpu"), environment=environment, **arguments)
+
+
+def test_it_fits_several_processes_and_is_chosen_after_all_others():
+    backend = backend_class("context")()
+    verdict = backend.assess(job(options={"context": {"context": 2}}))
+    assert verdict.score == 10
+    assert "2 of 4 processes" in verdict.reason
+    assert "one process" in backend.assess(job(1)).reason
+    assert "not a multiple" in backend.assess(job(options={"context": {"context": 3}})).reason
