@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def state(self) -> Literal["finished", "failed", "stopped"]:
-        """How it ended: "stopped" by a signal, or "failed" with another status than 0, or "finished"."""
+        """Whether a signal "stopped" the launch, or it "failed" with another status than 0, or it "finished"."""
         if self.stopped_by is not None:
             return "stopped"
         return "failed" if self.status else "finished"
@@ -145,7 +145,7 @@ class Failure:
 
     @property
     def status(self) -> int:
-        """The exit status as in a shell: the exit code, or 128 + the signal."""
+        """The exit status as in a shell, the exit code or 128 + the signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
     def __str__(self) -> str:
