@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -140,6 +141,7 @@ def make(model_class, *arguments):
 def train(backend, model, *, options=None, seed=3, samples=6, batch_size=ROWS, predicts=False, **arguments):
     """Train for an epoch, with a validation; return its record, the weights, and predictions."""
     torch.set_num_threads(1)
+    warnings.simplefilter("error")  # on the ranks, too
     chosen = {} if options is None else {"options": {backend: options}}
     loader = DataLoader(Samples(count=samples), batch_size=batch_size)
     with Trainer(backend=backend, devices="cpu", seed=seed, progress=False, **chosen) as trainer:

@@ -1,8 +1,11 @@
 """How a sequence is cut, what in a batch is one, and what is said where it is not clear."""
 
+from functools import partial
+
 import pytest
 import torch
 from tp_context import ContextOptions, attention, gather, positions
+from tp_context._session import _identity
 from tp_context._slices import Cut, Cuts, activate, find_sequences, map_sequences
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, StepError
@@ -132,3 +135,19 @@ def test_it_fits_several_processes_and_is_chosen_after_all_others():
     assert "2 of 4 processes" in verdict.reason
     assert "one process" in backend.assess(job(1)).reason
     assert "not a multiple" in backend.assess(job(options={"context": {"context": 3}})).reason
+
+
+def test_steps_that_do_the_same_are_checked_once_and_others_again():
+    def wrapped(step):
+        return lambda model, batch: step(model, batch)
+
+    def one(model, batch):
+        return batch
+
+    def other(model, batch):
+        return model
+
+    assert _identity(wrapped(one)) == _identity(wrapped(one))
+    assert _identity(partial(wrapped, one)) == _identity(partial(wrapped, one))
+    assert _identity(wrapped(one)) != _identity(wrapped(other))
+    assert _identity(partial(wrapped, one)) != _identity(partial(wrapped, other))

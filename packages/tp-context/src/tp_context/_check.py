@@ -178,7 +178,7 @@ def _run(step: Step, model: nn.Module, batch: Any, join: Callable[[Any], Any]) -
             handle.remove()
     values = output if isinstance(output, Mapping) else {"loss": output}
     returned = {
-        name: float(value)
+        name: float(value.detach() if isinstance(value, Tensor) else value)
         for name, value in values.items()
         if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float)
     }

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from numbers import Real
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -55,7 +57,7 @@ class ContextSession(ProcessGroupSession):
         self.options = options
         self.ranks = Ranks(mine, rank % context, context)
         self._splits = context > 1 and options.sequence != {}
-        self._ways: dict[tuple[object, ...], Way] = {}
+        self._ways: WeakKeyDictionary[nn.Module, dict[object, Way]] = WeakKeyDictionary()
         self._last: tuple[list[nn.Module], Cuts, list[Way]] | None = None
 
     # -- preparing ----------------------------------------------------------------------------
@@ -152,14 +154,14 @@ class ContextSession(ProcessGroupSession):
         """
         names = tuple(sorted(map(str, batch))) if isinstance(batch, Mapping) else ()
         key = (
-            id(model),
-            getattr(step, "__code__", None) or id(type(step)),
+            _identity(step),
             model.training,
             torch.is_grad_enabled(),
             len(found.lengths),
             names,
         )
-        way = self._ways.get(key)
+        ways = self._ways.setdefault(model, {})
+        way = ways.get(key)
         if way is None:
             proved = prove(
                 step,
@@ -177,7 +179,7 @@ class ContextSession(ProcessGroupSession):
                 if isinstance(other, str):
                     raise refuse(other)
             assert isinstance(proved, Way)  # noqa: S101 - for the type checker
-            way = self._ways[key] = proved
+            way = ways[key] = proved
         return way
 
     def _check_same_batch(self, batch: Any, found: Found) -> None:
@@ -229,8 +231,8 @@ class ContextSession(ProcessGroupSession):
         pairs = {n: split_weight(n, v) for n, v in values.items() if isinstance(v, tuple)}
         weight = self._weight(values, numbers, cuts)
         cuts.counts = weight > 0
-        sent = [float(v) for v in numbers.values()] + [weight]
-        sent += [float(x) for mean, own in pairs.values() for x in (mean, own or 0.0)]
+        sent = [_number(v) for v in numbers.values()] + [weight]
+        sent += [_number(x) for mean, own in pairs.values() for x in (mean, own or 0.0)]
         rows = self._gather_numbers(torch.tensor([len(sent), *sent], dtype=torch.float64))
         table = torch.stack(rows)[:, 1:]
         weights = table[:, len(numbers)]
@@ -353,6 +355,27 @@ class _WholeLoss(torch.autograd.Function):
 def _taken(cuts: Cuts, tensor: Tensor, dim: int) -> Tensor:
     cut = cuts.of_whole(tensor.size(dim))
     return tensor if cut is None else cut.take(tensor, dim)
+
+
+def _identity(step: Any) -> object:
+    """Return what steps that do the same have in common: a lambda is a new object in each call."""
+    if isinstance(step, partial):
+        return step.func, tuple(_identity(a) for a in (*step.args, *step.keywords.values()) if callable(a))
+    function = getattr(step, "__func__", step)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return id(step)
+    contents = []
+    for cell in function.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:  # not set yet
+            continue
+    return code, tuple(_identity(c) for c in contents if callable(c))
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _is_number(value: Any) -> bool:
