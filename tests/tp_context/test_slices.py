@@ -139,7 +139,10 @@ def test_it_fits_several_processes_and_is_chosen_after_all_others():
 
 def test_steps_that_do_the_same_are_checked_once_and_others_again():
     def wrapped(step):
-        return lambda model, batch: step(model, batch)
+        def run(model, batch):
+            return step(model, batch)
+
+        return run
 
     def one(model, batch):
         return batch
