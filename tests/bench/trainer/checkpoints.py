@@ -2,8 +2,8 @@
 
 Steps with a checkpoint every 1000 of them against a bare hand-written loop; how long a save of 500
 MB keeps the training from going on, against torch.save; how long it takes to go on at 90 % of an
-epoch of a million samples, against reading what is before it; and the memory of it all. The name of
-one of these measures it alone.
+epoch of a million samples, against reading what is before it; checkpoints of adapters against peft's own
+files; and the memory of it all. The name of one of these measures it alone.
 """
 
 import contextlib
@@ -152,6 +152,76 @@ def saves(folder: Path, results: Results) -> None:
         results.add(f"{name}: done", done, "s")
 
 
+def adapters(folder: Path, results: Results) -> None:
+    """A Llama of 100 million parameters with LoRA: the trained part alone, against peft's own files."""
+    import peft
+    import transformers
+    from tp_core.state import collect_state
+    from tp_trainer._checkpoint._base import FrozenWeights
+    from tp_trainer._checkpoint._checkpointer import Checkpointer
+
+    sizes = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    }
+    base = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=16_000, use_cache=False, **sizes)
+    )
+    lora = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, lora)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(
+        input_ids=torch.zeros(1, 8, dtype=torch.int64), labels=torch.zeros(1, 8, dtype=torch.int64)
+    ).loss.backward()
+    optimizer.step()
+    trainer = Trainer(devices="cpu", progress=False)
+    session = trainer.prepare(model) and trainer.session
+    checkpointer = Checkpointer(Checkpoints(folder / "tp", keep=1), session)
+    began = time.perf_counter()
+    frozen = FrozenWeights(session, model, None)
+    results.add("digests of the base", time.perf_counter() - began, "s")
+    results.add("parameters", sum(p.numel() for p in model.parameters()) / 1e6, "million")
+    count = 0
+
+    def tp(weights: str) -> None:
+        nonlocal count
+        count += 1
+        left_out = frozen.base(model) if weights == "trainable" else None
+        without = () if left_out is None else left_out.weights
+        tensors = collect_state(model, optimizer, cut=session.as_slice, without=without)
+        values = {} if left_out is None else {"base": left_out.to_plain()}
+        checkpointer.save(count, tensors, values, {}, {"metrics": {}})
+        checkpointer.finish()
+
+    def peft_saves() -> None:
+        model.save_pretrained(folder / "peft")
+        with (folder / "peft" / "optimizer.pt").open("wb") as file:
+            torch.save(optimizer.state_dict(), file)
+            os.fsync(file.fileno())
+
+    ways = {
+        "peft, save_pretrained() and the optimizer": (peft_saves, "peft"),
+        "tp, weights='trainable'": (lambda: tp("trainable"), "tp"),
+        "tp, weights='all'": (lambda: tp("all"), "tp"),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    nbytes = {}
+    for _ in range(COLD + 5):
+        for name, (way, place) in ways.items():
+            os.sync()
+            began = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - began)
+            nbytes[name] = sum(file.stat().st_size for file in (folder / place).rglob("*") if file.is_file())
+    first = next(iter(ways))
+    for name, found in times.items():
+        results.add(f"{name}: size", nbytes[name] / 1e6, "MB")
+        results.add(f"{name}: size, ratio", nbytes[name] / nbytes[first], "x peft")
+        results.add(f"{name}: seconds", statistics.median(found[COLD:]), "s")
+
+
 class Numbers(Dataset):
     """A million samples that cost next to nothing each."""
 
@@ -241,7 +311,7 @@ def _train_large(name: str, folder: str, writer) -> None:
 
 
 def main() -> None:
-    parts = {"steps": steps, "saves": saves, "resume": resume, "memory": memory}
+    parts = {"steps": steps, "saves": saves, "adapters": adapters, "resume": resume, "memory": memory}
     torch.manual_seed(0)
     for name, part in parts.items():
         if sys.argv[1:] in ([], [name]):

@@ -359,5 +359,6 @@ def _whole_layer(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) ->
 
 def _plain_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a module had before a backend split or sharded it."""
-    generated = ("tp_shard.", "torch.distributed.")
-    return next(c for c in kind.__mro__ if not f"{c.__module__}.".startswith(generated))
+    # By its parents: a generated class may have the module and the name of the class that it extends.
+    brought = ("tp_core.", "tp_shard.", "torch.distributed.")
+    return next(c for c in kind.__mro__ if not any(f"{p.__module__}.".startswith(brought) for p in c.__mro__))

@@ -27,7 +27,7 @@ from tp_core.tensors import TensorSlice
 from tp_trainer._checkpoint._folder import STATE, read_json
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
-_BLOCK = 1 << 18  # elements: their 64-bit integers stay in the processor's cache
+_BLOCK = 1 << 16  # elements: their 64-bit integers stay in the processor's cache
 
 _Sums = list[tuple[tuple[int, ...], tuple[int, ...], int]]
 """The place, the shape and the sum of each part that a rank holds of a weight."""
@@ -297,17 +297,17 @@ def _sum(part: Tensor, start: Sequence[int]) -> int:
     if not part.dim():
         part, start = part.reshape(1), (0,)
     bits = part.view(_INTEGERS[part.element_size()])
-    factors = [
+    outer, *inner = [
         _factors(first, length, dim, part.device)
         for dim, (first, length) in enumerate(zip(start, part.shape, strict=True))
     ]
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     rows = max(1, _BLOCK // max(1, part[:1].numel()))
     for first in range(0, part.shape[0], rows):
-        block = bits[first : first + rows].to(torch.int64)
-        for factor in reversed(factors[1:]):
-            block = (block * factor).sum(-1)
-        total += (block * factors[0][first : first + rows]).sum()
+        block = bits[first : first + rows]
+        for factor in reversed(inner):
+            block = (block * factor).sum(-1)  # integers of 64 bits, as the factors are
+        total += (block * outer[first : first + rows]).sum()
     return int(total)
 
 
@@ -317,15 +317,17 @@ def _factors(start: int, length: int, dim: int, device: torch.device) -> Tensor:
     Source: the finalizer of SplitMix64; Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", 2014, figure 17.
     """
-    x = torch.arange(start, start + length, device=device) + (dim + 1) * (1 << 40)
-    x = x * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number, as the others
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
-    return (x ^ (x >> 31 & (1 << 33) - 1)) | 1
+    x = torch.arange(start, start + length, device=device).add_((dim + 1) * (1 << 40))
+    x.mul_(-0x61C8864680B583EB)  # 0x9E3779B97F4A7C15 as a signed number, as the others
+    x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(-0x40A7B892E31B1A47)
+    x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(-0x6B2FB644ECCEEE15)
+    return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1)).bitwise_or_(1)
 
 
 def _versions(tensor: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return what changes when a tensor is written, or gets other memory."""
+    """Return what changes when a parameter is written, or gets other memory."""
+    if not isinstance(tensor, nn.Parameter):  # made anew in each state, as the scales of bitsandbytes are
+        return ()
     with torch.no_grad():
         held = [tensor.to_local()] if is_dtensor(tensor) else quantized_parts(tensor) or [tensor]
         return tuple((0 if t.is_inference() else t._version, t.data_ptr()) for t in held)

@@ -1,0 +1,110 @@
+"""Adapters over a base that torchao or bitsandbytes has quantized, where these are installed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import ModelError, StateError
+from tp_core.testing import run_ranks
+from tp_trainer import Checkpoints, Trainer
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # their own words about what is built
+LIBRARIES = {"int8": "torchao", "intx": "torchao", "nf4": "bitsandbytes", "bnb-int8": "bitsandbytes"}
+
+
+class Adapted(nn.Module):
+    """A quantized layer with an adapter beside it."""
+
+    def __init__(self, kind, dtype, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        base = nn.Sequential(nn.Linear(64, 64, bias=False)).to(dtype)
+        self.base = quantized(kind, base, dtype).requires_grad_(False)
+        torch.manual_seed(1)
+        self.down = nn.Linear(64, 4, bias=False, dtype=dtype)
+        self.up = nn.Linear(4, 64, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def quantized(kind, model, dtype):
+    if LIBRARIES[kind] == "torchao":
+        from torchao import quantization
+
+        config = quantization.Int8WeightOnlyConfig()
+        if kind == "intx":
+            config = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4)
+        quantization.quantize_(model, config)
+        return model
+    import bitsandbytes as bnb
+
+    weight = model[0].weight.detach()
+    if kind == "nf4":
+        layer = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=dtype, quant_type="nf4")
+        layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+    else:
+        layer = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+        layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    return nn.Sequential(layer.to("cpu"))
+
+
+def step(model, batch):
+    return (model(batch[0]) - batch[0]).square().mean()
+
+
+def fit(kind, dtype, folder=None, *, epochs=1, seed=0, backend="single"):
+    model = Adapted(kind, dtype, seed)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+    with Trainer(seed=0, progress=False, devices="cpu", backend=backend) as trainer:
+        trainer.fit(
+            model,
+            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01),
+            DataLoader(TensorDataset(x), batch_size=8),
+            step=step,
+            epochs=epochs,
+            checkpoint=None if folder is None else Checkpoints(folder, weights="trainable"),
+            resume=None if folder is None else "auto",
+        )
+    return model.up.weight.detach().clone()
+
+
+def by_hand(kind, dtype, epochs):
+    model = Adapted(kind, dtype)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for _ in range(epochs):
+        for part in x.split(8):
+            optimizer.zero_grad()
+            step(model, (part,)).backward()
+            optimizer.step()
+    return model.up.weight.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_adapters_over_a_quantized_base_are_trained_as_by_hand_and_resumed(tmp_path, kind, dtype):
+    pytest.importorskip(LIBRARIES[kind])
+    fit(kind, dtype, tmp_path)
+    assert torch.equal(fit(kind, dtype, tmp_path, epochs=3), by_hand(kind, dtype, 3))
+    stored = torch.load(max(Path(tmp_path).glob("step-*")) / "tensors.pt", weights_only=True)
+    assert not [name for name in stored if name.startswith("model.base.0.weight")]
+    with pytest.raises(StateError, match=r"differs is 'base.0.weight"):
+        fit(kind, dtype, tmp_path, epochs=4, seed=1)
+
+
+def on_two_ranks(kind):
+    trained = fit(kind, torch.float32, epochs=2, backend="ddp")
+    with pytest.raises(ModelError, match=r"'base.0.weight' is quantized .* fully_shard cannot cut"):
+        fit(kind, torch.float32, backend="fsdp")
+    return trained
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_two_ranks_train_over_a_quantized_base_as_one_does(kind):
+    pytest.importorskip(LIBRARIES[kind])
+    expected = by_hand(kind, torch.float32, 2)
+    for found in run_ranks(on_two_ranks, 2, kind):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
