@@ -6,6 +6,8 @@ import pytest
 import torch
 from tp_context import ContextOptions, attention, gather, positions
 from tp_context._session import _identity
+
+# private, both: cuts of ranks that need not be started
 from tp_context._slices import Cut, Cuts, activate, find_sequences, map_sequences
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, StepError

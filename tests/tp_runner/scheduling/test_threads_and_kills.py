@@ -24,7 +24,7 @@ from tp_runner import (
     WorkerError,
 )
 from tp_runner._scheduling import _source  # private: a run ends in the midst of submit() by luck alone
-from tp_runner._workers import _start
+from tp_runner._workers import _start  # private: a server's limit for an answer is five minutes
 
 DEADLINE_S = 100.0
 FORK = {"start_method": "fork"}

@@ -10,7 +10,7 @@ import pytest
 import tp_runner
 from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner, WorkerDiedError, WorkerError
-from tp_runner._workers import _start
+from tp_runner._workers import _start  # private: a system without /proc cannot be had here
 
 NEVER = threading.Event()
 

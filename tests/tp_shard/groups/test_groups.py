@@ -12,7 +12,7 @@ from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, LaunchEnvironmentError
 from tp_core.internal import rendezvous_store
 from tp_core.testing import run_ranks
-from tp_shard._groups._group import current_data_group
+from tp_shard._groups._group import current_data_group  # private: no public name has the rank in it
 from tp_shard.distributed import Group
 
 

@@ -13,6 +13,8 @@ from tp_core.tensors import TensorSlice
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer._checkpoint import _base  # a digest that depends on the split is seen on many splits alone
+
+# private: what the command reads, without its output
 from tp_trainer._convert import find_checkpoint, open_model
 from tp_trainer.callbacks import ExponentialMovingAverage
 

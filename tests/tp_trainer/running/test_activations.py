@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, ModelError
 from tp_core.testing import run_ranks
 from tp_trainer import FsdpOptions, Trainer, checkpoint_activations
-from tp_trainer._memory import _requirements
+from tp_trainer._memory import _requirements  # private: memory that is short cannot be had here
 
 from tests.tp_trainer.callback_run import BACKENDS, data, step
 
