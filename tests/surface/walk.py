@@ -102,7 +102,8 @@ def house():
                 found["words in names"] += any(map(WORDS.fullmatch, name.split("_")))
             if isinstance(node, ast.ClassDef):
                 homes[package, node.name] = path
-                for base in node.bases:
+                is_template = "templates" in path.parts  # a package of its own
+                for base in [] if is_template else node.bases:
                     children[package, ast.unparse(base).partition("[")[0].rpartition(".")[2]].append(
                         node.name
                     )
