@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, ClassVar
 
 from tp_core.errors import ConfigError
+from tp_core.internal import RanksBackend
 from tp_core.jobs import MemoryNeed, replicated_memory
-from tp_core.plugins import Backend, Job, Verdict
+from tp_core.plugins import Job, Verdict
 
 from tp_context._options import ContextOptions
 
@@ -12,39 +13,25 @@ if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from tp_context._session import ContextSession
 
 
-class ContextBackend(Backend[ContextOptions]):
+class ContextBackend(RanksBackend[ContextOptions]):
     """Runs one process per device: groups of them share each sequence, and the groups divide the samples."""
 
     name: ClassVar[str] = "context"
     options_type = ContextOptions
 
-    def assess(self, job: Job) -> Verdict:
-        """Fit several processes with one device each, below all that keep sequences whole."""
-        import torch.distributed as dist
-
-        environment, devices = job.environment, job.devices
-        if not dist.is_available():
-            return Verdict.unfit("this build of torch has no torch.distributed")
-        if environment.world_size == 1:
-            return Verdict.unfit(
-                "one process, and this splits sequences over several",
-                remedy=f"tp launch -n {max(2, len(devices))} script.py",
-            )
-        if len(devices) != 1:
-            return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")
+    def assess_ranks(self, job: Job) -> Verdict:
+        """Fit a model of whole parameters, below all backends that keep sequences whole."""
         traits = job.traits
         if traits is not None and (traits.has_dtensors or traits.has_sharded_parameters):
             return Verdict.unfit(
                 "the model has split parameters, and each rank here has whole ones",
                 remedy="give the plain model",
             )
-        try:
-            context = ranks_of_a_sequence(self.parse_options(job), environment.world_size)
-        except ConfigError as error:
-            return Verdict.unfit(str(error))
+        size = job.environment.world_size
+        context = ranks_of_a_sequence(self.parse_options(job), size)
         return Verdict.fits(
             10,
-            f"each sequence split over {context} of {environment.world_size} processes, for sequences that "
+            f"each sequence split over {context} of {size} processes, for sequences that "
             "one device has no memory for; ddp is faster where they fit",
         )
 
