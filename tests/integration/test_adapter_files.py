@@ -1,6 +1,7 @@
 """Adapters of peft in files: written by every backend, and loaded by peft and by every backend."""
 
 import json
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -167,3 +168,13 @@ def test_models_and_files_that_do_not_go_together_are_refused(tmp_path):
         trainer.load_model(make("lora", modules_to_save=["lm_head"]), tmp_path / "lora")
     with pytest.raises(ConfigError, match="the model has no adapter 'other'; it has default"):
         trainer.load_model(model, tmp_path / "lora", name="other")
+
+
+def test_a_run_goes_from_backend_to_backend_without_its_base(tmp_path):
+    train("saved", "single", tmp_path)
+    for epochs, backend in ((2, "shard"), (3, "fsdp")):
+        run_ranks(partial(train, epochs=epochs), 2, "saved", backend, tmp_path, timeout_s=300)
+    found, _ = train("saved", "single", tmp_path, epochs=4)
+    expected, _ = train("saved", "single", tmp_path / "undisturbed", epochs=4)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-7, atol=1e-10)
