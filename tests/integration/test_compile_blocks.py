@@ -112,6 +112,7 @@ def pool():
     ranks.close()
 
 
+@pytest.mark.slow
 def test_a_class_of_blocks_is_compiled_once_for_all_lengths():
     check(compare("single"))
 

@@ -11,12 +11,12 @@ from tp_core.errors import ConfigError, ModelError
 from tp_core.testing import RankPool, run_ranks
 from tp_trainer import Trainer
 
-transformers = pytest.importorskip("transformers")
 TOKENS = torch.randint(32, (12, 6), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("llama")
     config = transformers.LlamaConfig(
@@ -49,6 +49,8 @@ def step(model, batch):
 
 
 def load(folder, **arguments):
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **arguments)
 
 
@@ -214,6 +216,7 @@ def test_a_model_that_is_split_or_prepared_otherwise_is_refused(pool, size, fold
             assert words in message
 
 
+@pytest.mark.slow
 def test_what_accelerate_has_prepared_is_refused_on_one_device():
     accelerate = pytest.importorskip("accelerate")
     model = nn.Linear(2, 1)

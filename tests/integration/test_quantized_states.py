@@ -183,6 +183,7 @@ def assert_same(found, expected, *, within):
         torch.testing.assert_close(found[0][name], tensor, rtol=0, atol=within)
 
 
+@pytest.mark.slow
 def test_quantized_states_are_sharded_and_resumed_on_other_backends(pool, tmp_path):
     expected = fit(AdamW8bit, epochs=4)
     assert expected[1] == ["Quantized"]

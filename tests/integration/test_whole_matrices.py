@@ -185,6 +185,7 @@ def refusals():
     return found
 
 
+@pytest.mark.slow
 def test_a_step_without_preparation_or_with_a_closure_is_refused(pool):
     for unprepared, closure in pool.run(refusals):
         assert "Muon computes with whole matrices" in unprepared

@@ -48,7 +48,8 @@ def pool():
     ranks.close()
 
 
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_ranks_keep_the_same_weights(pool, backend):
     (first, drawn), (second, others) = pool.run(fit, backend)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -181,6 +181,7 @@ def fitted(monkeypatch, free):
         return trainer.session.job.recomputation, model
 
 
+@pytest.mark.slow
 def test_fit_applies_the_choice_and_trains_the_same(monkeypatch):
     plain = fitted(monkeypatch, 2**40)
     held = sum(p.numel() * p.element_size() for p in deep().parameters())
