@@ -22,9 +22,7 @@ def site(tmp_path_factory):
     with (place / "site.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file unlocks it
         if not built.exists():
-            shutil.rmtree(
-                out, ignore_errors=True
-            )  # of a build that failed: another in its place would not warn
+            shutil.rmtree(out, ignore_errors=True)  # one that failed; built upon, it would not warn
             command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(out)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
             assert done.returncode == 0, done.stderr
