@@ -248,7 +248,7 @@ def positions(tokens: int, *, device: torch.device | str | None = None) -> Tenso
         device: The device of the result.
 
     Returns:
-        The positions: (tokens,).
+        The positions, as a tensor of shape (tokens,).
 
     Example:
         >>> positions(3)
