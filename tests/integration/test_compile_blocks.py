@@ -148,8 +148,11 @@ def test_blocks_are_compiled_with_checkpointed_activations_on_ranks(pool, backen
 
 
 def test_what_cannot_be_compiled_by_blocks_is_refused():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    torchs_own = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     for backend, model, error, words in [
         ("single", nn.Linear(2, 2), ModelError, "no blocks that repeat"),
+        ("single", torchs_own, ModelError, "torch compiles nothing of one that is called by itself"),
         ("tuple", Network(), ConfigError, "compiles each as a whole; take compile=True"),
         ("dp-gather", Network(), ConfigError, "compiles each as a whole; take compile=True"),
     ]:

@@ -174,6 +174,14 @@ class Session:
         options = self.job.compile or CompileOptions()
         modules = repeated_blocks(self.unwrap(model)).values() if options.blocks else [model]
         for module in modules:
+            if options.blocks and type(module).forward.__module__.startswith("torch."):
+                kind = type(module).__name__
+                msg = (
+                    f"the model's blocks are torch's own {kind}, and torch compiles nothing of one that is "
+                    f"called by itself; take compile=True, or make them of a class of yours with a forward() "
+                    f"that calls it: class Block(torch.nn.{kind})"
+                )
+                raise ModelError(msg)
             module.compile(**options.arguments())
 
     def refresh(self, model: nn.Module) -> None:
