@@ -9,11 +9,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from tp_core.errors import StepError
 
 from tp_context._slices import Cut, active
@@ -69,13 +70,95 @@ def attention(
         if cuts is None or cut is None:
             return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         rows = cuts.of_slice(query.size(-2))
-        key, value = cut.gather(key, -2), cut.gather(value, -2)
         if rows is not None:
             attn_mask, is_causal = _whole_mask(attn_mask, rows, cut, is_causal)
+        is_learned = attn_mask is not None and attn_mask.requires_grad
+        if not dropout_p and not is_learned and rows is not None and (rows is cut or not is_causal):
+            mixed: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]  # torch's
+                query, key, value, attn_mask, _Rows(cut, is_causal, options)
+            )
+            return mixed
+        key, value = cut.gather(key, -2), cut.gather(value, -2)
         with rank_draws(cut, query.device, draws=dropout_p > 0):
             if is_causal and rows is cut:
                 return _causal(query, key, value, cut, dropout_p, options)
             return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+_BLOCK = 256
+"""Rows of queries with a mask at a time: a mask of all would need more memory than the split saves."""
+
+
+class _Rows(NamedTuple):
+    """How this rank's queries see the keys of whole sequences: their cut, and arguments of attention."""
+
+    keys: Cut
+    is_causal: bool
+    options: dict[str, Any]
+
+    def blocks(self, mask: Tensor | None, query: Tensor) -> Iterator[tuple[int, int, int, Any]]:
+        """Yield the first and the last row of each block, the number of its keys, and its mask."""
+        count, device = query.size(-2), query.device
+        if not self.is_causal:
+            step = count if mask is None or mask.size(-2) == 1 else _BLOCK
+            for at in range(0, count, step):
+                to = min(at + step, count)
+                has_rows = mask is not None and mask.size(-2) > 1
+                yield at, to, self.keys.length, mask[..., at:to, :] if mask is not None and has_rows else mask
+            return
+        at = 0
+        for begin, end in self.keys.own:
+            for first in range(begin, end, _BLOCK):
+                last = min(first + _BLOCK, end)
+                sees = torch.arange(first, last, device=device)[:, None] >= torch.arange(last, device=device)
+                yield at, at + last - first, last, sees
+                at += last - first
+
+
+class _Attend(torch.autograd.Function):
+    """Attention to whole sequences that keeps slices for the backward pass, and gathers them again there.
+
+    Forward: all-gathers of keys and values. Backward: the same, then sums of their gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rows: _Rows
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.rows = rows
+        ctx.autocast = (
+            torch.is_autocast_enabled(query.device.type),
+            torch.get_autocast_dtype(query.device.type),
+        )
+        keys, values = rows.keys.all_gather(key, -2), rows.keys.all_gather(value, -2)
+        outputs = [
+            _plain_attention(query[..., a:b, :], keys[..., :n, :], values[..., :n, :], m, **rows.options)
+            for a, b, n, m in rows.blocks(mask, query)
+        ]
+        return torch.cat(outputs, -2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask = ctx.saved_tensors
+        rows: _Rows = ctx.rows
+        keys, values = rows.keys.all_gather(key, -2), rows.keys.all_gather(value, -2)
+        sums, own = [torch.zeros_like(keys), torch.zeros_like(values)], torch.empty_like(query)
+        enabled, dtype = ctx.autocast
+        for a, b, n, m in rows.blocks(mask, query):
+            inputs = [query[..., a:b, :], keys[..., :n, :], values[..., :n, :]]
+            inputs = [t.detach().requires_grad_() for t in inputs]
+            with (
+                torch.enable_grad(),
+                torch.autocast(query.device.type, dtype=dtype, enabled=enabled),
+                _inside(),
+            ):
+                mixed = _plain_attention(*inputs, m, **rows.options)
+            own[..., a:b, :], *others = torch.autograd.grad(mixed, inputs, grad[..., a:b, :])
+            for total, other in zip(sums, others, strict=True):
+                total[..., :n, :] += other
+        return own, *(rows.keys.sum_and_take(total, -2 % total.dim()) for total in sums), None, None
 
 
 def _causal(
