@@ -16,6 +16,7 @@ import tp_shard as ts
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
+from tp_core.testing import run_ranks
 from tp_trainer import FsdpOptions, Trainer
 
 from tests import adapters
@@ -64,32 +65,38 @@ def make(family: str, kind: str, backend: str) -> nn.Module:
     return ts.parallelize(model, PLAN) if backend == "shard" else model
 
 
-def predicted_and_allocated(
-    family: str, kind: str, backend: str, ranks: int, precision: Any
-) -> tuple[int, int]:
-    """Return both of this rank."""
-    torch.set_num_threads(1)
+def arguments_of(precision: Any) -> dict[str, Any]:
+    # As without knowledge of memory, so that the machine does not decide what is measured.
+    options = FsdpOptions(reshard_after_forward=True, activation_checkpointing=False, offload=False)
+    return {"devices": "cpu", "precision": precision, "progress": False, "seed": 0, "options": options}
+
+
+def predicted(family: str, kind: str, backend: str, ranks: int, precision: Any) -> int:
+    """Return what the table says of a rank."""
     if backend == "shard":
         ts.distributed.init_process_group()
-    arguments: dict[str, Any] = {"devices": "cpu", "precision": precision, "progress": False, "seed": 0}
-    # As without knowledge of memory, so that the machine does not decide what is measured.
-    arguments["options"] = FsdpOptions(
-        reshard_after_forward=True, activation_checkpointing=False, offload=False
-    )
     model = make(family, kind, backend)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = next(iter(batches(family, ranks)))
-    table = Trainer(**arguments).estimate(model, optimizer, batch, step, devices=ranks, memory="1TiB")
+    trainer = Trainer(**arguments_of(precision))
+    table = trainer.estimate(model, optimizer, batch, step, devices=ranks, memory="1TiB")
     need = table.verdicts[backend].memory
     assert need is not None, table
+    return need.total
+
+
+def allocated(family: str, kind: str, backend: str, ranks: int, precision: Any) -> int:
+    """Return the most that this rank has allocated, in a process that has allocated nothing before."""
+    torch.set_num_threads(1)
+    if backend == "shard":
+        ts.distributed.init_process_group()
     began: list[int] = []
 
     def watched(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         began.append(time.time_ns())
         return step(model, batch)
 
-    del model, optimizer
-    with Trainer(backend=backend, **arguments) as trainer:
+    with Trainer(backend=backend, **arguments_of(precision)) as trainer:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             model = make(family, kind, backend)
             trainer.fit(model, torch.optim.AdamW(model.parameters()), batches(family, ranks), step=watched)
@@ -97,20 +104,17 @@ def predicted_and_allocated(
         results = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
         found = sorted((e.start_ns(), e.nbytes()) for e in results if e.name() == "[memory]")
         held = list(accumulate(nbytes for _, nbytes in found))
-        highest = max(n for (when, _), n in zip(found, held, strict=True) if when >= began[0])
-    ts.distributed.destroy_process_group()
-    return need.total, highest
+        return max(n for (when, _), n in zip(found, held, strict=True) if when >= began[0])
 
 
 def main() -> int:
     worst = 0.0
-    with adapters.Places() as places:
-        for run in RUNS:
-            found = places.run(run[3], predicted_and_allocated, *run)
-            predicted, allocated = found[0][0], max(allocated for _, allocated in found)
-            ratio = predicted / allocated
-            worst = max(worst, abs(ratio - 1))
-            print(f"{run}: predicted {predicted:,} allocated {allocated:,} ratio {ratio:.3f}", flush=True)
+    for run in RUNS:
+        ranks = run[3]
+        said = run_ranks(predicted, ranks if run[2] == "shard" else 1, *run)[0]
+        found = max(run_ranks(allocated, ranks, *run))
+        worst = max(worst, abs(said / found - 1))
+        print(f"{run}: predicted {said:,} allocated {found:,} ratio {said / found:.3f}", flush=True)
     return int(worst > 0.1)
 
 
