@@ -20,7 +20,7 @@ from tests.bench.trainer.loops import is_installed
 
 JOB = Path(__file__).parents[3] / "docs" / "examples" / "jobs" / "adapters"
 LIBRARIES = {"tp": "tp_trainer", "accelerate": "accelerate", "trl": "trl"}
-ROUNDS = 3
+ROUNDS = 5
 
 
 def watched(program: str) -> None:

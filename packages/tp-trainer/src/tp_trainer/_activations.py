@@ -45,7 +45,7 @@ def checkpoint_activations(
         *kinds: Classes of its modules, or their names: ``nn.TransformerEncoderLayer``, ``"GPT2Block"``.
             Without any they are the model's blocks: those that a model of Hugging Face names in
             ``_no_split_modules``, else those that repeat.
-        every: Only each so-manieth of these modules, from the first one on: with 2 every second one.
+        every: Only every n-th of these modules, from the first one on: with 2 every second one.
         keep: "inputs" keeps the inputs of a module alone, for about a third more time. "matmuls" also keeps
             the results of matrix products, convolutions and attention: about half the memory, for a few
             percent of the time. A module may not change such a result in place then; torch raises an error.

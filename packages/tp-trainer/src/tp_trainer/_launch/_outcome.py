@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def state(self) -> Literal["finished", "failed", "stopped"]:
-        """Whether a signal "stopped" the launch, or it "failed" with another status than 0, or it "finished"."""
+        """Whether a signal "stopped" the launch, it "failed" with a status other than 0, or it "finished"."""
         if self.stopped_by is not None:
             return "stopped"
         return "failed" if self.status else "finished"
