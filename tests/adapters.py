@@ -325,7 +325,9 @@ def train(
 ) -> Trained | str:
     """Train on a backend; return what it ends with, or the error of tp's own."""
     torch.set_num_threads(1)
-    logging.getLogger("tp_trainer").setLevel(logging.ERROR)  # it says that the number of ranks is another one
+    log = logging.getLogger("tp_trainer")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it says that the number of ranks is another one
     model = make(family, kind)
     optimizer = make_optimizer(model)
     if plan is not None:
@@ -353,6 +355,7 @@ def train(
             raise
         return f"{type(error).__name__}: {error}"
     finally:
+        log.setLevel(level)
         if plan is not None:
             ts.distributed.destroy_process_group()
 

@@ -16,6 +16,7 @@ ELSEWHERE = {
         "IPython": "who is in a notebook has it",
         "datasets": "looked at where a user hands one over, who has it then",
     },
+    "tp-context": {"transformers": "whoever hands over a model of it has it"},
     "tp-runner": {"numpy": "work that asks for a generator of it has it"},
     "tp-shard": {"typer": "its command is loaded by tp alone, which cannot start without it"},
     "tp-trainer": {"markupsafe": "jinja2, of the extra report, is made of it"},

@@ -85,7 +85,8 @@ def test_a_project_that_does_not_say_where_it_is_public_is_not_released(reposito
     command = [sys.executable, str(ROOT / "tools/release.py"), NEXT, "--root", str(repository)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=800)
     assert done.returncode == 1
-    assert done.stderr.startswith("no release: tp-core does not say where the project is public; give --url")
+    said = "no release: tp-context does not say where the project is public; give --url"
+    assert done.stderr.startswith(said)
     assert "--url is the address" in release(repository, NEXT, "--url", "example").stderr
     assert release(repository, NEXT, "--url", "https://old.example/a/b").returncode == 0
     (repository / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n- More.\n")

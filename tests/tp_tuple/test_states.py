@@ -120,8 +120,6 @@ def test_distributed_checkpoints_name_model_and_optimizer_alike(inside):
 
 @pytest.mark.parametrize("name", ["scatter", "gather"])
 def test_steps_that_never_happen_say_so(name):
-    with pytest.raises(ConfigError, match=f"TupleParallel {name}s nothing"):
-        getattr(TupleParallel(make(), D), name)(None, None, *([None] if name == "scatter" else []))
     with pytest.raises(ConfigError, match=f"Mine.{name} would never be called"):
         type("Mine", (TupleParallel,), {name: lambda *_: None})
 
