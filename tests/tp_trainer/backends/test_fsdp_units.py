@@ -1,8 +1,10 @@
 """Which modules of a model are units of the backend ``fsdp``, and which jobs it fits."""
 
 import dataclasses
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -288,3 +290,16 @@ def test_torch_fsdp_is_imported_when_a_session_is_opened_and_not_before():
         "assert 'torch.distributed.fsdp' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=800)
+
+
+def test_a_search_for_units_keeps_no_parameter():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    gc.collect()
+    gc.disable()  # so that nothing but references decides
+    try:
+        find_units(model, nn.Linear)
+        whole = weakref.ref(model[0].weight)
+        model[0].weight = nn.Parameter(torch.zeros(1))  # as a shard takes its place
+        assert whole() is None
+    finally:
+        gc.enable()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tp_core._contracts._blocks import CONTAINERS, found_blocks, named_blocks
 from tp_core._fully_sharded._options import UnitRule
@@ -161,20 +161,21 @@ def _sharing(model: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[st
     A place is a unit; its name is empty for the modules in no unit.
     """
     names = {module: name for name, module in units.items()}
-    places: dict[Tensor, dict[str, None]] = {}
-    called: dict[Tensor, str] = {}
+    # By ids: `walk` refers to itself, and would keep the whole parameters until the collector runs.
+    places: dict[int, dict[str, None]] = {}
+    called: dict[int, str] = {}
 
     def walk(module: nn.Module, prefix: str, place: str) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(parameter, {})[place] = None
-            called.setdefault(parameter, prefix + name)
+            places.setdefault(id(parameter), {})[place] = None
+            called.setdefault(id(parameter), prefix + name)
         for name, child in module.named_children():
             walk(child, f"{prefix}{name}.", names.get(child, place))
 
     walk(model, "", "")
-    for parameter, found in places.items():
+    for key, found in places.items():
         if len(found) > 1:
-            yield called[parameter], list(found)
+            yield called[key], list(found)
 
 
 def _nbytes(module: nn.Module) -> int:
