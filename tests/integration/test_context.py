@@ -291,6 +291,14 @@ def by_rank(model, batch):
     return step(model, batch)
 
 
+def late_by_rank(model, batch):
+    """Fail on one rank alone, when the other one already joins the numbers of both."""
+    output = step(model, batch)
+    if batch["tokens"].size(1) % 2:
+        raise ValueError("an odd slice at the end")
+    return output
+
+
 REFUSED = [
     (Counting, step, r"'places' \(Embedding\) computes something else"),
     (Decoder, shifting, "though all modules compute the same: it uses tokens of other ranks"),
@@ -303,6 +311,7 @@ REFUSED = [
     (Decoder, unweighted, "StepError: the step returned no 'weight'"),
     (Decoder, miscounting, "or is a mean over something else than the 'weight'"),
     (Decoder, by_rank, "ValueError: an odd slice"),
+    (Decoder, late_by_rank, "ValueError: an odd slice at the end"),
 ]
 
 

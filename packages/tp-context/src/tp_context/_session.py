@@ -233,6 +233,7 @@ class ContextSession(ProcessGroupSession):
         cuts.counts = weight > 0
         sent = [_number(v) for v in numbers.values()] + [weight]
         sent += [_number(x) for mean, own in pairs.values() for x in (mean, own or 0.0)]
+        cuts.announce(("numbers", sorted(values)))
         rows = self._gather_numbers(torch.tensor([len(sent), *sent], dtype=torch.float64))
         table = torch.stack(rows)[:, 1:]
         weights = table[:, len(numbers)]
@@ -300,6 +301,7 @@ class ContextSession(ProcessGroupSession):
             cut = cuts.of_slice(value.size(dim)) if dim < value.dim() else None
             if cut is not None:
                 return cut.gather(value.detach(), dim)
+        cuts.announce(("rows", name))
         alike = self._gather_numbers(value.detach().double().sum()[None].cpu())
         if any(not torch.allclose(alike[0], other, equal_nan=True) for other in alike):
             msg = (

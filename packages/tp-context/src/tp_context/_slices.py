@@ -172,6 +172,12 @@ class Cuts:
             )
             raise StepError(msg)
 
+    def announce(self, what: object) -> None:
+        """Describe an exchange that follows, in a check of the ranks: one may have failed."""
+        before = next(iter(self._by_length.values())).before
+        if before is not None:
+            before(what)
+
     def of_slice(self, tokens: int) -> Cut | None:
         """Return the cut whose slice on this rank has so many tokens."""
         return self._by_tokens.get(tokens)
