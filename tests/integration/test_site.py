@@ -21,6 +21,7 @@ def test_the_reference_of_a_package_has_its_public_names(site, package):
         "compat",
         "distributed",
         "errors",
+        "hosting",
         "loggers",
         "nn",
         "plans",

@@ -18,6 +18,8 @@ class ContextBackend(RanksBackend[ContextOptions]):
 
     name: ClassVar[str] = "context"
     options_type = ContextOptions
+    # Read by `tp test`, in whose batches nothing is a sequence.
+    self_test_options: ClassVar[dict[str, object]] = {"sequence": {}}
 
     def assess_ranks(self, job: Job) -> Verdict:
         """Fit a model of whole parameters, below all backends that keep sequences whole."""
