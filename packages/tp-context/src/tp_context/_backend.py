@@ -70,8 +70,7 @@ def ranks_of_a_sequence(options: ContextOptions, size: int) -> int:
     if size % context:
         msg = (
             f"the option context={context} of backend 'context' shares each sequence among so many ranks, "
-            "and "
-            f"{size} ranks are not a multiple of it"
+            f"and {size} ranks are not a multiple of it"
         )
         raise ConfigError(msg)
     return context

@@ -87,13 +87,12 @@ def prove(
             failed = ""
         except Exception as error:  # noqa: BLE001 - whatever the user's step raises
             whole, failed = _Run([], {}, {}), f"{type(error).__name__}: {error}"
-        told = [f for f in ranks.all_gather(failed) if f]
-        if told:
+        failures = [f for f in ranks.all_gather(failed) if f]
+        if failures:
             return (
                 f"the step fails on a piece of {where.lengths} tokens of the first batch, on which backend "
-                f"'context' compares the split model with the whole one ({told[0]:.300}); give a longer "
-                "piece "
-                "with the option check_tokens"
+                f"'context' compares the split model with the whole one ({failures[0]:.300}); "
+                "give a longer piece with the option check_tokens"
             )
         best = (-1, "")
         has_positions = any("position_ids" in name for name, _ in _named_tensors(batch))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -105,8 +105,7 @@ class ContextSession(ProcessGroupSession):
             DisagreementError: The ranks of a sequence have different batches.
 
         Collectives: those of attention and of `ProcessGroupSession.run`; an all-gather of a few numbers
-        before
-        the step, and one after it.
+        before the step, and one after it.
         """
         return self.run_several(step, [model], batch)
 
@@ -178,8 +177,7 @@ class ContextSession(ProcessGroupSession):
             for other in everyones:
                 if isinstance(other, str):
                     raise refuse(other)
-            assert isinstance(proved, Way)  # noqa: S101 - for the type checker
-            way = ways[key] = proved
+            way = ways[key] = cast("Way", proved)  # it is among those looked at above
         return way
 
     def _check_same_batch(self, batch: Any, found: Found) -> None:
@@ -273,8 +271,7 @@ class ContextSession(ProcessGroupSession):
         msg = (
             "the step returned no 'weight', and on backend 'context' it sees a part of each sequence: return "
             "{'loss': loss, 'weight': n} with the number of tokens of its batch that the loss is a mean "
-            "over, "
-            "such as (batch['labels'] != -100).sum()"
+            "over, such as (batch['labels'] != -100).sum()"
         )
         raise StepError(msg)
 
@@ -293,8 +290,7 @@ class ContextSession(ProcessGroupSession):
         if not isinstance(value, Tensor):
             msg = (
                 f"the step's {name!r} is of type {type(value).__name__}, and of a part of each sequence: on "
-                "backend "
-                "'context' return numbers and tensors"
+                "backend 'context' return numbers and tensors"
             )
             raise StepError(msg)
         for dim in (1, *range(2, value.dim()), 0):
@@ -306,10 +302,8 @@ class ContextSession(ProcessGroupSession):
         if any(not torch.allclose(alike[0], other, equal_nan=True) for other in alike):
             msg = (
                 f"the step's {name!r} has shape {tuple(value.shape)}, with no dimension of the slice's "
-                "tokens, and "
-                "differs between the ranks of a sequence: return a row for each token, or a value of the "
-                "whole "
-                "sequence, with tp_context.gather()"
+                "tokens, and differs between the ranks of a sequence: return a row for each token, or one "
+                "value of the whole sequence, with tp_context.gather()"
             )
             raise StepError(msg)
         return value

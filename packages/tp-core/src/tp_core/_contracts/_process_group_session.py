@@ -167,14 +167,14 @@ class ProcessGroupSession(Session):
         return averaging
 
     def _share_quantized(self, model: nn.Module) -> None:
-        """Give the data ranks the first one's quantized weights, which torch's wrapper cannot broadcast.
+        """Share the first rank's quantized weights with those that train them, which torch's wrapper cannot.
 
         Collective: a broadcast of each of the tensors of which they consist.
         """
         weights = {n: parts for n, p in model.named_parameters() if (parts := quantized_parts(p)) is not None}
         for part in (part for parts in weights.values() for part in parts):
             whole = part.contiguous()
-            dist.broadcast(whole, group_src=0, group=self._data_group)
+            dist.broadcast(whole, group_src=0, group=self._gradient_group)
             if whole is not part:
                 part.copy_(whole)
         if weights:

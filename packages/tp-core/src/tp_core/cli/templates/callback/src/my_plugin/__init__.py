@@ -39,7 +39,7 @@ class MyPluginCallback(Callback):
         self._highest = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with."""
+        """Return what a resumed run continues with."""
         return {"largest": list(self.largest), "highest": self._highest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
