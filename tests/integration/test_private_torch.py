@@ -23,6 +23,7 @@ SOURCES = [
     path
     for package in (
         "tp-context",
+        "tp-data",
         "tp-core",
         "tp-dp-gather",
         "tp-runner",

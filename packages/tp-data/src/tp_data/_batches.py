@@ -1,0 +1,193 @@
+"""Batches: how the samples of the global order become the batches of steps, and rows of them a rank's part.
+
+A batcher sees the samples in the global order, by their positions, and never their content. It makes the
+global batch of one step after the other, the same whatever the number of ranks::
+
+    the global order       0 1 2 3 | 4 5 6 7 | 8 9 ...      Item: a position and a cost
+    next_batch             [row, row, row, row]             Row: one sample, or pieces of several
+    split, 2 ranks         [row, row] [row, row]
+    collate, in a worker   a batch of this rank's rows
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils.data import default_collate
+from tp_core.errors import ConfigError
+from tp_core.internal import split_evenly
+
+
+class Item(NamedTuple):
+    """A sample in the global order of an epoch.
+
+    Attributes:
+        position: Its place in the order, from 0.
+        cost: What `Batcher.cost` says of it; 1 without one.
+    """
+
+    position: int
+    cost: int = 1
+
+
+class Piece(NamedTuple):
+    """A part of a sample, in a row.
+
+    Attributes:
+        position: The sample's place in the global order.
+        start: The first token of it, or whatever the batcher counts.
+        stop: The end of the part; ``None`` for that of the sample.
+    """
+
+    position: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a batch.
+
+    Attributes:
+        pieces: The samples in it, or parts of them.
+        weight: What the row counts; 0 for one that only fills up.
+    """
+
+    pieces: tuple[Piece, ...]
+    weight: float = 1.0
+
+
+class Batcher:
+    """Makes global batches of samples; a subclass decides which samples make a batch.
+
+    A loader works on a shallow copy for each iteration, and sends copies to its workers, so a batcher can be
+    pickled. What it does must follow from the items alone: every rank makes the same batches.
+
+    Attributes:
+        cost: The cost of a sample, such as its number of tokens; ``None`` where batches do not depend on the
+            samples. It runs where samples are loaded, in the workers.
+    """
+
+    cost: Callable[[Any], int] | None = None
+
+    def start(self, state: Mapping[str, Any] | None, take: Callable[[Sequence[int]], list[Item]]) -> None:
+        """Begin an epoch, or continue one.
+
+        Args:
+            state: The result of :meth:`state_dict`; ``None`` at the beginning.
+            take: ``take(positions)`` returns the items at positions that were taken before.
+        """
+
+    def next_batch(self, items: Iterator[Item]) -> list[Row] | None:
+        """Return the rows of the next global batch; ``None`` at the end of the epoch.
+
+        Args:
+            items: The samples that were not taken yet, in the global order.
+        """
+        raise NotImplementedError
+
+    def split(self, rows: Sequence[Row], ranks: int) -> list[list[Row]]:
+        """Return the part of each rank of a global batch.
+
+        Together they are all rows, in their order. A part may be empty.
+        """
+        return [list(rows[part]) for part in split_evenly(len(rows), ranks)]
+
+    def count(self, rows: Sequence[Row]) -> int:
+        """Return what rows weigh in the mean over all ranks: the number of rows."""
+        return len(rows)
+
+    def collate(self, rows: Sequence[Row], samples: Mapping[int, Any]) -> Any:
+        """Return the batch of a rank's rows. It runs in a worker.
+
+        Args:
+            rows: The rows of one rank, at least one.
+            samples: The samples in them, by their positions.
+        """
+        raise NotImplementedError
+
+    def measure(self, batch: Any) -> dict[str, float]:
+        """Return numbers of a batch that add up, such as its tokens, for `Loader.stats`."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is held back for later batches, as positions and numbers: it becomes JSON."""
+        return {}
+
+    def length(self, samples: int) -> int | None:
+        """Return the number of batches that so many samples make; ``None`` where that is not known."""
+        return None
+
+
+class BatchSize(Batcher):
+    """Batches of so many samples, over all ranks together.
+
+    Example:
+        >>> BatchSize(64, last="drop").length(1000)
+        15
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        last: Literal["spread", "drop", "pad"] = "spread",
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        """Set the size.
+
+        Args:
+            size: The samples of a step, on all ranks together.
+            last: What becomes of the samples that are left at the end: ``"spread"`` divides them among the
+                ranks, ``"drop"`` leaves them out, and ``"pad"`` fills up the batch with rows that count
+                nothing. Then each sample must be a dict, and each batch has a ``"weight"`` for each row.
+            collate: Makes a batch of a list of samples.
+
+        Raises:
+            ConfigError: The size is not a number above 0, or ``last`` is none of these.
+        """
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            msg = f"a batch needs a number of samples above 0, for all ranks together, got {size!r}"
+            raise ConfigError(msg)
+        if last not in ("spread", "drop", "pad"):
+            msg = f"last={last!r}: the last samples of an epoch can be 'spread', 'drop' or 'pad'"
+            raise ConfigError(msg)
+        self.size, self.last, self._collate = size, last, collate
+
+    def next_batch(self, items: Iterator[Item]) -> list[Row] | None:
+        """Return the next samples, each a row."""
+        rows = [Row((Piece(item.position),)) for item in islice(items, self.size)]
+        if not rows or (len(rows) < self.size and self.last == "drop"):
+            return None
+        if self.last == "pad":
+            rows += [Row(rows[i % len(rows)].pieces, weight=0.0) for i in range(self.size - len(rows))]
+        return rows
+
+    def collate(self, rows: Sequence[Row], samples: Mapping[int, Any]) -> Any:
+        """Return the batch of a rank's samples.
+
+        Raises:
+            ConfigError: Rows that count nothing are asked for, and the samples are not dicts.
+        """
+        chosen = [samples[row.pieces[0].position] for row in rows]
+        batch = self._collate(chosen)
+        if self.last != "pad":
+            return batch
+        if not isinstance(batch, dict):
+            msg = (
+                "last='pad' puts a 'weight' for each row into the batch, so a batch must be a dict, got "
+                f"{type(batch).__name__}; return dicts as samples, or take last='spread' or 'drop'"
+            )
+            raise ConfigError(msg)
+        return {**batch, "weight": torch.tensor([row.weight for row in rows])}
+
+    def length(self, samples: int) -> int:
+        """Return the number of batches of an epoch."""
+        return samples // self.size if self.last == "drop" else -(-samples // self.size)
+
+
+def positions_in(rows: Iterable[Row]) -> list[int]:
+    """Return the positions of the samples in rows, each one once."""
+    return list(dict.fromkeys(piece.position for row in rows for piece in row.pieces))
