@@ -108,7 +108,7 @@ class Batcher:
         """
         raise NotImplementedError
 
-    def measure(self, batch: Any) -> dict[str, float]:
+    def measure(self, batch: Any) -> dict[str, float]:  # noqa: ARG002 - the contract
         """Return numbers of a batch that add up, such as its tokens, for `Loader.stats`."""
         return {}
 
@@ -116,7 +116,7 @@ class Batcher:
         """Return what is held back for later batches, as positions and numbers: it becomes JSON."""
         return {}
 
-    def length(self, samples: int) -> int | None:
+    def length(self, samples: int) -> int | None:  # noqa: ARG002 - the contract
         """Return the number of batches that so many samples make; ``None`` where that is not known."""
         return None
 
