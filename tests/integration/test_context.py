@@ -374,7 +374,6 @@ def test_ranks_of_a_sequence_with_different_batches_are_refused(pair):
 class TestTraining(TrainingConformance):
     backend = backend_class("context")
     processes = 2
-    options = {"sequence": {}}  # the kit's batches have no sequences
 
 
 # -- Models of transformers; context_families.py prints the table of all --

@@ -1,4 +1,7 @@
-"""The backend does what every backend must do, with whole batches on each rank of a sequence."""
+"""The backend does what every backend must do, with whole batches on each rank of a sequence.
+
+Its ``self_test_options`` keep them whole.
+"""
 
 import pytest
 from tp_core.testing import BackendConformance
@@ -12,7 +15,6 @@ ContextBackend = backend_class("context")
 class TestOneSequenceOnTwoRanks(BackendConformance):
     backend = ContextBackend
     processes = 2
-    options = {"sequence": {}}
     unused_options = {"find_unused_parameters": True}
 
 
@@ -21,5 +23,5 @@ class TestTwoSequencesOnFourRanks(BackendConformance):
     backend = ContextBackend
     processes = 4
     exchange_processes = 4
-    options = {"context": 2, "sequence": {}}
+    options = {"context": 2}
     unused_options = {"find_unused_parameters": True}

@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tp_core.errors import RankFailedError
 from tp_core.jobs import MemoryNeed
-from tp_core.plugins import Backend, Verdict
+from tp_core.plugins import Backend, Session, Verdict
 from tp_core.sessions import ProcessGroupSession, join_process_group
-from tp_core.testing import BackendConformance, RankPool
-from tp_core.testing._backend_conformance import _pools  # private: all mutants share their ranks
+from tp_core.testing import BackendConformance
 
 
 class TrueSession(ProcessGroupSession):
@@ -505,6 +504,23 @@ CAUGHT = [
 ]
 
 
+class OfRows(TrueBackend):
+    self_test_options = {"rows": True}
+
+    def open(self, job):
+        assert job.options[self.name] == {"rows": True, "more": 1}
+        return Session(job)
+
+
+def test_a_kit_gives_the_options_that_the_backend_has_for_its_batches():
+    class Kit(BackendConformance):
+        __test__ = False
+        backend = OfRows
+        options = {"more": 1}
+
+    Kit().test_closing_twice_does_nothing()
+
+
 # What these leave behind in a process would be what the next one is caught by.
 SPOILERS = {
     JoinsAtOnce,
@@ -533,12 +549,6 @@ def kit_of(altered):
     return Kit()
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2) as pool:
-        yield pool
-
-
 FIRST = {test: altered for altered, test, *_ in reversed(CAUGHT)}
 
 
@@ -550,12 +560,10 @@ def test_an_altered_backend_is_caught_by(altered, test, arguments, ranks, tmp_pa
     kit = kit_of(altered)
     if test == "test_a_barrier_waits_for_every_rank":
         arguments = [tmp_path]
-    _pools[type(kit)] = ranks
     try:
         # By an assertion here, or by an exception on a rank.
         with pytest.raises((AssertionError, RankFailedError, pytest.fail.Exception)):
             getattr(kit, test)(*arguments)
     finally:
-        del _pools[type(kit)]
         if altered in SPOILERS:
             ranks.close()  # the next one starts new ranks

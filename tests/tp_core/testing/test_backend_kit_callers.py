@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from tp_core.errors import RankFailedError
 from tp_core.plugins import Backend, Verdict
 from tp_core.sessions import ProcessGroupSession, join_process_group
 from tp_core.testing import BackendConformance, RankPool
-from tp_core.testing._backend_conformance import _pools  # private: all mutants share their ranks
 
 
 class TrueSession(ProcessGroupSession):
@@ -119,6 +119,16 @@ class KeepsTheLossAlone(TrueSession):
 
 
 class LooksTogether(TrueSession):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        # It never answers, so that the kit need not wait long for it.
+        self.wait = patch("tp_core.testing._backend_checks.ALONE_S", 0.5)
+        self.wait.start()
+
+    def close(self):
+        self.wait.stop()
+        super().close()
+
     def find_nonfinite(self, model):
         self.barrier()
         return super().find_nonfinite(model)
@@ -307,20 +317,6 @@ def kit_of(altered):
     return Kit()
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2) as pool:
-        yield pool
-
-
-def ask(kit, test, arguments, ranks):
-    _pools[type(kit)] = ranks
-    try:
-        getattr(kit, test)(*arguments)
-    finally:
-        del _pools[type(kit)]
-
-
 FIRST = {test: altered for altered, test, *_ in reversed(CAUGHT)}
 
 
@@ -330,13 +326,13 @@ FIRST = {test: altered for altered, test, *_ in reversed(CAUGHT)}
 )
 def test_an_altered_backend_is_caught_by(altered, test, arguments, ranks):
     with pytest.raises((AssertionError, RankFailedError)):
-        ask(kit_of(altered), test, arguments, ranks)
+        getattr(kit_of(altered), test)(*arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("test", "arguments"), sorted({(t, tuple(r)) for _, t, *r in CAUGHT}))
 def test_nothing_is_wrong_with_the_true_one(test, arguments, ranks):
-    ask(kit_of(TrueSession), test, arguments, ranks)
+    getattr(kit_of(TrueSession), test)(*arguments)
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def test_errors_end_the_run_or_stand_in_their_place(folder):
     (folder / "lines.txt").write_text("a\nb\nc\n")
     done, rows = call(folder, "fussy", "--input", "lines.txt")
     assert re.match(r"lines.txt, line 2: the work on item 1 .* raised .*no b", str(done.exception))
-    assert str(done.exception).endswith("\n--keep-going has errors stand in place of results, and goes on")
+    assert str(done.exception).endswith("\n--keep-going writes errors in place of results, and continues")
     assert done.output.splitlines() == ["0 done before, 1 now, 0 of them failed: out.jsonl"]
     assert [row["result"] for row in rows] == ["a"]
     done, rows = call(folder, "fussy", "--input", "lines.txt", "--keep-going")

@@ -189,7 +189,7 @@ def test_a_damaged_manifest_is_named_and_the_checkpoint_before_is_used(
     with pytest.raises(StateError, match=r"step-0000000009.*manifest\.json"):
         _folder.verify(folder / "step-0000000009")
     assert same(train(folder), undisturbed)
-    assert f"the run goes on from {folder / 'step-0000000008'}" in log.text
+    assert f"the run resumes from {folder / 'step-0000000008'}" in log.text
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
@@ -232,9 +232,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_stays_where_it_is(tmp_pat
     train(tmp_path, keep=1, epochs=1)
     (checkpoint,) = tmp_path.iterdir()
     signed(checkpoint / "manifest.json", lambda values: values.update(format=99))
-    with pytest.raises(
-        StateError, match="has format 99, and this tp-trainer reads 3: go on with the version"
-    ):
+    with pytest.raises(StateError, match="has format 99, and this tp-trainer reads 3: use the version"):
         train(tmp_path)
     assert names(tmp_path) == ["step-0000000005"]
 
@@ -247,7 +245,7 @@ def test_a_run_that_begins_anew_says_so(tmp_path, log):
     damage_all(tmp_path)
     assert same(train(tmp_path), train(None))
     assert f"{tmp_path} had 2 checkpoints and none is whole: the run begins anew" in log.text
-    assert "the run goes on from" not in log.text
+    assert "the run resumes from" not in log.text
 
 
 def test_damaged_ones_are_moved_aside_and_stay(tmp_path, log):

@@ -43,7 +43,7 @@ def page_of(*runs):
 def test_a_page_tells_the_story_of_a_run(tmp_path):
     page = page_of(leave_run(tmp_path / "run"))
     for words in (
-        "goes on from the checkpoint of step 10",
+        "resumes from the checkpoint of step 10",
         "interruption: signal SIGTERM",
         "checkpoint: path step-10",
         "backend &#39;single&#39; (auto)",

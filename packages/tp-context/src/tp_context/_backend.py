@@ -1,5 +1,6 @@
 """The backend that splits each sequence over ranks."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from tp_core.errors import ConfigError
@@ -18,8 +19,7 @@ class ContextBackend(RanksBackend[ContextOptions]):
 
     name: ClassVar[str] = "context"
     options_type = ContextOptions
-    # Read by `tp test`, in whose batches nothing is a sequence.
-    self_test_options: ClassVar[dict[str, object]] = {"sequence": {}}
+    self_test_options: ClassVar[Mapping[str, object]] = {"sequence": {}}  # in whose batches nothing is one
 
     def assess_ranks(self, job: Job) -> Verdict:
         """Fit a model of whole parameters, below all backends that keep sequences whole."""

@@ -10,12 +10,11 @@ from torch import Tensor
 from tp_core.errors import ConfigError
 
 from tp_shard._guards import register_ddp_parameters_to_ignore
-from tp_shard._shards import ORDER_TYPE, PARALLEL_DIM
 
 __all__ = ["register_ddp_parameters_to_ignore", "slice"]
 
-_PARALLEL_ATTR = _PARALLEL_DIM = PARALLEL_DIM  # attributes of tensors that such programs read
-_ORDER_TYPE = ORDER_TYPE
+_PARALLEL_ATTR = _PARALLEL_DIM = "_parallel_dim"  # attributes of tensors that such programs read
+_ORDER_TYPE = "_order_type"
 
 
 def slice(

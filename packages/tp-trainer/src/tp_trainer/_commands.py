@@ -67,7 +67,7 @@ def _convert(
     """Write the model of a checkpoint, of whatever backend, as safetensors, which any program reads.
 
     Of a run the newest checkpoint is taken, unless --step or --best says otherwise. A checkpoint is checked
-    before anything of it is used. To go on with another number of ranks, nothing has to be converted: every
+    before anything of it is used. To resume on another number of ranks, nothing has to be converted: every
     checkpoint is resumed on any number.
     """
     if ranks is not None:

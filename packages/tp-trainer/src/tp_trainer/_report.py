@@ -290,7 +290,7 @@ def _events(run: LoggedRun) -> Iterator[tuple[str, str, str]]:
         when = _when(line["time"])
         if line["type"] == "run":
             step = line["step"]
-            what = f"goes on from the checkpoint of step {step}" if line.get("resumed") else "begins"
+            what = f"resumes from the checkpoint of step {step}" if line.get("resumed") else "begins"
             yield when, str(step), what
         elif line["type"] == "event":
             facts = ", ".join(f"{name} {value}" for name, value in line["facts"].items())

@@ -113,9 +113,7 @@ def train(backend: Backend[Any], devices: list[torch.device], folder: Path) -> N
     """Train on a backend, and write the numbers into ``folder``; call it on every rank."""
     dtype = type_of(devices)
     few = DataLoader(_data(5, dtype), batch_size=_BATCH)
-    # What a backend cannot find out from these batches, such as that nothing in them is a sequence.
-    given = getattr(backend, "self_test_options", None)
-    options = None if given is None else {backend.name: given}
+    options = {backend.name: backend.self_test_options}
     with Trainer(backend=backend.name, devices=devices, seed=0, progress=False, options=options) as trainer:
         model = backend.adapt_model(_model(dtype), _data(_SAMPLES, dtype).tensors[0])
         history = trainer.fit(

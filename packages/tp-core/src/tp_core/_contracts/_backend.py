@@ -122,6 +122,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
         name: The name by which users choose this backend.
         options_type: A frozen dataclass of the backend's options and their defaults; by
             default one without fields.
+        self_test_options: The options for batches of plain rows of features, as ``tp test`` and the
+            conformance kits have them. For a backend whose defaults expect other batches; by default none.
 
     Example:
         >>> class Mine(Backend[NoOptions]):
@@ -134,6 +136,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     name: ClassVar[str]
     options_type: type[OptionsT] = cast("type[OptionsT]", NoOptions)
+    self_test_options: ClassVar[Mapping[str, object]] = {}
 
     @abc.abstractmethod
     def assess(self, job: "Job") -> Verdict:

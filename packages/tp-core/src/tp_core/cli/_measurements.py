@@ -337,7 +337,7 @@ def slow_parts(found: dict[str, Any]) -> list[str]:
         said.append(
             f"the disk of {disk['folder']} takes {_speed(speed)} (slow is less than {_speed(SLOW_DISK)}): a "
             f"checkpoint of 10 GB takes {1e10 / speed / 60:.0f} minutes; Checkpoints(background=True) lets "
-            "training go on, or give another folder"
+            "training continue, or give another folder"
         )
     return said
 

@@ -191,9 +191,9 @@ class EpochBatches:
         if samples and order is not None and order != self.digest:
             msg = (
                 f"the loader's sampler gives epoch {epoch} another order than when it stood at sample "
-                f"{samples} of it, so it cannot go on there; let the order follow from the epoch "
+                f"{samples} of it, so it cannot resume there; let the order follow from the epoch "
                 "(set_epoch) or from torch's, numpy's or Python's generator, which are seeded for it, or "
-                "go on from the end of an epoch"
+                "resume from the end of an epoch"
             )
             raise LoaderError(msg)
         return ends.index(samples)

@@ -365,7 +365,7 @@ class PreparedLoader:
         if state.get("samples") and had != has:
             msg = (
                 f"the dataset has {has} samples, and had {had} where it stood at sample {state['samples']} "
-                "of an epoch: their order is another one now; give the same data, or go on from the end "
+                "of an epoch: their order is another one now; give the same data, or resume from the end "
                 "of an epoch"
             )
             raise LoaderError(msg)

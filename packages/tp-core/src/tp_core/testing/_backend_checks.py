@@ -479,7 +479,7 @@ def wrapped_model(kit: ConformanceKit) -> str:
 
 
 def unknown_option(kit: ConformanceKit) -> tuple[str, bool]:
-    options = {kit.backend.name: {**kit.options, "no_such_option": 1}}
+    options = kit.job_options(no_such_option=1)
     was_joined = _is_joined()
     with pytest.raises(ConfigError) as caught:
         kit.backend().open(make_job(kit, options=options)).close()
@@ -778,7 +778,7 @@ def gradients_after_an_exception(kit: ConformanceKit) -> State:
 
 def trained_with_unused(kit: ConformanceKit) -> State:
     model = _WithUnused(kit.make_model())
-    options = {kit.backend.name: {**kit.options, **kit.unused_options}}
+    options = kit.job_options(**kit.unused_options)
     with open_session(kit, model=model, options=options) as session:
         plain = torch.optim.SGD(model.parameters(), lr=0.05)
         wrapped = session.prepare_model(model)
@@ -956,7 +956,7 @@ def reference_with_branches(kit: ConformanceKit, size: int) -> State:
 
 def trained_with_own_branches(kit: ConformanceKit) -> tuple[int, State]:
     model = _Branches(kit.make_model())
-    options = {kit.backend.name: {**kit.options, **kit.unused_options}}
+    options = kit.job_options(**kit.unused_options)
     with open_session(kit, model=model, options=options) as session:
         is_first, size = session.data_rank == 0, session.data_size
 

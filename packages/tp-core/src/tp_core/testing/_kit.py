@@ -106,7 +106,7 @@ class ConformanceKit(DeclaredLimits):
         backend: The backend under test.
         devices: The devices of each process.
         processes: The number of processes; real ones are started.
-        options: Options for the backend.
+        options: Options for the backend, beside its own ``self_test_options``.
         unused_options: Further options for steps that do not use every parameter.
     """
 
@@ -119,6 +119,10 @@ class ConformanceKit(DeclaredLimits):
     def subject(self) -> str:
         """Return the name of the backend."""
         return self.backend.name
+
+    def job_options(self, **more: Any) -> dict[str, dict[str, Any]]:
+        """Return the options of a job on the backend under test, with ``more`` for one test."""
+        return {self.backend.name: {**self.backend.self_test_options, **self.options, **more}}
 
     @staticmethod
     def make_model() -> nn.Module:
@@ -180,7 +184,7 @@ def make_job(
         model=model,
         seed=3,
         loss=loss,
-        options={kit.backend.name: kit.options} if options is None else options,
+        options=kit.job_options() if options is None else options,
     )
 
 

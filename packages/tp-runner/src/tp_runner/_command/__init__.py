@@ -66,7 +66,7 @@ def run(
     max_restarts: Annotated[int, typer.Option(help="How often dead workers are started again.")] = 10,
     timeout_s: Annotated[float | None, typer.Option(help="The most time for one item.")] = None,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Write errors in place of results and go on.")
+        bool, typer.Option("--keep-going", help="Write errors in place of results and continue.")
     ] = False,
     timeline: Annotated[
         Path | None, typer.Option(help="Where to write what each worker did when, for a trace viewer.")
@@ -77,7 +77,7 @@ def run(
     """Run every item of the input through a runner.
 
     Each line or row of the output has the item's source and number and its result. Called again after an
-    interruption, the command goes on where it was: no item is lost or done twice in the output. Items that
+    interruption, the command continues where it was: no item is lost or done twice in the output. Items that
     failed are tried again, those that are others now are done again. The exit status is 1 if items failed.
     Hidden files of a directory are passed over.
     """
@@ -187,7 +187,7 @@ def _report_failure(journal: Journal, records: Sequence[Record], output: Path) -
         if error.index is not None:
             record = records[error.index - journal.n_now]
             where = f"{record.source}{f', line {record.line}' if record.line else ''}: "
-        msg = f"{where}{error}\n--keep-going has errors stand in place of results, and goes on"
+        msg = f"{where}{error}\n--keep-going writes errors in place of results, and continues"
         raise TpError(msg) from error
     except BaseException:
         if journal.n_now:

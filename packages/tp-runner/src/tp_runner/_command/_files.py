@@ -195,7 +195,7 @@ def saving(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        msg = f"{path} cannot be written: {error}; called again, the command goes on with what is there"
+        msg = f"{path} cannot be written: {error}; called again, the command continues after what is there"
         raise StateError(msg) from error
 
 

@@ -255,7 +255,7 @@ class Checkpointer:
             begins = f"begins after step {step}" if step else "begins anew"
             msg = (
                 f"{self._folder.path} has {', '.join(sorted(later))}, and the run {begins}: give "
-                "resume='auto' to go on from the newest, or another folder, or delete what is not needed "
+                "resume='auto' to continue from the newest, or another folder, or delete what is not needed "
                 "any more"
             )
             raise ConfigError(msg)

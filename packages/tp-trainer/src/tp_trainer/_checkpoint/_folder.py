@@ -221,7 +221,7 @@ class RunFolder:
             if is_main:
                 self._seen_whole[path] = _signature(path)
             if is_main and damaged:
-                log.warning("the run goes on from %s, which is whole", path)
+                log.warning("the run resumes from %s, which is whole", path)
             return path
         if is_main and damaged:
             log.warning(
@@ -407,7 +407,7 @@ def read_manifest(folder: Path) -> Manifest:
         values = from_json(data.decode())
         if values["format"] != FORMAT:
             msg = (
-                f"{folder} has format {values['format']!r}, and this tp-trainer reads {FORMAT}: go on with "
+                f"{folder} has format {values['format']!r}, and this tp-trainer reads {FORMAT}: use "
                 "the version that wrote it, or give another folder"
             )
             raise FormatError(msg)

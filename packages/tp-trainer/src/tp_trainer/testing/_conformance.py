@@ -129,7 +129,7 @@ def make_trainer(kit: ConformanceKit, **arguments: Any) -> Trainer:
         seed=5,
         progress=False,
         plugins=plugins,
-        options={name: kit.options},
+        options=kit.job_options(),
         **arguments,
     )
 

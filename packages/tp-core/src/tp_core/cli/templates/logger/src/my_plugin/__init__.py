@@ -58,7 +58,7 @@ class MyPluginLogger(Logger):
             self._file.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Bring the rows to a safe place: what a checkpoint goes on from must not be lost."""
+        """Write the rows out: a run that resumes from a checkpoint needs those before it."""
         self.flush()
         return {}
 
