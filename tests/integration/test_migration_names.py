@@ -5,12 +5,14 @@ import dataclasses
 import importlib
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import tp_core
 import tp_trainer
+from tp_core.errors import ConfigError
 from tp_trainer import Callback, Loop, Trainer, callbacks, loggers, tuning
 
 from tests.tp_commands import COMMANDS, options
@@ -127,6 +129,20 @@ def test_every_name_of_ours_exists():
             except (AssertionError, AttributeError) as error:
                 error.add_note(f"in the span {span!r}")
                 raise
+
+
+def test_errors_answer_names_of_the_page_with_what_exists():
+    theirs = {name for rows in TABLES.values() for there, _ in rows for name in re.findall(r"`(\w+)`", there)}
+    answered = []
+    for name in theirs - {*inspect.signature(Trainer).parameters}:
+        for take in (lambda name: Trainer(**{name: None}), partial(getattr, Trainer())):
+            try:
+                take(name)
+            except (ConfigError, AttributeError) as error:
+                answered += str(error).split("; write ")[1:]
+    assert len(answered) >= 50
+    for answer in answered:
+        check(answer)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_an_optimizer_of_another_model_is_refused():
         ({"epochs": 0}, "epochs must be a whole number from 1, got 0"),
         ({"epochs": 1.5}, "epochs must be a whole number from 1, got 1.5"),
         ({"clip_norm": 0}, "clip_norm must be None or a number greater than 0"),
-        ({"loader": []}, "the number of batches in the loader must be"),
+        ({"loader": []}, "the loader is empty: it has no batch"),
         ({"scheduler": object()}, r"scheduler must have a method step\(\), got object"),
         ({"checkpoint": 3}, r"checkpoint must be a folder or Checkpoints\(folder, ...\), got 3"),
         ({"checkpoint": "run", "resume": True}, "resume must be 'auto' or the path of a checkpoint"),

@@ -55,7 +55,7 @@ def check_limit(what: str, value: object) -> None:
 def check_callable(what: str, value: object) -> None:
     """Make sure that ``value`` is a function of the model and a batch."""
     wanted = f"{what} must be a function {what}(model, batch) that returns the loss"
-    if not callable(value):
+    if not callable(value) or isinstance(value, nn.Module):
         msg = f"{wanted}, got {type(value).__name__}: {value!r}"
         raise ConfigError(msg)
     try:

@@ -37,6 +37,7 @@ from tp_trainer._checks import (
     check_schedule,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
+from tp_trainer._peer_names import ATTRIBUTES, explain_arguments
 from tp_trainer._steps._step import (
     LossScaler,
     RunStep,
@@ -128,6 +129,7 @@ class Trainer:
         >>> trainer.fit(model, optimizer, loader, step=step, epochs=3)  # doctest: +SKIP
     """
 
+    @explain_arguments("Trainer(seed=0), and then trainer.fit(model, optimizer, loader, step=step)")
     def __init__(
         self,
         *,
@@ -232,6 +234,14 @@ class Trainer:
     def is_main(self) -> bool:
         """Whether this process is rank 0, which writes files and prints."""
         return self.environment.is_main if self._session is None else self._session.is_main
+
+    if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in ATTRIBUTES:
+                return object.__getattribute__(self, name)  # raises the error that led here
+            msg = f"a Trainer has no {name!r}; write {ATTRIBUTES[name]}"
+            raise AttributeError(msg, name=name, obj=self)
 
     def close(self) -> None:
         """Close the session and the streams of loaders; calling it again does nothing."""
@@ -418,6 +428,7 @@ class Trainer:
 
     # -- whole runs -----------------------------------------------------------------------------
 
+    @explain_arguments("fit(model, optimizer, loader, step=step)")
     def fit(
         self,
         model: nn.Module,
@@ -566,6 +577,7 @@ class Trainer:
             self._may_step = False
             epochs.note(train_loader, loader)
 
+    @explain_arguments("loop(loader, epochs=5)")
     def loop(
         self,
         batches: Iterable[Any],
@@ -969,6 +981,7 @@ class Trainer:
 
     # -- evaluation, predictions, gathered rows -------------------------------------------------
 
+    @explain_arguments("evaluate(model, loader, step=step)")
     def evaluate(
         self,
         model: nn.Module,
@@ -1032,6 +1045,7 @@ class Trainer:
             results |= {prefix + name: value for name, value in found.items()}
         return results
 
+    @explain_arguments("predict(model, loader, step)")
     def predict(
         self, model: nn.Module, loader: Iterable[Any], step: Step, *, shard: bool = True
     ) -> "Predictions":

@@ -172,6 +172,9 @@ class MemoryNeed:
 
 
 Precision = Literal["fp32", "bf16-mixed", "fp16-mixed", "bf16-true"]
+# What other trainers call them, each with the beginning of its names here.
+_PRECISIONS = {"32": "fp32", "32-true": "fp32", "float32": "fp32", "no": "fp32", "16": "fp16", "fp16": "fp16"}
+_PRECISIONS |= {"16-mixed": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 """All in float32; steps under autocast to bfloat16, or to float16 with a scaled loss; or all in bfloat16."""
 
 Recomputation = Literal["nothing", "all but matmuls", "every 2nd block", "every block"]
@@ -308,6 +311,9 @@ class Job:
             value = getattr(self, name)
             if value not in known:
                 msg = f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}"
+                meant = [choice for choice in known if choice.startswith(_PRECISIONS.get(str(value), "-"))]
+                if name == "precision" and meant:
+                    msg = f"precision={value!r} is {' or '.join(map(repr, meant))} here"
                 raise ConfigError(msg)
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             msg = f"accumulate must be a whole number from 1, got {self.accumulate!r}"

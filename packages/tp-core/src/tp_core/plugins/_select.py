@@ -269,7 +269,9 @@ def _unknown(wanted: str, asked_by: str, installed: Collection[str]) -> str:
     known = sorted({*installed, *KNOWN_BACKENDS})
     if wanted in missing:
         lines.append(f"to get it: pip install {missing[wanted]}")
-    elif meant := get_close_matches(str(wanted), known, n=1):
+    elif wanted in ("gloo", "nccl", "mpi"):
+        lines.append(f"{wanted!r} is a transport of torch.distributed, which is chosen by the devices")
+    elif meant := get_close_matches(str(wanted).lower(), known, n=1):
         source = f" (pip install {missing[meant[0]]})" if meant[0] in missing else ""
         lines.append(f"did you mean {meant[0]!r}{source}?")
     elif missing:

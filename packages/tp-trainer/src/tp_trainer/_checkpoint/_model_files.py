@@ -248,6 +248,13 @@ def load_model(
         stored: StoredTensors = WeightsFiles(Path(path), prefix=MODEL)
     else:
         state = plain_state(load_state(path, mapped=zipfile.is_zipfile(path)))
+        for key in ("state_dict", "model_state_dict", "model"):
+            if isinstance(state.get(key), Mapping):
+                msg = (
+                    f"{os.fspath(path)} has the weights under {key!r}; write them alone, "
+                    f"torch.save(torch.load(path)[{key!r}], other), and load that"
+                )
+                raise StateError(msg)
         if not all(isinstance(value, Tensor) for value in state.values()):
             session.load_model_state(model, state)  # of modules with get_extra_state()
             return

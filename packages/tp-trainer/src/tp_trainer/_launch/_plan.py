@@ -165,10 +165,10 @@ def make_plan(request: LaunchRequest) -> Plan:
     Raises:
         ConfigError: Names the option, the given value and a valid one.
     """
+    nproc = _processes(request.nproc_per_node)
+    min_nodes, max_nodes = _nodes(request.nnodes)
     _check_script(request)
     _check_log_dir(request)
-    min_nodes, max_nodes = _nodes(request.nnodes)
-    nproc = _processes(request.nproc_per_node)
     backend = _backend(request)
     endpoint = _endpoint(request, backend=backend, max_nodes=max_nodes)
     if backend == "static":

@@ -181,6 +181,10 @@ def _check_options(job: Job, installed: Mapping[str, Backend[Any]]) -> None:
                 f"options are given for backend {name!r}, which is not installed; "
                 f"installed: {', '.join(sorted(map(repr, installed)))}"
             )
+            kinds = {backend.options_type for backend in installed.values()}
+            having = sorted(k.__name__ for k in kinds if name in getattr(k, "__dataclass_fields__", ()))
+            if having:
+                msg = f"write options={having[0]}({name}=...); {name!r} is a field of {' and '.join(having)}"
             raise ConfigError(msg)
         installed[name].parse_options(job)
 

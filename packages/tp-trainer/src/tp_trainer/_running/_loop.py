@@ -860,6 +860,9 @@ def _steps_in(train: PreparedLoader, limits: Limits) -> int:
         if wanted is None:
             raise
         has = wanted
+    if has == 0:
+        msg = "the loader is empty: it has no batch; look at its dataset, its sampler, and drop_last"
+        raise ConfigError(msg)
     check_positive("the number of batches in the loader", has)
     if wanted is not None and wanted > has:
         msg = (

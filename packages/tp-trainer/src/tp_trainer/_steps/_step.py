@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,9 +26,9 @@ def loss_of(output: Any, *, training: bool) -> Tensor:
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        got = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else repr(output)
         msg = (
-            f"the step must return its loss, a scalar tensor, or a dict with it as 'loss'; it returned {got}"
+            "the step must return its loss, a scalar tensor, or a dict with it as 'loss'; it returned "
+            f"{_returned(output)}"
         )
         raise StepError(msg)
     if loss.dim() != 0 and loss.numel() != 1:
@@ -45,6 +45,23 @@ def loss_of(output: Any, *, training: bool) -> Tensor:
         )
         raise StepError(msg)
     return loss
+
+
+def _returned(output: Any) -> str:
+    """Return what a step returned that is no loss, and what to return instead."""
+    if isinstance(output, Mapping):
+        return f"a dict with {sorted(map(str, output))}"
+    kind = type(output).__name__
+    if isinstance(getattr(output, "loss", None), Tensor):
+        return f"an object of {kind}; return its loss: output.loss"
+    if isinstance(output, Coroutine):
+        output.close()  # or Python would warn that nobody awaited it
+        return "a coroutine; write the step without async"
+    if isinstance(output, Iterator):
+        return f"a {kind}; return the loss in place of yielding it"
+    if isinstance(output, tuple | list) and any(isinstance(value, Tensor) for value in output):
+        return f"a {kind} of {len(output)}; return one value: {{'loss': loss}} with the numbers to log"
+    return repr(output)
 
 
 # -- Precision, and the scale that keeps fp16 gradients from underflow ----------------------------
@@ -238,6 +255,9 @@ def run_watched(
     handle = optimizer.register_step_pre_hook(_refuse)
     try:
         output = run(step, model, batch)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        error.add_note(f"the batch that the step was given, on its device: {outline(batch)}")
+        raise
     finally:
         handle.remove()
     after = [_state(p.grad) for p in parameters]
@@ -256,6 +276,22 @@ def run_watched(
             raise StepError(msg)
         log.warning(msg)
     return output
+
+
+def outline(value: Any, depth: int = 3) -> str:
+    """Return what a batch is made of: ``"list of 2 (Tensor(8, 3), Tensor(8,))"``."""
+    kind = type(value).__name__
+    if isinstance(value, Parts):
+        return f"in {len(value)} parts, the first: {outline(value[0], depth)}"
+    if isinstance(value, Tensor):
+        return f"{kind}{tuple(value.shape)}"
+    if not depth or not isinstance(value, Mapping | list | tuple):
+        return kind
+    if isinstance(value, Mapping):
+        held = [f"{key!r}: {outline(item, depth - 1)}" for key, item in list(value.items())[:8]]
+    else:
+        held = [outline(item, depth - 1) for item in value[:8]]
+    return f"{kind} of {len(value)} ({', '.join(held)}{', ...' * (len(value) > 8)})"
 
 
 def _refuse(optimizer: Optimizer, *_: object) -> None:
