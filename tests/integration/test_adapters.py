@@ -9,7 +9,7 @@ import pytest
 import torch
 import tp_shard as ts
 from torch.utils._python_dispatch import TorchDispatchMode
-from tp_core.errors import ConfigError, ModelError
+from tp_core.errors import ConfigError, ModelError, TpError
 from tp_shard import ShardOptions
 from tp_trainer import Callback, Checkpoints, Trainer
 
@@ -224,3 +224,119 @@ def test_a_plan_for_an_adapter_that_cannot_be_cut_is_refused():
     plan = {path: ts.Column(), "**.fc1": ts.Column(), "**.fc2": ts.Row()}
     with pytest.raises(ModelError, match=f"{path}.*Conv2d"):
         ts.parallelize(model, plan)
+
+
+# -- Bad input, on two ranks: each gets the same sentence, before the first step -------------------
+
+
+class Params4bit(torch.nn.Parameter):
+    """A weight as bitsandbytes has it, which is known by its module."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+
+class Quantized(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.up.weight = Params4bit(self.up.weight.detach(), requires_grad=False)
+
+
+def says(function, *args, **kwargs):
+    """Return the error that a call raises, as a text."""
+    try:
+        function(*args, **kwargs)
+    except TpError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def refusals(folder, backend, plan):
+    """Return what a rank is told of each bad input."""
+    torch.set_num_threads(1)
+    found, steps = {}, []
+
+    def step(model, batch):
+        steps.append(1)
+        return adapters.step(model, batch)
+
+    def try_fit(model, *, frozen=False, **options):
+        if backend == "shard" and plan is not None:
+            model = ts.parallelize(model, plan)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad != frozen], lr=0.1)
+        with Trainer(backend=backend, devices="cpu", seed=0, progress=False) as trainer:
+            trainer.fit(model, optimizer, adapters.loader("llama"), step=step, **options)
+
+    def try_load(name):
+        model = adapters.make("llama", "lora")
+        if backend == "shard":
+            model = ts.parallelize(model, plan)
+        with Trainer(backend=backend, devices="cpu", seed=0, progress=False) as trainer:
+            trainer.load_model(model, folder / name)
+
+    def make(**base):
+        return adapters.adapted("llama", "lora", base=adapters.plain("llama", **base)).double()
+
+    def other_base():
+        model = make()
+        model.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight.data[3, 5] += 1e-9
+        return model
+
+    trained = Checkpoints(folder / "run", weights="trainable")
+    copied = adapters.adapted(
+        "llama", "lora", base=adapters.plain("llama", tie_word_embeddings=True), modules_to_save=["lm_head"]
+    )
+    if backend == "shard":
+        ts.distributed.init_process_group(2)
+    try:
+        found["frozen"] = says(try_fit, make(), frozen=True)
+        found["base"] = says(try_fit, other_base(), checkpoint=trained, resume="auto", epochs=3)
+        found["nothing"] = says(try_fit, make().requires_grad_(True), checkpoint=trained, epochs=3)
+        found["model"], found["rank"] = says(try_load, "gpt2"), says(try_load, "rank")
+        found["quantized"] = says(try_fit, Quantized()) if backend == "fsdp" else None
+        if backend == "shard":
+            found["quantized"] = says(ts.parallelize, Quantized(), {"up": ts.Column(), "down": ts.Row()})
+            images = adapters.adapted("vit", "lora", target_modules=["projection", "fc1", "fc2"])
+            path = next(name for name, _ in images.named_modules() if name.endswith("projection"))
+            found["cut"] = says(ts.parallelize, images, {path: ts.Column()})
+        else:
+            found["copied"] = says(try_fit, copied)
+    finally:
+        if backend == "shard":
+            ts.distributed.destroy_process_group()
+    return found, len(steps)
+
+
+SENTENCES = {
+    "frozen": "parameters are all frozen, so training would change nothing",
+    "base": "trained on another base: the first frozen weight that differs is "
+    "'base_model.model.model.layers.1.mlp.up_proj.base_layer.weight' (its values are other ones)",
+    "nothing": "leaves out frozen weights, and the model has none",
+    "model": "does not fit the model's 'default': it lacks",
+    "rank": "it has r=2, and the model's has r=4",
+    "quantized": "'up.weight' is quantized (Params4bit)",
+    "cut": "projection is a Conv2d",
+    "copied": "is in modules_to_save, and shares 'weight' with",
+}
+
+
+@pytest.mark.slow
+def test_each_rank_gets_the_same_sentence_before_the_first_step(places, tmp_path):
+    adapters.adapted("gpt2", "lora").save_pretrained(tmp_path / "gpt2")
+    adapters.adapted("llama", "lora", r=2).save_pretrained(tmp_path / "rank")
+    model = adapters.make("llama", "lora")
+    with Trainer(devices="cpu", seed=0, progress=False) as trainer:
+        trainer.fit(
+            model,
+            adapters.make_optimizer(model),
+            adapters.loader("llama"),
+            step=adapters.step,
+            checkpoint=Checkpoints(tmp_path / "run", weights="trainable"),
+        )
+    for backend in ("ddp", "fsdp", "shard"):
+        plan = adapters.plan_of("llama", "lora") if backend == "shard" else None
+        (first, steps), (second, others) = places.run(2, refusals, tmp_path, backend, plan)
+        assert steps == others == 0
+        assert first == second
+        for name, said in first.items():
+            assert said is None or SENTENCES[name] in said, (backend, name, said)

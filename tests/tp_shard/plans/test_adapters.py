@@ -10,7 +10,7 @@ import pytest
 import torch
 import tp_shard as ts
 from torch import nn
-from tp_core.errors import ConfigError, ModelError, StateError
+from tp_core.errors import ModelError, StateError
 from tp_shard._shards import ShardTable  # what adapters split has no mark of its own on each tensor
 from tp_shard.nn._draws import SplitDraws  # for a fault that only a change of its code makes
 
@@ -174,6 +174,30 @@ def test_adapters_are_switched_merged_and_disabled_like_on_one_device(on_ranks, 
     on_ranks(2, lambda: switches(kind))
 
 
+def mixes():
+    """Compute a batch of which each row has its own adapters, or none."""
+    model = adapted("llama", "lora", modules_to_save=["lm_head"])
+    for name in ("other", "third"):
+        model.add_adapter(name, configuration("llama", "lora", r=2, modules_to_save=["lm_head"]))
+    draw_adapters(model)
+    whole = model.eval()
+    copies = ["original_module", *(f"modules_to_save.{name}" for name in ("default", "other", "third"))]
+    heads = {f"**.lm_head.{name}": ts.Vocab(gather_output=True) for name in copies}
+    split = ts.parallelize(copy.deepcopy(whole), LLAMA | heads)
+    batch = inputs("llama")
+    batch["input_ids"] = torch.cat([batch["input_ids"]] * 2)
+    del batch["labels"]
+    names = ["third", "default", "__base__", "other", "default", "third"]
+    with torch.no_grad():
+        expected, got = (each(**batch, adapter_names=names).logits for each in (whole, split))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_rows_of_a_batch_have_adapters_of_their_own(on_ranks):
+    on_ranks(2, mixes)
+
+
 def drops(family, kind, plan):
     """Train with dropout, and compare what all ranks hold, and what the adapters dropped."""
     batch = inputs(family)
@@ -223,11 +247,19 @@ def test_dropout_of_adapters_is_drawn_alike_before_columns_and_apart_before_rows
 
 
 @pytest.mark.slow
-def test_the_plan_of_transformers_fits_a_wrapped_model():
-    model = plain("llama")
-    without = ts.plans.from_hf(model, verbose=False)
-    wrapped = ts.plans.from_hf(adapted("llama", "lora"), verbose=False)
-    assert wrapped == {f"base_model.model.{path}": style for path, style in without.items()}
+def test_the_plan_of_transformers_fits_a_wrapped_and_a_loaded_model(tmp_path):
+    import peft
+
+    without = ts.plans.from_hf(plain("llama"), verbose=False)
+    model = adapted("llama", "lora")
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(plain("llama"), tmp_path, is_trainable=True)
+    for each in (model, loaded):
+        wrapped = ts.plans.from_hf(each, verbose=False)
+        assert wrapped == {f"base_model.model.{path}": style for path, style in without.items()}
+    inside = plain("llama")  # as transformers puts adapters into its own model
+    inside.load_adapter(tmp_path)
+    assert ts.plans.from_hf(inside, verbose=False) == without
 
 
 @pytest.mark.slow
@@ -260,6 +292,39 @@ def test_trained_biases_of_a_key_head_that_ranks_share_are_right(kind):
 def test_joined_outputs_of_adapted_layers_are_right(kind):
     joined = {"**.k_proj": ts.Column(gather_output=True), "**.v_proj": ts.Column(gather_output=True)}
     ts.verify(adapted("llama", kind), joined, inputs("llama")).assert_ok()
+
+
+PARTS = {
+    **LLAMA,
+    "**.layers": ts.Sequence(),
+    "**.input_layernorm": ts.Sequence(),
+    "**.post_attention_layernorm": ts.Sequence(),
+    "**.self_attn": ts.Gathered(),
+}
+"""Attentions gather the sequence once, and each column layer of an MLP gathers it again."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_on_parts_of_a_sequence_are_right(kind):
+    options = {} if kind == "ia3" else {"lora_dropout": 0.1}
+    options |= {"bias": "all"} if kind in ("lora", "dora") else {}
+    model = adapted("llama-one-key-head", kind, **options)
+    keys = ts.Column(heads=4, kv_heads=1, holds="kv")
+    plan = {"**.q_proj": ts.Column(heads=4, kv_heads=1), "**.k_proj": keys, "**.v_proj": keys}
+    plan |= {"**.o_proj": ts.Row(heads=4, kv_heads=1)}
+    ts.verify(model, PARTS | plan, inputs("llama")).assert_ok()
+
+
+def test_adapters_train_on_parts_of_a_sequence_like_one_device(on_ranks):
+    on_ranks(2, lambda: trains("llama", "lora", PARTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_a_plan_with_parts_of_sequences_is_found_for_an_adapted_model(family):
+    plan = ts.plans.auto(adapted(family, "dora"), inputs(family), sequence=True, verbose=False)
+    assert any(isinstance(style, ts.Gathered) for style in plan.values())
 
 
 def saves_modules():
@@ -347,13 +412,6 @@ def refuses():
     split = ts.parallelize(adapted("llama", "lora"), {"**.up_proj": ts.Column(), "**.down_proj": ts.Row()})
     with pytest.raises(ModelError, match="split already, and would be whole"):
         split.add_adapter("late", configuration("llama", "lora"))
-    batch = {**inputs("llama"), "adapter_names": ["default"] * 3}
-    with pytest.raises(ModelError, match="call set_adapter"):
-        split.eval()(**batch)
-    model = adapted("llama", "lora")
-    plan = {"**.layers": ts.Sequence(), "**.up_proj": ts.Column(), "**.down_proj": ts.Row()}
-    with pytest.raises(ConfigError, match="has adapters, whose gradients on parts of a sequence"):
-        ts.parallelize(model, plan)
     model = adapted("llama", "dora")
     model.merge_adapter()
     with pytest.raises(ModelError, match="its DoRA adapter is merged into its weight"):

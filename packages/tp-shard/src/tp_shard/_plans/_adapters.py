@@ -14,10 +14,11 @@ Adapters are known by their structure, so that peft need not be installed:
     =================================  ===================  ==================
 
 The ``forward`` of peft then computes with shards what it computes with the whole. The classes below add what
-it does not know of: dropout of a whole input, norms of weights with split inputs, joined outputs.
+it does not know of: dropout of a whole input, norms of weights with split inputs, joined outputs, parts of a
+sequence. There the outputs of A are gathered before the B of a column layer, which are narrower than inputs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from tp_core.errors import ModelError
 
-from tp_shard._groups._collectives import all_reduce_, gather
+from tp_shard._groups._collectives import all_reduce_, copy, gather
 from tp_shard._groups._group import Group
 from tp_shard._plans._modules import PartialMixin, hold
 from tp_shard._plans._styles import Column, Row, Style, Vocab
@@ -35,7 +36,7 @@ from tp_shard._split import Split
 from tp_shard.nn._convert import Mixin, base_of, mix_in
 from tp_shard.nn._draws import mark
 from tp_shard.nn._heads import sum_shared
-from tp_shard.nn._planned import PlannedLinear
+from tp_shard.nn._planned import PlannedLinear, SequenceMixin
 from tp_shard.nn.functional import mark_output
 
 Entry = TypeVar("Entry")
@@ -162,7 +163,9 @@ def _children(layer: nn.Module, name: str) -> dict[str, nn.Module]:
 # -- The layer in a split model -------------------------------------------------------------------
 
 
-def split_adapters(layer: nn.Module, style: Column | Row | Vocab, split: Split, group: Group) -> nn.Module:
+def split_adapters(
+    layer: nn.Module, style: Column | Row | Vocab, split: Split, group: Group, *, has_parts: bool
+) -> nn.Module:
     """Split the vectors of an adapted layer, in place; the linear layers inside are replaced elsewhere.
 
     Args:
@@ -170,6 +173,7 @@ def split_adapters(layer: nn.Module, style: Column | Row | Vocab, split: Split, 
         style: Its style.
         split: The split of its features.
         group: The ranks.
+        has_parts: Whether its inputs or outputs are parts of a sequence.
     """
     if group.size == 1:
         return layer
@@ -180,12 +184,40 @@ def split_adapters(layer: nn.Module, style: Column | Row | Vocab, split: Split, 
         hold(inner, MagnitudeMixin, cuts.pop(inner, {}), group, is_row=isinstance(style, Row))
     for owner, splits in cuts.items():
         hold(owner, PartialMixin, splits, group)
+    if has_parts:
+        for inner in _children(layer, "lora_B" if isinstance(style, Row) else "lora_A").values():
+            mix_in(SequenceMixin, inner, sequence_group=group)
     joins = not isinstance(style, Row) and style.gather_output
     mix_in(AdaptedMixin, layer, group=group, joins_output=joins)
     return layer
 
 
-class AdaptedMixin(Mixin):
+class OrderedMixin(Mixin):
+    """A module of peft that calls adapters one after another for the rows of a batch that are theirs.
+
+    Collectives: those of the module, once for each adapter.
+    """
+
+    def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any) -> Tensor:
+        # peft calls them in the order of a set of names, which differs between processes.
+        made, rows = [], []
+        for name in sorted(set(adapter_names)):
+            mine = [row for row, other in enumerate(adapter_names) if other == name]
+            names = [name] * len(mine)
+            made.append(super()._mixed_batch_forward(x[mine], *args, adapter_names=names, **kwargs))  # type: ignore[misc]  # mixed into a module
+            rows += mine
+        return torch.cat(made)[torch.tensor(rows, device=x.device).argsort()]
+
+
+def order_adapters(model: nn.Module) -> None:
+    """Make modules of peft around split layers call the adapters of a mixed batch in one order, in place."""
+    for module in list(model.modules()):
+        is_mixed = hasattr(module, "_mixed_batch_forward") and not isinstance(module, OrderedMixin)
+        if is_mixed and any(isinstance(m, ParallelLayer) for m in module.modules()):
+            mix_in(OrderedMixin, module)
+
+
+class AdaptedMixin(OrderedMixin):
     """A linear layer with adapters, split as one.
 
     Collectives: those of the linear layers inside. With joined outputs one all-gather forward, instead of one
@@ -197,21 +229,15 @@ class AdaptedMixin(Mixin):
     joins_output: bool
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("adapter_names") is not None:
-            msg = (
-                "adapter_names= mixes adapters in one batch, in an order that differs between processes; "
-                "call set_adapter() and give each adapter its own batch"
-            )
-            raise ModelError(msg)
         base, draws = self.base_layer, self.base_layer.draws
         is_watched = draws is not None and draws.is_watching
         if is_watched:
             # The base of a column layer has begun the rank's own random numbers before the dropout of the
-            # adapter, whose input is still whole.
-            mark(x, is_split=x.size(-1) != base.in_features)
+            # adapter, whose input is still whole. Of a sequence it is a part, or the block has gathered it.
+            mark(x, is_split=base.sequence is not None or x.size(-1) != base.in_features)
         was_inside = draws is None or draws.is_inside
         vectors = self._modules.get("ia3_l")  # type: ignore[attr-defined]  # mixed into a module
-        with summed_where_shared(vectors):
+        with summed_gradients(vectors, base):
             output = super().forward(x, *args, **kwargs)  # type: ignore[misc]  # as above
         if self.joins_output:
             output = gather(output, -1, size=base.out_features, group=self.group)
@@ -222,6 +248,10 @@ class AdaptedMixin(Mixin):
             # What comes of a shard reads as split to whoever watches, such as norms of DoRA in a row layer.
             mark(output, is_split=is_split)
         return mark_output(output, base.out_features) if is_split else output
+
+    def dropouts(self) -> Iterable[nn.Module]:
+        """Return the modules that drop elements of the adapters' inputs, if these are whole features."""
+        return () if self.base_layer.dim == 0 else _children(self, "lora_dropout").values()  # type: ignore[arg-type]  # mixed into a module
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the signature of peft
         msg = (
@@ -243,7 +273,7 @@ class MagnitudeMixin(PartialMixin):
     def forward(self, x: Tensor, *, base_layer: Any, base_result: Any = None, **options: Any) -> Any:
         if base_result is None:  # with dropout; the product of peft would leave out the sums over ranks
             base_result = base_layer._product(x)
-        with summed_where_shared(self), summed_where_shared(base_layer):
+        with summed_gradients(self, base_layer), summed_gradients(base_layer, base_layer):
             return super().forward(x, base_layer=base_layer, base_result=base_result, **options)
 
     def get_lora_weight(self, lora_A: Any, lora_B: Any, **_named: Any) -> Tensor:  # noqa: N803 - names of peft
@@ -260,20 +290,27 @@ class MagnitudeMixin(PartialMixin):
 
 
 @contextmanager
-def summed_where_shared(module: nn.Module | None) -> Iterator[None]:
-    """Sum the gradients of pieces of a module's parameters that several ranks hold: those of shared heads.
+def summed_gradients(module: nn.Module | None, base: PlannedLinear) -> Iterator[None]:
+    """Sum the gradients that ranks have of a module's parameters: of heads or positions of their own.
 
-    Forward: nothing. Backward: an all-reduce for each such parameter.
+    Forward: nothing. Backward: an all-reduce for each parameter of shared heads, or on parts of a sequence.
+
+    Args:
+        module: The module, called or read inside.
+        base: The linear layer of the adapters.
     """
-    if not isinstance(module, ParallelLayer):
+    splits = module.splits if isinstance(module, ParallelLayer) else {}
+    has_parts = base.sequence is not None
+    if module is None or not (splits or has_parts):
         yield
         return
     own = module.__dict__["_parameters"]
+    passed = {n: sum_shared(p, splits[n], base.group) for n, p in own.items() if n in splits}
+    if has_parts:
+        whole = {n: p for n, p in own.items() if n not in splits and p is not None}
+        passed |= {n: copy(p, group=base.group) for n, p in whole.items()}
     # Replaced for one call, as in `SequenceMixin`: the optimizer and the state must not see the results.
-    module.__dict__["_parameters"] = {
-        name: sum_shared(p, module.splits[name], module.group) if name in module.splits else p
-        for name, p in own.items()
-    }
+    module.__dict__["_parameters"] = {**own, **passed}
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from tp_core.errors import ConfigError, ModelError
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import RandomTracker
 from tp_shard._plans._adapters import AdaptedMixin, is_adapted, refusal_of_adapters, split_adapters
-from tp_shard._plans._modules import gather_at, make_experts, make_local, split_at
+from tp_shard._plans._modules import draw_alike, gather_at, make_experts, make_local, split_at
 from tp_shard._plans._styles import (
     Column,
     Experts,
@@ -171,11 +171,13 @@ class Maker:
         self._tracker = RandomTracker(seed, group=group)
         self._model = model
         self.lists: list[str] = []
+        self.wholes: list[str] = []
 
     def _sequence_at(self, path: str) -> SequenceState | None:
-        """Return the sequence state for a layer, ``None`` outside the lists that split sequences."""
+        """Return the sequence state for a layer, ``None`` where it works on whole sequences."""
         inside = any(path.startswith(f"{name}.") for name in self.lists)
-        return self._sequence if inside or not self.lists else None
+        is_whole = any(path == name or path.startswith(f"{name}.") for name in self.wholes)
+        return self._sequence if (inside or not self.lists) and not is_whole else None
 
     def make(self, path: str, module: nn.Module, style: Style) -> nn.Module:
         if isinstance(style, Gathered):
@@ -193,7 +195,9 @@ class Maker:
         if isinstance(module, nn.Embedding):
             return self._embedding(path, module, 0 if isinstance(style, Vocab) else 1)
         if is_adapted(module):
-            return split_adapters(module, style, style_split(module, style, self._group.size), self._group)
+            split = style_split(module, style, self._group.size)
+            has_parts = self._sequence_at(path) is not None
+            return split_adapters(module, style, split, self._group, has_parts=has_parts)
         return self._linear(path, module, style)
 
     def _gathered(self, path: str, module: nn.Module, style: Gathered) -> nn.Module:
@@ -206,8 +210,8 @@ class Maker:
             for layer in module.modules():  # the layers inside are already split
                 if isinstance(layer, PlannedLinear | PlannedEmbedding):
                     layer.takes_whole = True
-                    if style.whole:
-                        layer.sequence = None
+                if isinstance(layer, AdaptedMixin) and not style.whole:
+                    draw_alike(layer.dropouts(), self._tracker)
         return module
 
     def tie_again(self, model: nn.Module) -> None:

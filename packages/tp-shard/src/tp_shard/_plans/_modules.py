@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Iterable
 from copy import copy as shallow_copy
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -360,6 +361,12 @@ def split_at(blocks: list[nn.Module], state: SequenceState, group: Group, tracke
     for block in dict.fromkeys(blocks):
         _draw(block, _OwnNumbers(tracker))
     blocks[-1].register_forward_hook(functools.partial(_whole_output, state, group))
+
+
+def draw_alike(modules: Iterable[nn.Module], tracker: RandomTracker) -> None:
+    """Hook modules on whole sequences, in blocks that have gathered them, to draw the same on all ranks."""
+    for module in modules:
+        _draw(module, _OwnNumbers(tracker, alike=True))
 
 
 def _draw(module: nn.Module, numbers: _OwnNumbers) -> None:

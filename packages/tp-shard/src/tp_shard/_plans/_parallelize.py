@@ -9,7 +9,13 @@ from tp_core.internal import check_not_quantized
 
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._guards import guard_saving
-from tp_shard._plans._adapters import is_adapted, modules_inside, tensors_of_layer, with_inner_layers
+from tp_shard._plans._adapters import (
+    is_adapted,
+    modules_inside,
+    order_adapters,
+    tensors_of_layer,
+    with_inner_layers,
+)
 from tp_shard._plans._maker import Maker, check_kind, check_pairs, choose, style_split
 from tp_shard._plans._modules import ExpertsMixin, check_parts, count_local_groups, guard_forward
 from tp_shard._plans._styles import Column, Experts, Gathered, Local, Plan, Row, Sequence, Style, Vocab
@@ -188,15 +194,11 @@ def parallelize(
     if sequence_dim is not None and sequence_dim > -2:
         msg = f"sequence_dim is counted from the end and is not the features: -2 or less, got {sequence_dim}"
         raise ConfigError(msg)
-    adapted = next((path for path, (module, _) in named.items() if is_adapted(module)), None)
-    if sequence_dim is not None and adapted is not None and ranks.size > 1:
-        msg = (
-            f"{adapted} has adapters, whose gradients on parts of a sequence would not be summed; leave "
-            "sequence_dim, Sequence() and Gathered() out, or merge the adapters"
-        )
-        raise ConfigError(msg)
     maker = Maker(model, ranks, None if sequence_dim is None else SequenceState(sequence_dim), seed)
     maker.lists = [path for path, (module, _) in chosen.items() if isinstance(module, nn.ModuleList)]
+    maker.wholes = [
+        path for path, (_, style) in chosen.items() if isinstance(style, Gathered) and style.whole
+    ]
     for path, (module, style) in chosen.items():
         check_kind(path, module, style)
         check_parts(path, module, style, ranks)
@@ -226,6 +228,7 @@ def parallelize(
     _sum_together(split, ranks)
     remember_names(split)
     if ranks.size > 1:
+        order_adapters(split)
         _draw_apart(split, SplitDraws(ranks, seed))
         guard_forward(split, _blocks(named))
     guard_saving(split)
