@@ -31,6 +31,7 @@ NOWHERE = {
     "jobs": ["nowhere"],
     "launch": ["nowhere.py"],
     "logs": ["nowhere"],
+    "explain": ["nothing"],
     "new-plugin": ["nothing", "nowhere"],
     "report": ["nowhere"],
     "run": ["nowhere:Runner", "--input", "nowhere.txt", "--output", "out.jsonl"],

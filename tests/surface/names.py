@@ -15,7 +15,16 @@ from types import ModuleType
 
 __all__ = ["PACKAGES", "package_text"]
 
-PACKAGES = ("tp_context", "tp_core", "tp_data", "tp_dp_gather", "tp_runner", "tp_shard", "tp_trainer", "tp_tuple")
+PACKAGES = (
+    "tp_context",
+    "tp_core",
+    "tp_data",
+    "tp_dp_gather",
+    "tp_runner",
+    "tp_shard",
+    "tp_trainer",
+    "tp_tuple",
+)
 # What a class answers to without being called by name; others, as a dataclass's __eq__, are left out.
 PROTOCOL = {"__call__", "__contains__", "__delitem__", "__enter__", "__exit__", "__getattr__", "__getitem__"}
 PROTOCOL |= {

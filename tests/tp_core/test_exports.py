@@ -89,7 +89,16 @@ def test_every_error_is_a_tp_error_and_a_builtin_that_users_catch():
             assert set(builtin) > {Exception, BaseException, object}, "and none that users would catch"
 
 
-PACKAGES = ["tp_context", "tp_core", "tp_data", "tp_dp_gather", "tp_runner", "tp_shard", "tp_trainer", "tp_tuple"]
+PACKAGES = [
+    "tp_context",
+    "tp_core",
+    "tp_data",
+    "tp_dp_gather",
+    "tp_runner",
+    "tp_shard",
+    "tp_trainer",
+    "tp_tuple",
+]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -22,8 +22,8 @@
 
 Each is also a subclass of the builtin in the second column, so that code which catches that keeps
 working. A message says what was wrong, what was given and what to do about it. A traceback ends with the
-place in the documents that says more, such as ``errors#state-error``; it is a note (PEP 678), not part of
-the message.
+command that prints more, such as ``tp explain state-error``, or with an address, where `DOCUMENTS` has one;
+it is a note (PEP 678), not part of the message.
 """
 
 import re
@@ -49,13 +49,18 @@ __all__ = [
 ]
 
 
+DOCUMENTS = ""
+"""The address of the published documents, such as ``https://example.org/tp``; "" where there are none."""
+
+
 class TpError(Exception):
     """The root of all errors that the tp packages raise on purpose."""
 
     def __init__(self, *args: object) -> None:
         # Not super's: an error that is of the type of a user's exception, too, would call that one's.
         Exception.__init__(self, *args)
-        self.add_note(f"More in tp's documents: {self.anchor()}")
+        page, _, name = self.anchor().partition("#")
+        self.add_note(f"More: {DOCUMENTS}/{page}.html#{name}" if DOCUMENTS else f"More: tp explain {name}")
 
     @classmethod
     def anchor(cls) -> str:

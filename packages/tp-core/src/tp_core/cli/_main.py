@@ -96,6 +96,12 @@ def _load_doctor() -> Any:
     return app
 
 
+def _load_explain() -> Any:
+    from tp_core.cli._explain import app
+
+    return app
+
+
 def _load_new_plugin() -> Any:
     from tp_core.cli._new_plugin import app
 
@@ -104,6 +110,7 @@ def _load_new_plugin() -> Any:
 
 _OWN = (
     Command("doctor", "Show what is here, what is broken, and which backend would run.", _load_doctor),
+    Command("explain", "Print what an error means and what to do about it.", _load_explain),
     Command("new-plugin", "Write a package with a plugin, to begin from.", _load_new_plugin),
 )
 _INTERRUPTED, _NOBODY_READS = 128 + signal.SIGINT, 128 + 13  # SIGPIPE, which not every system has
