@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ class Decoder(nn.Module):
     def forward(self, tokens):
         x = self.embedding(tokens) + self.places(self.number(tokens))
         x = x + (checkpoint(self.attend, x, use_reentrant=False) if self.recomputes else self.attend(x))
-        return self.head(x)
+        return self.head(x).clone()  # torch warns of a view as the output of a sharded unit
 
     def number(self, tokens):
         return positions(tokens.size(1))
@@ -138,13 +139,26 @@ def make(model_class, *arguments):
     return model_class(*arguments).double()
 
 
-def train(backend, model, *, options=None, seed=3, samples=6, batch_size=ROWS, predicts=False, **arguments):
+def train(
+    backend,
+    model,
+    *,
+    options=None,
+    more=None,
+    accumulate=1,
+    samples=6,
+    batch_size=ROWS,
+    predicts=False,
+    **arguments,
+):
     """Train for an epoch, with a validation; return its record, the weights, and predictions."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")  # on the ranks, too
-    chosen = {} if options is None else {"options": {backend: options}}
+    chosen = {} if options is None else {"options": {backend: options, **(more or {})}}
     loader = DataLoader(Samples(count=samples), batch_size=batch_size)
-    with Trainer(backend=backend, devices="cpu", seed=seed, progress=False, **chosen) as trainer:
+    with Trainer(
+        backend=backend, devices="cpu", seed=3, progress=False, accumulate=accumulate, **chosen
+    ) as trainer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         validation = DataLoader(Samples(11, 3), batch_size=2)
         (record,) = trainer.fit(
@@ -199,6 +213,100 @@ def test_any_ranks_and_accumulated_uneven_batches_equal_one_device(ranks, contex
         for found in pool.run(
             lambda: train("context", make(Decoder), options={"context": context}, **arguments)
         ):
+            assert_same(found, expected)
+
+
+# -- Beside other dimensions --
+
+
+class Mix(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.line(x))
+
+
+class Blocks(Decoder):
+    """A decoder of blocks, whose heads may be split over ranks."""
+
+    def __init__(self, recomputes=False):
+        super().__init__(recomputes=recomputes)
+        self.outputs = nn.ModuleList(Mix() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(()))  # fully_shard keeps a number whole
+
+    def attend(self, x):
+        parts = self.mixing(x).unflatten(-1, (3, -1, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+        return self.outputs[1](self.outputs[0](mixed) * self.scale)
+
+
+def in_layout(layout, *, model=Blocks, **arguments):
+    """Train in a layout: the options of "context" and of the backend that holds its weights."""
+    if layout is None:
+        return train("single", make(model), **arguments)
+    if isinstance(layout, str):
+        return train(layout, make(model), **arguments)
+    options, more = layout
+    if options.get("weights") != "shard":
+        return train("context", make(model), options=options, more=more, **arguments)
+    ts = pytest.importorskip("tp_shard")
+    ts.distributed.init_process_group(2)
+    try:
+        split = ts.parallelize(
+            make(model),
+            {
+                "embedding": ts.Vocab(),
+                "mixing": ts.Column(heads=2, holds="qkv"),
+                "outputs.0.line": ts.Row(heads=2),
+                "head": ts.Vocab(gather_output=True),
+            },
+        )
+        return train("context", split, options=options, more=more, **arguments)
+    finally:
+        ts.distributed.destroy_process_group()
+
+
+FSDP = {"context": 2, "weights": "fsdp"}, {"fsdp": {"units": "Mix"}}
+SHARD = {"context": 2, "weights": "shard"}, {"shard": {"group_size": 2, "data": "ddp"}}
+BOTH = {"context": 2, "weights": "shard"}, {"shard": {"group_size": 2, "data": "fsdp"}}
+
+
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [FSDP, SHARD, BOTH], ids=["fsdp", "shard", "shard and fsdp"])
+@pytest.mark.parametrize("arguments", [{}, {"accumulate": 2, "samples": 7, "batch_size": 3}])
+def test_weights_may_be_sharded_or_split_beside_the_sequences(four, layout, arguments):
+    arguments = {**arguments, "clip_norm": 0.5, "predicts": True}
+    expected = in_layout(None, **arguments)
+    for found in four.run(partial(in_layout, layout, **arguments)):
+        assert_same(found, expected)
+
+
+def begin(layout, folder):
+    in_layout(layout, checkpoint=Checkpoints(folder, every_steps=1), max_steps=2)
+
+
+def end(layout, folder):
+    return in_layout(layout, checkpoint=Checkpoints(folder, every_steps=1), resume="auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "others"), [(FSDP, [None, "ddp"]), (BOTH, [({"context": 4}, {})]), (None, [FSDP, SHARD])]
+)
+def test_a_run_is_resumed_beside_other_dimensions(four, tmp_path, layout, others):
+    expected = in_layout(None)
+    for i, other in enumerate(others):
+        folder = str(tmp_path / str(i))
+        begin(layout, folder) if layout is None else four.run(begin, layout, folder)
+        for found in [end(other, folder)] if other is None else four.run(end, other, folder):
             assert_same(found, expected)
 
 
@@ -286,16 +394,16 @@ def miscounting(model, batch):
 
 def by_rank(model, batch):
     """Fail on one rank alone: the other one waits for its keys."""
-    if batch["tokens"].size(1) % 2:
-        raise ValueError("an odd slice")
+    if batch["tokens"].size(1) == TOKENS // 2:
+        raise ValueError("a short slice")
     return step(model, batch)
 
 
 def late_by_rank(model, batch):
     """Fail on one rank alone, when the other one already joins the numbers of both."""
     output = step(model, batch)
-    if batch["tokens"].size(1) % 2:
-        raise ValueError("an odd slice at the end")
+    if batch["tokens"].size(1) == TOKENS // 2:
+        raise ValueError("a short slice at the end")
     return output
 
 
@@ -310,12 +418,12 @@ REFUSED = [
     (Masked, step, r"a slice of the sequence: StepError: an attention mask has shape \(\d+, \d+\)"),
     (Decoder, unweighted, "StepError: the step returned no 'weight'"),
     (Decoder, miscounting, "or is a mean over something else than the 'weight'"),
-    (Decoder, by_rank, "ValueError: an odd slice"),
-    (Decoder, late_by_rank, "ValueError: an odd slice at the end"),
+    (Decoder, by_rank, "ValueError: a short slice"),
+    (Decoder, late_by_rank, "ValueError: a short slice at the end"),
 ]
 
 
-def refusals(cases, tokens=TOKENS):
+def refusals(cases, tokens=TOKENS, **options):
     """Return what is said of each case; in one call, as a rank starts slowly."""
     torch.set_num_threads(1)
     said = []
@@ -324,14 +432,17 @@ def refusals(cases, tokens=TOKENS):
         before = {n: t.clone() for n, t in model.state_dict().items()}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         loader = DataLoader(Samples(tokens), batch_size=ROWS)
-        with Trainer(backend="context", devices="cpu", seed=0, progress=False) as trainer:
+        with Trainer(
+            backend="context", devices="cpu", seed=0, progress=False, options={"context": options}
+        ) as trainer:
             try:
                 trainer.fit(model, optimizer, loader, step=body, epochs=1)
             except (ModelError, StepError, DisagreementError) as error:
                 said.append((type(error).__name__, str(error)))
             else:
                 said.append(("", "trained"))
-        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+            after = trainer.session.model_state(model)
+        assert all(torch.equal(t, before[n]) for n, t in after.items())
     return said
 
 
@@ -342,6 +453,18 @@ def test_what_crosses_the_slices_outside_of_attention_is_refused_by_name(pair, c
     for (kind, text), (model, body, expected) in zip(said[0], cases, strict=True):
         assert kind == "ModelError", (model, body, text)
         assert re.search(expected, text), (model, body, text)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_split_is_refused_on_all_ranks_that_hold_shards(four):
+    names = [ByHand, Counting]
+    cases = [(m, s) for m, s, _ in REFUSED if m in names or s in (by_rank, late_by_rank, miscounting)]
+    said = four.run(partial(refusals, cases, context=2, weights="fsdp"))
+    assert all(each == said[0] for each in said)
+    expected = [pattern for m, s, pattern in REFUSED if (m, s) in cases]
+    for (kind, text), pattern in zip(said[0], expected, strict=True):
+        assert kind == "ModelError"
+        assert re.search(pattern, text), text
 
 
 def on_different_batches(rank_of):

@@ -1,12 +1,13 @@
 """The backend that splits each sequence over ranks."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tp_core.errors import ConfigError
 from tp_core.internal import RanksBackend
 from tp_core.jobs import MemoryNeed, replicated_memory
-from tp_core.plugins import Job, Verdict
+from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_context._options import ContextOptions
 
@@ -22,26 +23,37 @@ class ContextBackend(RanksBackend[ContextOptions]):
     self_test_options: ClassVar[Mapping[str, object]] = {"sequence": {}}  # in whose batches nothing is one
 
     def assess_ranks(self, job: Job) -> Verdict:
-        """Fit a model of whole parameters, below all backends that keep sequences whole."""
-        traits = job.traits
-        if traits is not None and (traits.has_dtensors or traits.has_sharded_parameters):
+        """Fit what the backend of the weights fits, below all backends that keep sequences whole."""
+        traits, size = job.traits, job.environment.world_size
+        options = self.parse_options(job)
+        context = ranks_of_a_sequence(options, size)
+        weights, inner = self._weights(job)
+        held = ""
+        if weights is not None:
+            verdict = weights.assess(inner)
+            if not verdict.is_fit:
+                return Verdict.unfit(f"weights={weights.name!r}: {verdict.reason}", remedy=verdict.remedy)
+            held = f"; weights by {weights.name!r}: {verdict.reason}"
+        elif traits is not None and (traits.has_dtensors or traits.has_sharded_parameters):
             return Verdict.unfit(
                 "the model has split parameters, and each rank here has whole ones",
-                remedy="give the plain model",
+                remedy="give the plain model, or the option weights='shard' for layers of tp-shard",
             )
-        size = job.environment.world_size
-        context = ranks_of_a_sequence(self.parse_options(job), size)
+        ranks = "all" if options.context == -1 and weights is not None else str(context)
         return Verdict.fits(
             10,
-            f"each sequence split over {context} of {size} processes, for sequences that "
-            "one device has no memory for; ddp is faster where they fit",
+            f"each sequence split over {ranks} of {size} processes, for sequences that "
+            f"one device has no memory for; ddp is faster where they fit{held}",
         )
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
-        """Return the memory of a rank: a copy of the model, and its slices of its group's sequences.
+        """Return the memory of a rank: its weights, and its slices of its group's sequences.
 
         A group has as many times the samples of a rank as it has ranks, and cuts each into as many slices.
         """
+        weights, inner = self._weights(job)
+        if weights is not None:
+            return weights.estimate_memory(inner)
         if job.footprint is None:
             return None
         return replicated_memory(job, job.footprint, keeps_gradients=True)
@@ -50,14 +62,40 @@ class ContextBackend(RanksBackend[ContextOptions]):
         """Join the process group, unless the script has done so, and form the groups.
 
         Raises:
-            ConfigError: The ranks are no multiple of those that share a sequence.
+            ConfigError: The ranks are no multiple of those that share a sequence; or there is no such backend
+                for the weights, or it does not go with split sequences.
 
         Collective: the ranks' rendezvous, and the creation of the groups.
         """
-        from tp_context._session import ContextSession
+        from tp_context._session import ContextSession, WholeWeights
 
         options = self.parse_options(job)
-        return ContextSession(job, options, ranks_of_a_sequence(options, job.environment.world_size))
+        ranks_of_a_sequence(options, job.environment.world_size)
+        weights, inner = self._weights(job)
+        return ContextSession(
+            WholeWeights(inner, options) if weights is None else weights.open(inner), options
+        )
+
+    def _weights(self, job: Job) -> tuple[Backend[Any] | None, Job]:
+        """Return the backend that holds the weights, ``None`` for ours, and the job for it.
+
+        Raises:
+            ConfigError: It is not installed, or does not go with ranks that share samples.
+        """
+        options = self.parse_options(job)
+        inner = replace(job, ranks_per_sample=options.context)
+        if options.weights == "whole":
+            return None, inner
+        others = [found.item for found in registry.backends() if found.item.shares_samples]
+        backend = next((item for item in others if item.name == options.weights), None)
+        if backend is None:
+            msg = (
+                f"the option weights={options.weights!r} of backend 'context' must be 'whole' or a backend "
+                "whose ranks can share samples; of these are installed: "
+                f"{', '.join(sorted(repr(item.name) for item in others)) or 'none'}"
+            )
+            raise ConfigError(msg)
+        return backend, inner
 
 
 def ranks_of_a_sequence(options: ContextOptions, size: int) -> int:

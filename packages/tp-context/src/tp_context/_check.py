@@ -10,6 +10,7 @@ what cannot be proved is refused.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,17 +34,35 @@ _ROUGH = 5e-2  # in half precision
 
 
 class Ranks(NamedTuple):
-    """The ranks of a sequence: their process group, this rank in it, their number."""
+    """The ranks of a sequence: their process group, this rank in it, their number.
+
+    Attributes:
+        group: The ranks that share a sequence; ``None`` for all.
+        rank: This rank among them.
+        size: Their number.
+        together: The ranks that run a step together, as each holds parts of others' weights: all that decide
+            alike. ``None`` for all.
+    """
 
     group: ProcessGroup | None
     rank: int
     size: int
+    together: ProcessGroup | None
 
     def all_gather(self, value: object) -> list[Any]:
-        """Return all ranks' objects. Collective: one all-gather of pickled objects."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        """Return the objects of all ranks that run a step together. Collective: one all-gather of them."""
+        found: list[Any] = [None] * dist.get_world_size(self.together)
+        dist.all_gather_object(found, value, group=self.together)
         return found
+
+    @property
+    def sequence(self) -> int:
+        """A number of the sequence: the first of the ranks that share it."""
+        return 0 if self.group is None else int(dist.get_global_rank(self.group, 0))
+
+    def of_sequence(self, value: object) -> list[Any]:
+        """Return the objects of the ranks of this rank's sequence. Collective: that of :meth:`all_gather`."""
+        return [v for sequence, v in self.all_gather((self.sequence, value)) if sequence == self.sequence]
 
 
 class _OthersEndedError(Exception):
@@ -59,11 +78,19 @@ class _Run(NamedTuple):
 
 
 def prove(
-    step: Step, model: nn.Module, batch: Any, found: Found, *, ranks: Ranks, tokens: int, join: Join
+    step: Step,
+    model: nn.Module,
+    batch: Any,
+    found: Found,
+    *,
+    ranks: Ranks,
+    tokens: int,
+    join: Join,
+    compares_gradients: bool = True,
 ) -> Way | str:
     """Return the first way by which the split model is proved, or the sentence that says why there is none.
 
-    All ranks of the group return the same.
+    All ranks that run the step together return the same.
 
     Args:
         step: The user's step.
@@ -73,6 +100,7 @@ def prove(
         ranks: The ranks of a sequence.
         tokens: The number of tokens of the piece; 0 to choose it.
         join: Joins the outputs of all slices, as in a step.
+        compares_gradients: Whether gradients are compared, too.
 
     Collectives: those of the step on slices, each after an exchange of descriptions, so that no rank waits
     for
@@ -81,9 +109,10 @@ def prove(
     short, where = shorten(batch, found, tokens or 8 * ranks.size + 5, ranks.size)
     _mask_ends(short)
     with _undisturbed(model), doors(drops=False):
+        run = partial(_run, step, model, gradients=compares_gradients)
         state = torch.get_rng_state()
         try:
-            whole = _run(step, model, short, lambda output: output)
+            whole = run(short, lambda output: output)
             failed = ""
         except Exception as error:  # noqa: BLE001 - whatever the user's step raises
             whole, failed = _Run([], {}, {}), f"{type(error).__name__}: {error}"
@@ -98,7 +127,7 @@ def prove(
         has_positions = any("position_ids" in name for name, _ in _named_tensors(batch))
         for way in ways_of(model, has_positions=has_positions):
             torch.set_rng_state(state)
-            progress, problem = _try(step, model, short, where, whole, way, ranks, join)
+            progress, problem = _try(run, model, short, where, whole, way, ranks, join)
             if not problem:
                 return way
             best = max(best, (progress, problem), key=lambda pair: pair[0])
@@ -106,7 +135,7 @@ def prove(
 
 
 def _try(
-    step: Step,
+    run: Callable[..., _Run],
     model: nn.Module,
     batch: Any,
     found: Found,
@@ -118,35 +147,64 @@ def _try(
     """Run the step on slices; return how far it went, and the problem or nothing, alike on all ranks."""
 
     def before(what: object) -> None:
-        everyones = ranks.all_gather(("exchange", what))
-        if any(kind == "end" for kind, _ in everyones):
-            raise _OthersEndedError(next(said for kind, said in everyones if kind == "end"))
-        if any(other != everyones[0] for other in everyones):
-            msg = f"ranks exchange different tensors: {everyones[0][1]} and {everyones[-1][1]}"
-            raise _OthersEndedError(msg)
+        everyones = ranks.all_gather((ranks.sequence, what))
+        ended = [said for kind, said in everyones if kind == "end"]
+        if ended:
+            problems = [said for said in ended if said[1]]
+            raise _OthersEndedError(problems[0] if problems else (0, _UNEVEN))
+        of_one: dict[int, object] = {}  # by sequence; others may be shorter
+        for sequence, said in everyones:
+            if of_one.setdefault(sequence, said) != said:
+                problem = f"ranks exchange different tensors: {of_one[sequence]} and {said}"
+                raise _OthersEndedError((0, problem))
 
     cuts = Cuts([Cut(n, ranks.rank, ranks.size, ranks.group, before) for n in found.lengths])
     sliced = map_sequences(batch, found, lambda t, dim: _cut_of(cuts, t, dim).take(t, dim))
     try:
-        with splitting(model, cuts, way):
-            part = _run(step, model, sliced, lambda output: join(output, cuts))
+        with splitting(model, cuts, way), _announced(model, cuts):
+            part = run(sliced, lambda output: join(output, cuts))
         verdict = _compare(model, whole, part, cuts)
     except _OthersEndedError as error:
-        said = error.args[0]
-        return said if isinstance(said, tuple) else (0, str(said))
+        return _verdict(error.args[0])
     except Exception as error:  # noqa: BLE001 - whatever the model raises on a slice
         verdict = (0, f"the step fails on a slice of the sequence: {type(error).__name__}: {error!s:.300}")
     everyones = ranks.all_gather(("end", verdict))
-    for kind, said in everyones:
-        if kind != "end":
-            return verdict if verdict[1] else (0, "ranks exchange a different number of tensors")
-        if said[1]:
-            return (int(said[0]), str(said[1]))
+    problems = [said for kind, said in everyones if kind == "end" and said[1]]
+    if problems:
+        return _verdict(problems[0])
+    if any(kind != "end" for kind, _ in everyones):
+        return 0, _UNEVEN
     sums = torch.tensor([s for s, _ in part.gradients.values()], dtype=torch.float64)
-    if len(sums):
-        total = sum((torch.tensor(s, dtype=torch.float64) for s in ranks.all_gather(sums.tolist())), 0 * sums)
-        return _compare_gradients(model, whole, total / ranks.size)
-    return 0, ""
+    total = sum((torch.tensor(s, dtype=torch.float64) for s in ranks.of_sequence(sums.tolist())), 0 * sums)
+    verdicts = ranks.all_gather(_compare_gradients(model, whole, total / ranks.size, part))
+    return _verdict(max(verdicts, key=lambda verdict: bool(verdict[1])))
+
+
+def _verdict(said: Any) -> tuple[int, str]:
+    place, problem = said
+    return int(place), str(problem)
+
+
+_UNEVEN = "ranks exchange a different number of tensors"
+
+
+@contextmanager
+def _announced(model: nn.Module, cuts: Cuts) -> Iterator[None]:
+    """Announce meanwhile that units of sharded weights will be gathered: another rank may have failed."""
+    handles = [
+        module.register_forward_pre_hook(partial(_announce, cuts, name), prepend=True)
+        for name, module in model.named_modules()
+        if hasattr(module, "set_requires_gradient_sync")  # an FSDPModule
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _announce(cuts: Cuts, name: str, *_: object) -> None:
+    cuts.announce(("unit", name))
 
 
 def _cut_of(cuts: Cuts, tensor: Tensor, dim: int) -> Cut:
@@ -158,7 +216,7 @@ def _cut_of(cuts: Cuts, tensor: Tensor, dim: int) -> Cut:
 # -- Two runs, compared -----------------------------------------------------------------------------
 
 
-def _run(step: Step, model: nn.Module, batch: Any, join: Callable[[Any], Any]) -> _Run:
+def _run(step: Step, model: nn.Module, batch: Any, join: Callable[[Any], Any], *, gradients: bool) -> _Run:
     outputs: list[tuple[str, list[Tensor]]] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -182,20 +240,37 @@ def _run(step: Step, model: nn.Module, batch: Any, join: Callable[[Any], Any]) -
         if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float)
     }
     loss = values.get("loss")
-    gradients: dict[str, tuple[float, float]] = {}
-    if isinstance(loss, Tensor) and loss.requires_grad:
+    sums: dict[str, tuple[float, float]] = {}
+    if gradients and isinstance(loss, Tensor) and loss.requires_grad:
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        found = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
-        for (name, _), grad in zip(trained, found, strict=True):
+        for (name, _), grad in zip(trained, _gradients(loss, [p for _, p in trained]), strict=True):
             if grad is None:
-                gradients[name] = (0.0, 0.0)
+                sums[name] = (0.0, 0.0)
                 continue
-            generator = torch.Generator(grad.device).manual_seed(len(gradients))
+            generator = torch.Generator(grad.device).manual_seed(len(sums))
             signs = torch.randint(2, grad.shape, generator=generator, device=grad.device, dtype=torch.int8)
             dense = grad.to_dense() if grad.is_sparse else grad
             product = float((dense.double() * (signs.double() * 2 - 1)).sum())
-            gradients[name] = (product, float(dense.double().norm()))
-    return _Run(outputs, returned, gradients)
+            sums[name] = (product, float(dense.double().norm()))
+    return _Run(outputs, returned, sums)
+
+
+def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    """Return the gradients of a loss; of shards their parts on this rank, averaged over all ranks.
+
+    Collective: for shards those of their backward pass.
+    """
+    if not any(map(_is_shard, parameters)):
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+    for parameter in parameters:
+        parameter.grad = None
+    loss.backward()  # torch.autograd.grad would reach gathered copies alone
+    found = [p.grad for p in parameters]
+    return [g.to_local() if g is not None and hasattr(g, "to_local") else g for g in found]
+
+
+def _is_shard(parameter: Tensor) -> bool:
+    return hasattr(parameter, "to_local")  # a DTensor
 
 
 def _compare(model: nn.Module, whole: _Run, part: _Run, cuts: Cuts) -> tuple[int, str]:
@@ -233,9 +308,13 @@ def _compare(model: nn.Module, whole: _Run, part: _Run, cuts: Cuts) -> tuple[int
     )
 
 
-def _compare_gradients(model: nn.Module, whole: _Run, total: Tensor) -> tuple[int, str]:
+def _compare_gradients(model: nn.Module, whole: _Run, mean: Tensor, part: _Run) -> tuple[int, str]:
+    """Compare gradients of the whole with those of slices: the ranks' mean, or this rank's part of shards."""
+    shards = {n for n, p in model.named_parameters() if _is_shard(p)}
+    found_by = zip(part.gradients.items(), mean.tolist(), strict=True)
+    total = [product if name in shards else of_all for (name, (product, _)), of_all in found_by]
     limit, most = _limit(model), max((n for _, n in whole.gradients.values()), default=0.0)
-    for (name, (product, norm)), found in zip(whole.gradients.items(), total.tolist(), strict=True):
+    for (name, (product, norm)), found in zip(whole.gradients.items(), total, strict=True):
         if not abs(found - product) <= limit * (norm + 1e-2 * most) * 10:
             return len(whole.outputs), (
                 f"the gradient of {name!r} is not that of the whole sequence, though the loss is: something "

@@ -14,6 +14,9 @@ class ContextOptions:
 
     Attributes:
         context: The number of ranks that share each sequence, -1 for all. The others divide the samples.
+        weights: The backend that holds the weights, and averages gradients over all ranks: "whole" for a copy
+            on each rank, "fsdp" for shards over data and context ranks alike, "shard" for tensors split in
+            groups, of which ``context`` share a sequence. Its own options are given by its own name.
         sequence: The dimension of the sequence in tensors of the batch, by name: ``{"tokens": 1}``. Entries
             of a tuple or list are named by their number: ``{"0": 1}``. Tensors without a name here stay
             whole. ``None`` finds them. An empty mapping keeps all of the batch whole, on each rank.
@@ -28,6 +31,7 @@ class ContextOptions:
     """
 
     context: int = -1
+    weights: str = "whole"
     sequence: Mapping[str, int] | None = None
     check_tokens: int = 0
     find_unused_parameters: bool = False

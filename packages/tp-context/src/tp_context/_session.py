@@ -1,7 +1,7 @@
 """The session of a rank that has slices of its group's sequences."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from numbers import Real
 from typing import Any, cast
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core import tree_map
 from tp_core.data import SampleRows, Share, StepOutput, read_weight, split_weight
-from tp_core.errors import ConfigError, DisagreementError, StepError
-from tp_core.plugins import Job
-from tp_core.sessions import ProcessGroupSession, join_process_group, new_process_group
+from tp_core.errors import ConfigError, DisagreementError, PluginError, StepError
+from tp_core.plugins import Job, Session
+from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_group, new_process_group
 
 from tp_context._check import Ranks, prove, refuse
 from tp_context._inputs import Way, splitting
@@ -22,45 +22,18 @@ from tp_context._options import ContextOptions
 from tp_context._slices import Cut, Cuts, Found, find_sequences, map_sequences
 
 
-class ContextSession(ProcessGroupSession):
-    """One rank of a job in which groups of ranks share each sequence.
-
-    Ranks ``0`` to ``context - 1`` share the sequences of the first data rank, and so on. A step runs on this
-    rank's slices. Its loss counts by the "weight" that it returns, and comes back as that of the whole
-    sequences. Gradients are averaged over all ranks, so that each adds what its slices contribute.
+class WholeWeights(ProcessGroupSession):
+    """One rank with a copy of the weights, whose gradients DDP averages over all ranks.
 
     Args:
-        job: The job.
+        job: The job, with the ranks that share a sequence.
         options: The options.
-        context: The number of ranks that share a sequence.
     """
 
-    def __init__(self, job: Job, options: ContextOptions, context: int) -> None:
+    def __init__(self, job: Job, options: ContextOptions) -> None:
         leave = join_process_group(job.environment, device=job.devices[0], timeout_s=options.timeout_s)
-        world, rank = dist.get_world_size(), dist.get_rank()
-        copies = world // context
-        mine, data = None, None
-        for first in range(0, world, context):  # every rank makes every group, in one order
-            group = new_process_group(range(first, first + context)) if copies > 1 else None
-            mine = group if group is not None else mine
-        for first in range(context):
-            group = new_process_group(range(first, world, context)) if 1 < copies < world else None
-            data = group if group is not None else data
-        super().__init__(
-            job,
-            data_group=data,
-            data_rank=rank // context,
-            data_size=copies,
-            averages_over_all=True,
-            leave=leave,
-        )
+        super().__init__(job, leave=leave)
         self.options = options
-        self.ranks = Ranks(mine, rank % context, context)
-        self._splits = context > 1 and options.sequence != {}
-        self._ways: WeakKeyDictionary[nn.Module, dict[object, Way]] = WeakKeyDictionary()
-        self._last: tuple[list[nn.Module], Cuts, list[Way]] | None = None
-
-    # -- preparing ----------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and wrap it in DDP over all ranks.
@@ -79,6 +52,54 @@ class ContextSession(ProcessGroupSession):
             gradient_as_bucket_view=True,
             bucket_cap_mb=self.options.bucket_cap_mb,
         )
+
+
+class ContextSession(SessionWrapper):
+    """One rank of a job in which groups of ranks share each sequence.
+
+    Consecutive data ranks of the session that holds the weights share the sequences. A step runs on this
+    rank's slices. Its loss counts by its "weight", and comes back as that of the whole sequences.
+    Gradients are averaged over all ranks, so that each adds what its slices contribute.
+
+    Args:
+        inner: The session that holds the weights.
+        options: The options.
+
+    Raises:
+        PluginError: The session does not say which ranks share samples.
+
+    Collectives: the creation of a group of the ranks that run each step together.
+    """
+
+    def __init__(self, inner: Session, options: ContextOptions) -> None:
+        super().__init__(inner)
+        if not isinstance(inner, ProcessGroupSession):
+            msg = (
+                f"the backend {options.weights!r} opened a {type(inner).__name__}, and ranks that share "
+                "samples have a tp_core.sessions.ProcessGroupSession"
+            )
+            raise PluginError(msg)
+        self.options = options
+        # Ranks that exchange something else in a step, such as parts of weights, must check alike.
+        together = None if inner.evaluates_together else self._ranks_of_samples()
+        self.ranks = Ranks(inner.sample_group, inner.sample_rank, inner.sample_size, together)
+        self._splits = inner.sample_size > 1 and options.sequence != {}
+        self._ways: WeakKeyDictionary[nn.Module, dict[object, Way]] = WeakKeyDictionary()
+        # The runs whose backward passes may follow, by the lengths of their sequences.
+        self._runs: dict[tuple[int, ...], tuple[nn.Module, Cuts, Way]] = {}
+        self._unsynced = 0
+        self._has_accumulated = False
+
+    def _ranks_of_samples(self) -> dist.ProcessGroup | None:
+        """Return the group of all ranks with this rank's samples; ``None`` for all ranks."""
+        found = None
+        numbers = self.gather_objects(self.data_rank)
+        for number in range(self.data_size):
+            ranks = [rank for rank, other in enumerate(numbers) if other == number]
+            found = (new_process_group(ranks) if 1 < len(ranks) < self.world_size else None) or found
+        return found
+
+    # -- preparing ----------------------------------------------------------------------------
 
     def compile_model(self, model: nn.Module) -> None:
         """Compile a model whose sequences stay whole.
@@ -120,11 +141,7 @@ class ContextSession(ProcessGroupSession):
         Collectives: those of :meth:`run`.
         """
         if not self._splits:
-            return (
-                super().run(step, models[0], batch)
-                if len(models) == 1
-                else super().run_several(step, models, batch)
-            )
+            return self.inner.run_several(step, models, batch)
         if len(models) > 1:
             msg = (
                 "a step of several models does not go with backend 'context' yet; put them into one "
@@ -139,9 +156,9 @@ class ContextSession(ProcessGroupSession):
         cuts = Cuts([Cut(n, self.ranks.rank, self.ranks.size, self.ranks.group) for n in found.lengths])
         sliced = map_sequences(batch, found, lambda t, dim: _taken(cuts, t, dim))
         with splitting(plain, cuts, way):
-            output = super().run(step, models[0], sliced)
+            output = self.inner.run(step, models[0], sliced)
         if torch.is_grad_enabled():
-            self._last = [plain], cuts, [way]
+            self._runs[found.lengths] = plain, cuts, way
         joined: StepOutput = self._joined(output, cuts)
         return joined
 
@@ -162,15 +179,17 @@ class ContextSession(ProcessGroupSession):
         ways = self._ways.setdefault(model, {})
         way = ways.get(key)
         if way is None:
-            proved = prove(
-                step,
-                model,
-                batch,
-                found,
-                ranks=self.ranks,
-                tokens=self.options.check_tokens,
-                join=self._joined,
-            )
+            with self._gradients_of_a_check(model) as compares:
+                proved = prove(
+                    self._call(step),
+                    model,
+                    batch,
+                    found,
+                    ranks=self.ranks,
+                    tokens=self.options.check_tokens,
+                    join=self._joined,
+                    compares_gradients=compares,
+                )
             # In evaluation a rank of another group may have no batch, and would not be there to hear of it.
             hears = torch.is_grad_enabled() and model.training
             everyones = self.gather_objects(proved) if hears else [proved]
@@ -179,6 +198,44 @@ class ContextSession(ProcessGroupSession):
                     raise refuse(other)
             way = ways[key] = cast("Way", proved)  # it is among those looked at above
         return way
+
+    def _call(self, step: Callable[..., StepOutput]) -> Callable[..., StepOutput]:
+        """Return the step as a check calls it: past DDP, but with shards of weights gathered."""
+        return partial(self.inner.run, step) if self.inner.evaluates_together else step
+
+    @contextmanager
+    def _gradients_of_a_check(self, model: Any) -> Iterator[bool]:
+        """Keep the gradients of shards out of a check; yields whether it may compare its own.
+
+        Not where some are accumulated, and not reduced yet: they would be reduced with those of the check.
+        """
+        sharded = hasattr(model, "set_requires_gradient_sync")  # an FSDPModule
+        if not sharded:
+            yield True
+            return
+        kept = [(p, p.grad) for p in model.parameters()]
+        try:
+            for parameter, _ in kept:
+                parameter.grad = None
+            model.set_requires_gradient_sync(True)
+            yield not self._has_accumulated
+        finally:
+            model.set_requires_gradient_sync(not self._unsynced)
+            for parameter, grad in kept:
+                parameter.grad = grad
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which gradients accumulate locally and are not reduced over ranks."""
+        return self._no_sync(model)
+
+    @contextmanager
+    def _no_sync(self, model: nn.Module) -> Iterator[None]:
+        self._unsynced += 1
+        try:
+            with self.inner.no_sync(model):
+                yield
+        finally:
+            self._unsynced -= 1
 
     def _check_same_batch(self, batch: Any, found: Found) -> None:
         """Make sure that the ranks of a sequence have the same one.
@@ -320,16 +377,22 @@ class ContextSession(ProcessGroupSession):
 
         Collective: those of attention, and DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
         """
+        runs = list(self._runs.values())
         with ExitStack() as stack:
-            if self._last is not None:  # layers that are recomputed see slices again
-                (model,), cuts, (way,) = self._last
+            if runs:  # layers that are recomputed see slices again, of whichever run
+                model, _, way = runs[-1]
+                cuts = Cuts({c.length: c for _, each, _ in runs for c in each}.values(), of_runs=True)
+                cuts.counts = all(each.counts for _, each, _ in runs)
                 stack.enter_context(splitting(model, cuts, way))
-            super().backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
+            self.inner.backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
+        if not retain_graph and not create_graph:
+            self._runs.clear()
+        self._has_accumulated = self._unsynced > 0
 
     def close(self) -> None:
         """Leave the process group, if this session has joined it."""
-        self._last = None
-        super().close()
+        self._runs.clear()
+        self.inner.close()
 
 
 class _WholeLoss(torch.autograd.Function):

@@ -8,9 +8,9 @@ A sequence is cut into twice as many chunks as there are ranks, and rank ``r`` h
 Chunks differ by at most one token, so any length of at least one token for each rank can be cut.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -157,29 +157,37 @@ class Cuts:
             number of the document at each position, both (batch, tokens). ``None`` for one document a row.
     """
 
-    def __init__(self, cuts: Sequence[Cut]) -> None:
+    def __init__(self, cuts: Collection[Cut], *, of_runs: bool = False) -> None:
         self._by_tokens = {cut.tokens: cut for cut in cuts}
         self._by_length = {cut.length: cut for cut in cuts}
         self.units: float | None = None
         self.counts = True
         self.packed: tuple[Tensor, Tensor] | None = None
-        if len(self._by_tokens) < len(self._by_length):
-            lengths = " and ".join(map(str, self._by_length))
-            msg = (
-                f"sequences of {lengths} tokens have slices of the same length on a rank, so that they "
-                "cannot "
-                "be told apart; pad one of them by as many tokens as there are ranks"
-            )
-            raise StepError(msg)
+        # Of several runs before one backward pass: an error only for what is recomputed in it.
+        self._unclear = len(self._by_tokens) < len(self._by_length)
+        if self._unclear and not of_runs:
+            self._refuse("pad one of them by as many tokens as there are ranks")
+
+    def _refuse(self, remedy: str) -> NoReturn:
+        msg = (
+            f"sequences of {' and '.join(map(str, self._by_length))} tokens have slices of the same length "
+            f"on a rank, so that they cannot be told apart; {remedy}"
+        )
+        raise StepError(msg)
+
+    def __iter__(self) -> Iterator[Cut]:
+        return iter(self._by_length.values())
 
     def announce(self, what: object) -> None:
         """Describe an exchange that follows, in a check of the ranks: one may have failed."""
-        before = next(iter(self._by_length.values())).before
+        before = next(iter(self)).before
         if before is not None:
             before(what)
 
     def of_slice(self, tokens: int) -> Cut | None:
         """Return the cut whose slice on this rank has so many tokens."""
+        if self._unclear and sum(cut.tokens == tokens for cut in self) > 1:
+            self._refuse("go back after each run, or do not recompute activations")
         return self._by_tokens.get(tokens)
 
     def of_whole(self, length: int) -> Cut | None:

@@ -69,6 +69,7 @@ class ShardBackend(RanksBackend[ShardOptions]):
     """A backend with one process per device: groups of them hold a copy of the model together."""
 
     name: ClassVar[str] = "shard"
+    shares_samples = True
     options_type = ShardOptions
 
     def assess_ranks(self, job: Job) -> Verdict:

@@ -100,6 +100,7 @@ class DdpBackend(RanksBackend[DdpOptions]):
     """Runs one process per device, on one host or several, with an all-reduce of gradients."""
 
     name: ClassVar[str] = "ddp"
+    shares_samples = True
     options_type = DdpOptions
 
     def assess_ranks(self, job: Job) -> Verdict:
@@ -215,6 +216,7 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
     """Runs one process per device; each process holds a shard of every parameter."""
 
     name: ClassVar[str] = "fsdp"
+    shares_samples = True
     options_type = FsdpOptions
 
     def has_use_alone(self, job: Job) -> bool:

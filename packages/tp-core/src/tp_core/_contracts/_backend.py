@@ -124,6 +124,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
             default one without fields.
         self_test_options: The options for batches of plain rows of features, as ``tp test`` and the
             conformance kits have them. For a backend whose defaults expect other batches; by default none.
+        shares_samples: Whether its session takes `Job.ranks_per_sample`, as `ProcessGroupSession` does.
+            Another backend may then open this one for the weights, and split each sample over ranks.
 
     Example:
         >>> class Mine(Backend[NoOptions]):
@@ -137,6 +139,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
     name: ClassVar[str]
     options_type: type[OptionsT] = cast("type[OptionsT]", NoOptions)
     self_test_options: ClassVar[Mapping[str, object]] = {}
+    shares_samples: ClassVar[bool] = False
 
     @abc.abstractmethod
     def assess(self, job: "Job") -> Verdict:

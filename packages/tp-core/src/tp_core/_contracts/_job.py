@@ -287,9 +287,11 @@ class Job:
             the least over all ranks. ``None`` if it is not known.
         recomputation: What the trainer has the backward pass compute again; the footprint is measured with
             it. ``None`` leaves it to the backend.
+        ranks_per_sample: The number of consecutive data ranks that get the same samples, of which each
+            computes a part: 1, or what a backend asks for that opens another one for the weights; -1 for all.
 
     Raises:
-        ConfigError: ``loss``, ``precision`` or ``accumulate`` has another value.
+        ConfigError: ``loss``, ``precision``, ``accumulate`` or ``ranks_per_sample`` has another value.
     """
 
     devices: tuple[torch.device, ...]
@@ -305,6 +307,7 @@ class Job:
     footprint: Footprint | None = None
     free_nbytes: int | None = None
     recomputation: Recomputation | None = None
+    ranks_per_sample: int = 1
 
     def __post_init__(self) -> None:
         for name, known in (("loss", get_args(LossReduction)), ("precision", get_args(Precision))):
@@ -317,6 +320,9 @@ class Job:
                 raise ConfigError(msg)
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             msg = f"accumulate must be a whole number from 1, got {self.accumulate!r}"
+            raise ConfigError(msg)
+        if self.ranks_per_sample != -1 and self.ranks_per_sample < 1:
+            msg = f"ranks_per_sample must be -1 for all, or their number, got {self.ranks_per_sample!r}"
             raise ConfigError(msg)
 
     @property

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._ddp import ReductionWatch, SteppingDataParallel
 from tp_core._contracts._job import Job
-from tp_core._contracts._session import ReduceOp, Session, check_reduce_op
+from tp_core._contracts._session import FORWARD, ReduceOp, Session, check_reduce_op
+from tp_core._launch._process_group import new_process_group
 from tp_core.data._batches import Share
 from tp_core.data._seeding import device_rng_state, seed_of, set_device_rng_state
 from tp_core.data._step_outputs import StepOutput, zero_backward
-from tp_core.errors import DisagreementError
+from tp_core.errors import ConfigError, DisagreementError
 from tp_core.tensors._slices import check_no_max_norm, quantized_parts
 
 T = TypeVar("T")
@@ -32,17 +33,30 @@ class ProcessGroupSession(Session):
 
     Ranks that read different samples form a data group, all ranks by default. Over it
     DistributedDataParallel averages gradients, and values are reduced. A backend that splits models over
-    ranks passes its own data group. One that splits samples over ranks averages gradients over all ranks.
+    ranks passes its own data group. With `Job.ranks_per_sample` consecutive ranks of it share samples.
+    Gradients are still averaged over all of them, and values are reduced over those with other samples::
+
+        data ranks       0     0     1     1        8 ranks: 2 of data x 2 that share samples x 2 of tensors
+        sample ranks     0     1     0     1        the outermost axis first, whichever of them there are
+        ranks           0 1   2 3   4 5   6 7
 
     Args:
         job: The job.
         data_group: The ranks that read different samples; ``None`` for all.
         data_rank: The rank of this process among them; by default its rank in ``data_group``.
         data_size: The number of these ranks; by default the size of ``data_group``.
-        averages_over_all: Whether gradients are averaged over all ranks, and not over the data group alone;
-            buffers are shared among the same ranks.
         leave: The function that leaves the process group, as `join_process_group` returned it, called when
             the session is closed; ``None`` if other code leaves it.
+
+    Attributes:
+        sample_group: The ranks that share this rank's samples; ``None`` for all ranks, or if it is one.
+        sample_rank: The rank of this process among them.
+        sample_size: The number of these ranks.
+
+    Raises:
+        ConfigError: The ranks of the data group are no multiple of those that share samples.
+
+    Collectives: where ranks share samples, an all-gather of the groups, and the creation of theirs.
     """
 
     def __init__(
@@ -52,19 +66,43 @@ class ProcessGroupSession(Session):
         data_group: ProcessGroup | None = None,
         data_rank: int | None = None,
         data_size: int | None = None,
-        averages_over_all: bool = False,
         leave: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(job)
         # Read once: the training loop needs them in every step, and torch's functions cost more.
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._data_group = data_group
-        self._data_rank = dist.get_rank(data_group) if data_rank is None else data_rank
-        self._data_size = dist.get_world_size(data_group) if data_size is None else data_size
-        self._gradient_group = None if averages_over_all else data_group
-        self._gradient_size = self._world_size if averages_over_all else self._data_size
+        rank = dist.get_rank(data_group) if data_rank is None else data_rank
+        size = dist.get_world_size(data_group) if data_size is None else data_size
+        self._gradient_group, self._gradient_size = data_group, size
+        shared = size if job.ranks_per_sample == -1 else job.ranks_per_sample
+        if size % shared:
+            if leave is not None:
+                leave()
+            msg = (
+                f"each sample is to be shared by {shared} ranks, and {size} ranks, which hold the same "
+                "weights, are not a multiple of it"
+            )
+            raise ConfigError(msg)
+        self._data_group, self._data_rank, self._data_size = data_group, rank // shared, size // shared
+        self.sample_group: ProcessGroup | None = None
+        self.sample_rank, self.sample_size = rank % shared, shared
+        if shared > 1:
+            self._data_group, self.sample_group = self._divide(shared)
         self._leave = leave
         self._reductions = ReductionWatch(self.check_optimizer, ranks=self._gradient_size)
+
+    def _divide(self, shared: int) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+        """Return the group of ranks with other samples, and the group of those with the same."""
+        found: list[ProcessGroup | None] = [None, None]
+        own = dist.get_process_group_ranks(self._gradient_group or dist.group.WORLD)
+        for ranks in sorted(set(map(tuple, self.gather_objects(own)))):  # every rank makes all, in one order
+            others = [ranks[i::shared] for i in range(shared)]
+            same = [ranks[i : i + shared] for i in range(0, len(ranks), shared)]
+            for i, parts in enumerate((others, same)):
+                for part in parts:
+                    if 1 < len(part) < self._world_size:
+                        found[i] = new_process_group(part) or found[i]
+        return found[0], found[1]
 
     @property
     def rank(self) -> int:
@@ -453,6 +491,8 @@ def _place() -> str | None:
     """Return the function of these packages that exchanges objects; ``None`` for other code."""
     # Three frames up: past this function, the exchange, and the session's method.
     frame = sys._getframe(3)
+    if frame.f_code is FORWARD and frame.f_back is not None:
+        frame = frame.f_back
     module = frame.f_globals.get("__name__", "")
     return f"{module}.{frame.f_code.co_qualname}" if module.startswith("tp_") else None
 

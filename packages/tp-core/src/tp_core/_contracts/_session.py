@@ -546,6 +546,45 @@ class Session:
         load_whole_state(self.unwrap(model), state)
 
 
+class SessionWrapper(Session):
+    """A session around another one, which does what the wrapper does not.
+
+    For a backend that opens another one for the weights, and changes what a step computes.
+
+    Args:
+        inner: The session that this one is around.
+
+    Attributes:
+        inner: The same.
+    """
+
+    def __init__(self, inner: Session) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def _forward(name: str) -> Any:
+    def forward(self: SessionWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    def read(self: SessionWrapper) -> Any:
+        return getattr(self.inner, name)
+
+    def write(self: SessionWrapper, value: Any) -> None:
+        setattr(self.inner, name, value)
+
+    return forward if callable(getattr(Session, name, None)) else property(read, write)
+
+
+FORWARD = _forward("run").__code__
+"""The code of a method that a wrapper forwards: who looks for a caller passes over it."""
+
+for _name in ("job", "device", "closed", *(n for n in vars(Session) if not n.startswith("_"))):
+    setattr(SessionWrapper, _name, _forward(_name))
+
+
 def _first_other(values: Sequence[object]) -> int | None:
     """Return the first rank with another value than rank 0."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)

@@ -59,7 +59,7 @@ class FullyShardedSession(ProcessGroupSession):
         check_not_quantized(model, "fully_shard")
         self.sharding.shard(model)
         self._reductions.know(model)
-        if self._data_size > 1:
+        if self._gradient_size > 1:
             for parameter in model.parameters():
                 if is_dtensor(parameter) and parameter.requires_grad:
                     parameter.register_hook(_refuse_direct)
