@@ -19,6 +19,14 @@ class TestOneSequenceOnTwoRanks(BackendConformance):
 
 
 @pytest.mark.nightly
+class TestShardsOverDataAndContext(BackendConformance):
+    backend = ContextBackend
+    processes = 4
+    exchange_processes = 4
+    options = {"context": 2, "sequence": {}, "weights": "fsdp"}
+
+
+@pytest.mark.nightly
 class TestTwoSequencesOnFourRanks(BackendConformance):
     backend = ContextBackend
     processes = 4
