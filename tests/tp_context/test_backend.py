@@ -24,6 +24,11 @@ class TestShardsOverDataAndContext(BackendConformance):
     processes = 4
     exchange_processes = 4
     options = {"context": 2, "sequence": {}, "weights": "fsdp"}
+    limits = {
+        "test_a_parameter_that_one_rank_alone_uses_has_the_gradient_of_the_mean": (
+            "torch sends the gradients that a rank has as one tensor, whose length then differs between ranks"
+        )
+    }
 
 
 @pytest.mark.nightly

@@ -216,7 +216,7 @@ def open_session(selection: Selection, job: Job, facts: Mapping[str, Any]) -> Se
     Collectives: an exchange through the launcher's store, then what the backend needs to connect its ranks.
     """
     chosen = f"{selection.chosen.name!r} of {selection.chosen.origin}"
-    options = job.options.get(selection.chosen.name, {})
+    options = dict(job.options)  # of all: the chosen backend may open another one
     if job.environment.is_distributed:
         _end_after_failure()
     seed = job.seed
