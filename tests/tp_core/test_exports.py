@@ -34,7 +34,7 @@ PUBLIC = {
         SHARDED_ATTRIBUTE TensorSlice build_deferred initial_value is_deferred is_sharded materialize
     """,
     tp_core.sessions: """
-        FullyShardOptions ProcessGroupSession ReduceOp join_process_group new_process_group
+        FullyShardOptions ProcessGroupSession ReduceOp SessionWrapper join_process_group new_process_group
     """,
     tp_core.jobs: """
         CompileOptions Footprint MemoryNeed ModelTraits Precision Recomputation replicated_memory
