@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -272,6 +274,31 @@ def test_an_optimizer_that_has_a_state_keeps_it(pool):
 
 
 @pytest.mark.slow
+def living_weights():
+    """Return how many whole weights are alive after each unit that ``prepare`` shards."""
+    from torch.distributed import fsdp
+
+    model = nn.Sequential(*(Block(2) for _ in range(3)), nn.Linear(2, 1))
+    whole, found, shard = [weakref.ref(p) for p in model.parameters()], [], fsdp.fully_shard
+
+    def watched(module, **options):
+        shard(module, **options)
+        found.append(sum(one() is not None for one in whole))
+
+    gc.collect()
+    gc.disable()  # so that nothing but references decides
+    with pytest.MonkeyPatch.context() as patch, Trainer(backend="fsdp", devices="cpu") as trainer:
+        patch.setattr(fsdp, "fully_shard", watched)
+        trainer.prepare(model)
+    gc.enable()
+    return found
+
+
+def test_whole_weights_of_a_unit_are_freed_before_the_next_one_is_sharded(pool):
+    for found in pool.run(living_weights):
+        assert found == [10, 6, 2, 0]
+
+
 def test_an_optimizer_may_be_made_after_the_model_was_prepared(pool):
     model = Net()
     with trainer_of("single") as trainer:

@@ -86,6 +86,24 @@ def test_copies_in_a_lower_type_are_known_for_what_they_are():
     assert found.casts == 0
 
 
+class OfWeights(nn.Module):
+    """Computes its weight anew from the parameter, as DoRA does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x @ (self.weight * 2).T.sin()
+
+
+def test_values_made_of_weights_are_smaller_where_these_are_gathered_in_a_lower_type():
+    found = measure_footprint(OfWeights(), None, BATCH, step, precision="bf16-mixed")
+    assert found.casts == 0
+    # The doubled weight and its sine: in fp32, with a copy for the product; or in bf16 both.
+    assert found.activations - found.alone >= WIDTH * WIDTH * (4 + 4 + 2 - 2 - 2)
+
+
 def test_tied_weights_count_once():
     model = make()
     model[2].weight = model[0].weight

@@ -27,12 +27,14 @@ class Footprint:
         update: Temporary memory of an optimizer step.
         activations: The peak of a forward and backward pass besides all these, with one device's share of a
             batch; ``None`` if that is not known.
-        alone: The same without the gradient that is being computed, for backends that count it themselves.
+        alone: The same without the gradient that is being computed, for backends that count it themselves;
+            in a mixed precision with parameters in the lower dtype, as those backends gather them.
         with_gradients: The peak of activations and gradients together: activations are freed while
             gradients are allocated.
         casts: The part of the activations that are copies of weights in the dtype of a mixed precision.
         batch: The device's share of the batch itself.
-        kept: The memory that the forward pass of each module keeps for backward, by the module's name.
+        kept: The memory that the forward pass of each module keeps for backward, by the module's name, with
+            parameters as for ``alone``.
         passed: The memory of each of these modules' outputs, by name.
         unknown: The reason why something is not known; empty if all is.
     """
@@ -76,7 +78,7 @@ class Footprint:
         return replace(
             self,
             activations=self.activations + more,
-            alone=max(0, self.alone + round((self.alone - self.casts) * (times - 1))),
+            alone=round(self.alone * times),
             with_gradients=self.with_gradients + more,
             batch=round(self.batch * times),
             kept={name: round(n * times) for name, n in self.kept.items()},

@@ -141,7 +141,7 @@ def _activations(
     if footprint.activations is None:
         return None
     # Parameters that are gathered in the lower dtype are not cast to it again.
-    found = footprint.alone - (footprint.casts if parameter_type(options, job) else 0)
+    found = footprint.alone + (0 if parameter_type(options, job) else footprint.casts)
     if options.activation_checkpointing:
         kept = [max(0, footprint.kept.get(name, 0) - footprint.passed.get(name, 0)) for name in units]
         found = max(0, found - sum(kept) + max(kept, default=0))

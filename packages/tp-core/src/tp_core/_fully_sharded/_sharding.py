@@ -77,14 +77,17 @@ class Sharding:
         Collective: a broadcast of each parameter and buffer that is not sharded yet; an all-gather of
         parameters in no unit.
         """
-        plain = dict(model.named_parameters(remove_duplicate=False))
+        # Weakly, so that each unit's whole parameters are freed before the next unit is sharded.
+        plain = {name: (id(p), weakref.ref(p)) for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model)
         known = self._shards.get(model) or {}
-        self._shards[model] = known | {
-            id(plain[name]): (weakref.ref(plain[name]), shard)
+        replaced = {
+            key: (whole, shard)
             for name, shard in model.named_parameters(remove_duplicate=False)
-            if shard is not plain[name]
+            for key, whole in [plain[name]]
+            if whole() is not None and whole() is not shard
         }
+        self._shards[model] = known | replaced
 
     def shard_of(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the shard that replaced a parameter; ``None`` where none did."""

@@ -21,7 +21,7 @@ from tp_core.jobs import Footprint, Precision, Recomputation
 from tp_core.tensors import is_sharded
 
 from tp_trainer._activations import recompute
-from tp_trainer._steps._step import in_precision, loss_of
+from tp_trainer._steps._step import LOWER, in_precision, loss_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -48,22 +48,27 @@ class StandIns:
     Args:
         device: The device of the fake tensors.
         dtype: The type of floating-point parameters and buffers; ``None`` for their own.
+        buffers: Whether buffers have that type, too.
 
     Attributes:
         mode: The mode in which to compute with the copies.
     """
 
-    def __init__(self, device: torch.device, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, dtype: torch.dtype | None = None, buffers: bool = True
+    ) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._dtype = dtype
+        self._buffers = buffers
         self._copies: dict[int, Any] = {}  # the memo of copy.deepcopy(): by the id of the original
 
     def of_model(self, model: nn.Module) -> nn.Module:
         """Return a copy of a model, in training mode, without its hooks on parameters."""
         for tensor in [*model.parameters(), *model.buffers()]:
-            fake = self.of_tensor(tensor, self._dtype if tensor.is_floating_point() else None)
             is_parameter = isinstance(tensor, nn.Parameter)
+            is_converted = tensor.is_floating_point() and (is_parameter or self._buffers)
+            fake = self.of_tensor(tensor, self._dtype if is_converted else None)
             self._copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
         return copy.deepcopy(model, self._copies).train()
 
@@ -262,6 +267,8 @@ def measure_footprint(
                 values = stand_ins.of_batch(batch)
                 with stand_ins.mode:
                     found = _run_step(found, live, copied, values, step, precision)
+                if precision in LOWER:
+                    found = _with_lower(found, model, batch, step, precision, device, recomputation)
             except Exception as error:
                 log.debug("a step could not be run on tensors without memory", exc_info=True)
                 found = replace(found, unknown=f"the step needs values: {_short(error)}")
@@ -329,6 +336,30 @@ def _run_step(
         passed=passed,
         unknown="",
     )
+
+
+def _with_lower(
+    found: Footprint,
+    model: nn.Module,
+    batch: Any,
+    step: Callable[[Any, Any], StepOutput],
+    precision: Precision,
+    device: torch.device | None,
+    recomputation: Recomputation | None,
+) -> Footprint:
+    """Return the footprint with what backends need that gather parameters in the lower dtype."""
+    stand_ins = StandIns(_usable(device), dtype=LOWER[precision], buffers=False)
+    copied = stand_ins.of_model(model)
+    recompute(copied, recomputation)
+    live = LiveBytes([*copied.parameters(), *copied.buffers()])
+    values = stand_ins.of_batch(batch)
+    try:
+        with stand_ins.mode:
+            lower = _run_step(found, live, copied, values, step, precision)
+    except Exception:  # a step may ask for the dtype of a parameter
+        log.debug("a step could not be run with parameters in the lower dtype", exc_info=True)
+        return replace(found, alone=max(0, found.alone - found.casts))
+    return replace(found, alone=lower.alone, kept=lower.kept, passed=lower.passed)
 
 
 def _watch(

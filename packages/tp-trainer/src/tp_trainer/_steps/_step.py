@@ -72,13 +72,15 @@ Step = Callable[[Any, Any], StepOutput]
 RunStep = Callable[[Step, nn.Module, Any], StepOutput]
 RunAny = Callable[[Any, Any, Any], StepOutput]
 
+LOWER = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+"""The lower dtype of each mixed precision."""
+
 
 def autocast(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
     """Return a factory of the context for a step, or ``None`` if it needs none."""
-    types = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-    if precision not in types:
+    if precision not in LOWER:
         return None
-    return lambda: torch.autocast(device.type, dtype=types[precision])
+    return lambda: torch.autocast(device.type, dtype=LOWER[precision])
 
 
 def in_precision(run: RunAny, precision: Precision, device: torch.device) -> RunAny:
