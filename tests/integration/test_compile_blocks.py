@@ -1,4 +1,4 @@
-"""Compiling the blocks of a model: once for each class, for all lengths, with the same numbers everywhere."""
+"""Compiling models, or their blocks: each class once, for all lengths, with the same numbers everywhere."""
 
 import functools
 
@@ -17,6 +17,7 @@ from tests.tp_trainer.callback_run import BACKENDS, Spy
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 # aot_eager finds and counts graphs as the default compiler does; that one would take many seconds.
 BLOCKS = CompileOptions(blocks=True, backend="aot_eager")
+WHOLE = CompileOptions(backend="aot_eager")
 
 
 class Block(nn.Module):
@@ -59,15 +60,36 @@ def step(model, tokens):
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def trained(backend, *, compiled, policy=None, options=None, accumulate=1):
+class Torchs(nn.Module):
+    """Torch's own layers, of which its compiler finds nothing by itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.table = nn.Embedding(11, 8)
+        self.blocks = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.table(tokens)))
+
+
+def whole():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11))
+
+
+def trained(backend, *, compiled, make=Network, policy=None, options=None, accumulate=1):
     """Return the weights after two epochs, and what was logged."""
     torch.compiler.reset()
-    model, spy = Network(), Spy()
+    model, spy = make(), Spy()
     if backend == "shard":
         ts = pytest.importorskip("tp_shard")
         if not ts.distributed.is_initialized():
             ts.distributed.init_process_group()
-        model = ts.parallelize(model, {"blocks.*.inner": ts.Column(), "blocks.*.outer": ts.Row()})
+        names = ("1", "3") if make is whole else ("blocks.*.inner", "blocks.*.outer")
+        model = ts.parallelize(model, {names[0]: ts.Column(), names[1]: ts.Row()})
     if policy is not None:
         checkpoint_activations(model, **policy)
     settings = BACKENDS.get(backend, {"backend": backend, "devices": "cpu"})
@@ -77,7 +99,7 @@ def trained(backend, *, compiled, policy=None, options=None, accumulate=1):
         seed=3,
         progress=False,
         accumulate=accumulate,
-        compile=BLOCKS if compiled else False,
+        compile=compiled,
     ) as trainer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer.fit(model, optimizer, DataLoader(Texts(), batch_size=4), step=step, epochs=2, callbacks=[spy])
@@ -85,10 +107,10 @@ def trained(backend, *, compiled, policy=None, options=None, accumulate=1):
         return {name: tensor.clone() for name, tensor in weights.items()}, spy.logged
 
 
-def compare(backend, **settings):
+def compare(backend, compiled=BLOCKS, **settings):
     """Return the differences of weights with and without compiling, and the logged graphs."""
     plain, _ = trained(backend, compiled=False, **settings)
-    found, logged = trained(backend, compiled=True, **settings)
+    found, logged = trained(backend, compiled=compiled, **settings)
     assert plain.keys() == found.keys()  # no name has changed
     graphs = [(at, row["compiled_graphs"]) for at, row in logged if "compiled_graphs" in row]
     assert any("first_step_s" in row for _, row in logged)
@@ -147,12 +169,33 @@ def test_blocks_are_compiled_with_checkpointed_activations_on_ranks(pool, backen
             check(found)
 
 
+def test_a_model_of_torchs_own_class_is_compiled():
+    check(compare("single", WHOLE, make=whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "shard", "fsdp"])
+def test_a_model_of_torchs_own_class_is_compiled_on_ranks(pool, backend):
+    for found in pool.run(functools.partial(compare, backend, WHOLE, make=whole)):
+        check(found)
+
+
+@pytest.mark.slow
+def test_torchs_own_blocks_are_compiled(pool):
+    for found in (
+        compare("single", make=Torchs),
+        *pool.run(functools.partial(compare, "ddp", make=Torchs)),
+        *pool.run(functools.partial(compare, "fsdp", make=Torchs)),
+        *pool.run(functools.partial(compare, "fsdp", WHOLE, make=Torchs)),  # unit by unit
+    ):
+        difference, ((_, first), (_, epoch), (_, end)) = found
+        assert difference < 1e-6
+        assert 0 < first <= epoch == end
+
+
 def test_what_cannot_be_compiled_by_blocks_is_refused():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    torchs_own = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     for backend, model, error, words in [
         ("single", nn.Linear(2, 2), ModelError, "no blocks that repeat"),
-        ("single", torchs_own, ModelError, "torch compiles nothing of one that is called by itself"),
         ("tuple", Network(), ConfigError, "compiles each as a whole; take compile=True"),
         ("dp-gather", Network(), ConfigError, "compiles each as a whole; take compile=True"),
     ]:

@@ -63,6 +63,8 @@ REASONS = {
 MEMBERS = {
     nn.Module: [
         "_buffers",
+        "_call_impl",
+        "_compiled_call_impl",
         "_forward_hooks",
         "_forward_pre_hooks",
         "_modules",

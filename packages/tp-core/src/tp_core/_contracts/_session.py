@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tp_core._contracts._blocks import repeated_blocks
+from tp_core._contracts._blocks import is_torchs_own, repeated_blocks
 from tp_core._contracts._job import CompileOptions, Job
 from tp_core._devices._transfer import move_module, recursive_to
 from tp_core.data._batches import Share
@@ -172,17 +172,21 @@ class Session:
             ConfigError: They are, and the backend compiles whole models alone.
         """
         options = self.job.compile or CompileOptions()
-        modules = repeated_blocks(self.unwrap(model)).values() if options.blocks else [model]
-        for module in modules:
-            if options.blocks and type(module).forward.__module__.startswith("torch."):
-                kind = type(module).__name__
-                msg = (
-                    f"the model's blocks are torch's own {kind}, and torch compiles nothing of one that is "
-                    f"called by itself; take compile=True, or make them of a class of yours with a forward() "
-                    f"that calls it: class Block(torch.nn.{kind})"
-                )
-                raise ModelError(msg)
+        plain = self.unwrap(model)
+        for module in repeated_blocks(plain).values() if options.blocks else [plain]:
+            self._compile(module, options)
+
+    def _compile(self, module: nn.Module, options: CompileOptions) -> None:
+        """Compile a module in place, as a whole."""
+        if not is_torchs_own(module):
             module.compile(**options.arguments())
+            return
+
+        # torch compiles nothing that begins in files of its own, as a Sequential's call does.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)
+
+        module._compiled_call_impl = torch.compile(call, **options.arguments())
 
     def refresh(self, model: nn.Module) -> None:
         """Update a backend's copies of a prepared model; without copies, do nothing.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tp_core._contracts._blocks import is_torchs_own
 from tp_core._contracts._job import CompileOptions
 from tp_core._contracts._process_group_session import ProcessGroupSession
 from tp_core._fully_sharded._optimizers import (
@@ -118,7 +119,14 @@ class FullyShardedSession(ProcessGroupSession):
             super().compile_model(model)
             return
         for module in units:
-            module.compile(**options.arguments())
+            self._compile(module, options)
+
+    def _compile(self, module: nn.Module, options: CompileOptions) -> None:
+        """Compile a module in place, without the hooks that gather its parameters."""
+        if is_torchs_own(module):
+            module.forward = torch.compile(module.forward, **options.arguments())
+        else:  # torch compiles the forward pass apart, as hooks interrupt what it began
+            super()._compile(module, options)
 
     # -- the step -----------------------------------------------------------------------------
 
