@@ -78,16 +78,16 @@ class Sharding:
         parameters in no unit.
         """
         # Weakly, so that each unit's whole parameters are freed before the next unit is sharded.
-        plain = {name: (id(p), weakref.ref(p)) for name, p in model.named_parameters(remove_duplicate=False)}
-        self._shard(model)
-        known = self._shards.get(model) or {}
-        replaced = {
-            key: (whole, shard)
-            for name, shard in model.named_parameters(remove_duplicate=False)
-            for key, whole in [plain[name]]
-            if whole() is not None and whole() is not shard
+        plain: dict[str, tuple[int, weakref.ref[Tensor]]] = {
+            name: (id(p), weakref.ref(p)) for name, p in model.named_parameters(remove_duplicate=False)
         }
-        self._shards[model] = known | replaced
+        self._shard(model)
+        shards = self._shards.get(model) or {}
+        for name, shard in model.named_parameters(remove_duplicate=False):
+            key, whole = plain[name]
+            if whole() is not None and whole() is not shard:
+                shards[key] = whole, shard
+        self._shards[model] = shards
 
     def shard_of(self, parameter: Tensor) -> nn.Parameter | None:
         """Return the shard that replaced a parameter; ``None`` where none did."""
