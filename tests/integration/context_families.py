@@ -115,6 +115,22 @@ MODELS = {
         | {"image_size": 12, "patch_size": 2},
         "image",
     ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        GROUPED | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+        "decoder",
+    ),
+    "mt5": ("MT5ForConditionalGeneration", T5, "both"),
+    "mbart": ("MBartForConditionalGeneration", BART, "both"),
+    "pegasus": ("PegasusForConditionalGeneration", BART, "both"),
+    "marian": ("MarianMTModel", BART, "both"),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {k: v for k, v in BART.items() if k != "max_position_embeddings"}
+        | {"num_mel_bins": 8, "max_source_positions": 24, "max_target_positions": 64}
+        | {"bos_token_id": 1, "eos_token_id": 1},
+        "speech",
+    ),
     "wav2vec2": (
         "Wav2Vec2ForCTC",
         SMALL
@@ -194,6 +210,16 @@ class Samples(Dataset):
                     {
                         "input_values": torch.randn(400, generator=generator).double(),
                         "labels": torch.randint(1, 9, (5,), generator=generator),
+                    }
+                )
+                continue
+            if kind == "speech":
+                labels = torch.randint(3, VOCABULARY, (31,), generator=generator)
+                self.rows.append(
+                    {
+                        "input_features": torch.randn(8, 48, generator=generator).double(),
+                        "decoder_input_ids": torch.nn.functional.pad(labels[:-1], (1, 0), value=2),
+                        "labels": labels,
                     }
                 )
                 continue
@@ -322,11 +348,11 @@ def main():
     for ranks in given.ranks:
         with RankPool(ranks) as pool:
             for name in given.models:
-                for mask in given.masks if MODELS[name][2] not in {"image", "sound"} else ["none"]:
+                for mask in given.masks if MODELS[name][2] not in {"image", "sound", "speech"} else ["none"]:
                     result, said = outcome(name, mask, pool)
                     counts[result] = counts.get(result, 0) + 1
                     print(f"{ranks} ranks  {name:12} {mask:7} {result:8} {said:.{given.width}}", flush=True)
-    print(counts)
+    print(", ".join(f"{count} {result}" for result, count in counts.items()))
     return counts.get("wrong", 0) + counts.get("failed", 0)
 
 

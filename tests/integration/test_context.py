@@ -23,6 +23,7 @@ from tests.integration import context_families as families
 NIGHTLY = [
     ("llama", "packed"), ("qwen3", "none"), ("gemma2", "none"), ("gpt_oss", "none"), ("mixtral", "none"),
     ("opt", "left"), ("roberta", "right"), ("modernbert", "none"), ("falcon", "none"),
+    ("bart", "left"), ("whisper", "none"), ("qwen2_moe", "right"),
 ]  # fmt: skip
 
 TOKENS, ROWS, VOCABULARY, WIDTH = 13, 2, 11, 8
@@ -526,7 +527,7 @@ def test_models_of_transformers_equal_one_device(name, mask):
     ("name", "said"),
     [
         ("mamba", r"mixer.*\(Linear\) computes something else"),
-        pytest.param("bart", r"embed_positions' \(BartLearned", marks=pytest.mark.nightly),
+        pytest.param("vit", "not clear what in the batch has the sequence", marks=pytest.mark.nightly),
     ],
 )
 def test_models_of_transformers_that_cannot_be_split_are_refused(pair, name, said):

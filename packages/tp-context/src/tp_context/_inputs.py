@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,17 +23,21 @@ from tp_context._slices import Cut, Cuts, activate
 _IGNORED = -100  # torch's and transformers' number of a label that does not count
 
 
+Positions = Literal["range", "mask", "tokens", "modules", "own"]
+
+
 class Way(NamedTuple):
     """One way to give a model what it needs of whole sequences.
 
     Attributes:
         positions: The numbers of ``position_ids``: from 0 ("range"); of tokens that the mask of padding shows
-            ("mask"); as the model's embedding makes them from the tokens ("tokens"); or none of ours ("own").
+            ("mask"); as the model's embedding makes them from the tokens ("tokens"); those that embeddings of
+            positions take, as BART's ("modules"); or none of ours ("own").
         shifts: Whether the model's loss compares with the label of the next token.
         packs: Whether position numbers that begin anew begin a document, as in most decoders of transformers.
     """
 
-    positions: Literal["range", "mask", "tokens", "own"]
+    positions: Positions
     shifts: bool
     packs: bool = True
 
@@ -40,9 +45,9 @@ class Way(NamedTuple):
 def ways_of(model: nn.Module, *, has_positions: bool) -> list[Way]:
     """Return the ways to try for a model, the likeliest first; ``has_positions``: the batch has its own."""
     takes = _parameters_of(model)
-    numbers: list[Literal["range", "mask", "tokens", "own"]] = ["own"]
+    numbers: list[Positions] = ["modules", "own"] if any(_numbered_modules(model)) else ["own"]
     if "position_ids" in takes and not has_positions:
-        numbers = ["range", "mask", "tokens", "own"]
+        numbers = ["range", "mask", "tokens", *numbers]
         if _numbering_of(model) is None:
             numbers.remove("tokens")
         else:
@@ -61,6 +66,10 @@ def splitting(model: nn.Module, cuts: Cuts, way: Way) -> Iterator[None]:
         for module in model.modules():
             if callable(getattr(module, "compute_bias", None)) and hasattr(module, "relative_attention_bias"):
                 stack.enter_context(_whole_bias(module, cuts))
+        if way.positions == "modules":
+            for module in _numbered_modules(model):
+                hook = module.register_forward_pre_hook(partial(_number, cuts), with_kwargs=True)
+                stack.callback(hook.remove)
         before = model.register_forward_pre_hook(_Given(cuts, way), with_kwargs=True)
         stack.callback(before.remove)
         stack.callback(model.register_forward_hook(_NoGradient(cuts)).remove)
@@ -87,11 +96,12 @@ class _Given:
         cut = (
             None if not isinstance(inputs, Tensor) or inputs.dim() < 2 else self.cuts.of_slice(inputs.size(1))
         )
-        if cut is None or inputs is None:
-            return args, kwargs
         kwargs = dict(kwargs)
+        if cut is None or inputs is None:  # a decoder may be split beside an encoder of sound or images
+            self._shift(model, given, kwargs)
+            return args, kwargs
         self.cuts.packed = self._documents(model, given, cut)
-        if given.get("position_ids") is None and self.way.positions != "own":
+        if given.get("position_ids") is None and self.way.positions not in {"modules", "own"}:
             kwargs["position_ids"] = self._positions(given, cut, inputs, model)
         has_numbers = given.get("position_ids") is not None or "position_ids" in kwargs
         if has_numbers and given.get("attention_mask") is None and "attention_mask" in names:
@@ -197,6 +207,27 @@ def _takes_more(model: nn.Module) -> bool:
     """Return whether the forward takes further names, which transformers' models pass on to their loss."""
     parameters = _parameters_of(model)
     return "shift_labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _numbered_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the embeddings of positions that take their numbers, and count from 0 without them."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and "position_ids" in _parameters_of(module):
+            yield module
+
+
+def _number(cuts: Cuts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give an embedding of positions this rank's numbers, where it has none or those from 0."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    given = bound.arguments
+    inputs, numbers = next(iter(given.values())), given.get("position_ids")
+    shape = getattr(inputs if numbers is None else numbers, "shape", inputs)  # some take a shape
+    cut = cuts.of_slice(shape[1] if numbers is None else shape[-1])
+    if cut is None:
+        return None
+    index = cut.index(next(module.parameters()).device)
+    given["position_ids"] = index if numbers is None else index[numbers]
+    return bound.args, bound.kwargs
 
 
 def _numbering_of(model: nn.Module) -> tuple[Callable[[Tensor, int], Tensor], int] | None:
