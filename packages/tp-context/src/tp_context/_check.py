@@ -171,7 +171,7 @@ def _try(
     everyones = ranks.all_gather(("end", verdict))
     problems = [said for kind, said in everyones if kind == "end" and said[1]]
     if problems:
-        return _verdict(problems[0])
+        return _verdict(min(problems, key=lambda said: int(said[0])))  # the first module that any rank names
     if any(kind != "end" for kind, _ in everyones):
         return 0, _UNEVEN
     sums = torch.tensor([s for s, _ in part.gradients.values()], dtype=torch.float64)
