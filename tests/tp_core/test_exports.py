@@ -27,8 +27,8 @@ PUBLIC = {
         RunInfo RunStatus RunView Session Verdict hookimpl registry
     """,
     tp_core.data: """
-        LossReduction Parts PreparedLoader SampleRows Share StepOutput combine_outputs count_samples
-        read_weight restore_order split_weight
+        ElasticLoader LossReduction Parts PreparedLoader SampleRows Share StepOutput combine_outputs
+        count_samples read_weight restore_order split_weight
     """,
     tp_core.tensors: """
         SHARDED_ATTRIBUTE TensorSlice build_deferred initial_value is_deferred is_sharded materialize
@@ -61,7 +61,7 @@ PUBLIC = {
         preserve_rng_state presharded_mesh quantized_parts raised_where read_digests reduction_type
         rendezvous_store repeated_blocks resolve_options row_count run_in seed_everything seed_of seeded
         set_device_rng_state sharded_memory showing_system_errors shows_progress slice_of split_evenly
-        split_rows sync_folder total_shard_norm whole_model_arguments write_atomically zero_backward
+        split_rows start sync_folder total_shard_norm whole_model_arguments write_atomically zero_backward
     """,
 }
 

@@ -10,6 +10,18 @@ if TYPE_CHECKING:
     from tp_data._batches import Item as Item
     from tp_data._batches import Piece as Piece
     from tp_data._batches import Row as Row
+    from tp_data._files import Access as Access
+    from tp_data._loader import Loader as Loader
+    from tp_data._loader import Stats as Stats
+    from tp_data._order import Shuffle as Shuffle
+    from tp_data._sources import Iterables as Iterables
+    from tp_data._sources import JsonLines as JsonLines
+    from tp_data._sources import Parquet as Parquet
+    from tp_data._sources import Source as Source
+    from tp_data._sources import TarShards as TarShards
+    from tp_data._sources import TextLines as TextLines
+    from tp_data._stream import Place as Place
+    from tp_data._stream import Stream as Stream
 
     __version__: str
 else:
@@ -17,5 +29,10 @@ else:
         __name__,
         {
             "tp_data._batches": ["BatchSize", "Batcher", "Item", "Piece", "Row"],
+            "tp_data._files": ["Access"],
+            "tp_data._loader": ["Loader", "Stats"],
+            "tp_data._order": ["Shuffle"],
+            "tp_data._sources": ["Iterables", "JsonLines", "Parquet", "Source", "TarShards", "TextLines"],
+            "tp_data._stream": ["Place", "Stream"],
         },
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tp_core.data._step_outputs import read_weight as read_weight
     from tp_core.data._step_outputs import restore_order as restore_order
     from tp_core.data._step_outputs import split_weight as split_weight
+    from tp_core.data._user_loaders import ElasticLoader as ElasticLoader
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -32,5 +33,6 @@ else:
                 "restore_order",
                 "split_weight",
             ],
+            "tp_core.data._user_loaders": ["ElasticLoader"],
         },
     )

@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tp_core.data._batches import EpochBatches, Share, count_samples, has_fewer
 from tp_core.data._streams import Stream, split_stream
 from tp_core.data._user_loaders import (
+    ElasticLoader,
     cannot_shard,
     copy_loader,
     drawing,
     ended_early,
     has_too_many,
+    is_elastic,
     is_indexed,
     iterates_itself,
     order_is_ours,
@@ -107,6 +109,14 @@ class PreparedLoader:
         self._batches: EpochBatches | None = None
         self._source = loader
         self._is_split = False
+        self._skips_batches = not training and any_rank is None
+        if is_elastic(loader):
+            own_rank = (rank, size) if shard else (0, 1)
+            self._source = loader.for_rank(*own_rank, stand_ins=not self._skips_batches)
+            self.stream = Stream(self._source, seed=seed, size=1, is_ours=False)
+            if self._agree is not None:
+                self._agree("where a loader stands", self._source.state_dict())
+            return
         if not shard or not is_indexed(loader):
             own = split_stream(loader, self._rank, size) if shard else None
             if own is not None:
@@ -273,9 +283,24 @@ class PreparedLoader:
         A plain method, so that each batch passes through one generator only.
         """
         source = stream.epoch(epoch, continues_stream=self.continues_stream, done=first)
+        if is_elastic(stream.loader):
+            return self._iterate_elastic(source, first, stream, stream.loader)
         if self._any_rank is not None:
             return self._iterate_together(source, self._any_rank)
         return self._iterate_counted(source, first, stream.leave)
+
+    def _iterate_elastic(
+        self, source: Iterator[Any], first: int, stream: Stream, loader: ElasticLoader
+    ) -> Iterator[Any]:
+        """Yield from a loader that knows the shares of its batches."""
+        move = self._move
+        try:
+            for number, batch in enumerate(source, start=first):
+                # Of a stream, an epoch has its own numbers; only evaluation skips some, and begins a pass.
+                self.number, self.share = loader.number if self._skips_batches else number, loader.share
+                yield batch if move is None else move(batch)
+        finally:
+            stream.leave()
 
     def _iterate_together(self, source: Iterator[Any], any_rank: Callable[[bool], bool]) -> Iterator[Any]:
         """Yield as many batches as the rank that has most; this rank's last one again counts nothing.

@@ -7,10 +7,11 @@ one ended. A pass runs from the stream's beginning to its end::
     epochs    |-- 0 --|-- 1 --|-- 2 --|-- 3 --|-- 4 --|
 """
 
+import copy
 import hashlib
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from tp_core.data._batches import call_set_epoch
 from tp_core.data._seeding import preserve_rng_state
-from tp_core.data._user_loaders import copy_loader, is_hugging_face, position_holder
+from tp_core.data._user_loaders import copy_loader, is_elastic, is_hugging_face, position_holder
 from tp_core.data._workers import start
 from tp_core.errors import LoaderError
 
@@ -29,7 +30,10 @@ def is_stream(loader: object) -> bool:
     """Return whether epochs of ``loader`` may be parts of something longer, as with an iterable dataset."""
     if isinstance(loader, DataLoader):
         return isinstance(loader.dataset, IterableDataset)
-    return not hasattr(loader, "__len__")
+    try:
+        return not isinstance(loader, Sized) or len(loader) < 0
+    except TypeError:  # it has no length that is known
+        return True
 
 
 def split_stream(loader: Iterable[Any], rank: int, size: int) -> DataLoader[Any] | None:
@@ -205,7 +209,11 @@ class Stream:
 
     def anew(self) -> "Stream":
         """Return a stream from the same beginning, with its own iteration and workers."""
-        loader = copy_loader(self.loader, None, None) if isinstance(self.loader, DataLoader) else self.loader
+        loader = self.loader
+        if isinstance(loader, DataLoader):
+            loader = copy_loader(loader, None, None)
+        elif is_elastic(loader):
+            loader = copy.copy(loader)
         return Stream(loader, seed=self._seed, size=self._size, is_ours=self._is_ours)
 
     def _note_pass(self) -> None:

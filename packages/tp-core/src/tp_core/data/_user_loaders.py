@@ -4,7 +4,7 @@ import copy
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any, SupportsFloat, TypeGuard
+from typing import Any, Protocol, SupportsFloat, TypeGuard
 
 from torch.utils.data import (
     BatchSampler,
@@ -18,10 +18,52 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tp_core.data._batches import EpochBatches
+from tp_core.data._batches import EpochBatches, Share
 
 _MOST_COMPARED = 65_536
 _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class ElasticLoader(Protocol):
+    """A loader that divides its batches over the ranks itself, and whose position is the same on all of them.
+
+    A session asks it for the loader of its rank. Its states are loaded on any number of ranks. One whose
+    ``len()`` raises ``TypeError`` is a stream: an epoch is a number of batches, and no new beginning.
+
+    Attributes:
+        share: The samples that this rank, and all ranks, have of the batch that was yielded last.
+        number: The number of that batch in its pass, among those of all ranks.
+    """
+
+    share: Share | None
+    number: int
+
+    def for_rank(self, rank: int, size: int, *, stand_ins: bool = True) -> "ElasticLoader":
+        """Return a loader of a rank's parts, with a position of its own.
+
+        Args:
+            rank: The data rank.
+            size: The number of data ranks.
+            stand_ins: Whether a rank without a sample of a batch gets another one's, with a share of 0, so
+                that all take the same steps; else it has no such batch.
+        """
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the pass of the next iteration."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the batch that was yielded last."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Make the next iteration continue from a position."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass, or continue one after :meth:`load_state_dict`."""
+
+
+def is_elastic(loader: object) -> TypeGuard[ElasticLoader]:
+    """Return whether a loader divides its batches over the ranks itself."""
+    return callable(getattr(loader, "for_rank", None))
 
 
 def position_holder(loader: object) -> Any:

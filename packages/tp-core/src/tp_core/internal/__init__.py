@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from tp_core.data._step_outputs import row_count as row_count
     from tp_core.data._step_outputs import zero_backward as zero_backward
     from tp_core.data._user_loaders import iterates_itself as iterates_itself
+    from tp_core.data._workers import start as start
     from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
     from tp_core.plugins._select import check_backend_name as check_backend_name
     from tp_core.replicas._random import is_random_op as is_random_op
@@ -109,6 +110,7 @@ else:
             ],
             "tp_core.data._step_outputs": ["SampleRows", "join_rows", "row_count", "zero_backward"],
             "tp_core.data._user_loaders": ["iterates_itself"],
+            "tp_core.data._workers": ["start"],
             "tp_core._devices._resolve": ["device_of_rank", "free_nbytes"],
             "tp_core._devices._transfer": ["move_module"],
             "tp_core._devices._tree": ["Container", "PerType", "containers"],

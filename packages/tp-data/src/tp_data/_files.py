@@ -1,0 +1,521 @@
+"""Files of samples: where each sample begins, local copies of what is remote or compressed.
+
+An index is made once for each file, and serves all runs and processes::
+
+    data/a.jsonl                     data/.tp-data/a.jsonl.lines.index      a header as JSON, then the offsets
+    https://host/a.jsonl.gz          CACHE/3f0c...-a.jsonl, and its index   a copy: read once, decompressed
+
+A file is what it was if its size and its time of change are; of a remote one its tag, too. Else the index is
+made anew. Only one process makes it, and the others wait; it appears whole, or not at all.
+"""
+
+import glob
+import hashlib
+import json
+import logging
+import os
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tp_core.errors import ConfigError, LoaderError
+from tp_core.internal import available_cores, file_meant, write_atomically
+
+from tp_data._order import key_of
+
+log = logging.getLogger("tp_data")
+
+T = TypeVar("T")
+
+_FORMAT = 1
+_HEADER_NBYTES = 1024
+_CHUNK_NBYTES = 1 << 23
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+_MOST_OPEN = 128  # files of a process; systems allow 1024, and the program has others
+_WAIT_S = 3600.0  # for another process that makes an index
+_BLOCK_NBYTES = 512  # of a tar
+_TAGS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "created", "md5")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How remote files are read, and where copies and indexes are kept.
+
+    Attributes:
+        cache: The folder of copies of remote and compressed files, and of indexes. By default an index lies
+            beside its file, in a folder ``.tp-data``, and all else in ``$TP_DATA_CACHE`` or
+            ``~/.cache/tp-data``.
+        timeout_s: How long a remote file may say nothing.
+        attempts: How often a remote file is asked before it counts as dead.
+        rest_s: The rest before the second attempt; it doubles from one to the next.
+        options: Options of the file system, for fsspec, such as the key of a bucket.
+    """
+
+    cache: str | os.PathLike[str] | None = None
+    timeout_s: float = 60.0
+    attempts: int = 4
+    rest_s: float = 1.0
+    options: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.timeout_s <= 0 or self.rest_s < 0:
+            msg = (
+                f"Access(timeout_s={self.timeout_s!r}, attempts={self.attempts!r}, rest_s={self.rest_s!r}): "
+                "a file needs an attempt, more than 0 seconds to answer, and a rest of 0 seconds or more"
+            )
+            raise ConfigError(msg)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of copies, and of indexes that cannot lie beside their files."""
+        given = self.cache or os.environ.get("TP_DATA_CACHE")
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(given or f"{base}/tp-data").expanduser()
+
+    def attempt(self, what: str, action: Callable[[], T]) -> T:
+        """Return what an action on a remote file returns, after several attempts if need be.
+
+        Raises:
+            LoaderError: All attempts failed, or took too long.
+        """
+        error: BaseException | None = None
+        for number in range(self.attempts):
+            if number:
+                time.sleep(self.rest_s * 2 ** (number - 1))
+            try:
+                return self._in_time(action)
+            except (FileNotFoundError, PermissionError) as missing:
+                msg = f"{what} cannot be read: {missing}"
+                raise LoaderError(msg) from missing
+            except Exception as failure:  # noqa: BLE001 - every library of a protocol has its own
+                error = failure
+                failed = _describe(failure)
+                log.warning("%s, attempt %d of %d: %s", what, number + 1, self.attempts, failed)
+        msg = (
+            f"{what} could not be read in {self.attempts} attempts; the last one: {_describe(error)}; look "
+            "at the network and the server, or set Access(attempts=..., timeout_s=...)"
+        )
+        raise LoaderError(msg) from error
+
+    def _in_time(self, action: Callable[[], T]) -> T:
+        found: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                found.append(action())
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
+                errors.append(error)
+
+        # A daemon: a read that never returns cannot be ended, and must not keep the program alive.
+        thread = threading.Thread(target=run, name="tp-data", daemon=True)
+        thread.start()
+        thread.join(self.timeout_s)
+        if errors:
+            raise errors[0]
+        if not found:
+            msg = f"no answer within {self.timeout_s:g} s"
+            raise TimeoutError(msg)
+        return found[0]
+
+
+def _describe(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], access: Access) -> list[str]:
+    """Return the files of paths, URLs and patterns; those of a pattern in the order of their names.
+
+    Raises:
+        ConfigError: A pattern or a folder has no file, or a file does not exist.
+    """
+    given = [files] if isinstance(files, str | os.PathLike) else list(files)
+    found: list[str] = []
+    for one in given:
+        path = os.fspath(one)
+        if "://" in path or path.startswith("memory:"):
+            if any(sign in path.partition("://")[2] for sign in "*["):
+                found += access.attempt(path, lambda at=path: _remote_glob(at, access))  # type: ignore[misc]
+            else:
+                found.append(path)
+            continue
+        is_pattern = any(sign in path for sign in "*?[")
+        # Not Path.glob: a pattern may be absolute.
+        matching = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]  # noqa: PTH207
+        if not matching:
+            msg = f"no file matches {path!r} (from {Path.cwd()})"
+            raise ConfigError(msg)
+        found += matching
+    for path in found:
+        if "://" not in path and not Path(path).is_file():
+            what = "is a folder; give a pattern, such as" if Path(path).is_dir() else "does not exist"
+            hint = f" {path.rstrip('/')}/*.jsonl" if Path(path).is_dir() else file_meant(Path(path))
+            msg = f"{path} {what}{hint}"
+            raise ConfigError(msg)
+    if twice := sorted({path for path in found if found.count(path) > 1}):
+        msg = f"{twice[0]} is in the list of files twice; name it once, or mix two sources"
+        raise ConfigError(msg)
+    if not found:
+        msg = "a source needs at least one file, got none"
+        raise ConfigError(msg)
+    return found
+
+
+def _remote_glob(pattern: str, access: Access) -> list[str]:
+    import fsspec
+
+    system, path = fsspec.core.url_to_fs(pattern, **(access.options or {}))
+    found = sorted(system.unstrip_protocol(one) for one in system.glob(path))
+    if not found:
+        raise FileNotFoundError(pattern)
+    return found
+
+
+# -- Indexes --------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """What the scan of a file gives: where samples begin, with the end of the last, and a digest."""
+
+    offsets: NDArray[np.uint64]
+    digest: str
+
+
+class IndexedFile:
+    """A file with the offsets of its samples. Each process opens it for itself, when it first reads.
+
+    Attributes:
+        url: The file as it was given.
+        digest: A digest of its content.
+    """
+
+    def __init__(self, url: str, kind: str, access: Access) -> None:
+        """Find the index of a file, or make it.
+
+        Args:
+            url: The file.
+            kind: What is indexed: a key of `SCANS`.
+            access: How remote files are read.
+
+        Raises:
+            LoaderError: The file cannot be read, or is not whole.
+        """
+        self.url, self._kind, self._access = url, kind, access
+        self._is_local = "://" not in url
+        name = Path(url).name
+        compression = _COMPRESSED.get(Path(name).suffix.lower())
+        self._compression = compression
+        if compression is not None:
+            name = name[: -len(Path(name).suffix)]
+        self._is_copy = not self._is_local or compression is not None
+        key = f"{key_of(str(Path(url).absolute()) if self._is_local else url):016x}"
+        folder = self._folder()
+        self.path = Path(url) if not self._is_copy else access.folder / f"{key}-{name}"
+        beside = folder == Path(url).parent / ".tp-data"
+        self._index = folder / f"{name if beside else f'{key}-{name}'}.{kind}.index"
+        header = self._read_header()
+        if header is None or header["version"] != self._version():
+            header = self._make()
+        self.digest: str = header["digest"]
+        self._stat = header["stat"]
+        self._count: int = header["samples"]
+        self._offsets: Any = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _folder(self) -> Path:
+        if self._is_copy or self._access.cache is not None:
+            return self._access.folder
+        beside = Path(self.url).parent / ".tp-data"
+        if os.access(beside if beside.exists() else beside.parent, os.W_OK):
+            return beside
+        return self._access.folder
+
+    def _version(self) -> list[Any]:
+        """Return what changes when the file does.
+
+        Raises:
+            LoaderError: The file is not there.
+        """
+        if self._is_local:
+            try:
+                stat = Path(self.url).stat()
+            except OSError as error:
+                msg = f"{self.url} cannot be read: {error.strerror}"
+                raise LoaderError(msg) from error
+            return [stat.st_size, str(stat.st_mtime_ns)]
+
+        def look() -> list[Any]:
+            import fsspec
+
+            system, path = fsspec.core.url_to_fs(self.url, **(self._access.options or {}))
+            info = system.info(path)
+            return [info.get("size"), *(str(info[tag]) for tag in _TAGS if info.get(tag) is not None)]
+
+        return self._access.attempt(self.url, look)
+
+    def _read_header(self) -> dict[str, Any] | None:
+        try:
+            with self._index.open("rb") as file:
+                header: dict[str, Any] = json.loads(file.read(_HEADER_NBYTES))
+            whole = self._index.stat().st_size == _HEADER_NBYTES + 8 * (header["samples"] + 1)
+        except (OSError, ValueError, KeyError):  # there is none yet, or another program's
+            return None
+        if header.get("format") != _FORMAT or not whole:
+            return None
+        if self._is_copy and not (self.path.exists() and self.path.stat().st_size == header["stat"][0]):
+            return None
+        return header
+
+    def _make(self) -> dict[str, Any]:
+        from filelock import FileLock, Timeout
+
+        self._index.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # Two runs that begin at once would both read the whole file.
+            with FileLock(f"{self._index}.lock", timeout=_WAIT_S):
+                version = self._version()
+                header = self._read_header()
+                if header is not None and header["version"] == version:
+                    return header
+                if self._is_copy:
+                    write_atomically(self._copy_to, self.path)
+                found = SCANS[self._kind](self.path, self.url)
+                stat = self.path.stat()
+                if not self._is_copy and version != [stat.st_size, str(stat.st_mtime_ns)]:
+                    msg = f"{self.url} was changed while its index was made; begin again once it is complete"
+                    raise LoaderError(msg)
+                header = {
+                    "format": _FORMAT,
+                    "version": version,
+                    "stat": [stat.st_size, str(stat.st_mtime_ns)],
+                    "samples": len(found.offsets) - 1,
+                    "digest": found.digest,
+                }
+                text = json.dumps(header).encode().ljust(_HEADER_NBYTES)
+                data = found.offsets.astype("<u8").tobytes()
+                write_atomically(lambda part: _write(part, text, data), self._index)
+                return header
+        except Timeout as error:
+            msg = f"another process has been making {self._index} of {self.url} for {_WAIT_S:g} s"
+            raise LoaderError(msg) from error
+
+    def _copy_to(self, part: Path) -> None:
+        import fsspec
+
+        def opened() -> Any:
+            return fsspec.open(self.url, "rb", compression=self._compression, **options).open()
+
+        options = {} if self._is_local else self._access.options or {}
+        if self._compression == "zstd" and "zstd" not in fsspec.utils.compressions:
+            msg = f"{self.url} is compressed with zstd: pip install 'tp-data[zstd]'"
+            raise ConfigError(msg)
+        if self._is_local:
+            try:
+                with opened() as file, part.open("wb") as out:
+                    while chunk := file.read(_CHUNK_NBYTES):
+                        out.write(chunk)
+            except (OSError, EOFError, ValueError) as error:
+                msg = f"{self.url} cannot be decompressed: {_describe(error)}; is it whole?"
+                raise LoaderError(msg) from error
+            return
+
+        with part.open("wb") as out:
+            held: list[Any] = []
+
+            def read() -> bytes:
+                if not held:
+                    # Open again after a failure, where the last attempt ended.
+                    held.append(opened())
+                    held[0].seek(out.tell())
+                try:
+                    data: bytes = held[0].read(_CHUNK_NBYTES)
+                except BaseException:
+                    held.clear()
+                    raise
+                return data
+
+            while chunk := self._access.attempt(f"{self.url}, byte {out.tell()}", read):
+                out.write(chunk)
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_offsets": None}
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Return where a sample begins and ends, in bytes."""
+        if self._offsets is None:
+            try:
+                self._offsets = np.memmap(
+                    self._index, "<u8", "r", offset=_HEADER_NBYTES, shape=(self._count + 1,)
+                )
+            except (OSError, ValueError) as error:
+                msg = f"{self._index}, the index of {self.url}, is gone: {error}; begin again to make it"
+                raise LoaderError(msg) from error
+        return int(self._offsets[index]), int(self._offsets[index + 1])
+
+    def read(self, index: int) -> bytes:
+        """Return the bytes of a sample.
+
+        Raises:
+            LoaderError: The file has changed, or is gone, since its index was made.
+        """
+        start, stop = self.span(index)
+        data = os.pread(_descriptor(self.path, self.url, self._stat), stop - start, start)
+        if len(data) != stop - start:
+            end = start + len(data)
+            msg = f"{self.url} ends in sample {index}, byte {end}: it was cut off since its index was made"
+            raise LoaderError(msg)
+        return data
+
+    def check(self) -> None:
+        """Check that the file is what it was when its index was made.
+
+        Raises:
+            LoaderError: It has changed, or is gone.
+        """
+        _descriptor(self.path, self.url, self._stat)
+
+    def where(self, index: int) -> str:
+        """Return the file and the place of a sample in it, for messages."""
+        return f"{self.url}, sample {index}, byte {self.span(index)[0]}"
+
+
+def _write(part: Path, *data: bytes) -> None:
+    with part.open("wb") as file:
+        file.writelines(data)
+
+
+_open: dict[tuple[int, str], int] = {}  # descriptors of this process, the oldest first
+
+
+def _descriptor(path: Path, url: str, stat: Sequence[Any]) -> int:
+    """Return an open descriptor of a file that has not changed since its index was made.
+
+    `os.pread` moves no position, so threads and forked processes share it. A map of the file into memory
+    would kill the process where another one cuts the file off.
+    """
+    key = os.getpid(), str(path)
+    if key in _open:
+        return _open[key]
+    try:
+        number = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        msg = f"{url} is gone since its index was made ({error.strerror}); put it back, or leave it out"
+        raise LoaderError(msg) from error
+    now = os.fstat(number)
+    if [now.st_size, str(now.st_mtime_ns)] != list(stat):
+        os.close(number)
+        msg = (
+            f"{url} has changed since its index was made: it had {stat[0]} bytes and has {now.st_size}; "
+            "begin again, and the index is made anew"
+        )
+        raise LoaderError(msg)
+    while len(_open) >= _MOST_OPEN:
+        os.close(_open.pop(next(iter(_open))))
+    _open[key] = number
+    return number
+
+
+def _scan_lines(path: Path, _url: str, *, keeps_empty: bool) -> Found:
+    """Return the beginnings of the lines of a file."""
+    digest, ends, size = hashlib.blake2b(digest_size=8), [], 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_NBYTES):
+            digest.update(chunk)
+            ends.append(
+                np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10).astype(np.uint64) + np.uint64(size + 1)
+            )
+            size += len(chunk)
+        stops = np.concatenate(ends) if ends else np.zeros(0, np.uint64)
+        if size and (not len(stops) or stops[-1] != size):
+            stops = np.append(stops, np.uint64(size))
+        starts = np.concatenate([np.zeros(1, np.uint64), stops[:-1]]) if len(stops) else stops
+        if not keeps_empty:
+            lengths = stops - starts
+            keep = lengths > 1
+            for i in np.flatnonzero(lengths == 2):  # a line that has nothing but its "\r\n"
+                file.seek(int(starts[i]))
+                keep[i] = bool(file.read(2).strip())
+            starts = starts[keep]
+    return Found(np.append(starts, np.uint64(size)), digest.hexdigest())
+
+
+def _scan_tar(path: Path, url: str) -> Found:
+    """Return the beginnings of the samples of a tar: neighbors whose names begin alike, to the first dot.
+
+    Raises:
+        LoaderError: The tar is cut off, or is none.
+    """
+    starts: list[int] = []
+    last, end = None, 0
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if member.isfile():
+                    key = tar_key(member.name)[0]
+                    if key != last:
+                        starts.append(member.offset)
+                        last = key
+                    end = member.offset_data + -(-member.size // _BLOCK_NBYTES) * _BLOCK_NBYTES
+                tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+    except tarfile.TarError as error:
+        msg = f"{url} is no whole tar: {error}, behind sample {len(starts)}, byte {end}"
+        raise LoaderError(msg) from error
+    digest, size = hashlib.blake2b(digest_size=8), path.stat().st_size
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_NBYTES):
+            digest.update(chunk)
+        file.seek(min(end, size))
+        mark = file.read(_BLOCK_NBYTES)
+    if size < end or len(mark) < _BLOCK_NBYTES or mark.strip(b"\0"):
+        msg = f"{url} is no whole tar: it ends at byte {size}, in or behind sample {len(starts) - 1}"
+        raise LoaderError(msg)
+    return Found(np.array([*starts, end], np.uint64), digest.hexdigest())
+
+
+def _scan_whole(path: Path, _url: str) -> Found:
+    """Return a digest of a file that has its own index."""
+    digest, size = hashlib.blake2b(digest_size=8), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_NBYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return Found(np.array([0, size], np.uint64), digest.hexdigest())
+
+
+def tar_key(name: str) -> tuple[str, str]:
+    """Return the key of a member of a tar, and what it is in its sample.
+
+    Example:
+        >>> tar_key("train/0001.seg.png")
+        ('train/0001', 'seg.png')
+    """
+    folder, _, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return (f"{folder}/{stem}" if folder else stem), extension.lower()
+
+
+SCANS: dict[str, Callable[[Path, str], Found]] = {
+    "lines": lambda path, url: _scan_lines(path, url, keeps_empty=True),
+    "json": lambda path, url: _scan_lines(path, url, keeps_empty=False),
+    "tar": _scan_tar,
+    "whole": _scan_whole,
+}
+
+
+def index_files(files: Sequence[str], kind: str, access: Access) -> list[IndexedFile]:
+    """Return files with their indexes; those that are missing are made in parallel."""
+    if len(files) == 1:
+        return [IndexedFile(files[0], kind, access)]
+    with ThreadPoolExecutor(min(len(files), max(2, available_cores()))) as pool:
+        return list(pool.map(lambda url: IndexedFile(url, kind, access), files))

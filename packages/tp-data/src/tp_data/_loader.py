@@ -1,0 +1,361 @@
+"""The loader: this rank's part of each global batch, loaded in workers, at a position that can be saved.
+
+Only positions travel to workers, and batches back. The state moves with the batch that is yielded, whatever
+workers have read ahead::
+
+    main process      positions -> batcher -> rows of all ranks -> this rank's rows
+    worker            rows -> samples, with their own random numbers -> batch
+    main process      batch, share, state -> the loop
+"""
+
+import copy
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from typing import Any, Literal, NamedTuple
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from tp_core import LaunchEnvironment
+from tp_core.data import Share
+from tp_core.errors import ConfigError, LoaderError, StateError
+from tp_core.internal import Envelope, preserve_rng_state, start
+
+from tp_data._batches import Batcher, BatchSize, Item, Row, positions_in
+from tp_data._stream import Stream
+
+_COSTS_AT_ONCE = 64
+
+
+@dataclass(slots=True)
+class Stats:
+    """Sums over the batches that a loader has yielded, in this process.
+
+    Attributes:
+        batches: The batches.
+        rows: The rows of this rank.
+        skipped: The samples that could not be loaded; others took their places.
+        wait_s: How long the loop waited for batches.
+        measured: The batcher's own numbers, such as tokens.
+        errors: The first errors of samples that were skipped.
+    """
+
+    batches: int = 0
+    rows: int = 0
+    skipped: int = 0
+    wait_s: float = 0.0
+    measured: dict[str, float] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+
+_MOST_ERRORS = 20
+
+
+class _Task(NamedTuple):
+    epoch: int
+    rows: Sequence[Row] = ()
+    costs: Sequence[int] = ()  # the positions whose costs are asked for, instead of a batch
+
+
+@dataclass(slots=True)
+class _Done:
+    """What a worker returns: a batch, or an error that the main process raises."""
+
+    batch: Any = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+    skipped: Sequence[str] = ()
+    error: BaseException | None = None
+
+    def pin_memory(self) -> "_Done":
+        """Return the same with the batch in page-locked memory; torch's loader calls it."""
+        return replace(self, batch=Envelope(self.batch, 0).pin_memory().batch)
+
+
+class _Work(Dataset[_Done]):
+    """Loads what tasks ask for, in a worker or in the main process."""
+
+    def __init__(self, stream: Stream, batcher: Batcher, *, skips: bool) -> None:
+        self._stream, self._batcher, self._skips = stream, batcher, skips
+
+    def __getitem__(self, task: _Task) -> _Done:
+        try:
+            if get_worker_info() is None and self._stream.draws:
+                with preserve_rng_state():
+                    return self._do(task)
+            return self._do(task)
+        except Exception as error:  # noqa: BLE001 - torch would put a worker's traceback into its text
+            return _Done(error=error)
+
+    def _do(self, task: _Task) -> _Done:
+        skipped: list[str] = []
+        skip = (lambda error: skipped.append(str(error))) if self._skips else None
+        if task.costs:
+            samples = self._stream.load(list(task.costs), task.epoch, skip)
+            cost = self._batcher.cost
+            return _Done([1 if cost is None else cost(samples[position]) for position in task.costs])
+        samples = self._stream.load(positions_in(task.rows), task.epoch, skip)
+        batch = self._batcher.collate(task.rows, samples)
+        return _Done(batch, self._batcher.measure(batch), skipped)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Loader:
+    """An iterable over batches of a stream; each iteration is an epoch, or what is left of one.
+
+    In a plain loop it yields this process's part of each global batch, by the variables of the launcher or by
+    torch's process group. `Trainer.fit`, Accelerate and Lightning take it as it is.
+
+    Attributes:
+        stream: The stream.
+        share: The rows of this rank, and of all ranks, in the batch that was yielded last; 0 of this rank for
+            a stand-in, where there are fewer rows than ranks.
+        number: The number of that batch in its epoch, from 0; -1 before the first.
+        stats: Sums over the batches that were yielded.
+
+    Example:
+        >>> loader = Loader(Stream(range(10), shuffle=True), 4)
+        >>> len(loader), sorted(int(x) for batch in loader for x in batch) == list(range(10))
+        (3, True)
+    """
+
+    share: Share | None = None
+
+    def __init__(
+        self,
+        stream: Stream,
+        batch: int | Batcher,
+        *,
+        workers: int = 0,
+        prefetch: int = 2,
+        errors: Literal["raise", "skip"] = "raise",
+        timeout_s: float = 0.0,
+        pin_memory: bool = False,
+        multiprocessing_context: Any = None,
+    ) -> None:
+        """Set the loader.
+
+        Args:
+            stream: The samples in their order.
+            batch: The samples of a step on all ranks together; or a batcher.
+            workers: The processes that load, for each rank; 0 loads in the main process.
+            prefetch: The batches that each worker reads ahead.
+            errors: Whether a sample that cannot be loaded is raised, or skipped: then the next one that can
+                takes its place, on any number of ranks, and ``stats`` counts it.
+            timeout_s: How long a batch may take in workers; 0 waits for ever.
+            pin_memory: Whether batches are put into page-locked memory.
+            multiprocessing_context: As of torch's ``DataLoader``.
+
+        Raises:
+            ConfigError: An option has a wrong type or value.
+        """
+        if not isinstance(stream, Stream):
+            msg = f"a Loader needs a Stream, got {type(stream).__name__}; write Loader(Stream(...), ...)"
+            raise ConfigError(msg)
+        if errors not in ("raise", "skip"):
+            msg = f"errors={errors!r}: a sample that cannot be loaded can 'raise' or be 'skip'ped"
+            raise ConfigError(msg)
+        for name, value, least in (("workers", workers, 0), ("prefetch", prefetch, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                msg = f"{name}={value!r}: give a number from {least} on"
+                raise ConfigError(msg)
+        if timeout_s and not workers:
+            msg = "timeout_s ends the wait for worker processes; give workers=1 or more, too"
+            raise ConfigError(msg)
+        self.stream = stream
+        self.batcher = batch if isinstance(batch, Batcher) else BatchSize(batch)
+        self.stats = Stats()
+        self._workers, self._prefetch, self._skips = workers, prefetch, errors == "skip"
+        self._timeout_s, self._pin_memory, self._context = timeout_s, pin_memory, multiprocessing_context
+        self._rank: int | None = None
+        self._size, self._stand_ins = 1, True
+        self._epoch = 0  # of the next iteration
+        self._state = {"epoch": 0, "batch": 0, "position": 0}
+        self._resumes = False
+        self.number = -1
+
+    def for_rank(self, rank: int, size: int, *, stand_ins: bool = True) -> "Loader":
+        """Return a loader of one rank's parts of the same batches, with a position of its own.
+
+        Args:
+            rank: The rank, among those that divide the data.
+            size: The number of these ranks.
+            stand_ins: Whether a rank without a row of a batch gets one of another rank's, so that all take
+                the same steps; else it has no such batch.
+        """
+        own = copy.copy(self)
+        own._rank, own._size, own._stand_ins = rank, size, stand_ins
+        own.stats = Stats()
+        return own
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch.
+
+        Raises:
+            TypeError: It is not known: the stream has no end, or batches depend on the samples.
+        """
+        length = self.batcher.length(len(self.stream))
+        if length is None:
+            msg = f"the number of batches of {type(self.batcher).__name__} depends on the samples"
+            raise TypeError(msg)
+        return length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, from its beginning."""
+        self._epoch, self._resumes = epoch, False
+        self._state = {"epoch": epoch, "batch": 0, "position": 0}
+
+    # -- states -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the batch that was yielded last: the same on all ranks, and JSON."""
+        state = self._state
+        return {**state, **self.stream.fingerprint(state["position"], state["epoch"])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration continue from a state, on any number of ranks and workers.
+
+        Raises:
+            StateError: It is no state of a loader, or one of other sources or another order.
+        """
+        lacking = sorted({"epoch", "batch", "position", "order", "sources"} - set(state))
+        if lacking:
+            msg = f"this is no state of tp_data's Loader: it lacks {lacking}"
+            raise StateError(msg)
+        self.stream.check(state, state["position"], state["epoch"])
+        held = {"batcher": state["batcher"]} if state.get("batcher") else {}
+        if held and self.batcher.start.__func__ is Batcher.start:  # type: ignore[attr-defined]
+            msg = (
+                f"the state has samples that another batcher held back, and {type(self.batcher).__name__} "
+                "holds none: they would be lost; give the batcher that it had"
+            )
+            raise StateError(msg)
+        self._state = {key: state[key] for key in ("epoch", "batch", "position")} | held
+        self._epoch, self._resumes = state["epoch"], True
+
+    # -- iteration ----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._resumes:
+            self._state = {"epoch": self._epoch, "batch": 0, "position": 0}
+        self._epoch, self._resumes = self._state["epoch"] + 1, False
+        return self._iterate(self._state)
+
+    def _iterate(self, state: dict[str, Any]) -> Iterator[Any]:
+        rank, size = (self._rank, self._size) if self._rank is not None else _launched()
+        planned: deque[tuple[dict[str, Any], Share]] = deque()
+        plan = self._plan(state, rank, size, planned)
+        done: _Done
+        begin = time.perf_counter()
+        for done in self._start(plan, state["epoch"]):
+            if done.error is not None:
+                raise done.error
+            after, share = planned.popleft()
+            self._state, self.share, self.number = after, share, after["batch"] - 1
+            self._count(done, share, time.perf_counter() - begin)
+            yield done.batch
+            begin = time.perf_counter()
+        if planned:
+            raise LoaderError(f"the loader's workers ended {len(planned)} batches too early")  # noqa: EM102
+        self._state = {"epoch": state["epoch"] + 1, "batch": 0, "position": 0}
+
+    def _plan(
+        self, state: dict[str, Any], rank: int, size: int, planned: deque[tuple[dict[str, Any], Share]]
+    ) -> Iterator[_Task]:
+        """Yield the tasks of this rank, and note what is to be after each."""
+        epoch, batcher = state["epoch"], copy.copy(self.batcher)
+        order = self.stream.order(epoch)
+        taken = state["position"]
+
+        def items() -> Iterator[Item]:
+            nonlocal taken
+            numbers = count(taken) if order.length is None else range(taken, order.length)
+            for item in self._items(numbers, epoch):
+                taken = item.position + 1
+                yield item
+
+        batcher.start(state.get("batcher"), lambda positions: list(self._items(positions, epoch)))
+        remaining = items()
+        for number in count(state["batch"]):
+            rows = batcher.next_batch(remaining)
+            if rows is None:
+                return
+            mine = batcher.split(rows, size)[rank]
+            share = Share(batcher.count(mine) if mine else 0, batcher.count(rows))
+            after = {"epoch": epoch, "batch": number + 1, "position": taken}
+            if held := batcher.state_dict():
+                after["batcher"] = held
+            if not mine and not self._stand_ins:
+                continue
+            planned.append((after, share))
+            yield _Task(epoch, mine or list(rows[:1]))
+
+    def _items(self, positions: Iterable[int], epoch: int) -> Iterator[Item]:
+        """Yield items with their costs, which workers compute ahead where the batcher asks for them."""
+        if self.batcher.cost is None:
+            yield from map(Item, positions)
+            return
+        groups: deque[Sequence[int]] = deque()
+
+        def tasks() -> Iterator[_Task]:
+            rest = iter(positions)
+            while group := list(islice(rest, _COSTS_AT_ONCE)):
+                groups.append(group)
+                yield _Task(epoch, costs=group)
+
+        for done in self._start(tasks(), epoch):
+            if done.error is not None:
+                raise done.error
+            yield from map(Item, groups.popleft(), done.batch)
+
+    def _start(self, tasks: Iterable[_Task], epoch: int) -> Iterator[_Done]:
+        workers = self._workers
+        loader: DataLoader[_Done] = DataLoader(
+            _Work(self.stream, self.batcher, skips=self._skips),
+            batch_size=None,
+            sampler=tasks,
+            num_workers=workers,
+            prefetch_factor=self._prefetch if workers else None,
+            collate_fn=_same,
+            pin_memory=self._pin_memory,
+            timeout=self._timeout_s,
+            multiprocessing_context=self._context,
+        )
+        found = start(loader, seed=self.stream.seed, epoch=epoch, is_ours=True)
+        return found if not self._timeout_s else self._in_time(found)
+
+    def _in_time(self, found: Iterator[_Done]) -> Iterator[_Done]:
+        try:
+            yield from found
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+            sources = ", ".join(self.stream.sources[name].where(0) for name in self.stream.sources)
+            msg = (
+                f"no batch came within {self._timeout_s:g} s, behind position {self._state['position']} of "
+                f"epoch {self._state['epoch']}; the sources begin with {sources}; look at what holds them "
+                "up, or set timeout_s"
+            )
+            raise LoaderError(msg) from error
+
+    def _count(self, done: _Done, share: Share, waited_s: float) -> None:
+        stats = self.stats
+        stats.batches += 1
+        stats.rows += share.samples
+        stats.wait_s += waited_s
+        stats.skipped += len(done.skipped)
+        stats.errors += done.skipped[: _MOST_ERRORS - len(stats.errors)]
+        for name, value in done.measured.items():
+            stats.measured[name] = stats.measured.get(name, 0.0) + value
+
+
+def _launched() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, of the process group or of the launcher."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    launched = LaunchEnvironment.read()
+    return launched.rank, launched.world_size

@@ -1,0 +1,443 @@
+"""Sources: samples by number, from files, tables, archives, sequences and iterators."""
+
+import io
+import itertools
+import json
+import tarfile
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
+from itertools import accumulate
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tp_core.errors import ConfigError, LoaderError
+from tp_core.internal import check_installed
+
+from tp_data._files import Access, IndexedFile, find_files, index_files, tar_key
+from tp_data._order import key_of
+
+FilePaths: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
+
+_ROW_GROUPS = 4  # that a process holds in memory
+_BLOCK_NBYTES = 512
+
+
+class Source:
+    """Samples by number. A subclass has a length, samples, places for messages, and a digest.
+
+    Attributes:
+        draws: Whether loading a sample may draw random numbers; they then follow from the sample's position.
+    """
+
+    draws = False
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample.
+
+        Raises:
+            LoaderError: It cannot be read; the message has its file and offset.
+        """
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """Return the place of a sample, for messages."""
+        return f"sample {index} of {type(self).__name__}"
+
+    @property
+    def digest(self) -> str:
+        """A text that changes with the samples: a checkpoint is not resumed on others."""
+        return f"{len(self)}"
+
+
+class _Files(Source):
+    """Samples that lie one behind the other in files."""
+
+    kind = ""
+
+    def __init__(self, files: FilePaths, *, access: Access | None = None) -> None:
+        """Find the files, and make the indexes that are missing.
+
+        Args:
+            files: Paths, URLs or patterns, one or several.
+            access: How remote files are read, and where copies and indexes are kept.
+
+        Raises:
+            ConfigError: There is no such file, or no sample in any.
+            LoaderError: A file cannot be read, or is not whole.
+        """
+        access = access or Access()
+        self._files = index_files(find_files(files, access), self.kind, access)
+        self._ends = list(accumulate(map(len, self._files)))
+        if not self._ends[-1]:
+            raise ConfigError(_is_empty([file.url for file in self._files]))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        file, at = self._find(index)
+        return self._decode(file.read(at), file, at)
+
+    def _find(self, index: int) -> tuple[IndexedFile, int]:
+        number = bisect_right(self._ends, index)
+        return self._files[number], index - (self._ends[number - 1] if number else 0)
+
+    def _decode(self, data: bytes, file: IndexedFile, index: int) -> Any:
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """Return the file of a sample, and its place in it."""
+        file, at = self._find(index)
+        return file.where(at)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the content of all files, in their order."""
+        return f"{key_of([file.digest for file in self._files], len(self)):016x}"
+
+
+def _is_empty(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"the source has no sample: {shown}; give files with samples, or leave the source out"
+
+
+class JsonLines(_Files):
+    """One JSON value in each line of files, such as ``data/*.jsonl`` or ``https://host/a.jsonl.gz``."""
+
+    kind = "json"
+
+    def _decode(self, data: bytes, file: IndexedFile, index: int) -> Any:
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            start = file.span(index)[0] + getattr(error, "start", getattr(error, "pos", 0))
+            msg = f"{file.url}, sample {index}, byte {start}: no JSON ({error}): {data[:60]!r}"
+            raise LoaderError(msg) from None
+
+
+class TextLines(_Files):
+    """One line of text files as each sample, without its end."""
+
+    kind = "lines"
+
+    def _decode(self, data: bytes, file: IndexedFile, index: int) -> str:
+        try:
+            return data.removesuffix(b"\n").removesuffix(b"\r").decode()
+        except UnicodeDecodeError as error:
+            start = file.span(index)[0] + error.start
+            msg = f"{file.url}, sample {index}, byte {start}: no UTF-8 ({error.reason})"
+            raise LoaderError(msg) from None
+
+
+class TarShards(_Files):
+    """Tar archives as WebDataset writes them: members whose names begin alike are one sample.
+
+    A sample is a dict: ``"__key__"``, and for each member its extension. Members ``json``, ``txt`` and
+    ``cls`` are decoded, and others stay bytes, for the stream's ``transform``.
+    """
+
+    kind = "tar"
+
+    def _decode(self, data: bytes, file: IndexedFile, index: int) -> dict[str, Any]:
+        sample: dict[str, Any] = {}
+        try:
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+                for member in tar:
+                    if not member.isfile():
+                        continue
+                    sample["__key__"], extension = tar_key(member.name)
+                    content = data[member.offset_data : member.offset_data + member.size]
+                    sample[extension] = _decode_member(extension.rpartition(".")[2], content)
+        except (tarfile.TarError, ValueError) as error:
+            raise LoaderError(f"{file.where(index)}: a broken sample ({error})") from None  # noqa: EM102
+        return sample
+
+
+def _decode_member(extension: str, content: bytes) -> Any:
+    if extension in {"json"}:
+        return json.loads(content)
+    if extension in {"txt", "text"}:
+        return content.decode()
+    if extension in {"cls", "cls2", "index", "inx", "id"}:
+        return int(content)
+    return content
+
+
+class Parquet(Source):
+    """Rows of Parquet files as dicts.
+
+    A row is read with its row group, and a process holds a few of them: shuffle with ``Shuffle(blocks=...)``,
+    about as many rows as a group has.
+    """
+
+    def __init__(
+        self, files: FilePaths, *, columns: Sequence[str] | None = None, access: Access | None = None
+    ) -> None:
+        """Read the files' numbers of rows.
+
+        Args:
+            files: Paths, URLs or patterns, one or several.
+            columns: The columns of a sample; all by default.
+            access: How remote files are read, and where copies are kept.
+
+        Raises:
+            ConfigError: pyarrow is not installed; or there is no such file, column or row.
+            LoaderError: A file cannot be read, or is not whole.
+        """
+        check_installed("pyarrow", by="Parquet", extra="tp-data[parquet]")
+        access = access or Access()
+        self._columns = None if columns is None else list(columns)
+        self._files = index_files(find_files(files, access), "whole", access)
+        self._groups: list[tuple[int, int]] = []
+        counts = []
+        for number, file in enumerate(self._files):
+            with _parquet_file(file) as opened:
+                names = opened.schema_arrow.names
+                if unknown := sorted(set(self._columns or ()) - set(names)):
+                    msg = f"{file.url} has no columns {unknown}; it has {names}"
+                    raise ConfigError(msg)
+                groups = range(opened.metadata.num_row_groups)
+                self._groups += [(number, group) for group in groups]
+                counts += [opened.metadata.row_group(group).num_rows for group in groups]
+        self._ends = list(accumulate(counts)) or [0]
+        if not self._ends[-1]:
+            raise ConfigError(_is_empty([file.url for file in self._files]))
+        self._tables: OrderedDict[int, dict[str, Any]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_tables": OrderedDict()}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = bisect_right(self._ends, index)
+        at = index - (self._ends[number - 1] if number else 0)
+        if number not in self._tables:
+            file, group = self._groups[number]
+            try:
+                with _parquet_file(self._files[file]) as opened:
+                    table = opened.read_row_group(group, columns=self._columns).combine_chunks()
+            except (OSError, ValueError) as error:  # pyarrow's own are of these
+                raise LoaderError(f"{self.where(index)}: {error}") from error  # noqa: EM102
+            self._tables[number] = dict(zip(table.column_names, table.columns, strict=True))
+            if len(self._tables) > _ROW_GROUPS:
+                self._tables.popitem(last=False)
+        return {name: column[at].as_py() for name, column in self._tables[number].items()}
+
+    def where(self, index: int) -> str:
+        """Return the file and the row group of a sample."""
+        number = bisect_right(self._ends, index)
+        file, group = self._groups[number]
+        at = index - (self._ends[number - 1] if number else 0)
+        return f"{self._files[file].url}, row group {group}, row {at} of it"
+
+    @property
+    def digest(self) -> str:
+        """A digest of the files, in their order, and of the columns."""
+        return f"{key_of([file.digest for file in self._files], len(self), self._columns):016x}"
+
+
+def _parquet_file(file: IndexedFile) -> Any:
+    """Open a Parquet file.
+
+    Raises:
+        LoaderError: It is not whole, or gone.
+    """
+    from pyarrow.parquet import ParquetFile
+
+    file.check()
+    try:
+        return ParquetFile(file.path)
+    except (OSError, ValueError) as error:
+        msg = f"{file.url} is no whole Parquet file ({file.path.stat().st_size} bytes): {error}"
+        raise LoaderError(msg) from error
+
+
+class Iterables(Source):
+    """Iterators, one for each shard, such as readers of a format that tp-data does not know.
+
+    They are read once to count their samples. Where an iterable has ``state_dict`` and ``load_state_dict``,
+    as those of Hugging Face have, its states are noted on the way, so that a later read begins near its
+    sample.
+    Without, a read begins at the beginning of its shard: keep shards small, and the order within them.
+
+    Example:
+        >>> source = Iterables(lambda shard: range(shard * 10, shard * 10 + 3), shards=2)
+        >>> len(source), source[4]
+        (6, 11)
+    """
+
+    draws = True
+
+    def __init__(
+        self, factory: Callable[[int], Iterable[Any]], shards: int, *, every: int = 1000, name: str = ""
+    ) -> None:
+        """Count the samples of each shard.
+
+        Args:
+            factory: Returns the samples of a shard, the same ones each time, of which there is an end.
+            shards: The number of shards.
+            every: The samples between two noted states.
+            name: The name in messages; that of the factory by default.
+
+        Raises:
+            ConfigError: There is no shard, or no sample.
+        """
+        self._factory, self._every = factory, every
+        self._name = name or getattr(factory, "__name__", type(factory).__name__)
+        self._states: list[list[Any]] = []
+        counts = []
+        for shard in range(shards):
+            iterable = factory(shard)
+            states, count = [_state_of(iterable)], 0
+            for count, _ in enumerate(iterable, start=1):
+                if count % every == 0:
+                    states.append(_state_of(iterable))
+            counts.append(count)
+            self._states.append(states)
+        self._ends = list(accumulate(counts)) or [0]
+        if not self._ends[-1]:
+            raise ConfigError(_is_empty([f"{self._name}, {shards} shards"]))
+        self._reading: dict[
+            int, tuple[int, Iterator[Any]]
+        ] = {}  # of each shard, the next sample and the iterator
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_reading": {}}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        shard = bisect_right(self._ends, index)
+        at = index - (self._ends[shard - 1] if shard else 0)
+        start, iterator = self._reading.pop(shard, (at + 1, iter(())))
+        noted = at // self._every if self._states[shard][0] is not None else 0
+        if not noted * self._every <= start <= at:
+            iterable: Any = self._factory(shard)
+            start = noted * self._every
+            if start:
+                iterable.load_state_dict(self._states[shard][noted])
+            iterator = iter(iterable)
+        for sample in itertools.islice(iterator, at - start, None):
+            self._reading[shard] = at + 1, iterator
+            return sample
+        msg = f"{self.where(index)}: the shard ended before it, and had more when it was counted"
+        raise LoaderError(msg)
+
+    def where(self, index: int) -> str:
+        """Return the shard of a sample, and its place in it."""
+        shard = bisect_right(self._ends, index)
+        return f"{self._name}, shard {shard}, sample {index - (self._ends[shard - 1] if shard else 0)}"
+
+    @property
+    def digest(self) -> str:
+        """A digest of the numbers of samples."""
+        return f"{key_of(self._ends):016x}"
+
+
+def _state_of(iterable: Any) -> Any:
+    has = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
+    return iterable.state_dict() if has else None
+
+
+class _Sequence(Source):
+    """A sequence of the user's: a list, a map-style dataset."""
+
+    draws = True
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        if not len(items):
+            raise ConfigError(_is_empty([f"a {type(items).__name__} of length 0"]))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
+
+    def where(self, index: int) -> str:
+        """Return the type of the sequence, and the index."""
+        return f"{type(self._items).__name__}, sample {index}"
+
+    @property
+    def digest(self) -> str:
+        """A digest of the type and the length; Hugging Face's datasets know one of their content."""
+        kind, fingerprint = type(self._items).__name__, getattr(self._items, "_fingerprint", "")
+        return f"{key_of(kind, len(self), fingerprint):016x}"
+
+
+_SUFFIXES: Mapping[str, Callable[[Any, Access | None], Source]] = {
+    ".jsonl": lambda files, access: JsonLines(files, access=access),
+    ".ndjson": lambda files, access: JsonLines(files, access=access),
+    ".json": lambda files, access: JsonLines(files, access=access),
+    ".txt": lambda files, access: TextLines(files, access=access),
+    ".parquet": lambda files, access: Parquet(files, access=access),
+    ".tar": lambda files, access: TarShards(files, access=access),
+}
+
+
+def source_of(given: Any, access: Access | None = None) -> Source:
+    """Return a source of what was given: a source, a path, URL or pattern, or a sequence.
+
+    Raises:
+        ConfigError: Nothing of it can be a source.
+    """
+    if isinstance(given, Source):
+        return given
+    paths = [given] if isinstance(given, str | PathLike) else given
+    if (
+        isinstance(paths, list | tuple)
+        and paths
+        and all(isinstance(p, PathLike) or _is_path(p) for p in paths)
+    ):
+        kinds = {_suffix(str(path)) for path in paths}
+        if len(kinds) != 1 or not kinds <= set(_SUFFIXES):
+            msg = (
+                f"the files of a source have one suffix of {', '.join(_SUFFIXES)}, and .gz, .bz2, .xz or "
+                f".zst behind it, got {sorted(kinds)}; or name the class: JsonLines(files), ..."
+            )
+            raise ConfigError(msg)
+        return _SUFFIXES[kinds.pop()](paths, access)
+    kind = type(given)
+    if kind.__module__.split(".")[0] == "streaming" and kind.__name__ != "LocalDataset":
+        msg = (
+            f"{kind.__name__} orders and splits its samples itself; give what reads them alone: "
+            "streaming.LocalDataset(local=folder)"
+        )
+        raise ConfigError(msg)
+    if (
+        isinstance(given, Sized)
+        and hasattr(given, "__getitem__")
+        and not isinstance(given, Mapping | str | bytes)
+    ):
+        return _Sequence(given)
+    if hasattr(given, "__iter__") and hasattr(given, "num_shards") and hasattr(given, "shard"):
+        # Hugging Face's iterable dataset: each of its shards can be read alone.
+        n = given.num_shards
+        return Iterables(partial(given.shard, n), n, name=kind.__name__)
+    msg = (
+        "a source is a path, URL or pattern of files, a sequence, or one of tp_data's classes, got "
+        f"{kind.__name__}; for iterators give Iterables(factory, shards)"
+    )
+    raise ConfigError(msg)
+
+
+def _suffix(path: str) -> str:
+    suffixes = [suffix.lower() for suffix in Path(path.partition("?")[0] if "://" in path else path).suffixes]
+    while suffixes and suffixes[-1] in {".gz", ".bz2", ".xz", ".zst"}:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and ("://" in value or _suffix(value) in _SUFFIXES)

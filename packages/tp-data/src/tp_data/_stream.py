@@ -1,0 +1,243 @@
+"""The stream: sources in one global order, and the sample at any position of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tp_core.errors import ConfigError, LoaderError, StateError
+from tp_core.internal import seed_everything, seed_of
+
+from tp_data._files import Access
+from tp_data._order import Order, Shuffle, check_mixture
+from tp_data._sources import Source, source_of
+
+_MOST_SKIPPED = 1000  # one behind the other
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sample of the global order comes from.
+
+    Attributes:
+        source: The name of the source.
+        index: The number of the sample in it.
+        where: The file and the offset, as messages have them.
+    """
+
+    source: str
+    index: int
+    where: str
+
+
+class Stream:
+    """Samples of one source or several, in one global order that follows from seed, epoch and sources alone.
+
+    Ranks and workers have no part in the order: they take parts of it. Any position of it is found without
+    those before.
+
+    Example:
+        >>> stream = Stream({"a": range(100), "b": range(100)}, mixture={"a": 0.7, "b": 0.3}, shuffle=True)
+        >>> stream.place(0).source in ("a", "b")
+        True
+    """
+
+    def __init__(
+        self,
+        sources: Any,
+        *,
+        shuffle: Shuffle | bool = False,
+        seed: int = 0,
+        mixture: Mapping[str, float] | Mapping[int, Mapping[str, float]] | None = None,
+        temperature: float | None = None,
+        caps: Mapping[str, int] | None = None,
+        repeat: bool = False,
+        until: Literal["first", "all"] = "first",
+        transform: Callable[[Any], Any] | None = None,
+        access: Access | None = None,
+    ) -> None:
+        """Set the sources and their order.
+
+        Args:
+            sources: A path, URL or pattern of files, a list of them, a sequence, or a `Source`; or a dict
+                of these, by name.
+            shuffle: How samples are shuffled; ``True`` shuffles all of an epoch.
+            seed: Sets the order, with the epoch.
+            mixture: The share of each source, by name; they add up to 1. ``{0: {...}, 50_000: {...}}`` has
+                other shares from the 50,000th sample on. Without, the sources stand one behind the other,
+                and are shuffled as one.
+            temperature: Makes the shares of the mixture, or the sizes of the sources without one, more equal
+                above 1: each is raised to ``1 / temperature``.
+            caps: The most samples of a source, in an epoch, or at all with ``repeat``.
+            repeat: Whether sources begin anew at their end, in another order: the stream has no end then.
+            until: Whether an epoch of a mixture ends with the ``"first"`` source that ends, or when ``"all"``
+                have. Those that are left divide the shares of the others, and each sample comes once.
+            transform: Is applied to each sample where it is loaded. Its random numbers, by ``random``,
+                numpy or torch, follow from the seed, the epoch and the position.
+            access: How remote files are read, and where copies and indexes are kept.
+
+        Raises:
+            ConfigError: A source is missing or empty, or the mixture does not fit the sources.
+            LoaderError: A file cannot be read, or is not whole.
+        """
+        given = dict(sources) if isinstance(sources, Mapping) else {"data": sources}
+        if not given or not all(isinstance(name, str) for name in given):
+            msg = f"a stream needs sources, by names that are texts, got {list(given)}"
+            raise ConfigError(msg)
+        self.sources: dict[str, Source] = {name: source_of(one, access) for name, one in given.items()}
+        self.seed, self.repeat, self._transform = seed, repeat, transform
+        sizes = {name: len(source) for name, source in self.sources.items()}
+        if until not in ("first", "all"):
+            msg = f"until={until!r}: an epoch of a mixture ends with its 'first' source, or after 'all'"
+            raise ConfigError(msg)
+        if caps is not None and (mixture is None and temperature is None):
+            msg = "caps are of sources of a mixture; give mixture= or temperature=, too"
+            raise ConfigError(msg)
+        for name, cap in (caps or {}).items():
+            if name not in sizes or isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
+                msg = (
+                    f"caps={{{name!r}: {cap!r}}}: give a number of samples above 0 of one of {sorted(sizes)}"
+                )
+                raise ConfigError(msg)
+        if not isinstance(shuffle, bool | Shuffle):
+            msg = f"shuffle={shuffle!r}: give True, False or Shuffle(...)"
+            raise ConfigError(msg)
+        self._rules: dict[str, Any] = {
+            "shuffle": (Shuffle() if shuffle else None) if isinstance(shuffle, bool) else shuffle,
+            "mixture": check_mixture(mixture, sizes, temperature),
+            "caps": caps,
+            "repeat": repeat,
+            "until": until,
+        }
+        self._sizes = sizes
+        self._draws = transform is not None
+        self._orders: dict[int, Order] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_orders": {}}
+
+    def order(self, epoch: int) -> Order:
+        """Return the order of an epoch."""
+        if epoch not in self._orders:
+            self._orders = {epoch: Order(self._sizes, seed=self.seed, epoch=epoch, **self._rules)}
+        return self._orders[epoch]
+
+    def __len__(self) -> int:
+        """Return the number of samples of an epoch.
+
+        Raises:
+            TypeError: The stream repeats its sources without an end.
+        """
+        length = self.order(0).length
+        if length is None:
+            msg = "a stream with repeat=True has no end, and so no length"
+            raise TypeError(msg)
+        return length
+
+    def place(self, position: int, *, epoch: int = 0) -> Place:
+        """Return where the sample at a position comes from."""
+        number, index = self.order(epoch).locate([position])[0]
+        name = list(self.sources)[number]
+        return Place(name, index, self.sources[name].where(index))
+
+    def sample(self, position: int, *, epoch: int = 0) -> Any:
+        """Return the sample at a position, transformed.
+
+        Raises:
+            LoaderError: It cannot be loaded, or the transform raised an error.
+        """
+        return self.load([position], epoch)[position]
+
+    def load(
+        self, positions: list[int], epoch: int, skip: Callable[[LoaderError], None] | None = None
+    ) -> dict[int, Any]:
+        """Return samples by their positions; random numbers are seeded for each, and left so.
+
+        Args:
+            positions: The positions.
+            epoch: The epoch.
+            skip: Is called with the error of a sample that cannot be loaded; the next one of the order that
+                can takes its place. ``None`` raises the error.
+
+        Raises:
+            LoaderError: A sample cannot be loaded.
+        """
+        order, sources = self.order(epoch), list(self.sources.values())
+        found = {}
+        for position, place in zip(positions, order.locate(positions), strict=True):
+            at, (number, index) = position, place
+            while True:
+                try:
+                    found[position] = self._load(sources[number], index, epoch, at)
+                    break
+                except LoaderError as error:
+                    if skip is None:
+                        raise
+                    skip(error)
+                    at += 1
+                    if order.length is not None:
+                        at %= order.length
+                    if at in (position, position + _MOST_SKIPPED):  # the data is broken, not a sample of it
+                        raise
+                    number, index = order.locate([at])[0]
+        return found
+
+    def _load(self, source: Source, index: int, epoch: int, position: int) -> Any:
+        if self._draws or source.draws:
+            seed_everything(seed_of((self.seed, epoch, position)), devices=False)
+        try:
+            sample = source[index]
+        except LoaderError:
+            raise
+        except Exception as error:
+            msg = f"{source.where(index)}: it could not be loaded: {type(error).__name__}: {error}"
+            raise LoaderError(msg) from error
+        if self._transform is None:
+            return sample
+        try:
+            return self._transform(sample)
+        except Exception as error:
+            msg = f"{source.where(index)}: the transform raised {type(error).__name__}: {error}"
+            raise LoaderError(msg) from error
+
+    @property
+    def draws(self) -> bool:
+        """Whether loading a sample may draw random numbers."""
+        return self._draws or any(source.draws for source in self.sources.values())
+
+    # -- states -------------------------------------------------------------------------------------
+
+    def fingerprint(self, position: int, epoch: int) -> dict[str, Any]:
+        """Return what the samples up to a position follow from: the order, and the sources in use."""
+        order = self.order(epoch)
+        return {
+            "order": order.digest(position),
+            "sources": {name: self.sources[name].digest for name in order.in_use(position)},
+        }
+
+    def check(self, state: Mapping[str, Any], position: int, epoch: int) -> None:
+        """Check that a state is of these sources, in this order.
+
+        Raises:
+            StateError: It is of others.
+        """
+        mine, theirs = self.fingerprint(position, epoch), state["sources"]
+        for name in sorted({*mine["sources"], *theirs}):
+            if mine["sources"].get(name) == theirs.get(name):
+                continue
+            if name not in self.sources:
+                what = f"a source {name!r} that this stream lacks"
+            elif name not in theirs:
+                what = f"no source {name!r} before this position, and this stream has it there"
+            else:
+                what = f"a source {name!r} with other samples (this one has {self._sizes[name]})"
+            msg = (
+                f"the state stands at position {position} of epoch {epoch} of a stream with {what}: what "
+                "came before would be another order; give the sources of the run that saved it, or begin anew"
+            )
+            raise StateError(msg)
+        if mine["order"] != state["order"]:
+            msg = (
+                f"the state stands at position {position} of epoch {epoch} of another order of the same "
+                "sources; give the stream the seed, shuffle, mixture, caps and repeat that it had"
+            )
+            raise StateError(msg)
