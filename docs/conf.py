@@ -7,14 +7,22 @@ release = metadata.version("tp-core")
 author = "The tp authors"
 copyright = "The tp authors, Apache-2.0"  # noqa: A001 - Sphinx's name for it
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 exclude_patterns = ["_build", "examples"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # the packages' READMEs begin at their own level
 
 html_theme = "furo"
-html_title = "tp"
+html_title = f"tp {release}"
+copybutton_prompt_text = "$ "
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False

@@ -83,7 +83,7 @@ SHOWN = {
 
 def rows():
     """Return the rows of the tables that compare, without their heads."""
-    compared = README.partition("## Beside others")[2].partition("## Which package for which need")[0]
+    compared = README.partition("## Beside others")[2].partition("## For developers of tp")[0]
     lines = [line for line in compared.splitlines() if line.startswith("| ")]
     heads = re.findall(r"^(\|.*)\n\|---", compared, re.MULTILINE)
     return [line for line in lines if line not in heads]

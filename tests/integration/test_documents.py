@@ -22,10 +22,16 @@ def blocks(path):
     text = path.read_text()
     fences = list(FENCE.finditer(text))
     for fence, after in zip(fences, [*fences[1:], None], strict=False):
-        if fence[1] == "python":
+        if fence[1] in ("python", "diff"):
             line = text[: fence.start()].count("\n") + 2
             adjacent = after is not None and not text[fence.end() : after.start()].strip()
-            yield line, fence[2], after[2] if adjacent and after[1] == "text" else None
+            source = fence[2] if fence[1] == "python" else with_changes(fence[2])
+            yield line, source, after[2] if adjacent and after[1] == "text" else None
+
+
+def with_changes(diff):
+    """Return what a diff makes of a program, with a line for each of its lines."""
+    return "".join("\n" if line[0] == "-" else line[1:] or "\n" for line in diff.splitlines(keepends=True))
 
 
 def squeezed(text):
