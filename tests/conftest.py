@@ -38,6 +38,10 @@ def pytest_configure(config):
     # would inherit that: tests send it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # So would what nohup has ignored. A handler ends where a program is started, and this process lives on:
+    # a worker of xdist is such a program.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or hasattr(config, "workerinput"):
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def _gather_temporary_files():

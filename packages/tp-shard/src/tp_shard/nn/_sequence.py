@@ -111,7 +111,7 @@ def gather_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tenso
     if group.size == 1:
         return tensor
     size = state.whole(tensor.size(state.dim), group, tensor.device)
-    return apply(_Gather, tensor, state.dim, size, group)
+    return apply(_Gather, tensor, state.dim, size, group, False)
 
 
 def reduce_scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
@@ -132,7 +132,7 @@ def join_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
     if group.size == 1:
         return tensor
     size = state.whole(tensor.size(state.dim), group, tensor.device)
-    return apply(_GatherAlike, tensor, state.dim, size, group)
+    return apply(_Gather, tensor, state.dim, size, group, True)
 
 
 def _take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
@@ -169,26 +169,20 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return apply(_GatherAlike, grad, *ctx.args), None, None, None
+        return apply(_Gather, grad, *ctx.args, True), None, None, None
 
 
-class _GatherAlike(torch.autograd.Function):
-    # Forward: an all-gather. Backward: nothing, this rank's part of the gradient.
+class _Gather(torch.autograd.Function):
+    # Forward: an all-gather. Backward: a reduce-scatter; or nothing, this rank's part of the gradient, where
+    # every rank has the gradient of all.
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
-        ctx.args = dim, size, group
+    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group, alike: bool) -> Tensor:
+        ctx.args, ctx.alike = (dim, size, group), alike
         return all_gather(tensor, dim, shard_sizes(size, group.size), group, layer="the sequence")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return apply(_Scatter, grad, *ctx.args), None, None, None
-
-
-class _Gather(_GatherAlike):
-    # Forward: an all-gather. Backward: a reduce-scatter.
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return apply(_ReduceScatter, grad, *ctx.args), None, None, None
+        return apply(_Scatter if ctx.alike else _ReduceScatter, grad, *ctx.args), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -200,7 +194,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return apply(_Gather, grad, *ctx.args), None, None, None
+        return apply(_Gather, grad, *ctx.args, False), None, None, None
 
 
 # -- Gradients of parameters that work on parts of a sequence: one all-reduce for all of them -----
