@@ -23,10 +23,11 @@ except ModuleNotFoundError:  # on a machine for the gpu tests, which need pytest
     settings = None
 
 # How long an example takes says something about the machine alone. `default` draws the same few examples
-# each time; `thorough`, which `hatch run slow` asks for, many, and others each time, but for CI.
+# each time, to see that a test works; `thorough`, which `hatch run slow` asks for, many, and others each
+# time, but for CI.
 if settings is not None:
     _anywhere = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
-    settings.register_profile("default", _anywhere, max_examples=25, derandomize=True)
+    settings.register_profile("default", _anywhere, max_examples=10, derandomize=True)
     settings.register_profile("thorough", _anywhere, max_examples=100, derandomize="CI" in os.environ)
     settings.load_profile("default")
 

@@ -33,9 +33,9 @@ def places():
 @pytest.mark.parametrize(
     ("family", "kind", "begun", "finished"),
     [
-        ("bert", "saved", "dp-gather", "tuple"),
+        pytest.param("bert", "saved", "dp-gather", "tuple", marks=pytest.mark.slow),
         ("llama", "lora", "tuple", "single"),
-        ("gpt2", "ia3", "single", "dp-gather"),
+        pytest.param("gpt2", "ia3", "single", "dp-gather", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_are_trained_as_by_hand_and_resumed(places, family, kind, begun, finished):

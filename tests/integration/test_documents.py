@@ -41,7 +41,17 @@ def squeezed(text):
     return re.sub(r"[ \t]+", " ", text).strip()
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            p,
+            id=str(p.relative_to(ROOT)),
+            marks=pytest.mark.slow if "docs" in p.relative_to(ROOT).parts else (),
+        )
+        for p in DOCUMENTS
+    ],
+)
 def test_the_blocks_of_a_document_run_and_print_what_it_says(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}

@@ -432,9 +432,8 @@ def test_padded_batches_are_right(on_ranks, world, attention, family):
 BROUGHT = ["llama", "qwen3", "phi3", "gpt-neox", "olmo2", "mixtral", "deepseek-v3", "gemma3"]
 
 
-@pytest.mark.parametrize(
-    "family", [f if f == "qwen3" else pytest.param(f, marks=pytest.mark.slow) for f in BROUGHT]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BROUGHT)
 def test_the_plan_that_a_model_brings_along_is_translated(family):
     model = make(family)
     brought, found = ts.plans.from_hf(model, verbose=False), ts.plans.auto(model, verbose=False)

@@ -382,7 +382,7 @@ def finish_on_ranks(folder):
     return [p.tolist() for p in fit(Checkpoints(folder), resume="auto")]
 
 
-@pytest.mark.parametrize("stop_at", [4, 7])
+@pytest.mark.parametrize("stop_at", [pytest.param(4, marks=pytest.mark.slow), 7])
 def test_more_ranks_go_on_at_the_same_sample(tmp_path, stop_at, caplog):
     with pytest.raises(StoppedError):
         fit(Checkpoints(tmp_path, every_steps=1), stop_at=stop_at)

@@ -60,7 +60,7 @@ def check_points(tmp_path, name, points):
         assert names(folder) == names(tmp_path / "whole"), f"killed before operation {at}"
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ["one", *(pytest.param(n, marks=pytest.mark.slow) for n in [*SETTINGS][1:])])
 def test_a_run_that_is_killed_before_some_operation_goes_on(tmp_path, name):
     check_points(tmp_path, name, lambda count: range(3, count, 23))
 

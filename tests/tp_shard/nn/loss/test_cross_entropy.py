@@ -1,5 +1,7 @@
 """Cross entropy over class shards equals torch's own, with every option, and says what it refuses."""
 
+import functools
+
 import pytest
 import torch
 import tp_shard as ts
@@ -32,9 +34,9 @@ cases = st.tuples(
 )
 
 
-def losses_of_drawn_options_equal_torchs():
+def losses_of_drawn_options_equal_torchs(count=60):
     for classes, shape, torch_order, reduction, weighted, eps, ignored, z, inplace, masked in drawn(
-        cases, 150
+        cases, count
     ):
         torch.manual_seed(5)
         logits = torch.randn(*shape, classes, dtype=torch.float64) * 3
@@ -91,8 +93,8 @@ fused_cases = st.tuples(
 )
 
 
-def the_fused_head_and_loss_of_drawn_options_equal_the_two():
-    for classes, shape, reduction, biased, weighted, eps, ignored, z, chunk in drawn(fused_cases, 80):
+def the_fused_head_and_loss_of_drawn_options_equal_the_two(count=30):
+    for classes, shape, reduction, biased, weighted, eps, ignored, z, chunk in drawn(fused_cases, count):
         torch.manual_seed(6)
         make = {"dtype": torch.float64}
         x = torch.randn(*shape, 4, **make)
@@ -336,6 +338,12 @@ def test_without_a_process_group(check):
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_on_ranks(on_ranks, world, check):
     on_ranks(world, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS[:2], ids=lambda c: c.__name__)
+def test_many_drawn_options_on_ranks(on_ranks, check):
+    on_ranks(2, functools.partial(check, 150))
 
 
 def test_the_loss_is_a_module_with_torchs_buffer_and_words():
