@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import ConfigError
 from tp_core.testing import RankPool
 from tp_trainer import FsdpOptions, Trainer
 
@@ -62,3 +63,35 @@ def test_a_resumed_run_draws_what_one_without_a_break_does(pool, tmp_path):
     pool.run(fit, "ddp", 1, tmp_path)
     for (found, _), (weights, _) in zip(pool.run(fit, "ddp", 3, tmp_path), expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+
+
+def uneven(backend):
+    """Return the error where ranks have parts of several sizes, and parameters in common."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 2))
+    if backend == "shard":
+        ts = pytest.importorskip("tp_shard")
+        ts.distributed.init_process_group()
+        model = ts.parallelize(model, {"0": ts.Column(), "2": ts.Row()})
+    else:
+        model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    x = torch.ones(8, 4)
+    try:
+        with Trainer(backend=backend, devices="cpu", seed=2, progress=False) as trainer:
+            loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
+            with pytest.raises(ConfigError) as caught:
+                trainer.fit(model, Noisy(model.parameters(), lr=0.1), loader, step=scaled)
+    finally:
+        if backend == "shard":
+            ts.distributed.destroy_process_group()
+    return str(caught.value)
+
+
+def scaled(model, batch):
+    return step(model, batch) * getattr(model, "scale", 1)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "shard"])
+def test_draws_that_would_part_what_ranks_have_in_common_are_refused(pool, backend):
+    for message in pool.run(uneven, backend):
+        assert message.startswith("Noisy draws random numbers, and here another number of them on each rank")

@@ -23,7 +23,7 @@ from tp_core.data._batches import Share
 from tp_core.data._seeding import device_rng_state, seed_of, set_device_rng_state
 from tp_core.data._step_outputs import StepOutput, zero_backward
 from tp_core.errors import ConfigError, DisagreementError
-from tp_core.tensors._slices import check_no_max_norm, quantized_parts
+from tp_core.tensors._slices import check_no_max_norm, is_sharded, quantized_parts
 
 T = TypeVar("T")
 
@@ -230,7 +230,7 @@ class ProcessGroupSession(Session):
         is_own = all(kind.__module__.startswith("torch.") for kind in type(optimizer).__mro__[:-1])
         if self._world_size > 1 and not is_own and optimizer not in _drawing_alike:
             _drawing_alike.add(optimizer)
-            _CommonDraws(optimizer, self.job.seed, self.device)
+            _CommonDraws(optimizer, self.job.seed, self.device, self.gather_objects)
         return optimizer
 
     # -- the step -----------------------------------------------------------------------------
@@ -407,10 +407,18 @@ class _CommonDraws:
 
     Ranks draw other dropouts, and so have generators in other states. What they hold in common would drift
     apart by what an optimizer draws. The first step shows whether it draws at all.
+
+    Collective: where some of its parameters are split, and not all, one all-gather after the first step.
     """
 
-    def __init__(self, optimizer: Optimizer, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        seed: int,
+        device: torch.device,
+        gather: Callable[[list[bytes]], list[list[bytes]]],
+    ) -> None:
+        self._seed, self._device, self._gather = seed, device, gather
         self._draws: bool | None = None
         self._kept: list[Tensor] | None = None
         self._begun: list[Tensor] = []
@@ -428,16 +436,28 @@ class _CommonDraws:
         torch.manual_seed(seed_of((self._seed, int(next(known, self._steps)))))
         self._begun = self._states()
 
-    def _after(self, *_: object) -> None:
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
         if self._kept is None:
             return
-        drew = any(not a.equal(b) for a, b in zip(self._begun, self._states(), strict=True))
+        states = self._states()
+        drew = any(not a.equal(b) for a, b in zip(self._begun, states, strict=True))
         self._draws = self._draws or drew
         self._steps += 1
         kept, self._kept = self._kept, None
         torch.set_rng_state(kept[0])
         if len(kept) > 1:
             set_device_rng_state(self._device, kept[1])
+        split = {is_sharded(p) for group in optimizer.param_groups for p in group["params"]}
+        if self._steps == 1 and len(split) == 2:
+            found = self._gather([bytes(state.numpy()) for state in states])
+            if any(one != found[0] for one in found):
+                msg = (
+                    f"{type(optimizer).__name__} draws random numbers, and here another number of them on "
+                    "each rank, which has larger or smaller parts of split parameters: those that all ranks "
+                    "hold would drift apart. Split parameters into equal parts, or take an optimizer that "
+                    "draws none"
+                )
+                raise ConfigError(msg)
 
     def _states(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
