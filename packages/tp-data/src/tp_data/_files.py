@@ -395,7 +395,7 @@ def _write(part: Path, *data: bytes) -> None:
         file.writelines(data)
 
 
-_open: dict[tuple[int, str], int] = {}  # descriptors of this process, the oldest first
+_open: dict[tuple[int, str, str], int] = {}  # descriptors of this process, the oldest first
 
 
 def _descriptor(path: Path, url: str, stat: Sequence[Any]) -> int:
@@ -404,7 +404,7 @@ def _descriptor(path: Path, url: str, stat: Sequence[Any]) -> int:
     `os.pread` moves no position, so threads and forked processes share it. A map of the file into memory
     would kill the process where another one cuts the file off.
     """
-    key = os.getpid(), str(path)
+    key = os.getpid(), str(path), str(stat)  # a file that was replaced is another one
     if key in _open:
         return _open[key]
     try:
