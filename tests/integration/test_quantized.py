@@ -108,3 +108,16 @@ def test_two_ranks_train_over_a_quantized_base_as_one_does(kind):
     expected = by_hand(kind, torch.float32, 2)
     for found in run_ranks(on_two_ranks, 2, kind):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def on_other_bases(kind):
+    with Trainer(backend="ddp", devices="cpu") as trainer, pytest.raises(ModelError) as caught:
+        trainer.prepare(Adapted(kind, torch.float32, trainer.rank))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "bnb-int8"])
+def test_bases_of_ranks_that_differ_are_refused_where_scales_are_not_shared(kind):
+    pytest.importorskip(LIBRARIES[kind])
+    for message in run_ranks(on_other_bases, 2, kind):
+        assert "ranks have quantized the model's base from other weights: 'base.0." in message

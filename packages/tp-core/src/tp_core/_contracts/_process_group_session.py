@@ -1,5 +1,6 @@
 """The session of a process in torch's default process group: the base of all backends over groups."""
 
+import hashlib
 import linecache
 import sys
 import weakref
@@ -22,7 +23,7 @@ from tp_core._launch._process_group import new_process_group
 from tp_core.data._batches import Share
 from tp_core.data._seeding import device_rng_state, seed_of, set_device_rng_state
 from tp_core.data._step_outputs import StepOutput, zero_backward
-from tp_core.errors import ConfigError, DisagreementError
+from tp_core.errors import ConfigError, DisagreementError, ModelError
 from tp_core.tensors._slices import check_no_max_norm, is_sharded, quantized_parts
 
 T = TypeVar("T")
@@ -183,7 +184,8 @@ class ProcessGroupSession(Session):
             **options: The options of DistributedDataParallel.
 
         Raises:
-            ModelError: An embedding writes its weight in the forward pass (``max_norm``).
+            ModelError: An embedding writes its weight in the forward pass (``max_norm``); or ranks have
+                weights of bitsandbytes with other scales.
 
         Collective: a broadcast of the weights of the group's first rank. Later, forward broadcasts buffers
         and backward all-reduces gradients in buckets, as DDP does.
@@ -195,6 +197,7 @@ class ProcessGroupSession(Session):
             return model  # torch refuses to wrap a model without gradients
         check_no_max_norm(model, "each rank")
         self._share_quantized(model)
+        self._check_scales(model)
         averaging = SteppingDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
@@ -219,6 +222,30 @@ class ProcessGroupSession(Session):
             # Private to torch: it has no public way to name what its wrapper ignores.
             ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *weights]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+
+    def _check_scales(self, model: nn.Module) -> None:
+        """Check that ranks have the same scales of quantized weights that are attributes of parameters.
+
+        Collective: one all-gather of digests, where there are weights of bitsandbytes.
+        """
+        parameters = dict(model.named_parameters())
+        if not any(type(p).__module__.startswith("bitsandbytes.") for p in parameters.values()):
+            return
+        held = parameters.keys() | dict(model.named_buffers()).keys()
+        digests = {
+            name: hashlib.sha256(bytes(value.cpu().reshape(-1).view(torch.uint8).numpy())).digest()
+            for name, value in model.state_dict().items()
+            if name not in held and isinstance(value, Tensor)
+        }
+        for other in self.gather_objects(digests):
+            if other != digests:
+                name = min(n for n in digests.keys() | other.keys() if digests.get(n) != other.get(n))
+                msg = (
+                    f"ranks have quantized the model's base from other weights: {name!r} differs, and nobody "
+                    "shares these scales of bitsandbytes; load the same base on every rank, from files or "
+                    "after the same torch.manual_seed"
+                )
+                raise ModelError(msg)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer, which from now on must step averaged gradients only.
