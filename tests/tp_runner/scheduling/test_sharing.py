@@ -140,7 +140,9 @@ def test_an_interrupt_of_one_stream_loses_nothing_of_another(run_script):
 # -- futures -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [*ENGINES, {}], ids=[*IDS, "forkserver"])
+@pytest.mark.parametrize(
+    "options", [*ENGINES, pytest.param({}, marks=pytest.mark.slow)], ids=[*IDS, "forkserver"]
+)
 def test_leaving_the_block_finishes_every_future(options):
     for _ in range(5):
         with Ordered(2, **options) as runner:

@@ -13,6 +13,7 @@ from tp_core.testing import run_ranks
 from tp_trainer import Callback, Interrupted, Trainer, Validation
 from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
 
+from tests.cases import first_fast
 from tests.tp_trainer import callback_run
 from tests.tp_trainer.callback_run import data, network, same, step, stop, train
 
@@ -43,7 +44,7 @@ def fused(model):
     return torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
 
 
-@pytest.mark.parametrize("make_optimizer", [lambda _: None, fused], ids=["adamw", "fused"])
+@pytest.mark.parametrize("make_optimizer", first_fast([fused, lambda _: None]), ids=["fused", "adamw"])
 @pytest.mark.parametrize("backend", ["single", "tuple", "dp-gather"])
 def test_the_average_is_that_of_torch_and_validations_see_it(backend, make_optimizer):
     theirs, ours = TorchAverage(), ExponentialMovingAverage(DECAY)

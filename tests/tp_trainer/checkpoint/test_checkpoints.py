@@ -15,6 +15,8 @@ from tp_core.state import write_whole
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer, Validation
 
+from tests.cases import first_fast
+
 
 class StoppedError(Exception):
     """What ends a run in its middle."""
@@ -171,7 +173,7 @@ DAMAGE = [(cut_off, r"bytes of"), (alter, "not what was written"), (remove, "is 
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
-@pytest.mark.parametrize("file", ["tensors.pt", "state.json", "ranks.json"])
+@pytest.mark.parametrize("file", first_fast(["tensors.pt", "state.json", "ranks.json"]))
 def test_a_damaged_one_is_named_and_the_one_before_it_is_used(tmp_path, caplog, damage, message, file):
     with pytest.raises(StoppedError):
         fit(Checkpoints(tmp_path, every_steps=1), stop_at=8)
@@ -382,7 +384,7 @@ def finish_on_ranks(folder):
     return [p.tolist() for p in fit(Checkpoints(folder), resume="auto")]
 
 
-@pytest.mark.parametrize("stop_at", [pytest.param(4, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("stop_at", first_fast([7, 4]))
 def test_more_ranks_go_on_at_the_same_sample(tmp_path, stop_at, caplog):
     with pytest.raises(StoppedError):
         fit(Checkpoints(tmp_path, every_steps=1), stop_at=stop_at)
@@ -441,7 +443,7 @@ class Noisy(Dataset):
         return x + 0.1 * torch.randn(3) + random.random() * np.random.rand(), y
 
 
-@pytest.mark.parametrize(("workers", "stop_at"), [(0, 3), (0, 8), (2, 5)])
+@pytest.mark.parametrize(("workers", "stop_at"), first_fast([(2, 5), (0, 3), (0, 8)]))
 def test_augmentation_is_the_same_with_and_without_an_interruption(tmp_path, workers, stop_at):
     def loader():
         options = {"num_workers": workers, "persistent_workers": workers > 0}
@@ -498,7 +500,7 @@ def stream_loader(dataset):
     return DataLoader(dataset, batch_size=8)
 
 
-@pytest.mark.parametrize("stop_at", [3, 5, 6, 8])
+@pytest.mark.parametrize("stop_at", first_fast([5, 8, 3, 6], 2))
 def test_a_stream_that_knows_its_position_is_carried(tmp_path, stop_at):
     arguments = {"limits": Limits(steps_per_epoch=5)}
     expected = fit(None, loader=stream_loader(StatefulStream()), **arguments)

@@ -9,6 +9,7 @@ import pytest
 from tp_core.errors import StateError
 from tp_trainer._checkpoint import _folder  # what is wrong with a checkpoint is said by a private check
 
+from tests.cases import first_fast
 from tests.tp_trainer.small_run import leave, names, same, train
 
 
@@ -53,7 +54,7 @@ def good(folder):
 # -- what is kept ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("keep", "asynchronous"), [(1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(("keep", "asynchronous"), first_fast([(1, True), (2, False), (3, True)]))
 def test_what_was_just_written_is_kept_where_all_older_ones_are_damaged(tmp_path, keep, asynchronous):
     leave(tmp_path, 8, keep=keep)
     damage_all(tmp_path)
@@ -164,7 +165,7 @@ MANIFESTS = [
 
 @pytest.mark.parametrize(
     ("damage", "asynchronous"),
-    [*((damage, False) for damage in MANIFESTS), (half, True), (without("metrics"), True)],
+    first_fast([(half, True), (without("metrics"), True), *((damage, False) for damage in MANIFESTS)], 4),
     ids=lambda given: getattr(given, "__name__", ""),
 )
 def test_an_old_manifest_that_cannot_be_read_does_not_end_a_run(
@@ -179,7 +180,7 @@ def test_an_old_manifest_that_cannot_be_read_does_not_end_a_run(
     assert good(tmp_path / "run")[-4:] == [7, 8, 9, 10]
 
 
-@pytest.mark.parametrize("damage", MANIFESTS, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", first_fast(MANIFESTS, 4), ids=lambda damage: damage.__name__)
 def test_a_damaged_manifest_is_named_and_the_checkpoint_before_is_used(
     nine_steps, undisturbed, tmp_path, log, damage
 ):
@@ -312,7 +313,8 @@ IN_THE_WAY = [dangling, loop, file, os.mkfifo, empty_folder, full_folder]
 
 @pytest.mark.parametrize(
     ("step", "make"),
-    [pytest.param((4, 9)[n % 2], make, id=make.__name__) for n, make in enumerate(IN_THE_WAY)],
+    first_fast([((4, 9)[n % 2], make) for n, make in enumerate(IN_THE_WAY)], 2),
+    ids=lambda given: getattr(given, "__name__", ""),
 )
 def test_what_is_in_the_place_of_a_checkpoint_is_moved_aside(tmp_path, log, make, step):
     leave(tmp_path, 6)
@@ -325,7 +327,7 @@ def test_what_is_in_the_place_of_a_checkpoint_is_moved_aside(tmp_path, log, make
     assert f"{tmp_path / name}" in log.text
 
 
-@pytest.mark.parametrize("make", IN_THE_WAY, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", first_fast(IN_THE_WAY, 2), ids=lambda make: make.__name__)
 def test_what_comes_into_the_place_of_a_checkpoint_is_moved_aside(tmp_path, make):
     def put(n):
         if n == 3:
@@ -335,7 +337,7 @@ def test_what_comes_into_the_place_of_a_checkpoint_is_moved_aside(tmp_path, make
     assert {"step-0000000006.damaged", "step-0000000010"} <= {*names(tmp_path)}
 
 
-@pytest.mark.parametrize("make", IN_THE_WAY, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", first_fast(IN_THE_WAY, 2), ids=lambda make: make.__name__)
 def test_what_a_killed_run_may_have_left_is_deleted(tmp_path, make):
     tmp_path = tmp_path / "run"
     tmp_path.mkdir()

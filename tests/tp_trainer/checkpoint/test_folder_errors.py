@@ -13,6 +13,7 @@ from tp_core.errors import StateError
 from tp_core.state import write_whole
 from tp_core.testing import run_ranks
 
+from tests.cases import first_fast
 from tests.tp_trainer import small_run
 from tests.tp_trainer.small_run import StoppedError, names, same, train
 
@@ -40,7 +41,7 @@ def failing(error, at=3):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", first_fast(ERRORS), ids=lambda error: type(error).__name__)
 def test_any_error_of_the_writing_is_one_of_the_run(tmp_path, monkeypatch, error, asynchronous):
     monkeypatch.setattr(WRITE, failing(error))
     with pytest.raises(type(error)) as caught:
@@ -122,7 +123,7 @@ def told(folder, asynchronous):
     return type(caught.value).__name__, str(caught.value)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", first_fast([True, False]))
 def test_all_ranks_learn_of_any_error(tmp_path, asynchronous):
     first, second = run_ranks(told, 2, tmp_path, asynchronous)
     assert first == ("KeyError", "'surprise'")

@@ -23,6 +23,7 @@ from tp_core.state import write_whole
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 
+from tests.cases import first_fast
 from tests.run_tp import run
 from tests.tp_trainer import small_run
 from tests.tp_trainer.small_run import leave, names, same, train
@@ -172,7 +173,7 @@ def test_a_lock_file_that_says_nothing_of_its_owner_is_still_a_lock(tmp_path, im
     lock.release()
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("number", first_fast([errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS]))
 def test_a_file_system_without_locks_is_named_in_the_log(tmp_path, monkeypatch, caplog, number):
     def flock(*_):
         raise OSError(number, os.strerror(number))
@@ -219,8 +220,9 @@ def wait_for_writing():
 # -- a folder that goes away -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("what", ["", ".lock"])
+@pytest.mark.parametrize(
+    ("asynchronous", "what"), first_fast([(False, ""), (True, ".lock"), (False, ".lock"), (True, "")], 2)
+)
 def test_a_folder_that_is_deleted_is_made_again_and_the_log_says_so(tmp_path, caplog, asynchronous, what):
     folder = tmp_path / "run"
 
