@@ -183,5 +183,6 @@ def test_the_names_to_ignore_of_the_manual():
     assert ts.register_ddp_parameters_to_ignore(m) == ["layer2.weight", "layer2.bias"]
 
 
+@pytest.mark.slow
 def test_one_group_of_four_gathers_batches(on_ranks):
     on_ranks(4, gathered_batches_give_the_backbone_the_gradient_of_an_unsharded_head)

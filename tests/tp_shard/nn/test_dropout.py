@@ -300,7 +300,7 @@ CHECKS = [
     heads_and_features_of_different_ranks_drop_apart,
     what_is_split_draws_apart_and_all_else_alike,
     a_block_without_draws_draws_what_the_whole_one_draws,
-    masks_of_split_features_are_as_independent_as_those_of_whole_ones,
+    pytest.param(masks_of_split_features_are_as_independent_as_those_of_whole_ones, marks=pytest.mark.slow),
     whatever_is_computed_again_draws_the_same,
     dropout_between_split_layers_is_found_by_the_proposal,
 ]
