@@ -27,8 +27,8 @@ PUBLIC = {
         RunInfo RunStatus RunView Session Verdict hookimpl registry
     """,
     tp_core.data: """
-        ElasticLoader LossReduction Parts PreparedLoader SampleRows Share StepOutput combine_outputs
-        count_samples read_weight restore_order split_weight
+        CountedBatch ElasticLoader LossReduction Parts PreparedLoader SampleRows Share StepOutput
+        combine_outputs count_samples read_weight restore_order split_weight
     """,
     tp_core.tensors: """
         SHARDED_ATTRIBUTE TensorSlice build_deferred initial_value is_deferred is_sharded materialize

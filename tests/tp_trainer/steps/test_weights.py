@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core import LaunchEnvironment
+from tp_core.data import CountedBatch
 from tp_core.errors import DisagreementError, NonFiniteLossError, StepError
 from tp_core.testing import run_ranks
 from tp_trainer import Trainer
@@ -107,6 +108,66 @@ def test_means_over_nothing_are_nan():
     for means in (history[0].train, history[0].val):
         assert sorted(means) == ["loss", "other"]
         assert all(map(math.isnan, means.values()))
+
+
+class Counted(CountedBatch):
+    """A batch that knows its units, and how often it was checked."""
+
+    checks = 0
+
+    def weight(self):
+        return self["units"].sum()
+
+    def check(self, step, model):
+        assert step(model, self) is not None
+        Counted.checks += 1
+
+
+def counted_loader():
+    def collate(samples):
+        x, units = zip(*samples, strict=True)
+        return Counted(x=torch.stack(x), units=torch.stack(units))
+
+    return DataLoader(loader().dataset, batch_size=1, collate_fn=collate)
+
+
+def fit_counted(step, **arguments):
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Trainer(seed=0, devices="cpu", progress=False, accumulate=4) as trainer:
+        history = trainer.fit(
+            model, optimizer, counted_loader(), step=step, validation=counted_loader(), **arguments
+        )
+    return model.weight.item(), history
+
+
+def test_a_batch_that_knows_its_units_is_the_weight_of_a_step_that_returns_none():
+    Counted.checks = 0
+    weight, history = fit_counted(lambda model, batch: model(batch["x"]).mean(), epochs=2)
+    first = 1 - 0.1 * 19 / 8
+    assert weight == pytest.approx(first - 0.1 * 19 / 8)
+    assert [epoch.train["loss"] for epoch in history] == [
+        pytest.approx(19 / 8),
+        pytest.approx(first * 19 / 8),
+    ]
+    assert history[1].val["loss"] == pytest.approx(weight * 19 / 8)
+    assert Counted.checks == 1
+
+
+def test_the_weight_of_a_step_comes_before_that_of_its_batch():
+    weight, history = fit_counted(lambda model, batch: {"loss": model(batch["x"]).mean(), "weight": 1})
+    assert weight == pytest.approx(1 - 0.1 * 2.5)
+    assert history[0].train["loss"] == pytest.approx(2.5)
+
+
+def test_a_check_of_a_batch_that_fails_ends_the_run_before_its_first_step(monkeypatch):
+    def refuse(self, step, model):
+        raise StepError("documents are mixed up")
+
+    monkeypatch.setattr(Counted, "check", refuse)
+    with pytest.raises(StepError, match="documents are mixed up"):
+        fit_counted(lambda model, batch: model(batch["x"]).mean())
 
 
 def test_a_loss_that_is_a_sum_has_the_gradient_of_the_sum_and_is_shown_for_each_unit():

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from tp_data._loader import Loader as Loader
     from tp_data._loader import Stats as Stats
     from tp_data._order import Shuffle as Shuffle
+    from tp_data._packed_rows import RowForm as RowForm
+    from tp_data._packed_rows import TokenBatch as TokenBatch
+    from tp_data._packed_rows import check_packing as check_packing
+    from tp_data._packed_rows import document_block_mask as document_block_mask
+    from tp_data._packed_rows import document_mask as document_mask
     from tp_data._sources import Iterables as Iterables
     from tp_data._sources import JsonLines as JsonLines
     from tp_data._sources import Parquet as Parquet
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
     from tp_data._sources import TextLines as TextLines
     from tp_data._stream import Place as Place
     from tp_data._stream import Stream as Stream
+    from tp_data._tokens import Packed as Packed
+    from tp_data._tokens import TokenBudget as TokenBudget
 
     __version__: str
 else:
@@ -34,5 +41,13 @@ else:
             "tp_data._order": ["Shuffle"],
             "tp_data._sources": ["Iterables", "JsonLines", "Parquet", "Source", "TarShards", "TextLines"],
             "tp_data._stream": ["Place", "Stream"],
+            "tp_data._packed_rows": [
+                "RowForm",
+                "TokenBatch",
+                "check_packing",
+                "document_block_mask",
+                "document_mask",
+            ],
+            "tp_data._tokens": ["Packed", "TokenBudget"],
         },
     )

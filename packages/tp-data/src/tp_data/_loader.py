@@ -292,7 +292,7 @@ class Loader:
             if not mine and not self._stand_ins:
                 continue
             planned.append((after, share))
-            yield _Task(epoch, mine or list(rows[:1]))
+            yield _Task(epoch, mine or [replace(rows[0], weight=0.0)])
 
     def _items(self, positions: Iterable[int], epoch: int) -> Iterator[Item]:
         """Yield items with their costs, which workers compute ahead where the batcher asks for them."""

@@ -23,7 +23,14 @@ from tp_core.plugins import Session
 from tp_trainer._checkpoint._model_files import write_on_main
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._steps._meter import Meter
-from tp_trainer._steps._step import RunStep, Step, guard_stop_iteration, loss_of, restore_modes
+from tp_trainer._steps._step import (
+    RunStep,
+    Step,
+    guard_stop_iteration,
+    loss_of,
+    restore_modes,
+    weighed,
+)
 
 # -- The interface of metrics, and metrics from functions -----------------------------------------
 
@@ -477,7 +484,7 @@ def evaluate(
     """
     meter = Meter(session, what="validation")
     metric_set = MetricSet(session, metrics or {}, boundaries=boundaries)
-    collecting = metric_set.collecting(step)
+    collecting = metric_set.collecting(weighed(step))
     with guard_stop_iteration(), evaluating(session, model), batches.whole(), torch.no_grad():
         for batch in islice(batches, most):
             share = batches.share

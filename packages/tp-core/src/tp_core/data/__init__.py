@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core.data._batches import CountedBatch as CountedBatch
     from tp_core.data._batches import Share as Share
     from tp_core.data._batches import count_samples as count_samples
     from tp_core.data._loader import PreparedLoader as PreparedLoader
@@ -21,7 +22,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "tp_core.data._batches": ["Share", "count_samples"],
+            "tp_core.data._batches": ["CountedBatch", "Share", "count_samples"],
             "tp_core.data._loader": ["PreparedLoader"],
             "tp_core.data._parts": ["Parts"],
             "tp_core.data._step_outputs": [

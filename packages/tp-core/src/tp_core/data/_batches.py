@@ -3,12 +3,12 @@
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, get_worker_info
 
 from tp_core._devices._transfer import recursive_pin
@@ -276,6 +276,26 @@ class Envelope:
     def pin_memory(self) -> "Envelope":
         """Return an envelope of the batch in page-locked memory."""
         return Envelope(recursive_pin(self.batch), self.samples, self.layout)
+
+
+class CountedBatch(dict[str, Any]):
+    """Named values of a batch that knows what its loss is a mean over.
+
+    Where a step returns no "weight", `Trainer.fit` takes that of the batch, and it calls :meth:`check` before
+    the first step. A subclass overrides both.
+
+    Example:
+        >>> class Words(CountedBatch):
+        ...     def weight(self):
+        ...         return self["mask"].sum()
+    """
+
+    def weight(self) -> Tensor | float | None:
+        """Return how many units (tokens, pixels) the loss is a mean over; ``None`` for samples."""
+        return None
+
+    def check(self, step: Callable[[Any, Any], Any], model: nn.Module) -> None:
+        """Raise if the step would compute something wrong from batches like this one, on a prepared model."""
 
 
 def count_samples(batch: Any) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from tp_core.data import PreparedLoader, StepOutput
+from tp_core.data import CountedBatch, PreparedLoader, StepOutput
 
 from tp_trainer._metrics import Evaluator, metric_for_scheduler, without_metrics
 from tp_trainer._opening._boundaries import StepBoundaries
@@ -21,6 +21,7 @@ from tp_trainer._steps._step import (
     restore_modes,
     run_watched,
     warn_no_gradients,
+    weighed,
 )
 
 
@@ -36,6 +37,7 @@ class FitHooks(LoopHooks):
     """
 
     counts_batches = False
+    weighs_batches = False  # whether batches have weights of their own; their check has passed then
     optimizer_step: OptimizerStep
 
     def __init__(
@@ -109,6 +111,7 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
     settings, run, update, meter = hooks.settings, hooks.run, hooks.optimizer_step, loop.meter
     metrics, options = settings.val_metrics(), settings.scheduler
     step = without_metrics(settings.step, metrics) if metrics else settings.step
+    step = weighed(step) if hooks.weighs_batches else step
     scheduler = options.scheduler if options is not None and options.every == "step" else None
     model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
     add, backward, finish = meter.add, update.backward, update.finish
@@ -117,8 +120,15 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
     events = settings.loop.events
     sends_backward_end = events.has("on_backward_end")
 
-    def run_first(step: Step, model: Any, batch: Any) -> StepOutput:
-        return run_watched(hooks.run, update.session, update.optimizer, step, model, batch)
+    def check_first(model: Any, batch: Any) -> StepOutput:
+        nonlocal step
+        if isinstance(batch, CountedBatch) and not hooks.weighs_batches:
+            batch.check(step, model)
+            hooks.weighs_batches, step = True, weighed(step)
+        return step(model, batch)
+
+    def run_first(_: Step, model: Any, batch: Any) -> StepOutput:
+        return run_watched(hooks.run, update.session, update.optimizer, check_first, model, batch)
 
     def finish_first() -> bool:
         nonlocal run, finish

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core import tree_map
-from tp_core.data import Parts, StepOutput
+from tp_core.data import CountedBatch, Parts, StepOutput
 from tp_core.errors import StepError
 from tp_core.jobs import Precision
 from tp_core.plugins import Session
@@ -62,6 +62,20 @@ def _returned(output: Any) -> str:
     if isinstance(output, tuple | list) and any(isinstance(value, Tensor) for value in output):
         return f"a {kind} of {len(output)}; return one value: {{'loss': loss}} with the numbers to log"
     return repr(output)
+
+
+def weighed(step: "Step") -> "Step":
+    """Return a step whose output has its batch's own weight, where it returns none."""
+
+    def run(model: Any, batch: Any) -> StepOutput:
+        output = step(model, batch)
+        named = {"loss": output} if isinstance(output, Tensor) else output
+        if not isinstance(batch, CountedBatch) or not isinstance(named, Mapping) or "weight" in named:
+            return output
+        weight = batch.weight()
+        return output if weight is None else {**named, "weight": weight}
+
+    return run
 
 
 # -- Precision, and the scale that keeps fp16 gradients from underflow ----------------------------
