@@ -5,8 +5,8 @@
 A case is a family of models, a kind of adapters and a backend. It is trained there, and from its checkpoint
 in the middle on another backend. Losses and weights are compared with a loop by hand on one device. It is
 
-    right      losses and trained weights are equal to 1e-5, both times; frozen weights are unchanged, without
-               gradients and without state of the optimizer
+    right      losses, trained weights and their averages are equal to 1e-5, both times; frozen weights are
+               unchanged, without gradients and without state of the optimizer
     refused    every rank raised the same error of tp's own before the first step
     wrong      anything else
 """
@@ -27,9 +27,11 @@ import tp_shard as ts
 from torch import nn
 from torch.utils.data import DataLoader
 from tp_core.errors import TpError
+from tp_core.state import open_tensors
 from tp_core.testing import RankPool
 from tp_shard import ShardOptions
 from tp_trainer import Checkpoints, Trainer
+from tp_trainer.callbacks import ExponentialMovingAverage
 
 # -- Models with adapters -------------------------------------------------------------------------
 
@@ -200,7 +202,7 @@ def adapted(family: str, kind: str, *, base: nn.Module | None = None, **options:
 
 SAMPLES, BATCH_SIZE, EPOCHS = 10, 4, 2
 MIDDLE = 4  # of 6 steps; in the second epoch
-NO_LABEL = -100
+NO_LABEL, DECAY = -100, 0.5
 
 
 def samples(family: str) -> list[dict[str, torch.Tensor]]:
@@ -254,8 +256,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
 
 
-Trained = tuple[list[float], dict[str, torch.Tensor]]
-"""The losses of the epochs, and the state of the model."""
+Trained = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""The losses of the epochs, the state of the model, and that with averages of what was trained."""
 
 
 @functools.cache
@@ -263,7 +265,9 @@ def by_hand(family: str, kind: str, epochs: int = EPOCHS) -> tuple[Trained, froz
     """Return what a loop without tp ends with, on one device, and the names of what it trains."""
     model = make(family, kind).train()
     optimizer = make_optimizer(model)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     losses = []
+    averages: dict[str, torch.Tensor] = {}
     for _ in range(epochs):
         total = count = 0.0
         for batch in loader(family):
@@ -271,9 +275,12 @@ def by_hand(family: str, kind: str, epochs: int = EPOCHS) -> tuple[Trained, froz
             output = step(model, batch)
             output["loss"].backward()
             optimizer.step()
+            averages = {
+                n: averages.get(n, p.detach()).lerp(p.detach(), 1 - DECAY) for n, p in trained.items()
+            }
             total, count = total + (output["loss"] * output["weight"]).item(), count + output["weight"].item()
         losses.append(total / count)
-    return (losses, model.state_dict()), frozenset(n for n, p in model.named_parameters() if p.requires_grad)
+    return (losses, model.state_dict(), averages), frozenset(trained)
 
 
 # -- Backends -------------------------------------------------------------------------------------
@@ -318,7 +325,7 @@ def train(
     kind: str,
     place: str,
     plan: dict[str, Any] | None,
-    folder: Path,
+    checkpoint: Checkpoints,
     resume: Path | str | None,
     epochs: int,
     max_steps: int | None,
@@ -328,7 +335,7 @@ def train(
     log = logging.getLogger("tp_trainer")
     level = log.level
     log.setLevel(logging.ERROR)  # it says that the number of ranks is another one
-    model = make(family, kind)
+    model, average = make(family, kind), ExponentialMovingAverage(DECAY)
     optimizer = make_optimizer(model)
     if plan is not None:
         ts.distributed.init_process_group(2)
@@ -344,12 +351,17 @@ def train(
                 step=step,
                 epochs=epochs,
                 max_steps=max_steps,
-                checkpoint=Checkpoints(folder, every_steps=MIDDLE, every_epochs=None),
+                checkpoint=checkpoint,
                 resume=resume,
+                callbacks=[average],
             )
             frozen = [p for p in model.parameters() if not p.requires_grad]
             assert not any(p.grad is not None or p in optimizer.state for p in frozen)
-            return [r.train["loss"] for r in history], trainer.session.model_state(model)
+            state = trainer.session.model_state(model)
+            state = {name: value.clone() for name, value in state.items()}
+            with average.in_place_of(model):
+                averages = {n: v.clone() for n, v in trainer.session.model_state(model).items()}
+            return [r.train["loss"] for r in history], state, averages
     except TpError as error:
         if optimizer.state:  # it came after the first step
             raise
@@ -384,7 +396,7 @@ class Places:
         family: str,
         kind: str,
         place: str,
-        folder: Path,
+        checkpoint: Checkpoints,
         resume: Path | str | None = None,
         *,
         epochs: int = EPOCHS,
@@ -393,19 +405,22 @@ class Places:
         """Return what each rank ends with."""
         plan = plan_of(family, kind) if PLACES[place].splits else None
         return self.run(
-            PLACES[place].ranks, train, family, kind, place, plan, folder, resume, epochs, max_steps
+            PLACES[place].ranks, train, family, kind, place, plan, checkpoint, resume, epochs, max_steps
         )
 
     def check(self, family: str, kind: str, begun: str, finished: str) -> str:
         """Return "right", "refused: ..." or "wrong: ..." of a case that another backend finishes."""
         try:
             with tempfile.TemporaryDirectory() as folder:
-                through = self.train(family, kind, begun, Path(folder, "through"))
+                whole = Checkpoints(Path(folder, "through"), every_steps=MIDDLE, every_epochs=None)
+                through = self.train(family, kind, begun, whole)
                 said = verdict(family, kind, through)
                 if said != "right":
                     return said
                 start = Path(folder, "through", f"step-{MIDDLE:010}")
-                resumed = self.train(family, kind, finished, Path(folder, "resumed"), start)
+                resumed = self.train(
+                    family, kind, finished, replace(whole, folder=Path(folder, "resumed")), start
+                )
                 said = verdict(family, kind, resumed)
         except Exception as error:  # noqa: BLE001 - it is printed
             return f"wrong: {type(error).__name__}: {error}"
@@ -413,12 +428,20 @@ class Places:
         return "right" if said.startswith("refused") else said.replace(":", f": finished on {finished},", 1)
 
     def check_all(self, family: str, kind: str) -> str:
-        """Return the same of a run that is interrupted after each step, and resumed on the next backend."""
+        """Return the same of a run that is interrupted after each step, and resumed on the next backend.
+
+        Its checkpoints have what is trained alone.
+        """
         said, epochs = "", 3
         with tempfile.TemporaryDirectory() as folder:
+            rules = Checkpoints(folder, weights="trainable", keep=1, best="loss", background=True)
             for done, place in enumerate(PLACES, start=1):
                 until = done if done < len(PLACES) else None
-                ended = self.train(family, kind, place, Path(folder), "auto", epochs=epochs, max_steps=until)
+                ended = self.train(family, kind, place, rules, "auto", epochs=epochs, max_steps=until)
+                stored = open_tensors(max(Path(folder).glob("step-*"))).infos
+                (_, state, _), trained = by_hand(family, kind, epochs)
+                if extra := [n for n in state if f"model.{n}" in stored and n not in trained]:
+                    return f"wrong: a checkpoint has {extra[0]}"
                 if until is None or isinstance(ended[0], str):
                     said = verdict(family, kind, ended, epochs)
         return said
@@ -430,7 +453,7 @@ def verdict(family: str, kind: str, found: list[Trained | str], epochs: int = EP
     if refusals:
         is_alike = refusals == [refusals[0]] * len(found)
         return f"refused: {refusals[0]}" if is_alike else f"wrong: not all ranks raised: {refusals[0]}"
-    (losses, state), trained = by_hand(family, kind, epochs)
+    (losses, state, averages), trained = by_hand(family, kind, epochs)
     for ended in found:
         assert not isinstance(ended, str)
         if list(ended[1]) != list(state):
@@ -438,11 +461,12 @@ def verdict(family: str, kind: str, found: list[Trained | str], epochs: int = EP
         off = max(abs(a - b) / abs(b) for a, b in zip(ended[0], losses, strict=True))
         if off > LIMIT:
             return f"wrong: losses are off by {off:.1e}"
-        for name, expected in state.items():
+        for name, expected in [*state.items(), *averages.items()]:
             limit = LIMIT * expected.abs().max().item() if name in trained else 0.0
-            off = (ended[1][name] - expected).abs().max().item()
+            off = (ended[1 if expected is state[name] else 2][name] - expected).abs().max().item()
             if not off <= limit:
-                return f"wrong: {name} is off by {off:.1e}"
+                what = name if expected is state[name] else f"the average of {name}"
+                return f"wrong: {what} is off by {off:.1e}"
     return "right"
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
         return x, x.sum(0, keepdim=True).sin()
 
 
-def make_model(tensor: int, *, still: bool) -> nn.Module:
+def make_model(tensor: int, *, still: bool) -> Any:
     torch.manual_seed(1)
     dropout = nn.Dropout(0.0 if still else 0.2)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), dropout, nn.Linear(16, 1)).double()
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=0, help="starts before the launcher's first")
     parser.add_argument("--tensor", type=int, default=1, help="ranks that hold each layer together")
     parser.add_argument("--still", action="store_true", help="draw nothing at random")
+    parser.add_argument("--frozen", action="store_true", help="train the last layer, and save it alone")
     args = parser.parse_args()
 
     start = args.start + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -85,6 +87,10 @@ def main() -> None:
     data = Noisy(still=args.still)
     options = {"shard": {"data": "fsdp"}} if args.tensor > 1 else {}
     model = make_model(args.tensor, still=args.still)
+    rules: dict[str, Any] = {}
+    if args.frozen:
+        model[0].requires_grad_(False)
+        rules = {"weights": "trainable", "background": True}
     with Trainer(seed=1, progress=False, devices="cpu", options=options) as trainer:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         trainer.fit(
@@ -94,7 +100,7 @@ def main() -> None:
             step=doom.step,
             epochs=args.epochs,
             validation=DataLoader(data, batch_size=16, num_workers=1, persistent_workers=True),
-            checkpoint=Checkpoints(args.folder / "run", every_steps=2),
+            checkpoint=Checkpoints(args.folder / "run", every_steps=2, **rules),
             resume="auto",
         )
         trainer.save_model(model, args.folder / "end.pt")

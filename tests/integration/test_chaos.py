@@ -23,7 +23,7 @@ def test_killed_ranks_restart_and_end_with_the_weights_of_an_undisturbed_run(tmp
 @pytest.mark.parametrize(
     ("ranks", "backend", "more"),
     [
-        pytest.param(2, "fsdp", [], id="two", marks=pytest.mark.slow),
+        pytest.param(2, "fsdp", ["--frozen"], id="frozen", marks=pytest.mark.slow),
         pytest.param(4, "fsdp", [], id="four", marks=pytest.mark.nightly),
         pytest.param(4, "shard", ["--tensor", "2"], id="two-by-two", marks=pytest.mark.nightly),
     ],

@@ -55,10 +55,10 @@ def step(model, batch):
     return (model(batch[0]) - batch[0]).square().mean()
 
 
-def fit(kind, dtype, folder=None, *, epochs=1, seed=0, backend="single"):
+def fit(kind, dtype, folder=None, *, epochs=1, seed=0, backend="single", devices="cpu"):
     model = Adapted(kind, dtype, seed)
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
-    with Trainer(seed=0, progress=False, devices="cpu", backend=backend) as trainer:
+    with Trainer(seed=0, progress=False, devices=devices, backend=backend) as trainer:
         trainer.fit(
             model,
             torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01),
@@ -93,6 +93,16 @@ def test_adapters_over_a_quantized_base_are_trained_as_by_hand_and_resumed(tmp_p
     assert not [name for name in stored if name.startswith("model.base.0.weight")]
     with pytest.raises(StateError, match=r"differs is 'base.0.weight"):
         fit(kind, dtype, tmp_path, epochs=4, seed=1)
+
+
+@pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_two_devices_train_over_a_quantized_base_as_one_does(tmp_path, kind, backend):
+    pytest.importorskip(LIBRARIES[kind])
+    two = {"backend": backend, "devices": ["cpu", "cpu"]}
+    fit(kind, torch.float32, tmp_path, **two)
+    found = fit(kind, torch.float32, tmp_path, epochs=2, **two)
+    torch.testing.assert_close(found, by_hand(kind, torch.float32, 2), rtol=1e-4, atol=1e-6)
 
 
 def on_two_ranks(kind):

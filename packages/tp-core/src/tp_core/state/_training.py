@@ -372,7 +372,7 @@ def _uncut(_parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSl
 
 
 def collect_values(
-    name: str, value: Any, *, own: bool = False
+    name: str, value: Any, *, own: bool = False, parts: Mapping[int, Tensor | TensorSlice] | None = None
 ) -> tuple[Any, dict[str, Tensor | TensorSlice]]:
     """Return a nested value as a plain one, and the tensors in it by the names that stand for them.
 
@@ -383,6 +383,7 @@ def collect_values(
         name: What all of the tensors' names begin with.
         value: Tensors and plain values, in lists, tuples and dicts.
         own: Whether it is this rank's own state: what it holds of DTensors, too.
+        parts: Tensors of it with their places in the whole, by their ids.
 
     Raises:
         StateError: ``value`` has something else in it.
@@ -392,7 +393,8 @@ def collect_values(
     def put(wanted: str, tensor: Tensor, _: Tensor | None) -> StoredTensor:
         while wanted in tensors:
             wanted += "_"
-        tensors[wanted] = _held(tensor.detach(), own=own)
+        known = (parts or {}).get(id(tensor))
+        tensors[wanted] = _held(tensor.detach(), own=own) if known is None else known
         return StoredTensor(wanted, like_parameter=False)
 
     plain = split(value, name, None, put)

@@ -830,7 +830,11 @@ def build_loop(
     train.continues_stream = settings.limits.overfit_batches is None and not settings.limits.restart_stream
     logged = {LOG_STATE: logs} if logs.is_asked else {}
     user_state = UserState(
-        session, settings.state, targets.others, callbacks={**settings.events.states(), **logged}
+        session,
+        settings.state,
+        targets.others,
+        callbacks={**settings.events.states(), **logged},
+        models=targets.trained.models,
     )
     kinds = {
         "log": logs.is_asked,

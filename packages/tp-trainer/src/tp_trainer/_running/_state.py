@@ -21,11 +21,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, StateError
+from tp_core.internal import slice_of
 from tp_core.plugins import Session
 from tp_core.state import (
+    Place,
     StoredTensors,
     collect_state,
     collect_values,
+    fill_from_whole,
     load_whole_state,
     restore_state,
     restore_values,
@@ -82,6 +85,7 @@ class UserState:
         values: The user's own dict. A restored value replaces one that cannot be changed in place.
         names: The names in it that are saved.
         callbacks: Objects with state that a checkpoint may lack.
+        models: The prepared models; what callbacks average is split as their parameters are.
     """
 
     def __init__(
@@ -91,7 +95,9 @@ class UserState:
         names: tuple[str, ...],
         *,
         callbacks: Mapping[str, Any],
+        models: Mapping[str, nn.Module],
     ) -> None:
+        self._models = models
         self._session = session
         self._values = values
         self._names = names
@@ -112,7 +118,9 @@ class UserState:
             found[name] = collect_values(f"state.{name}", self._state_of(name))
         for name in self._callbacks:
             if state := self._state_of(name):
-                found[name] = collect_values(f"state.{name}", state)
+                pairs = self._averages_in(state)
+                cuts = {id(a): slice_of(self._session.as_slice, p, a.detach()) for p, a in pairs.values()}
+                found[name] = collect_values(f"state.{name}", state, parts=cuts)
         different = self._different(found)
         for name, (plain, own) in found.items():
             if name not in different:
@@ -156,7 +164,20 @@ class UserState:
         for name in self._callbacks:
             # One without a state on this rank was not asked to load one when there was a single rank, either.
             if name in mine and (state := restore_values(mine[name], stored)):
+                for of, (parameter, average) in self._averages_in(state).items():
+                    place = Place(self._session.as_slice, parameter, average.dtype)
+                    if place.target.shape == average.shape:  # another one is refused by the callback
+                        fill_from_whole(place.target, average)
+                        state["averages"][of] = place.take()
                 self._put_back(name, state)
+
+    def _averages_in(self, state: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the parameters that a callback averages, each with its average, by their names."""
+        averages = state.get("averages") if isinstance(state, dict) else None
+        if not isinstance(averages, dict) or len(self._models) != 1:
+            return {}
+        plain = self._session.unwrap(next(iter(self._models.values())))
+        return {n: (p, averages[n]) for n, p in plain.named_parameters() if n in averages}
 
     def _state_of(self, name: str) -> Any:
         value = self._callbacks[name] if name in self._callbacks else self._values[name]
