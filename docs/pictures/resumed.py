@@ -4,7 +4,7 @@
     hatch run picture --report docs/report.png
 
 Trains a classifier of handwritten digits on two processes to its end. Then again, but sends one rank SIGTERM
-halfway, and goes on from the checkpoint in one process. Both selections and both curves are what these three
+halfway, and continues in one process. Both selections and both curves are what these three
 runs have left in their folders. With ``--report``, Chromium photographs the head of the resumed run's report.
 """
 

@@ -47,7 +47,7 @@ SHOWN = {
     "cost of a step": ["docs/benchmarks/trainer-one-process.json"],
     "TPU, DeepSpeed": [LIMITS],
     "used by many": [LIMITS],
-    "tp-runner is so many": ["docs/benchmarks/runner.json"],
+    "how many times faster": ["docs/benchmarks/runner.json"],
     "arrays of 1 MB": ["docs/benchmarks/runner.json"],
     "items read ahead": ["docs/benchmarks/runner.json"],
     "a worker is killed": [
