@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from tp_context import attention, gather, positions
-from tp_core.errors import DisagreementError, ModelError, StepError
+from tp_core.errors import DisagreementError, ModelError, StepError, TpError
 from tp_core.testing import RankPool
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer.testing import TrainingConformance
@@ -217,6 +217,29 @@ def test_any_ranks_and_accumulated_uneven_batches_equal_one_device(ranks, contex
             lambda: train("context", make(Decoder), options={"context": context}, **arguments)
         ):
             assert_same(found, expected)
+
+
+def of_two_runs(backend, *, recomputes):
+    """Go back once from two runs of different lengths, whose slices are as long in the second step."""
+    torch.set_num_threads(1)
+    model = make(Decoder, 0.0, recomputes)
+    with Trainer(backend=backend, devices="cpu", seed=0, progress=False) as trainer:
+        prepared, optimizer = trainer.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        for tokens in ((13, 22), (14, 9)):
+            batches = [torch.utils.data.default_collate(Samples(n).rows[:2]) for n in tokens]
+            trainer.backward(sum(trainer.run(step, prepared, batch)["loss"] for batch in batches))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {n: t.clone() for n, t in trainer.session.model_state(prepared).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_one_backward_pass_follows_several_runs_of_any_length(pair, recomputes):
+    expected = of_two_runs("single", recomputes=recomputes)
+    for found in pair.run(partial(of_two_runs, "context", recomputes=recomputes)):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-13)
 
 
 # -- Beside other dimensions --
@@ -598,6 +621,52 @@ class TestTraining(TrainingConformance):
     processes = 2
 
 
+BAD = {  # options, the number of tokens, a model, and what is said
+    "more ranks than tokens": ({}, 1, Decoder, "a sequence of 1 token.* cannot be split over 2 ranks"),
+    "ranks": ({"context": 3}, 8, Decoder, "2 ranks are not a multiple of it"),
+    "a number": ({"context": 0}, 8, Decoder, "must be -1 for all ranks, or their number, got 0"),
+    "no such weights": (
+        {"weights": "halves"},
+        8,
+        Decoder,
+        "or a backend whose ranks can share samples",
+    ),
+    "unfit weights": ({"weights": "shard"}, 8, Decoder, "weights='shard': the model has no split parameters"),
+    "no such sequence": (
+        {"sequence": {"words": 1}},
+        8,
+        Decoder,
+        "names 'words' with dimension 1",
+    ),
+    "a mask of the wrong shape": ({}, 16, Masked, "an attention mask has shape"),
+    "attention past every door": ({}, 8, ByHand, r"'head' \(Linear\) computes something else"),
+}
+
+
+def bad_input(cases):
+    torch.set_num_threads(1)
+    said = []
+    for options, tokens, model_class, _ in cases:
+        model = make(model_class)
+        try:
+            with Trainer(
+                backend="context", devices="cpu", seed=0, progress=False, options={"context": options}
+            ) as trainer:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+                trainer.fit(model, optimizer, DataLoader(Samples(tokens), batch_size=2), step=step, epochs=1)
+        except TpError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.slow
+def test_bad_input_is_one_sentence_on_all_ranks(pair):
+    said = pair.run(bad_input, list(BAD.values()))
+    assert said[0] == said[1]
+    for text, (what, (*_, pattern)) in zip(said[0], BAD.items(), strict=True):
+        assert re.search(pattern, text), (what, text)
+
+
 # -- Models of transformers; context_families.py prints the table of all --
 
 
@@ -632,3 +701,35 @@ def test_models_of_transformers_that_cannot_be_split_are_refused(pair, name, sai
     result, text = families.outcome(name, "none", pair)
     assert result == "refused"
     assert re.search(said, text)
+
+
+def adapted(backend):
+    """Train adapters of peft; return losses, the state, and what the model then generates."""
+    import peft
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with families.all_in_float64():
+        torch.manual_seed(2)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(families.make_model("llama"), config).double()
+        loader = DataLoader(families.Samples("llama", "left"), batch_size=3)
+        with Trainer(backend=backend, devices="cpu", seed=0, progress=False) as trainer:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            (record,) = trainer.fit(
+                model, torch.optim.SGD(trained, lr=0.5), loader, step=families.step, epochs=1
+            )
+            loss = trainer.evaluate(model, loader, step=families.step)["loss"]
+            plain = trainer.session.unwrap(model)
+            tokens = plain.generate(torch.arange(3, 12)[None], max_new_tokens=5, do_sample=False)
+            return [record.train["loss"], loss], dict(trainer.session.model_state(model)), tokens.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.needs("peft", "transformers")
+@pytest.mark.filterwarnings("ignore")  # between these two libraries
+def test_adapters_train_on_slices_and_the_model_generates_on_each_rank(pair):
+    expected = adapted("single")
+    for found in pair.run(adapted, "context"):
+        assert families.difference(found[:2], expected[:2]) < 1e-12
+        assert found[2] == expected[2]

@@ -44,7 +44,8 @@ class Way(NamedTuple):
 
 def ways_of(model: nn.Module, *, has_positions: bool) -> list[Way]:
     """Return the ways to try for a model, the likeliest first; ``has_positions``: the batch has its own."""
-    takes = _parameters_of(model)
+    called = _called(model)
+    takes = {name for each in called for name in _parameters_of(each)}
     numbers: list[Positions] = ["modules", "own"] if any(_numbered_modules(model)) else ["own"]
     if "position_ids" in takes and not has_positions:
         numbers = ["range", "mask", "tokens", *numbers]
@@ -52,7 +53,7 @@ def ways_of(model: nn.Module, *, has_positions: bool) -> list[Way]:
             numbers.remove("tokens")
         else:
             numbers.insert(0, "tokens")
-    shifts = [True, False] if "labels" in takes and _takes_more(model) else [False]
+    shifts = [True, False] if "labels" in takes and any(map(_takes_more, called)) else [False]
     packs = [True, False] if has_positions and _pretrained(model) else [False]
     return [Way(n, s, p) for n in dict.fromkeys(numbers) for p in packs for s in shifts]
 
@@ -70,8 +71,9 @@ def splitting(model: nn.Module, cuts: Cuts, way: Way) -> Iterator[None]:
             for module in _numbered_modules(model):
                 hook = module.register_forward_pre_hook(partial(_number, cuts), with_kwargs=True)
                 stack.callback(hook.remove)
-        before = model.register_forward_pre_hook(_Given(cuts, way), with_kwargs=True)
-        stack.callback(before.remove)
+        for called in _called(model):
+            before = called.register_forward_pre_hook(_Given(cuts, way), with_kwargs=True)
+            stack.callback(before.remove)
         stack.callback(model.register_forward_hook(_NoGradient(cuts)).remove)
         stack.enter_context(activate(cuts))
         stack.enter_context(doors())
@@ -101,7 +103,8 @@ class _Given:
             self._shift(model, given, kwargs)
             return args, kwargs
         self.cuts.packed = self._documents(model, given, cut)
-        if given.get("position_ids") is None and self.way.positions not in {"modules", "own"}:
+        is_ours = self.way.positions not in {"modules", "own"} and "position_ids" in names
+        if is_ours and given.get("position_ids") is None:
             kwargs["position_ids"] = self._positions(given, cut, inputs, model)
         has_numbers = given.get("position_ids") is not None or "position_ids" in kwargs
         if has_numbers and given.get("attention_mask") is None and "attention_mask" in names:
@@ -194,6 +197,11 @@ def _is_listed(values: Any) -> bool:
         "dict_values",
         "ValuesView",
     }
+
+
+def _called(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forwards take tokens and labels: the model, or those in a wrapper."""
+    return _pretrained(model) or [model]
 
 
 def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
