@@ -35,6 +35,9 @@ WITHOUT = {
 # How each of the others is called, where a run, a job and a few files are.
 CALLS = {
     "convert": ["run", "out"],
+    "data index": ["in.txt"],
+    "data look": ["in.txt"],
+    "data order": ["in.txt", "--batch", "2"],
     "doctor": ["--no-measure"],
     "estimate": ["things.py:build"],
     "jobs": [],
@@ -49,6 +52,7 @@ CALLS = {
 MISTAKES = {
     "convert run out --mode mn": (2, "BadParameter", "did you mean 'min'?", None),
     "convert nowhere out": (1, "FileNotFoundError", "there is no checkpoint at nowhere", None),
+    "data look nowhere.txt": (2, "ConfigError", "nowhere.txt does not exist", "errors#config-error"),
     "doctor --ranks 9999999": (2, "ConfigError", "9999999 processes", "errors#config-error"),
     "doctor --jsn": (2, "NoSuchOption", "--json", None),
     "docter": (2, "UsageError", "did you mean 'doctor'?", None),

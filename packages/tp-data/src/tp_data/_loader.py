@@ -267,9 +267,18 @@ class Loader:
         self, state: dict[str, Any], rank: int, size: int, planned: deque[tuple[dict[str, Any], Share]]
     ) -> Iterator[_Task]:
         """Yield the tasks of this rank, and note what is to be after each."""
-        epoch, batcher = state["epoch"], copy.copy(self.batcher)
+        batcher = copy.copy(self.batcher)
+        for rows, after in self._batches(state, batcher):
+            mine = batcher.split(rows, size)[rank]
+            if not mine and not self._stand_ins:
+                continue
+            planned.append((after, Share(batcher.count(mine) if mine else 0, batcher.count(rows))))
+            yield _Task(state["epoch"], mine or [replace(rows[0], weight=0.0)])
+
+    def _batches(self, state: dict[str, Any], batcher: Batcher) -> Iterator[tuple[list[Row], dict[str, Any]]]:
+        """Yield the rows of all ranks of each batch, and the state behind it."""
+        epoch, taken = state["epoch"], state["position"]
         order = self.stream.order(epoch)
-        taken = state["position"]
 
         def items() -> Iterator[Item]:
             nonlocal taken
@@ -284,15 +293,30 @@ class Loader:
             rows = batcher.next_batch(remaining)
             if rows is None:
                 return
-            mine = batcher.split(rows, size)[rank]
-            share = Share(batcher.count(mine) if mine else 0, batcher.count(rows))
             after = {"epoch": epoch, "batch": number + 1, "position": taken}
             if held := batcher.state_dict():
                 after["batcher"] = held
-            if not mine and not self._stand_ins:
-                continue
-            planned.append((after, share))
-            yield _Task(epoch, mine or [replace(rows[0], weight=0.0)])
+            yield rows, after
+
+    def steps(self, ranks: int = 1, *, epoch: int = 0, first: int = 0) -> Iterator[list[list[Row]]]:
+        """Yield the rows of each rank, for one step of an epoch after the other.
+
+        No sample is loaded, unless batches depend on what they cost.
+
+        Args:
+            ranks: The number of ranks.
+            epoch: The epoch.
+            first: The first step, from 0.
+
+        Example:
+            >>> [len(rows) for rows in next(Loader(Stream(range(10)), 4).steps(2, first=2))]
+            [1, 1]
+        """
+        batcher = copy.copy(self.batcher)
+        seek = first * batcher.size if isinstance(batcher, BatchSize) else 0
+        state = {"epoch": epoch, "batch": 0, "position": seek}
+        for rows, _ in islice(self._batches(state, batcher), 0 if seek else first, None):
+            yield batcher.split(rows, ranks)
 
     def _items(self, positions: Iterable[int], epoch: int) -> Iterator[Item]:
         """Yield items with their costs, which workers compute ahead where the batcher asks for them."""
