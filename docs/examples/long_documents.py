@@ -2,10 +2,10 @@
 
     python long_documents.py --tokens 512
     tp launch -n 2 long_documents.py --tokens 1024 --context 2
-    tp launch -n 8 long_documents.py --base FOLDER --tokens 65536 --context 8 --weights fsdp --precision bf16-mixed
+    tp launch -n 8 long_documents.py --base FOLDER --context 8 --weights fsdp --precision bf16-mixed
 
-The documents are the standard library's sources, as bytes. A small model stands in where no ``--base`` is given.
-Positions begin at 0 in each document, so that transformers lets a token attend to its own document alone.
+The documents are the standard library's sources, as bytes. Without ``--base`` the model is a small one. Positions
+begin at 0 in each document, so that transformers lets a token attend to its own document alone.
 """
 
 import argparse
@@ -48,9 +48,7 @@ def make_model(base: Path | None) -> nn.Module:
         return AutoModelForCausalLM.from_pretrained(base, use_cache=False)
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=256, num_key_value_heads=2, use_cache=False, **sizes)
-    )
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, use_cache=False, **sizes))
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
