@@ -10,7 +10,6 @@ from tp_core.internal import (
     RanksBackend,
     check_above_zero,
     check_offload,
-    describe_presharded,
     find_units,
     move_module,
     resolve_options,
@@ -235,6 +234,8 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
         )
         if model is None:
             return Verdict.fits(40, f"parameters sharded over {over}; ddp is faster where a model fits")
+        from tp_core.internal import describe_presharded  # to list the backends takes no sharding
+
         given = describe_presharded(model)
         if given is not None:
             # Above ddp's score: no other backend trains a model that the user has sharded.

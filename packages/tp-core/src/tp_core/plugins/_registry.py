@@ -65,10 +65,10 @@ def find_entry_points() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
 
 
 def _with_info(point: EntryPoint) -> tuple[PluginInfo, EntryPoint]:
-    distribution = point.dist
-    name = distribution.name if distribution is not None else point.name
-    version = distribution.version if distribution is not None else ""
-    return PluginInfo(point.name, name or point.name, version or ""), point
+    if point.dist is None:
+        return PluginInfo(point.name, point.name, ""), point
+    found = point.dist.metadata  # once: each question for `name` or `version` parses the file anew
+    return PluginInfo(point.name, found["Name"] or point.name, found["Version"] or ""), point
 
 
 def _one_by_one() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
