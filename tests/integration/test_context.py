@@ -88,10 +88,10 @@ class Decoder(nn.Module):
 class Encoder(nn.Module):
     """torch's own layer of an encoder, with padding; or under a causal mask."""
 
-    def __init__(self, causal=False):
+    def __init__(self, causal=False, dropout=0.0):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=dropout, batch_first=True)
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.causal = causal
 
@@ -190,20 +190,45 @@ def test_a_decoder_on_slices_equals_one_device(pair):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model",
+    ("model", "way"),
     [
-        (Encoder,),
-        (Encoder, True),
-        (OwnAttention,),
-        (Decoder, 0.0, True),
-        (Decoder, 0.4),
-        (Decoder, 0.4, True),
+        ((Encoder,), "all-gather"),
+        ((Encoder, True), "all-gather"),
+        ((Encoder, False, 0.3), "all-gather"),
+        ((Encoder, True, 0.3), "ulysses"),
+        ((Encoder,), "ring"),
+        ((OwnAttention,), "all-gather"),
+        ((OwnAttention,), "ulysses"),
+        ((OwnAttention,), "ring"),
+        ((Decoder, 0.0, True), "all-gather"),
+        ((Decoder, 0.0, True), "ring"),
+        ((Decoder, 0.4), "auto"),
+        ((Decoder, 0.4, True), "ulysses"),
     ],
-    ids=["padding", "causal mask", "own attention", "recomputed", "dropout", "dropout, recomputed"],
 )
-def test_every_door_on_slices_equals_one_device(pair, model):
+def test_every_door_on_slices_equals_one_device(pair, model, way):
     expected = train("single", make(*model))
-    for found in pair.run(lambda: train("context", make(*model))):
+    for found in pair.run(lambda: train("context", make(*model), options={"attention": way})):
+        assert_same(found, expected)
+
+
+class Weighing(Encoder):
+    """Attention whose weights are returned, with dropout of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True, add_bias_kv=True)
+
+    def forward(self, tokens, padding):
+        x = self.embedding(tokens)
+        mixed, weights = self.layer(x, x, x, key_padding_mask=padding)
+        return self.head(x + mixed + weights.square().sum(-1, keepdim=True))
+
+
+@pytest.mark.slow
+def test_weights_of_attention_with_dropout_equal_those_of_one_device(pair):
+    expected = train("single", make(Weighing))
+    for found in pair.run(lambda: train("context", make(Weighing))):
         assert_same(found, expected)
 
 

@@ -117,6 +117,7 @@ def test_positions_are_those_of_the_whole_sequence():
         ({"context": 0}, "context=...*must be -1 for all ranks, or their number, got 0"),
         ({"check_tokens": -1}, "check_tokens=...*must not be negative, got -1"),
         ({"sequence": {"x": -1}}, "must map names.*got {'x': -1}"),
+        ({"attention": "rings"}, "attention=...*must be one of all-gather, ulysses, ring, auto, got 'rings'"),
         ({"timeout_s": 0}, "timeout_s=...*above 0"),
     ],
 )

@@ -1,12 +1,7 @@
-"""Attention of this rank's queries to the keys of whole sequences, and the doors by which models reach it.
-
-Each rank gathers keys and values of all ranks, and computes the rows of its own queries: so any mask is
-exact.
-Source: the all-gather of keys and values in Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.
-"""
+"""The doors by which models reach attention to whole sequences: torch's, transformers', and our own."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
@@ -14,15 +9,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from tp_core.errors import StepError
 
 from tp_context._slices import Cut, active
+from tp_context._ways import Inputs, Rules, attend, plain_attention
 
 # As they are before `doors` replaces them.
-_plain_attention: Callable[..., Tensor] = F.scaled_dot_product_attention
-_plain_dropout: Callable[..., Tensor] = F.dropout
-_plain_multi_head: Callable[..., Any] = F.multi_head_attention_forward
+_plain_dropout = F.dropout
+_plain_multi_head = F.multi_head_attention_forward
 _MULTI_HEAD = inspect.signature(_plain_multi_head)
 
 
@@ -48,15 +42,17 @@ def attention(
         value: (..., heads, tokens, features).
         attn_mask: The mask, boolean or additive: (..., 1 or tokens of this rank or all, all keys). A mask
             with one row may have this rank's keys alone.
-        dropout_p: The probability to drop an attention weight. Each rank draws its own rows.
+        dropout_p: The probability to drop an attention weight: the same ones for any number of ranks.
         is_causal: Whether queries see earlier positions of the whole sequence only.
         scale: The factor of the products.
         enable_gqa: Whether several query heads share one of keys and values.
 
     Raises:
-        StepError: The mask has another shape, for example one that was made for this rank's tokens alone.
+        StepError: The mask has another shape, for example one that was made for this rank's tokens alone; or
+            the way that the option ``attention`` names cannot do it.
 
-    Collectives: all-gathers of keys and values in forward, their sums in backward.
+    Collectives: those of the way: all-gathers of keys and values in forward, their sums in backward; or
+    all-to-alls; or sends to the next rank.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 5, 4)
@@ -64,120 +60,21 @@ def attention(
         torch.Size([1, 2, 5, 4])
     """
     cuts = active()
-    cut = None if cuts is None else cuts.of_slice(key.size(-2))
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    keys = None if cuts is None else cuts.of_slice(key.size(-2))
+    if cuts is None or keys is None:
+        with _inside():
+            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    rows = cuts.of_slice(query.size(-2))
+    if rows is not None:
+        attn_mask, is_causal = _whole_mask(attn_mask, rows, keys, is_causal)
+    if is_causal and rows is not keys:  # as torch aligns queries and keys of different numbers
+        count = query.size(-2) if rows is None else rows.length
+        attn_mask = torch.ones(count, keys.length, dtype=torch.bool, device=query.device).tril()
+        attn_mask, is_causal = attn_mask if rows is None else rows.take(attn_mask, 0), False
+    rules = Rules(rows, keys, is_causal, scale, enable_gqa, dropout_p)
     with _inside():
-        if cuts is None or cut is None:
-            return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        rows = cuts.of_slice(query.size(-2))
-        if rows is not None:
-            attn_mask, is_causal = _whole_mask(attn_mask, rows, cut, is_causal)
-        is_learned = attn_mask is not None and attn_mask.requires_grad
-        if not dropout_p and not is_learned and rows is not None and (rows is cut or not is_causal):
-            mixed: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]  # torch's
-                query, key, value, attn_mask, _Rows(cut, is_causal, options)
-            )
-            return mixed
-        key, value = cut.gather(key, -2), cut.gather(value, -2)
-        with rank_draws(cut, query.device, draws=dropout_p > 0):
-            if is_causal and rows is cut:
-                return _causal(query, key, value, cut, dropout_p, options)
-            return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-
-
-_BLOCK = 256
-"""Rows of queries with a mask at a time: a mask of all would need more memory than the split saves."""
-
-
-class _Rows(NamedTuple):
-    """How this rank's queries see the keys of whole sequences: their cut, and arguments of attention."""
-
-    keys: Cut
-    is_causal: bool
-    options: dict[str, Any]
-
-    def blocks(self, mask: Tensor | None, query: Tensor) -> Iterator[tuple[int, int, int, Any]]:
-        """Yield the first and the last row of each block, the number of its keys, and its mask."""
-        count, device = query.size(-2), query.device
-        if not self.is_causal:
-            step = count if mask is None or mask.size(-2) == 1 else _BLOCK
-            for at in range(0, count, step):
-                to = min(at + step, count)
-                has_rows = mask is not None and mask.size(-2) > 1
-                yield at, to, self.keys.length, mask[..., at:to, :] if mask is not None and has_rows else mask
-            return
-        at = 0
-        for begin, end in self.keys.own:
-            for first in range(begin, end, _BLOCK):
-                last = min(first + _BLOCK, end)
-                sees = torch.arange(first, last, device=device)[:, None] >= torch.arange(last, device=device)
-                yield at, at + last - first, last, sees
-                at += last - first
-
-
-class _Attend(torch.autograd.Function):
-    """Attention to whole sequences that keeps slices for the backward pass, and gathers them again there.
-
-    Forward: all-gathers of keys and values. Backward: the same, then sums of their gradients.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rows: _Rows
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
-        ctx.rows = rows
-        ctx.autocast = (
-            torch.is_autocast_enabled(query.device.type),
-            torch.get_autocast_dtype(query.device.type),
-        )
-        keys, values = rows.keys.all_gather(key, -2), rows.keys.all_gather(value, -2)
-        outputs = [
-            _plain_attention(query[..., a:b, :], keys[..., :n, :], values[..., :n, :], m, **rows.options)
-            for a, b, n, m in rows.blocks(mask, query)
-        ]
-        return torch.cat(outputs, -2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask = ctx.saved_tensors
-        rows: _Rows = ctx.rows
-        keys, values = rows.keys.all_gather(key, -2), rows.keys.all_gather(value, -2)
-        sums, own = [torch.zeros_like(keys), torch.zeros_like(values)], torch.empty_like(query)
-        enabled, dtype = ctx.autocast
-        for a, b, n, m in rows.blocks(mask, query):
-            inputs = [query[..., a:b, :], keys[..., :n, :], values[..., :n, :]]
-            inputs = [t.detach().requires_grad_() for t in inputs]
-            with (
-                torch.enable_grad(),
-                torch.autocast(query.device.type, dtype=dtype, enabled=enabled),
-                _inside(),
-            ):
-                mixed = _plain_attention(*inputs, m, **rows.options)
-            own[..., a:b, :], *others = torch.autograd.grad(mixed, inputs, grad[..., a:b, :])
-            for total, other in zip(sums, others, strict=True):
-                total[..., :n, :] += other
-        return own, *(rows.keys.sum_and_take(total, -2 % total.dim()) for total in sums), None, None
-
-
-def _causal(
-    query: Tensor, key: Tensor, value: Tensor, cut: Cut, dropout_p: float, options: dict[str, Any]
-) -> Tensor:
-    """Return causal attention: each chunk of queries sees the keys up to its end."""
-    outputs, at = [], 0
-    for begin, end in cut.own:
-        if begin == end:
-            continue
-        rows = query.narrow(-2, at, end - begin)
-        at += end - begin
-        keys, values = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
-        mask = None
-        if begin:
-            ends = torch.arange(begin, end, device=query.device)[:, None]
-            mask = ends >= torch.arange(end, device=query.device)
-        outputs.append(_plain_attention(rows, keys, values, mask, dropout_p, mask is None, **options))
-    return torch.cat(outputs, -2)
+        return attend(Inputs(query, key, value, attn_mask), rules, cuts.attention)
 
 
 def _whole_mask(mask: Tensor | None, rows: Cut, keys: Cut, is_causal: bool) -> tuple[Tensor | None, bool]:
@@ -216,29 +113,6 @@ def _is_causal(mask: Tensor) -> bool:
     if mask.dtype is not torch.bool and not bool((mask[~sees] == -torch.inf).all()):
         return False
     return bool((sees == square).all())
-
-
-# -- Random numbers ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def rank_draws(cut: Cut, device: torch.device, *, draws: bool) -> Iterator[None]:
-    """Draw other random numbers on each rank meanwhile, and leave the ranks' generators alike."""
-    if not draws:
-        yield
-        return
-    seed = int(torch.randint(2**62, ())) + cut.rank
-    if device.type == "cpu":
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
-        return
-    with torch.random.fork_rng([device.index], device_type=device.type):
-        torch.get_device_module(device).manual_seed(seed)
-        yield
 
 
 # -- The door of torch's functions ------------------------------------------------------------------
@@ -293,7 +167,7 @@ def doors(*, drops: bool = True) -> Iterator[None]:
         _drops = drops_before
 
 
-@wraps(_plain_attention)
+@wraps(plain_attention)
 def _scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -303,7 +177,9 @@ def _scaled_dot_product_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    function = _plain_attention if _depth else attention
+    function = plain_attention if _depth else attention
+    if _outer_call is not None and not _depth:
+        attn_mask, is_causal = _outer_call.joined(query), _outer_call.is_causal
     return function(query, key, value, attn_mask, dropout_p if _drops else 0.0, is_causal, **options)
 
 
@@ -312,48 +188,102 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     cuts = active()
     if not _drops:
         return input
-    if cuts is None or _depth or inplace or not training or not 0 < p < 1:
+    rows = None if _outer_call is None else _outer_call.rows
+    if cuts is None or (_depth and rows is None) or inplace or not training or not 0 < p < 1:
         return _plain_dropout(input, p, training, inplace)
     for dim in (1, *range(2, input.dim()), 0):
         cut = cuts.of_slice(input.size(dim)) if dim < input.dim() else None
         if cut is not None:
-            # What one device would drop: the mask is drawn for whole sequences, and cut.
-            shape = [*input.shape]
-            shape[dim] = cut.length
-            return input * cut.take(_plain_dropout(input.new_ones(shape), p), dim)
+            # What one device drops: drawn for whole sequences, in the order of memory, and cut.
+            order = sorted(range(input.dim()), key=input.stride, reverse=True)
+            ones = input.new_ones([cut.length if d == dim else input.size(d) for d in order])
+            ones = ones.permute([order.index(d) for d in range(input.dim())])
+            return input * cut.take(_plain_dropout(ones, p), dim)
     return _plain_dropout(input, p)
 
 
 @wraps(_plain_multi_head)
 def _multi_head(*args: Any, **kwargs: Any) -> Any:
-    """Run the attention of ``nn.MultiheadAttention`` with the whole inputs of keys and values.
+    """Run the attention of ``nn.MultiheadAttention``, whose inner call comes back to these doors.
 
-    Inputs are gathered and not the projected keys: so torch's own function does all the rest, weights
-    included.
+    Where it returns weights or adds a key, the inputs of keys and values are gathered: torch's own function
+    does all the rest.
     """
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.apply_defaults()
     given, cuts = bound.arguments, active()
-    given["dropout_p"] = given["dropout_p"] if _drops else 0.0
-    with _inside():
-        keys = None if cuts is None else cuts.of_slice(given["key"].size(0))
-        if cuts is None or keys is None:
+    keys = None if cuts is None else cuts.of_slice(given["key"].size(0))
+    if cuts is None or keys is None:
+        return _plain_multi_head(*bound.args, **bound.kwargs)
+    rows, padding = cuts.of_slice(given["query"].size(0)), given["key_padding_mask"]
+    if padding is not None and padding.size(-1) == keys.tokens:
+        padding = keys.gather(padding, -1)
+    if padding is not None and padding.dtype is not torch.bool and not padding.requires_grad:
+        hides = padding == -torch.inf  # torch's layers make an additive mask of a boolean one
+        padding = hides if bool((hides | (padding == 0)).all()) else padding
+    mask, is_causal = _inverted(given["attn_mask"]), False
+    if mask is not None and rows is not None:
+        mask, is_causal = _whole_mask(mask, rows, keys, is_causal=False)
+        if is_causal and rows is not None and (padding is not None or given["need_weights"]):
+            at = rows.index(given["query"].device)[:, None]
+            mask, is_causal = at >= torch.arange(keys.length, device=at.device), False
+    adds = given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None
+    with _outer(_Outer(rows, mask, _inverted(padding), is_causal)):
+        if not given["need_weights"] and not adds:
+            given |= {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
             return _plain_multi_head(*bound.args, **bound.kwargs)
-        rows = cuts.of_slice(given["query"].size(0))
-        is_same = given["key"] is given["value"]
+        is_same, needs_weights = given["key"] is given["value"], given["need_weights"]
         given["key"] = keys.gather(given["key"], 0)
         given["value"] = given["key"] if is_same else keys.gather(given["value"], 0)
-        padding = given["key_padding_mask"]
-        if padding is not None and padding.size(-1) == keys.tokens:
-            given["key_padding_mask"] = keys.gather(padding, -1)
-        if given["attn_mask"] is not None and rows is not None:
-            mask, is_causal = _whole_mask(_inverted(given["attn_mask"]), rows, keys, is_causal=False)
-            if is_causal:
-                at = rows.index(given["query"].device)[:, None]
-                mask = at >= torch.arange(keys.length, device=at.device)
-            given["attn_mask"], given["is_causal"] = _inverted(mask), False
-        with rank_draws(keys, given["query"].device, draws=given["training"] and given["dropout_p"] > 0):
-            return _plain_multi_head(*bound.args, **bound.kwargs)
+        if is_causal and rows is not None:
+            at = rows.index(given["query"].device)[:, None]
+            mask = at >= torch.arange(keys.length, device=at.device)
+        given |= {"attn_mask": _inverted(mask), "key_padding_mask": padding, "is_causal": False}
+        given["need_weights"] = True
+        with _inside():
+            mixed, weights = _plain_multi_head(*bound.args, **bound.kwargs)
+        return mixed, weights if needs_weights else None
+
+
+class _Outer(NamedTuple):
+    """What a call of ``nn.MultiheadAttention`` leaves to its inner call: masks, in torch's other meaning."""
+
+    rows: Cut | None
+    mask: Tensor | None
+    padding: Tensor | None
+    is_causal: bool
+
+    def joined(self, query: Tensor) -> Tensor | None:
+        """Return one mask of both, for queries (batch, heads, tokens, features)."""
+        mask, padding = self.mask, self.padding
+        if mask is not None and mask.dim() == 3:
+            mask = mask.view(*query.shape[:2], *mask.shape[1:])
+        if padding is not None:
+            padding = padding.view(-1, 1, 1, padding.size(-1))
+        if mask is None or padding is None:
+            return padding if mask is None else mask
+        if mask.dtype is torch.bool and padding.dtype is torch.bool:
+            return mask & padding
+        return sum(_additive(t, query.dtype) for t in (mask, padding))  # type: ignore[return-value]  # two
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+
+
+_outer_call: _Outer | None = None
+
+
+@contextmanager
+def _outer(call: _Outer | None) -> Iterator[None]:
+    global _outer_call  # noqa: PLW0603 - as `_active` of _slices
+    before, _outer_call = _outer_call, call
+    try:
+        yield
+    finally:
+        _outer_call = before
 
 
 def _inverted(mask: Tensor | None) -> Any:
@@ -450,74 +380,34 @@ def _of_transformers(
     if others.get("output_attentions") and cuts is not None:
         msg = "attention weights (output_attentions=True) are not there on backend 'context'; leave them out"
         raise StepError(msg)
-    shared = query.size(1) // key.size(1)
+    dropout, grouped = dropout if _drops else 0.0, query.size(1) > key.size(1)
     if softcap is None and s_aux is None and position_bias is None:
         output = attention(
-            query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=shared > 1
+            query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=grouped
         )
         return output.transpose(1, 2).contiguous(), None
-    extra = _Extra(position_bias, softcap, s_aux)
-    return _by_hand(query, key, value, attention_mask, dropout, scaling, causal, extra), None
+    if cuts is not None and keys is not None and rows is not None:
+        attention_mask, _ = _whole_mask(attention_mask, rows, keys, is_causal=False)
+        position_bias = None if position_bias is None else _whole_bias(position_bias, keys)
+    rules = Rules(rows, keys, causal, scaling, grouped, dropout, softcap, by_hand=True)
+    inputs = Inputs(query, key, value, attention_mask, position_bias, s_aux)
+    with _inside():
+        mixed = attend(inputs, rules, "all-gather" if cuts is None else cuts.attention)
+    return mixed.transpose(1, 2).contiguous(), None
 
 
-class _Extra:
-    """What torch's attention does not do: a bias by position, a soft cap of scores, and sinks of heads."""
+def _whole_bias(bias: Tensor, keys: Cut) -> Tensor:
+    """Return a bias of scores that has a column for each key.
 
-    def __init__(self, bias: Tensor | None, softcap: float | None, sinks: Tensor | None) -> None:
-        self.bias, self.softcap, self.sinks = bias, softcap, sinks
-
-
-def _by_hand(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    causal: bool,
-    extra: _Extra,
-) -> Tensor:
-    """Return attention with scores in memory, as transformers wants it: (batch, tokens, heads, features)."""
-    cuts = active()
-    keys = None if cuts is None else cuts.of_slice(key.size(2))
-    rows = None if cuts is None else cuts.of_slice(query.size(2))
-    if keys is not None:
-        key, value = keys.gather(key, 2), keys.gather(value, 2)
-    if keys is not None and rows is not None:
-        mask, _ = _whole_mask(mask, rows, keys, is_causal=False)
-    shared = query.size(1) // key.size(1)
-    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    scores = query @ key.transpose(-1, -2) * (query.size(-1) ** -0.5 if scaling is None else scaling)
-    if extra.softcap is not None:
-        scores = torch.tanh(scores / extra.softcap) * extra.softcap
-    if extra.bias is not None:
-        bias = extra.bias
-        if keys is not None and rows is not None and bias.size(-1) == keys.tokens:
-            if bool(bias.any()):
-                msg = (
-                    "a bias of attention was made from positions that begin at 0 on each rank; pass it "
-                    "with the "
-                    "columns of all keys"
-                )
-                raise StepError(msg)
-            bias = bias.new_zeros(())
-        scores = scores + bias
-    if causal:
-        at = torch.arange(query.size(2), device=query.device) if rows is None else rows.index(query.device)
-        mask = at[:, None] >= torch.arange(key.size(2), device=query.device)
-    if mask is not None:
-        lowest = torch.finfo(scores.dtype).min
-        scores = scores.masked_fill(~mask, lowest) if mask.dtype is torch.bool else scores + mask
-    if extra.sinks is not None:
-        sinks = extra.sinks.reshape(1, -1, 1, 1).expand(scores.size(0), -1, scores.size(2), -1)
-        scores = torch.cat([scores, sinks], -1)
-    # In float32 where transformers' own functions are, so that the numbers are theirs.
-    exact = scores.dtype if extra.bias is not None else torch.float32
-    weights = scores.softmax(-1, dtype=exact).to(query.dtype)[..., : key.size(2)]
-    if dropout and _drops:
-        if keys is None:
-            weights = _plain_dropout(weights, dropout)
-        else:
-            with rank_draws(keys, query.device, draws=True):
-                weights = _plain_dropout(weights, dropout)
-    return (weights @ value).transpose(1, 2).contiguous()
+    Raises:
+        StepError: It was made for the slice.
+    """
+    if bias.size(-1) != keys.tokens or keys.tokens == keys.length:
+        return bias
+    if bool(bias.any()):
+        msg = (
+            "a bias of attention was made from positions that begin at 0 on each rank; pass it with the "
+            "columns of all keys"
+        )
+        raise StepError(msg)
+    return bias.new_zeros((1, 1))

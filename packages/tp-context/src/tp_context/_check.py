@@ -42,12 +42,18 @@ class Ranks(NamedTuple):
         size: Their number.
         together: The ranks that run a step together, as each holds parts of others' weights: all that decide
             alike. ``None`` for all.
+        attention: The way of attention, as `ContextOptions.attention` names it.
     """
 
     group: ProcessGroup | None
     rank: int
     size: int
     together: ProcessGroup | None
+    attention: str = "all-gather"
+
+    def cuts(self, lengths: Sequence[int], before: Callable[[object], None] | None = None) -> Cuts:
+        """Return the cuts of sequences of some lengths, of which ``before`` hears of each exchange."""
+        return Cuts([Cut(n, self.rank, self.size, self.group, before) for n in lengths], self.attention)
 
     def all_gather(self, value: object) -> list[Any]:
         """Return the objects of all ranks that run a step together. Collective: one all-gather of them."""
@@ -158,7 +164,7 @@ def _try(
                 problem = f"ranks exchange different tensors: {of_one[sequence]} and {said}"
                 raise _OthersEndedError((0, problem))
 
-    cuts = Cuts([Cut(n, ranks.rank, ranks.size, ranks.group, before) for n in found.lengths])
+    cuts = ranks.cuts(found.lengths, before)
     sliced = map_sequences(batch, found, lambda t, dim: _cut_of(cuts, t, dim).take(t, dim))
     try:
         with splitting(model, cuts, way), _announced(model, cuts):

@@ -19,7 +19,7 @@ from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_g
 from tp_context._check import Ranks, prove, refuse
 from tp_context._inputs import Way, splitting
 from tp_context._options import ContextOptions
-from tp_context._slices import Cut, Cuts, Found, find_sequences, map_sequences
+from tp_context._slices import Cuts, Found, find_sequences, map_sequences
 
 
 class WholeWeights(ProcessGroupSession):
@@ -82,7 +82,9 @@ class ContextSession(SessionWrapper):
         self.options = options
         # Ranks that exchange something else in a step, such as parts of weights, must check alike.
         together = None if inner.evaluates_together else self._ranks_of_samples()
-        self.ranks = Ranks(inner.sample_group, inner.sample_rank, inner.sample_size, together)
+        self.ranks = Ranks(
+            inner.sample_group, inner.sample_rank, inner.sample_size, together, options.attention
+        )
         self._splits = inner.sample_size > 1 and options.sequence != {}
         self._ways: WeakKeyDictionary[nn.Module, dict[object, Way]] = WeakKeyDictionary()
         # The runs whose backward passes may follow, by the lengths of their sequences.
@@ -153,7 +155,7 @@ class ContextSession(SessionWrapper):
         found = find_sequences(batch, self.options.sequence, decodes=decodes)
         self._check_same_batch(batch, found)
         way = self._way(step, plain, batch, found)
-        cuts = Cuts([Cut(n, self.ranks.rank, self.ranks.size, self.ranks.group) for n in found.lengths])
+        cuts = self.ranks.cuts(found.lengths)
         sliced = map_sequences(batch, found, lambda t, dim: _taken(cuts, t, dim))
         with splitting(plain, cuts, way):
             output = self.inner.run(step, models[0], sliced)
@@ -381,7 +383,8 @@ class ContextSession(SessionWrapper):
         with ExitStack() as stack:
             if runs:  # layers that are recomputed see slices again, of whichever run
                 model, _, way = runs[-1]
-                cuts = Cuts({c.length: c for _, each, _ in runs for c in each}.values(), of_runs=True)
+                own = {c.length: c for _, each, _ in runs for c in each}
+                cuts = Cuts(own.values(), self.options.attention, of_runs=True)
                 cuts.counts = all(each.counts for _, each, _ in runs)
                 stack.enter_context(splitting(model, cuts, way))
             self.inner.backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)

@@ -10,6 +10,7 @@ Chunks differ by at most one token, so any length of at least one token for each
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -33,6 +34,8 @@ class Cut:
     Attributes:
         length: The number of tokens.
         own: The ranges of this rank's tokens, in ascending order; a range may be empty.
+        ranges: Those of each rank.
+        counts: The number of tokens of each rank.
         tokens: The number of this rank's tokens.
 
     Raises:
@@ -58,10 +61,10 @@ class Cut:
         least, longer = divmod(length, 2 * size)
         ends = [least * (i + 1) + min(i + 1, longer) for i in range(2 * size)]
         chunks = list(zip([0, *ends], ends, strict=False))
-        self._ranges = [(chunks[r], chunks[2 * size - 1 - r]) for r in range(size)]
-        self.own = self._ranges[rank]
-        self._counts = [sum(b - a for a, b in ranges) for ranges in self._ranges]
-        self.tokens = self._counts[rank]
+        self.ranges = [(chunks[r], chunks[2 * size - 1 - r]) for r in range(size)]
+        self.own = self.ranges[rank]
+        self.counts = [sum(b - a for a, b in ranges) for ranges in self.ranges]
+        self.tokens = self.counts[rank]
 
     def index(self, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence: (tokens,)."""
@@ -69,7 +72,7 @@ class Cut:
 
     def take(self, whole: Tensor, dim: int, rank: int | None = None) -> Tensor:
         """Return a rank's part of a tensor along ``dim``; this rank's by default."""
-        ranges = self._ranges[self.rank if rank is None else rank]
+        ranges = self.ranges[self.rank if rank is None else rank]
         return torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
@@ -85,33 +88,45 @@ class Cut:
     def all_gather(self, part: Tensor, dim: int) -> Tensor:
         """Do the forward of `gather`. Collective: an all-gather of the padded parts."""
         dim %= part.dim()
-        if self.before is not None:
-            self.before(
-                ("all_gather", dim, [n for i, n in enumerate(part.shape) if i != dim], str(part.dtype))
-            )
+        self.announce(("all_gather", dim, [n for i, n in enumerate(part.shape) if i != dim], str(part.dtype)))
         sent = part.detach().movedim(dim, 0)
         sent = sent.to(torch.uint8) if part.dtype is torch.bool else sent  # gloo has no bool
-        most = max(self._counts)
+        most = max(self.counts)
         padded = sent.new_zeros((most, *sent.shape[1:]))
         padded[: self.tokens] = sent
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.group)
-        chunks: list[Tensor] = [padded] * (2 * self.size)
-        for r, ((a, b), (c, d)) in enumerate(self._ranges):
-            chunks[r], chunks[2 * self.size - 1 - r] = parts[r][: b - a], parts[r][b - a : b - a + d - c]
-        return torch.cat(chunks).movedim(0, dim).to(part.dtype)
+        return self.join(parts).movedim(0, dim).to(part.dtype)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole of all ranks' parts along dimension 0; a part may be longer than its tokens."""
+        chunks: list[tuple[int, Tensor]] = []
+        for ranges, part in zip(self.ranges, parts, strict=True):
+            at = 0
+            for a, b in ranges:
+                chunks.append((a, part[at : at + b - a]))
+                at += b - a
+        return torch.cat([chunk for _, chunk in sorted(chunks, key=lambda pair: pair[0])])
+
+    def is_like(self, other: "Cut") -> bool:
+        """Return whether a slice on some rank may be of either cut."""
+        return any(a == b for a, b in zip(self.counts, other.counts, strict=True))
+
+    def announce(self, what: object) -> None:
+        """Describe an exchange that follows, in a check of the ranks."""
+        if self.before is not None:
+            self.before(what)
 
     def sum_and_take(self, whole: Tensor, dim: int) -> Tensor:
         """Do the backward of `gather`. Collective: an all-reduce, or a reduce-scatter where there is one."""
-        if self.before is not None:
-            self.before(("sum", dim, list(whole.shape), str(whole.dtype)))
+        self.announce(("sum", dim, list(whole.shape), str(whole.dtype)))
         if whole.device.type == "cpu":  # gloo
             total = whole.detach().clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=self.group)
             return self.take(total, dim)
-        most, moved = max(self._counts), whole.detach().movedim(dim, 0)
+        most, moved = max(self.counts), whole.detach().movedim(dim, 0)
         sent = moved.new_zeros((self.size, most, *moved.shape[1:]))
-        for r, count in enumerate(self._counts):
+        for r, count in enumerate(self.counts):
             sent[r, :count] = self.take(moved, 0, r)
         mine = torch.empty_like(sent[0])
         dist.reduce_scatter_tensor(mine, sent, group=self.group)
@@ -155,16 +170,21 @@ class Cuts:
         counts: Whether this rank's loss counts; set when the step has returned.
         packed: For models of transformers that pack documents into a row: the whole position numbers, and the
             number of the document at each position, both (batch, tokens). ``None`` for one document a row.
+        attention: The way of attention, as `ContextOptions.attention` names it.
     """
 
-    def __init__(self, cuts: Collection[Cut], *, of_runs: bool = False) -> None:
+    def __init__(
+        self, cuts: Collection[Cut], attention: str = "all-gather", *, of_runs: bool = False
+    ) -> None:
+        self.attention = attention
         self._by_tokens = {cut.tokens: cut for cut in cuts}
         self._by_length = {cut.length: cut for cut in cuts}
         self.units: float | None = None
         self.counts = True
         self.packed: tuple[Tensor, Tensor] | None = None
         # Of several runs before one backward pass: an error only for what is recomputed in it.
-        self._unclear = len(self._by_tokens) < len(self._by_length)
+        # Alike on all ranks, though on this one they may differ.
+        self._unclear = any(one.is_like(other) for one, other in combinations(cuts, 2))
         if self._unclear and not of_runs:
             self._refuse("pad one of them by as many tokens as there are ranks")
 
@@ -186,9 +206,14 @@ class Cuts:
 
     def of_slice(self, tokens: int) -> Cut | None:
         """Return the cut whose slice on this rank has so many tokens."""
-        if self._unclear and sum(cut.tokens == tokens for cut in self) > 1:
+        found = self._by_tokens.get(tokens)
+        if (
+            self._unclear
+            and found is not None
+            and any(found.is_like(cut) for cut in self if cut is not found)
+        ):
             self._refuse("go back after each run, or do not recompute activations")
-        return self._by_tokens.get(tokens)
+        return found
 
     def of_whole(self, length: int) -> Cut | None:
         """Return the cut of sequences of a length."""

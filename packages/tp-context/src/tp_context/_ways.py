@@ -1,0 +1,854 @@
+"""Three ways by which this rank's queries reach the keys of whole sequences, and what each of them costs.
+
+all-gather
+    Each rank gathers keys and values of all ranks, and computes the rows of its own queries. Any mask is
+    exact. Source: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.
+ulysses
+    Two all-to-alls change slices of the sequence for some of the heads, and back. Source: Jacobs et al.,
+    "DeepSpeed Ulysses", 2023.
+ring
+    Keys and values pass from rank to rank. Each block is attended to as it comes, and results are joined by
+    their log-sum-exps; no rank ever has whole keys. Sources: Liu et al., "Ring Attention with Blockwise
+    Transformers", 2023; balanced as Brandon et al., "Striped Attention", 2023, and zig-zag rings are.
+
+All keep slices alone for the backward pass. All can be differentiated twice: the second time by all-gathers.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.weak import WeakIdKeyDictionary
+from tp_core.errors import StepError
+
+from tp_context._slices import Cut
+
+_log = logging.getLogger("tp_context")
+
+# As it is before `doors` replaces it.
+plain_attention = F.scaled_dot_product_attention
+
+_BLOCK = 256
+"""Rows of queries with a mask at a time: a mask of all would need more memory than the split saves."""
+
+
+class Inputs(NamedTuple):
+    """The tensors of an attention.
+
+    Attributes:
+        query: (..., heads, tokens, features).
+        key: (..., heads, tokens, features).
+        value: (..., heads, tokens, features).
+        mask: (..., this rank's queries or 1, all keys or 1), boolean or additive.
+        bias: What is added to scores before the mask, (..., heads, queries, keys).
+        sinks: A score for each head of a key whose value is zero: (heads,).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class Rules(NamedTuple):
+    """The rules of an attention.
+
+    Attributes:
+        rows: The cut of the queries; ``None`` if all of them are here.
+        keys: The cut of the keys; ``None`` if all of them are here.
+        is_causal: Whether a query sees earlier positions only.
+        scale: The factor of the products.
+        grouped: Whether several heads of queries share one of keys.
+        dropout: The probability to drop a weight.
+        softcap: The limit of scores.
+        by_hand: Whether scores are computed in memory as transformers does it, and not by torch's function.
+    """
+
+    rows: Cut | None
+    keys: Cut | None
+    is_causal: bool = False
+    scale: float | None = None
+    grouped: bool = False
+    dropout: float = 0.0
+    softcap: float | None = None
+    by_hand: bool = False
+
+
+def attend(inputs: Inputs, rules: Rules, way: str) -> Tensor:
+    """Return the attention of this rank's queries to the keys of whole sequences: as `Inputs.query`.
+
+    Raises:
+        StepError: The way cannot do it.
+
+    Collectives: those of the way, in forward and in backward.
+    """
+    device, shape = inputs.query.device, inputs.query.shape
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        cast = [t if t is None or not _is_cast(t) else t.to(dtype) for t in inputs[:5]]
+        inputs = Inputs(*cast, inputs.sinks)  # type: ignore[arg-type,call-arg]  # as they were given
+    inputs = _with_batch(inputs)
+    if rules.rows is None:
+        way = "all-gather"  # each rank has all queries
+    if way == "auto":
+        way = _choose(inputs, rules)
+    problem = refusal(way, inputs, rules)
+    if problem:
+        msg = (
+            f"attention={way!r} of backend 'context' cannot do this attention: {problem}; choose 'all-gather'"
+        )
+        raise StepError(msg)
+    with torch.autocast(device.type, enabled=False):
+        if way == "ulysses":
+            mixed = _ulysses(inputs, rules)
+        else:
+            run = _Ring if way == "ring" else _Gathered
+            noise = _Noise(inputs, rules) if rules.dropout else None
+            mixed = run.apply(rules, noise, *inputs)  # type: ignore[no-untyped-call]  # torch's
+    return mixed.reshape(*shape[:-1], mixed.size(-1))
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype is not torch.float64
+
+
+def _with_batch(inputs: Inputs) -> Inputs:
+    """Return inputs of (batch, heads, tokens, features); masks may have fewer dimensions, which come last."""
+    query, key, value, mask, bias, sinks = inputs
+    lead = query.shape[:-3]
+    if query.dim() < 3:
+        query, key, value = (t.unsqueeze(-3) for t in (query, key, value))
+    if len(lead) > 1:
+        mask, bias = (
+            t if t is None or t.dim() < 4 else t.expand(*lead, *t.shape[-3:]).flatten(0, -4)
+            for t in (mask, bias)
+        )
+    query, key, value = (
+        t.expand(*lead, *t.shape[-3:]).reshape(-1, *t.shape[-3:]) for t in (query, key, value)
+    )
+    return Inputs(query, key, value, mask, bias, sinks)
+
+
+def refusal(way: str, inputs: Inputs, rules: Rules) -> str:
+    """Return why a way cannot do an attention; nothing if it can."""
+    query, _, _, mask, bias, sinks = inputs
+    if way == "ulysses":
+        size = rules.keys.size if rules.keys is not None else 1
+        if query.size(1) < size:
+            return f"it splits the heads, and there are {query.size(1)} for {size} ranks"
+    if way == "ring":
+        if rules.dropout:
+            return "dropout of attention weights is not in it"
+        if bias is not None or sinks is not None or rules.softcap is not None:
+            return "biases by position, sinks and soft caps of scores are not in it"
+        if mask is not None and mask.dtype is not torch.bool:
+            return "it takes boolean masks, and this one is additive"
+    return ""
+
+
+# -- One block of rows ------------------------------------------------------------------------------
+
+
+def _mix(inputs: Inputs, rules: Rules, noise: Tensor | None, *, is_causal: bool) -> Tensor:
+    """Return the attention of some rows to keys that are all here."""
+    query, key, value, mask, bias, sinks = inputs
+    if not rules.by_hand and noise is None:
+        options: dict[str, Any] = {"scale": rules.scale, "enable_gqa": rules.grouped}
+        return plain_attention(query, key, value, mask, 0.0, is_causal, **options)
+    if rules.grouped:
+        shared = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
+    scores = query @ key.transpose(-1, -2) * (query.size(-1) ** -0.5 if rules.scale is None else rules.scale)
+    if rules.softcap is not None:
+        scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    if bias is not None:
+        scores = scores + bias
+    hidden = None
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min if rules.by_hand else -torch.inf
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype is torch.bool else scores + mask
+        if not rules.by_hand:  # a query that sees nothing is zero in torch's function, and not NaN
+            hidden = (scores == -torch.inf).all(-1, keepdim=True)
+            scores = scores.masked_fill(hidden, 0.0)
+    if sinks is not None:
+        column = sinks.reshape(-1, 1, 1).expand(*scores.shape[:-3], -1, scores.size(-2), 1)
+        scores = torch.cat([scores, column.to(scores.dtype)], -1)
+    # In float32 where transformers' own functions are, so that the numbers are theirs.
+    exact = torch.float32 if rules.by_hand and bias is None else scores.dtype
+    weights = scores.softmax(-1, dtype=exact).to(query.dtype)[..., : key.size(-2)]
+    if hidden is not None:
+        weights = weights.masked_fill(hidden, 0.0)
+    if noise is not None:
+        weights = weights * (noise.to(weights.dtype) / (1 - rules.dropout))
+    return weights @ value
+
+
+class _Noise:
+    """Which weights dropout keeps: drawn for whole sequences, as one device does, of which ranks take a part.
+
+    It is drawn again for the backward pass, so that it need not be kept.
+    """
+
+    def __init__(self, inputs: Inputs, rules: Rules, heads: tuple[slice, int] | None = None) -> None:
+        query, key, rows, keys = inputs.query, inputs.key, rules.rows, rules.keys
+        self.rows, self.heads, self.keeps = rows, heads, 1 - rules.dropout
+        self.device = query.device
+        self.shape = [
+            *query.shape[:-2],
+            query.size(-2) if rows is None else rows.length,
+            key.size(-2) if keys is None else keys.length,
+        ]
+        self.state: Tensor | None = None
+
+    def draw(self) -> Tensor:
+        """Return the noise of this rank's rows or heads; the first time it moves the generator on."""
+        module = torch if self.device.type == "cpu" else torch.get_device_module(self.device)
+        if self.state is None:
+            self.state = module.get_rng_state()
+            return self._drawn()
+        after = module.get_rng_state()
+        module.set_rng_state(self.state)
+        try:
+            return self._drawn()
+        finally:
+            module.set_rng_state(after)
+
+    def _drawn(self) -> Tensor:
+        noise = torch.empty(self.shape, dtype=torch.bool, device=self.device).bernoulli_(self.keeps)
+        if self.heads is not None:
+            mine, each = self.heads
+            return _padded(noise[:, mine], 1, each)
+        return noise if self.rows is None else self.rows.take(noise, -2)
+
+
+class _Block(NamedTuple):
+    """Rows ``first`` to ``last`` of the queries, keys ``begin`` to ``end``, and which see which.
+
+    ``sees`` may be an additive mask. If ``is_causal``, rows and keys are the same ones.
+    """
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    sees: Tensor | None
+    is_causal: bool = False
+
+    def of(self, inputs: Inputs) -> Inputs:
+        """Return the inputs of this block."""
+        query, key, value, _, bias, sinks = inputs
+        return Inputs(
+            query[..., self.first : self.last, :],
+            key[..., self.begin : self.end, :],
+            value[..., self.begin : self.end, :],
+            self.sees,
+            None if bias is None else self.part(bias),
+            sinks,
+        )
+
+    def part(self, table: Tensor) -> Tensor:
+        """Return a view of what a table of queries and keys has for this block."""
+        if table.size(-2) > 1:
+            table = table[..., self.first : self.last, :]
+        return table[..., self.begin : self.end] if table.size(-1) > 1 else table
+
+
+def _blocks(inputs: Inputs, rules: Rules) -> Iterator[_Block]:
+    """Yield blocks of rows that do all the work; each has the keys alone that one of its rows sees."""
+    count, length = inputs.query.size(-2), inputs.key.size(-2)
+    device, mask = inputs.query.device, inputs.mask
+    in_memory = rules.by_hand or rules.dropout > 0
+    if rules.is_causal:
+        own, at = [(0, count)] if rules.rows is None else rules.rows.own, 0
+        for begin, end in own:
+            if begin == 0 and end and not in_memory:
+                yield _Block(0, end, 0, end, None, is_causal=True)
+                at = end
+                continue
+            for first in range(begin, end, _BLOCK):
+                last = min(first + _BLOCK, end)
+                sees = torch.arange(first, last, device=device)[:, None] >= torch.arange(last, device=device)
+                yield _Block(at, at + last - first, 0, last, sees)
+                at += last - first
+        return
+    has_rows = mask is not None and mask.dim() > 1 and mask.size(-2) > 1
+    step = _BLOCK if has_rows or in_memory else max(count, 1)
+    for at in range(0, count, step):
+        block = _Block(at, min(at + step, count), 0, length, None)
+        if mask is not None:
+            if has_rows and mask.size(-1) > 1:
+                begin, end = _seen(mask[..., block.first : block.last, :])
+                block = block._replace(begin=begin, end=end)
+            block = block._replace(sees=block.part(mask))
+        yield block
+
+
+def _seen(mask: Tensor) -> tuple[int, int]:
+    """Return the first and the last key that rows see; all if a row sees none: that may be a mean."""
+    sees = mask if mask.dtype is torch.bool else mask.detach() > torch.finfo(mask.dtype).min / 2
+    sees = sees.reshape(-1, sees.size(-1))
+    if not bool(sees.any(-1).all()):
+        return 0, sees.size(-1)
+    seen = sees.any(0).nonzero()
+    return int(seen[0]), int(seen[-1]) + 1
+
+
+def _mixed_rows(inputs: Inputs, rules: Rules, noise: Tensor | None) -> Tensor:
+    outputs = [
+        _mix(b.of(inputs), rules, None if noise is None else b.part(noise), is_causal=b.is_causal)
+        for b in _blocks(inputs, rules)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
+
+
+# -- All-gather -------------------------------------------------------------------------------------
+
+
+class _Gathered(torch.autograd.Function):
+    """Attention by gathered keys, which keeps slices for the backward pass, and gathers them again there.
+
+    Forward: all-gathers of keys and values. Backward: the same, then sums of their gradients. None of them if
+    all keys are here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rules: Rules, noise: _Noise | None, *tensors: Tensor | None) -> Tensor:
+        ctx.rules, ctx.noise = rules, noise
+        given = Inputs(*tensors)  # type: ignore[arg-type]  # as they were given
+        inputs = _whole(given, rules)
+        learned = given.mask is not None and given.mask.requires_grad
+        ctx.fused = (
+            not rules.by_hand and noise is None and not learned and _is_fused(inputs.query, inputs.value)
+        )
+        if not ctx.fused:
+            ctx.save_for_backward(*tensors)
+            return _mixed_rows(inputs, rules, None if noise is None else noise.draw())
+        results = [_partial(b.of(inputs), b, rules) for b in _blocks(inputs, rules)]
+        out, total = (torch.cat(r, 2) if len(r) > 1 else r[0] for r in zip(*results, strict=True))
+        ctx.save_for_backward(*tensors, out, total)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rules, noise, needs = ctx.rules, ctx.noise, ctx.needs_input_grad[2:]
+        saved = ctx.saved_tensors  # once: checkpointing lets them be unpacked no second time
+        given, results = Inputs(*saved[:6]), saved[6:]
+        if torch.is_grad_enabled():
+            return None, None, *_twice(grad, given, rules, noise, needs)
+        whole = _whole(given, rules)
+        if ctx.fused:
+            own = _fused_backward(grad, whole, rules, results)
+        else:
+            with torch.autocast(grad.device.type, enabled=False):
+                own = _again(grad, whole, rules, None if noise is None else noise.draw(), needs)
+        if rules.keys is not None:
+            own[1:3] = [t if t is None else rules.keys.sum_and_take(t, 2) for t in own[1:3]]
+        return None, None, *own
+
+
+def _fused_backward(
+    grad: Tensor, inputs: Inputs, rules: Rules, results: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of torch's kernel, from its output and log-sum-exps."""
+    out, total = results
+    own = torch.empty_like(inputs.query)
+    sums = [torch.zeros_like(inputs.key), torch.zeros_like(inputs.value)]
+    total = total.nan_to_num(neginf=0.0)  # of rows that see nothing: their scores are all -inf
+    for block in _blocks(inputs, rules):
+        rows = slice(block.first, block.last)
+        found = _partial_backward(
+            grad[:, :, rows], block.of(inputs), (out[:, :, rows], total[:, :, rows]), block, rules
+        )
+        own[:, :, rows] = found[0]
+        for place, other in zip(sums, found[1:], strict=True):
+            place[:, :, block.begin : block.end] += other
+    return [own, *sums, None, None, None]
+
+
+def _again(
+    grad: Tensor, inputs: Inputs, rules: Rules, noise: Tensor | None, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return gradients from attention that is computed anew, block by block."""
+    sums = [
+        torch.zeros_like(t) if t is not None and needed else None
+        for t, needed in zip(inputs, needs, strict=True)
+    ]
+    for block in _blocks(inputs, rules):
+        leaves = [
+            t if t is None or s is None else t.detach().requires_grad_()
+            for t, s in zip(block.of(inputs), sums, strict=True)
+        ]
+        with torch.enable_grad():
+            mixed = _mix(
+                Inputs(*leaves),  # type: ignore[arg-type]  # as they were given
+                rules,
+                None if noise is None else block.part(noise),
+                is_causal=block.is_causal,
+            )
+        wanted = [t for t, s in zip(leaves, sums, strict=True) if t is not None and s is not None]
+        found = torch.autograd.grad(mixed, wanted, grad[..., block.first : block.last, :])
+        totals = _places(Inputs(*sums), block)  # type: ignore[arg-type]  # those that are needed
+        for total, other in zip(totals, found, strict=True):
+            total.add_(other)
+    return sums
+
+
+def _places(sums: Inputs, block: _Block) -> list[Tensor]:
+    """Return views of the sums to which a block adds."""
+    query, key, value, mask, bias, sinks = sums
+    views = [
+        None if query is None else query[..., block.first : block.last, :],
+        None if key is None else key[..., block.begin : block.end, :],
+        None if value is None else value[..., block.begin : block.end, :],
+        None if mask is None else block.part(mask),
+        None if bias is None else block.part(bias),
+        sinks,
+    ]
+    return [view for view in views if view is not None]
+
+
+def _whole(inputs: Inputs, rules: Rules) -> Inputs:
+    keys = rules.keys
+    if keys is None:
+        return inputs
+    return inputs._replace(key=keys.all_gather(inputs.key, -2), value=keys.all_gather(inputs.value, -2))
+
+
+def _twice(
+    grad: Tensor, inputs: Inputs, rules: Rules, noise: _Noise | None, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return gradients that can be differentiated, whichever way the forward went.
+
+    Collectives: all-gathers of keys and values, and their sums; the other way round in the next backward.
+    """
+    keys = rules.keys
+    whole = inputs
+    if keys is not None:
+        whole = inputs._replace(key=keys.gather(inputs.key, -2), value=keys.gather(inputs.value, -2))
+    drawn = None if noise is None else noise.draw()
+    # torch's other kernels cannot be differentiated twice.
+    with torch.autocast(grad.device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
+        mixed = _mixed_rows(whole, rules, drawn)
+        wanted = [t for t, needed in zip(inputs, needs, strict=True) if needed and t is not None]
+        found = iter(torch.autograd.grad(mixed, wanted, grad, create_graph=True))
+    return [next(found) if needed else None for needed in needs]
+
+
+# -- Ulysses ----------------------------------------------------------------------------------------
+
+
+def _ulysses(inputs: Inputs, rules: Rules) -> Tensor:
+    """Attend with some heads to whole sequences, which are all here."""
+    query, key, value, mask, bias, sinks = inputs
+    rows, keys = rules.rows, rules.keys
+    assert rows is not None  # noqa: S101 - `attend` sees to it
+    assert keys is not None  # noqa: S101
+    heads, grouped = query.size(-3), rules.grouped
+    if grouped and key.size(-3) % keys.size:  # a group may lie on two ranks
+        shared, grouped = heads // key.size(-3), False
+        key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
+    each = -(-heads // keys.size)
+    mine = slice(min(keys.rank * each, heads), min((keys.rank + 1) * each, heads))
+    noise = _Noise(inputs, rules, (mine, each)) if rules.dropout else None
+    own = Inputs(
+        _ToHeads.apply(query, rows),  # type: ignore[no-untyped-call]  # torch's, as those that follow
+        _ToHeads.apply(key, keys),  # type: ignore[no-untyped-call]
+        _ToHeads.apply(value, keys),  # type: ignore[no-untyped-call]
+        None if mask is None else _rows_of_heads(mask, rows, mine, each),
+        None if bias is None else _rows_of_heads(bias, rows, mine, each),
+        None if sinks is None else _padded(sinks[mine], 0, each),
+    )
+    here = rules._replace(rows=None, keys=None, grouped=grouped)
+    mixed = _Gathered.apply(here, noise, *own)  # type: ignore[no-untyped-call]
+    back: Tensor = _ToTokens.apply(mixed, rows, heads)  # type: ignore[no-untyped-call]
+    return back
+
+
+_rows_of_masks: Any = WeakIdKeyDictionary()
+"""All rows of a mask, by the mask of this rank's rows: layers share one."""
+
+
+def _rows_of_heads(table: Tensor, rows: Cut, mine: slice, each: int) -> Tensor:
+    """Return all rows of a mask or bias for this rank's heads.
+
+    Collective: an all-to-all where heads differ, an all-gather where they do not.
+    """
+    has_heads = table.dim() > 2 and table.size(-3) > 1
+    if table.size(-2) == 1:
+        return _padded(table[..., mine, :, :], -3, each) if has_heads else table
+    if has_heads:
+        moved: Tensor = _ToHeads.apply(table, rows)  # type: ignore[no-untyped-call]
+        return moved
+    if table.requires_grad:
+        return rows.gather(table, -2)
+    if table not in _rows_of_masks:
+        _rows_of_masks[table] = rows.all_gather(table, -2)
+    whole: Tensor = _rows_of_masks[table]
+    return whole
+
+
+def _padded(tensor: Tensor, dim: int, count: int) -> Tensor:
+    missing = count - tensor.size(dim)
+    if not missing:
+        return tensor
+    shape = [*tensor.shape]
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def _to_heads(tensor: Tensor, cut: Cut) -> Tensor:
+    """Return whole sequences of some heads, from slices of all. Collective: an all-to-all.
+
+    Heads that do not divide are padded with zeros at the end: all ranks have as many.
+    """
+    each = -(-tensor.size(-3) // cut.size)
+    tensor = tensor.detach()
+    sent = tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor  # gloo has no bool
+    moved = _padded(sent, -3, each * cut.size).movedim((-3, -2), (0, 1))  # (heads, tokens, ...)
+    rest = moved.shape[2:]
+    cut.announce(("to heads", list(moved.shape[:1]), list(rest), str(tensor.dtype)))
+    width = each * math.prod(rest)
+    parts = _all_to_all(moved, [width * cut.tokens] * cut.size, [width * n for n in cut.counts], cut)
+    whole = cut.join([p.view(each, n, *rest).movedim(1, 0) for p, n in zip(parts, cut.counts, strict=True)])
+    return whole.movedim((0, 1), (-2, -3)).to(tensor.dtype)
+
+
+def _to_tokens(tensor: Tensor, cut: Cut, heads: int) -> Tensor:
+    """Return slices of all heads, from whole sequences of some. Collective: an all-to-all."""
+    each = tensor.size(-3)
+    moved = tensor.detach().movedim((-2, -3), (0, 1))  # (tokens, heads, ...)
+    rest = moved.shape[2:]
+    cut.announce(("to tokens", list(moved.shape[1:2]), list(rest), str(tensor.dtype)))
+    sent = torch.cat([cut.take(moved, 0, r).reshape(-1) for r in range(cut.size)])
+    width = each * math.prod(rest)
+    parts = _all_to_all(sent, [width * n for n in cut.counts], [width * cut.tokens] * cut.size, cut)
+    joined = torch.cat([p.view(cut.tokens, each, *rest) for p in parts], 1)[:, :heads]
+    return joined.movedim((0, 1), (-2, -3))
+
+
+def _all_to_all(sent: Tensor, counts: list[int], others: list[int], cut: Cut) -> list[Tensor]:
+    flat = sent.reshape(-1).contiguous()
+    received = flat.new_empty(sum(others))
+    dist.all_to_all_single(received, flat, others, counts, group=cut.group)
+    return [*received.split(others)]
+
+
+class _ToHeads(torch.autograd.Function):
+    """Forward: the all-to-all to heads. Backward: the one to tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cut: Cut) -> Tensor:
+        ctx.cut, ctx.heads = cut, tensor.size(-3)
+        return _to_heads(tensor, cut)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ToTokens.apply(grad, ctx.cut, ctx.heads), None  # type: ignore[no-untyped-call]
+
+
+class _ToTokens(torch.autograd.Function):
+    """Forward: the all-to-all to tokens. Backward: the one to heads."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cut: Cut, heads: int) -> Tensor:
+        ctx.cut = cut
+        return _to_tokens(tensor, cut, heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _ToHeads.apply(grad, ctx.cut), None, None  # type: ignore[no-untyped-call]
+
+
+# -- Ring -------------------------------------------------------------------------------------------
+
+
+class _Ring(torch.autograd.Function):
+    """Attention to one rank's keys after another's.
+
+    Forward: keys and values go around, each step to the next rank. Backward: they go around again, and their
+    gradients with them, to end where they began.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rules: Rules, _: None, *tensors: Tensor | None) -> Tensor:
+        inputs = Inputs(*tensors)  # type: ignore[arg-type]  # as they were given
+        query, exact = inputs.query, _sum_dtype(inputs.query)
+        out = query.new_zeros((*query.shape[:-1], inputs.value.size(-1)), dtype=exact)
+        total = query.new_full(query.shape[:-1], -torch.inf, dtype=exact)
+        for source, (key, value) in _rounds([inputs.key, inputs.value], rules):
+            here = inputs._replace(key=key, value=value)
+            for block in _ring_blocks(inputs.mask, rules, source):
+                rows = slice(block.first, block.last)
+                part, sums = (t.to(exact) for t in _partial(block.of(here), block, rules))
+                before = total[:, :, rows]
+                joined = torch.logaddexp(before, sums)
+                # Where nothing is seen yet, -inf less -inf.
+                shares = ((t - joined).exp().nan_to_num(0.0)[..., None] for t in (before, sums))
+                out[:, :, rows] = out[:, :, rows] * next(shares) + part * next(shares)
+                total[:, :, rows] = joined
+        out = out.to(query.dtype)
+        ctx.save_for_backward(*tensors, out, total)
+        ctx.rules = rules
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rules, needs = ctx.rules, ctx.needs_input_grad[2:]
+        *tensors, out, total = ctx.saved_tensors
+        inputs = Inputs(*tensors)
+        if torch.is_grad_enabled():
+            return None, None, *_twice(grad, inputs, rules, None, needs)
+        exact = _sum_dtype(inputs.query)
+        total = total.nan_to_num(neginf=0.0)  # of rows that see nothing: their scores are all -inf
+        own = torch.zeros_like(inputs.query, dtype=exact)
+        sums = [torch.zeros_like(t, dtype=exact) for t in (inputs.key, inputs.value)]
+        for source, (key, value, *places) in _rounds([inputs.key, inputs.value], rules, sums):
+            here = inputs._replace(key=key, value=value)
+            for block in _ring_blocks(inputs.mask, rules, source):
+                rows, results = slice(block.first, block.last), (out, total)
+                found = _partial_backward(
+                    grad[:, :, rows], block.of(here), [t[:, :, rows] for t in results], block, rules
+                )
+                own[:, :, rows] += found[0]
+                for place, other in zip(places, found[1:], strict=True):
+                    place[:, :, block.begin : block.end] += other
+        ends = [t.to(inputs.query.dtype) for t in (own, *sums)]
+        return None, None, *ends, None, None, None
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _rounds(
+    sent: list[Tensor], rules: Rules, sums: list[Tensor] | None = None
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield each rank's tensors in turn, this rank's first, while the next are on the way.
+
+    ``sums``, to which the caller adds in each round, travel with the tensors; they end here with this rank's.
+    """
+    cut = rules.keys
+    assert cut is not None  # noqa: S101 - `attend` sees to it
+    most = max(cut.counts)
+    here = [_padded(t, -2, most).contiguous() for t in sent]
+    totals = [_padded(t, -2, most).contiguous() for t in sums or []]
+    for step in range(cut.size):
+        source = (cut.rank - step) % cut.size
+        is_last = step == cut.size - 1
+        cut.announce(("ring", step, [list(t.shape[:-2]) for t in here]))
+        coming, waits = (here, []) if is_last else _pass_on(here, cut)
+        yield source, [*here, *totals]
+        for wait in waits:
+            wait.wait()
+        if totals:
+            totals, waits = _pass_on(totals, cut)
+            for wait in waits:
+                wait.wait()
+        here = coming
+    for given, total in zip(sums or [], totals, strict=True):
+        given.copy_(total[..., : given.size(-2), :])
+
+
+def _pass_on(tensors: list[Tensor], cut: Cut) -> tuple[list[Tensor], list[Any]]:
+    """Send tensors to the next rank, and receive those of the one before. They arrive after their waits."""
+    following, before = (cut.rank + 1) % cut.size, (cut.rank - 1) % cut.size
+    if cut.group is not None:
+        following, before = (dist.get_global_rank(cut.group, r) for r in (following, before))
+    received = [torch.empty_like(t) for t in tensors]
+    operations = [dist.P2POp(dist.isend, t, following, cut.group) for t in tensors]
+    operations += [dist.P2POp(dist.irecv, t, before, cut.group) for t in received]
+    return received, dist.batch_isend_irecv(operations)
+
+
+def _ring_blocks(mask: Tensor | None, rules: Rules, source: int) -> Iterator[_Block]:
+    """Yield what this rank's queries see of a rank's keys; what they do not is skipped."""
+    keys, rows = rules.keys, rules.rows
+    assert keys is not None  # noqa: S101 - `attend` sees to it
+    assert rows is not None  # noqa: S101
+    if mask is None and not rules.is_causal:
+        yield _Block(0, rows.tokens, 0, keys.counts[source], None)
+        return
+    at = 0
+    for begin, end in rows.own:
+        for first in range(begin, end, end - begin if mask is None else _BLOCK):
+            last, to = min(first + _BLOCK, end) if mask is not None else end, 0
+            for left, right in keys.ranges[source]:
+                block = _Block(at, at + last - first, to, to + right - left, None)
+                to += right - left
+                if mask is None:  # ranges are the same or apart, as each belongs to one rank
+                    if left <= first and left < right:
+                        yield block._replace(is_causal=left == first)
+                    continue
+                sees = block._replace(begin=left, end=right).part(mask)
+                if bool(sees.any()):
+                    yield block if bool(sees.all()) else block._replace(sees=sees)
+            at += last - first
+
+
+# -- torch's kernel, and the same by hand -----------------------------------------------------------
+
+
+def _is_fused(query: Tensor, value: Tensor) -> bool:
+    """Return whether torch's kernel takes these."""
+    return query.device.type == "cpu" and query.size(-1) == value.size(-1)
+
+
+def _added(block: _Block, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the additive mask of a block, of four dimensions."""
+    sees = block.sees
+    if sees is None:
+        return None
+    if sees.dtype is torch.bool:
+        sees = torch.where(sees, torch.zeros((), dtype=query.dtype, device=query.device), -torch.inf)
+    sees = sees[(None,) * (4 - sees.dim())]
+    return sees.expand(-1, -1, query.size(2), key.size(2))
+
+
+def _partial(inputs: Inputs, block: _Block, rules: Rules) -> tuple[Tensor, Tensor]:
+    """Return attention to some of the keys, and the log-sum-exp of scores: -inf where nothing is seen."""
+    query, key, value = inputs[:3]
+    added = _added(block, query, key)
+    if _is_fused(query, value):
+        # Private in torch 2.13, and the only one to return log-sum-exps: a test notices if it goes.
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, block.is_causal, attn_mask=added, scale=rules.scale
+        )
+        if added is not None:  # the kernel says 0 of a row that sees nothing
+            sums = sums.masked_fill((added == -torch.inf).all(-1), -torch.inf)
+        return out, sums
+    scores, _ = _scores(query, key, block, rules)
+    sums = scores.logsumexp(-1)
+    weights = (scores - sums.nan_to_num(neginf=0.0)[..., None]).exp()
+    return weights @ _spread(value, query).to(weights.dtype), sums
+
+
+def _partial_backward(
+    grad: Tensor, inputs: Inputs, results: Sequence[Tensor], block: _Block, rules: Rules
+) -> tuple[Tensor, ...]:
+    """Return what some of the keys add to gradients, with the output and log-sum-exp of all keys."""
+    query, key, value = inputs[:3]
+    out, sums = results
+    if _is_fused(query, value):
+        found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, sums, 0.0, block.is_causal,
+            attn_mask=_added(block, query, key), scale=rules.scale,
+        )  # fmt: skip
+        return found
+    scores, scale = _scores(query, key, block, rules)
+    weights = (scores - sums[..., None]).exp()
+    exact = weights.dtype
+    grad, out = grad.to(exact), out.to(exact)
+    slopes = grad @ _spread(value, query).to(exact).mT - (grad * out).sum(-1, keepdim=True)
+    slopes = weights * slopes * scale
+    of_keys, of_values = slopes.mT @ query.to(exact), weights.mT @ grad
+    shared = query.size(1) // key.size(1)
+    of_keys, of_values = (t.unflatten(1, (-1, shared)).sum(2) for t in (of_keys, of_values))
+    return slopes @ _spread(key, query).to(exact), of_keys, of_values
+
+
+def _scores(query: Tensor, key: Tensor, block: _Block, rules: Rules) -> tuple[Tensor, float]:
+    scale = query.size(-1) ** -0.5 if rules.scale is None else rules.scale
+    scores = (query @ _spread(key, query).mT).to(_sum_dtype(query)) * scale
+    if block.is_causal:
+        square = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~square, -torch.inf)
+    if block.sees is not None:
+        scores = scores.masked_fill(~block.sees, -torch.inf)
+    return scores, scale
+
+
+def _spread(tensor: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values for each head of the queries."""
+    return tensor.repeat_interleave(query.size(1) // tensor.size(1), 1)
+
+
+# -- Costs ------------------------------------------------------------------------------------------
+
+
+class _Rates(NamedTuple):
+    """What a machine of a kind does in a second, roughly: the ways are compared, and not timed.
+
+    Measured rates would choose differently in two runs, whose numbers would then differ in their last digits.
+    """
+
+    operations: float
+    nbytes: float
+    latency_s: float
+
+
+_RATES = {"cpu": _Rates(3e10, 1.5e9, 2e-4), "cuda": _Rates(3e14, 1e11, 3e-5)}
+
+
+class Size(NamedTuple):
+    """The size of an attention: heads are those of queries, and ``itemsize`` the bytes of a number."""
+
+    samples: int
+    heads: int
+    key_heads: int
+    features: int
+    tokens: int
+    ranks: int
+    itemsize: int = 4
+
+
+def costs(size: Size, *, seen: float = 0.5, device: str = "cpu") -> dict[str, float]:
+    """Return the seconds that forward and backward take by each way, roughly.
+
+    Args:
+        size: The size of the attention.
+        seen: The part of all pairs of a query and a key that are computed: half of them under a causal mask.
+        device: The type of the device.
+    """
+    rates = _RATES.get(device, _RATES["cuda"])
+    pairs = size.samples * size.heads * size.tokens**2 * seen / size.ranks
+    once = (
+        4 * pairs * size.features / rates.operations
+    )  # two products of as many multiplications and additions
+    others = (size.ranks - 1) / size.ranks
+    token = size.samples * size.features * size.itemsize * size.tokens * others / rates.nbytes
+    # An all-gather in forward and in backward, and a sum, which goes out and back: keys and values of all.
+    gathered = 2 * size.key_heads * token * 4 + 6 * rates.latency_s
+    key_heads = size.key_heads if size.key_heads % size.ranks == 0 else size.heads
+    changed = 2 * (2 * size.heads + 2 * key_heads) * token / size.ranks + 8 * rates.latency_s
+    padded = -(-size.heads // size.ranks) * size.ranks / size.heads
+    passed = 2 * size.key_heads * token * 4 + 4 * size.ranks * rates.latency_s
+    return {  # a backward pass is 2.5 forwards; all-gather computes the forward again
+        "all-gather": 4.5 * once + gathered,
+        "ulysses": 3.5 * once * padded + changed,
+        "ring": 3.5 * once + passed,
+    }
+
+
+_chosen: set[tuple[str, Size]] = set()
+"""What is in the log already."""
+
+
+def _choose(inputs: Inputs, rules: Rules) -> str:
+    """Return the way that costs least of those that can do an attention, alike on all ranks."""
+    query, key, keys = inputs.query, inputs.key, rules.keys
+    assert keys is not None  # noqa: S101 - `attend` sees to it
+    size = Size(
+        query.size(0),
+        query.size(1),
+        key.size(1),
+        query.size(-1),
+        keys.length,
+        keys.size,
+        query.element_size(),
+    )
+    found = costs(size, seen=0.5 if rules.is_causal else 1.0, device=query.device.type)
+    able = {way: cost for way, cost in found.items() if not refusal(way, inputs, rules)}
+    way = min(able, key=able.__getitem__)
+    if (way, size) not in _chosen and keys.before is None:
+        _chosen.add((way, size))
+        others = ", ".join(f"{w} {1e3 * c:.2g} ms" for w, c in sorted(able.items(), key=lambda pair: pair[1]))
+        _log.info("attention over %d tokens on %d ranks by %s (%s)", size.tokens, size.ranks, way, others)
+    return way

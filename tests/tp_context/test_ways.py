@@ -1,0 +1,175 @@
+"""Each way of attention on slices equals torch's function on whole sequences, or is refused by name."""
+
+from functools import partial
+
+import pytest
+import torch
+from tp_context import attention
+
+# private: cuts of ranks, without a model and its check
+from tp_context._attention import doors
+from tp_context._slices import Cut, Cuts, activate
+from tp_core.errors import StepError
+from tp_core.testing import RankPool
+
+TOKENS = 13
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def made(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def documents(tokens):
+    """Return a causal mask of documents of uneven lengths, in which one query sees nothing."""
+    at = torch.arange(tokens)
+    numbers = (at > tokens // 3).long() + (at > tokens // 2)
+    mask = (numbers[:, None] == numbers) & (at[:, None] >= at)
+    mask[tokens // 2] = False
+    return mask
+
+
+def window(tokens):
+    at = torch.arange(tokens)
+    return (at[:, None] >= at) & (at[:, None] - at < 4)
+
+
+def padding(tokens):
+    return (torch.arange(tokens) < tokens - 2)[None, None, None].expand(2, 1, 1, -1)
+
+
+def shaped(rows=TOKENS, keys=TOKENS, heads=4, shared=4, features=4):
+    """Return queries, keys and values of some sizes."""
+    of_values = features if isinstance(features, int) else features[1]
+    features = features if isinstance(features, int) else features[0]
+    return (
+        made(2, heads, rows, features),
+        made(2, shared, keys, features, seed=1),
+        made(2, shared, keys, of_values, seed=2),
+    )
+
+
+def bias(tokens):
+    return made(4, tokens, tokens, seed=3)
+
+
+# What is asked for: the sizes, a mask, and whether causal.
+CASES = {
+    "bidirectional": ({}, None, False),
+    "causal": ({}, None, True),
+    "grouped": ({"shared": 2}, None, True),
+    "one group": ({"shared": 1}, None, True),
+    "heads that do not divide": ({"heads": 3, "shared": 3}, None, True),
+    "groups that do not divide": ({"heads": 9, "shared": 3}, documents, False),
+    "documents": ({}, documents, False),
+    "a window": ({"shared": 2}, window, False),
+    "padding": ({}, padding, False),
+    "values of other sizes": ({"features": (4, 6), "shared": 2}, None, True),
+    "values of other sizes, documents": ({"features": (4, 6)}, documents, False),
+    "crossed": ({"rows": 23}, None, False),
+    "bias": ({}, bias, False),
+    "dropout": ({"drops": 0.4}, None, True),
+    "dropout, documents": ({"drops": 0.4, "heads": 3, "shared": 3}, documents, False),
+    "many rows": ({"rows": 600, "keys": 600, "heads": 2, "shared": 2}, None, True),
+    "many rows in a window": ({"rows": 600, "keys": 600, "heads": 2, "shared": 2}, window, False),
+}
+REFUSED = {
+    ("ring", "bias"): "this one is additive",
+    ("ring", "dropout"): "dropout of attention weights",
+    ("ring", "dropout, documents"): "dropout of attention weights",
+}
+
+
+def cuts_of(*lengths, way):
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return Cuts([Cut(n, rank, size, None) for n in dict.fromkeys(lengths)], way)
+
+
+def compared(tensors, call, way, mask=None):
+    """Return the largest differences of the output, of gradients, and of a penalty's gradients."""
+    lengths = [tensors[0].size(-2), tensors[1].size(-2)]
+    cuts = cuts_of(*lengths, way=way)
+    rows, keys = (cuts.of_whole(n) for n in lengths)
+    own_mask = mask if mask is None or mask.size(-2) == 1 else rows.take(mask, -2)
+    parts = [c.take(t, -2).requires_grad_() for t, c in zip(tensors, (rows, keys, keys), strict=True)]
+    whole = [t.clone().requires_grad_() for t in tensors]
+    grad = made(*tensors[0].shape[:-1], tensors[2].size(-1), seed=7)
+
+    def differences(split, full, cut):
+        return float((split - cut.take(full, -2)).detach().abs().max())
+
+    torch.manual_seed(4)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = call(*whole, attn_mask=mask)
+        wanted = torch.autograd.grad(expected, whole, grad, create_graph=True)
+        twice = torch.autograd.grad(sum(t.square().sum() for t in wanted), whole)
+    torch.manual_seed(4)
+    with activate(cuts), doors():
+        found = call(*parts, attn_mask=own_mask)
+        once = torch.autograd.grad(found, parts, rows.take(grad, -2), retain_graph=True)
+        again = torch.autograd.grad(found, parts, rows.take(grad, -2), create_graph=True)
+        second = torch.autograd.grad(sum(t.square().sum() for t in again), parts)
+    worst = [differences(found, expected, rows)]
+    for split, full in ((once, wanted), (again, wanted), (second, twice)):
+        worst.append(max(map(differences, split, full, (rows, keys, keys))))
+    return worst
+
+
+def table(ways, names):
+    """Return what is seen of each case, as far as there are heads for all ranks."""
+    torch.set_num_threads(1)
+    results = {}
+    for way in ways:
+        for name in names:
+            sizes, mask, causal = CASES[name]
+            sizes = dict(sizes)
+            drops = sizes.pop("drops", 0.0)
+            tensors = shaped(**sizes)
+            mask = None if mask is None else mask(tensors[0].size(-2))
+            call = partial(
+                attention,
+                dropout_p=drops,
+                is_causal=causal,
+                enable_gqa=sizes.get("shared", 4) < sizes.get("heads", 4),
+            )
+            try:
+                results[way, name] = compared(tensors, call, way, mask)
+            except StepError as error:
+                results[way, name] = str(error)
+    return results
+
+
+WAYS = ("all-gather", "ulysses", "ring")
+
+
+def check(results):
+    assert len({str(sorted(r)) for r in results}) == 1
+    for result in results:
+        for case, worst in result.items():
+            if case in REFUSED:
+                assert REFUSED[case] in worst, (case, worst)
+            elif isinstance(worst, str):
+                assert "it splits the heads" in worst, (case, worst)
+            else:
+                assert max(worst) < 1e-11, (case, worst)
+
+
+@pytest.mark.parametrize("names", [["causal", "documents"], pytest.param([*CASES], marks=pytest.mark.slow)])
+def test_each_way_equals_attention_on_one_device(pair, names):
+    check(pair.run(table, WAYS, names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
+def test_each_way_on_more_ranks_equals_attention_on_one_device(size):
+    with RankPool(size) as ranks:
+        check(ranks.run(table, WAYS, [*CASES]))
