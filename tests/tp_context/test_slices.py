@@ -8,7 +8,8 @@ from tp_context import ContextOptions, attention, gather, positions
 from tp_context._session import _identity
 
 # private, both: cuts of ranks that need not be started
-from tp_context._slices import Cut, Cuts, activate, find_sequences, map_sequences
+from tp_context._slices import Cut, Cuts, activate, find_sequences, map_sequences, work_of
+from tp_context._ways import Inputs, Rules, _blocks, _ring_blocks
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, StepError
 from tp_core.plugins import Job
@@ -26,6 +27,54 @@ def test_chunks_of_a_sequence_are_balanced_for_causal_masks_and_cover_it_once(le
     assert max(pairs) - min(pairs) <= length + 1
     whole = torch.randn(2, length)
     assert torch.equal(cuts[0].take(whole, 1), whole[:, index[0]])
+
+
+def packed(lengths, rows=1):
+    numbers = torch.cat([torch.arange(n) for n in lengths])
+    return {"input_ids": numbers.expand(rows, -1), "position_ids": numbers.expand(rows, -1)}
+
+
+WINDOW = 700
+WORK = {
+    "documents": (packed([2500, 900, 120, 80, 400, 96]), []),
+    "windows": ({"input_ids": torch.zeros(2, 4096, dtype=torch.long)}, [WINDOW]),
+    "layers with and without windows": (packed([4096]), [WINDOW, None]),
+    "documents in windows": (packed([100, 3000, 996], rows=2), [WINDOW]),
+}
+
+
+def computed(cut, mask, way):
+    """Return the pairs of a query and a key of which a rank's attention computes the product."""
+    q = torch.zeros(1, 1, cut.tokens, 1)
+    if way == "ring":
+        blocks = [b for s in range(cut.size) for b in _ring_blocks(cut.take(mask, 0), Rules(cut, cut), s)]
+    else:
+        k = torch.zeros(1, 1, cut.length, 1)
+        blocks = list(_blocks(Inputs(q, k, k, cut.take(mask, 0)), Rules(cut, None)))
+    return sum((b.last - b.first) * (b.end - b.begin) for b in blocks)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", WORK)
+def test_ranks_have_equal_work_where_documents_and_windows_hide_keys(name, size):
+    batch, windows = WORK[name]
+    where = find_sequences(batch, None)
+    work = work_of(batch, where, windows)[4096]
+    cuts = [Cut(4096, rank, size, None, None, work) for rank in range(size)]
+    assert torch.cat([cut.index(torch.device("cpu")) for cut in cuts]).sort().values.tolist() == [
+        *range(4096)
+    ]
+    assert max(cut.tokens for cut in cuts) - min(cut.tokens for cut in cuts) <= len(cuts[0].own)
+    if None in windows:  # some layers see all, some a window: as much in sum
+        shares = torch.stack([cut.take(work, 0).sum() for cut in cuts])
+        assert float(shares.max() / shares.double().mean()) < 1.05
+        return
+    at = torch.arange(4096)
+    begins = at - batch.get("position_ids", at[None])[0]
+    mask = (at[:, None] >= at) & (at >= begins[:, None]) & (at[:, None] - at < (windows or [4096])[0])
+    for way in ("all-gather", "ring"):
+        found = torch.tensor([float(computed(cut, mask, way)) for cut in cuts])
+        assert float(found.max() / found.mean()) < 1.05, (way, found)
 
 
 def test_a_sequence_shorter_than_the_ranks_is_refused():

@@ -22,8 +22,8 @@ from tp_core.data import StepOutput
 from tp_core.errors import ModelError
 
 from tp_context._attention import doors
-from tp_context._inputs import Way, splitting, ways_of
-from tp_context._slices import Cut, Cuts, Found, _named_tensors, map_sequences
+from tp_context._inputs import Way, splitting, ways_of, windows_of
+from tp_context._slices import Cut, Cuts, Found, _named_tensors, map_sequences, work_of
 
 Step = Callable[[nn.Module, Any], StepOutput]
 Join = Callable[[Any, Cuts], Any]
@@ -51,9 +51,13 @@ class Ranks(NamedTuple):
     together: ProcessGroup | None
     attention: str = "all-gather"
 
-    def cuts(self, lengths: Sequence[int], before: Callable[[object], None] | None = None) -> Cuts:
-        """Return the cuts of sequences of some lengths, of which ``before`` hears of each exchange."""
-        return Cuts([Cut(n, self.rank, self.size, self.group, before) for n in lengths], self.attention)
+    def cuts(
+        self, model: nn.Module, batch: Any, found: Found, before: Callable[[object], None] | None = None
+    ) -> Cuts:
+        """Return the cuts of a batch's sequences, of which ``before`` hears of each exchange."""
+        work = work_of(batch, found, windows_of(model))
+        cuts = [Cut(n, self.rank, self.size, self.group, before, work.get(n)) for n in found.lengths]
+        return Cuts(cuts, self.attention)
 
     def all_gather(self, value: object) -> list[Any]:
         """Return the objects of all ranks that run a step together. Collective: one all-gather of them."""
@@ -164,7 +168,7 @@ def _try(
                 problem = f"ranks exchange different tensors: {of_one[sequence]} and {said}"
                 raise _OthersEndedError((0, problem))
 
-    cuts = ranks.cuts(found.lengths, before)
+    cuts = ranks.cuts(model, batch, found, before)
     sliced = map_sequences(batch, found, lambda t, dim: _cut_of(cuts, t, dim).take(t, dim))
     try:
         with splitting(model, cuts, way), _announced(model, cuts):

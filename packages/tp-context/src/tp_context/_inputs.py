@@ -204,6 +204,18 @@ def _called(model: nn.Module) -> list[nn.Module]:
     return _pretrained(model) or [model]
 
 
+def windows_of(model: nn.Module) -> list[int | None]:
+    """Return the window of each layer of transformers' models, as their configurations say."""
+    found: list[int | None] = []
+    for inner in _called(model):
+        config = getattr(inner, "config", None)
+        window = getattr(config, "sliding_window", None)
+        if isinstance(window, int) and getattr(config, "use_sliding_window", True):
+            kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+            found += [window if kind == "sliding_attention" else None for kind in kinds]
+    return found
+
+
 def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(model.forward).parameters

@@ -19,7 +19,7 @@ from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_g
 from tp_context._check import Ranks, prove, refuse
 from tp_context._inputs import Way, splitting
 from tp_context._options import ContextOptions
-from tp_context._slices import Cuts, Found, find_sequences, map_sequences
+from tp_context._slices import Cut, Cuts, Found, find_sequences, map_sequences
 
 
 class WholeWeights(ProcessGroupSession):
@@ -87,8 +87,8 @@ class ContextSession(SessionWrapper):
         )
         self._splits = inner.sample_size > 1 and options.sequence != {}
         self._ways: WeakKeyDictionary[nn.Module, dict[object, Way]] = WeakKeyDictionary()
-        # The runs whose backward passes may follow, by the lengths of their sequences.
-        self._runs: dict[tuple[int, ...], tuple[nn.Module, Cuts, Way]] = {}
+        # The runs whose backward passes may follow, by the cuts of their sequences.
+        self._runs: dict[tuple[Cut, ...], tuple[nn.Module, Cuts, Way]] = {}
         self._unsynced = 0
         self._has_accumulated = False
 
@@ -155,12 +155,12 @@ class ContextSession(SessionWrapper):
         found = find_sequences(batch, self.options.sequence, decodes=decodes)
         self._check_same_batch(batch, found)
         way = self._way(step, plain, batch, found)
-        cuts = self.ranks.cuts(found.lengths)
+        cuts = self.ranks.cuts(plain, batch, found)
         sliced = map_sequences(batch, found, lambda t, dim: _taken(cuts, t, dim))
         with splitting(plain, cuts, way):
             output = self.inner.run(step, models[0], sliced)
         if torch.is_grad_enabled():
-            self._runs[found.lengths] = plain, cuts, way
+            self._runs[tuple(cuts)] = plain, cuts, way
         joined: StepOutput = self._joined(output, cuts)
         return joined
 
@@ -383,7 +383,7 @@ class ContextSession(SessionWrapper):
         with ExitStack() as stack:
             if runs:  # layers that are recomputed see slices again, of whichever run
                 model, _, way = runs[-1]
-                own = {c.length: c for _, each, _ in runs for c in each}
+                own = {c: c for _, each, _ in runs for c in each}
                 cuts = Cuts(own.values(), self.options.attention, of_runs=True)
                 cuts.counts = all(each.counts for _, each, _ in runs)
                 stack.enter_context(splitting(model, cuts, way))

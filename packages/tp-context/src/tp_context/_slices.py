@@ -5,10 +5,12 @@ A sequence is cut into twice as many chunks as there are ranks, and rank ``r`` h
 
     16 tokens, 2 ranks     rank 0: 0 1 2 3 | 12 13 14 15       rank 1: 4 5 6 7 | 8 9 10 11
 
-Chunks differ by at most one token, so any length of at least one token for each rank can be cut.
+Chunks differ by at most one token, so any length of at least one token for each rank can be cut. Where
+documents, windows or a mask in the batch say that queries have other work, there are more chunks: each rank
+gets as many of them, of as much work.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any, NamedTuple, NoReturn
@@ -30,6 +32,7 @@ class Cut:
         size: The number of ranks.
         group: The process group; ``None`` for all ranks.
         before: Called with a description before each exchange, so that a check can compare the ranks.
+        work: How many keys the query at each position sees, (tokens,); ``None`` for all up to its own.
 
     Attributes:
         length: The number of tokens.
@@ -49,6 +52,7 @@ class Cut:
         size: int,
         group: ProcessGroup | None,
         before: Callable[[object], None] | None = None,
+        work: Tensor | None = None,
     ) -> None:
         if length < size:
             msg = (
@@ -58,13 +62,20 @@ class Cut:
             )
             raise StepError(msg)
         self.length, self.rank, self.size, self.group, self.before = length, rank, size, group, before
-        least, longer = divmod(length, 2 * size)
-        ends = [least * (i + 1) + min(i + 1, longer) for i in range(2 * size)]
-        chunks = list(zip([0, *ends], ends, strict=False))
-        self.ranges = [(chunks[r], chunks[2 * size - 1 - r]) for r in range(size)]
+        if work is None:
+            chunks = _chunks(length, 2 * size)
+            self.ranges = [[chunks[r], chunks[2 * size - 1 - r]] for r in range(size)]
+        else:
+            self.ranges = _balanced(work, size)
         self.own = self.ranges[rank]
         self.counts = [sum(b - a for a, b in ranges) for ranges in self.ranges]
         self.tokens = self.counts[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cut) and (self.ranges, self.rank) == (other.ranges, other.rank)
+
+    def __hash__(self) -> int:
+        return hash((self.length, self.rank, *self.own))
 
     def index(self, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence: (tokens,)."""
@@ -98,7 +109,7 @@ class Cut:
         dist.all_gather(parts, padded, group=self.group)
         return self.join(parts).movedim(0, dim).to(part.dtype)
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Iterable[Tensor]) -> Tensor:
         """Return the whole of all ranks' parts along dimension 0; a part may be longer than its tokens."""
         chunks: list[tuple[int, Tensor]] = []
         for ranges, part in zip(self.ranges, parts, strict=True):
@@ -131,6 +142,33 @@ class Cut:
         mine = torch.empty_like(sent[0])
         dist.reduce_scatter_tensor(mine, sent, group=self.group)
         return mine[: self.tokens].movedim(0, dim)
+
+
+def _chunks(length: int, count: int) -> list[tuple[int, int]]:
+    """Return the ranges of chunks that differ by at most one token."""
+    least, longer = divmod(length, count)
+    ends = [least * (i + 1) + min(i + 1, longer) for i in range(count)]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+_CHUNK = 64
+"""The fewest tokens of a chunk by work, if there are enough for two of a rank: attention is by blocks."""
+
+
+def _balanced(work: Tensor, size: int) -> list[list[tuple[int, int]]]:
+    """Return ranges of each rank: as many chunks, of as much work as can be."""
+    each = max(2, min(32, len(work) // (size * _CHUNK)))
+    chunks = _chunks(len(work), each * size)
+    # Of a block of neighbors the keys are computed that one of them sees.
+    costs = {(a, b): (b - a) * float(work[a:b].max()) if a < b else 0.0 for a, b in chunks}
+    order = sorted(chunks, key=lambda chunk: (-costs[chunk], chunk))
+    loads, found = [0.0] * size, [[] for _ in range(size)]  # type: list[float], list[list[tuple[int, int]]]
+    for first in range(0, len(order), size):  # the largest goes to whom has least so far
+        ranks = sorted(range(size), key=loads.__getitem__)
+        for rank, chunk in zip(ranks, order[first : first + size], strict=False):
+            loads[rank] += costs[chunk]
+            found[rank].append(chunk)
+    return [sorted(ranges) for ranges in found]
 
 
 class _Gather(torch.autograd.Function):
@@ -425,3 +463,34 @@ def map_sequences(batch: Any, found: Found, change: Callable[[Tensor, int], Tens
         return leaf if dim is None else change(leaf, dim)
 
     return tree_map(changed, batch)
+
+
+def work_of(batch: Any, found: Found, windows: Sequence[int | None]) -> dict[int, Tensor]:
+    """Return how many keys queries see, by the length of the sequence, where it is not all up to their own.
+
+    Args:
+        batch: The batch, whole.
+        found: Its sequences.
+        windows: The window of each layer; ``None`` for a layer without one.
+    """
+    work: dict[int, Tensor] = {}
+    within: dict[int, Tensor] = {}
+    for name, tensor in _named_tensors(batch):
+        dim = found.dims.get(id(tensor))
+        if dim is None:
+            continue
+        length = tensor.size(dim)
+        if name == "position_ids" and tensor.dim() == 2 and dim == 1:
+            at = torch.arange(length, device=tensor.device).expand_as(tensor)
+            begins = torch.diff(tensor, prepend=tensor[:, :1] - 1, dim=-1) != 1
+            if bool(begins.any()):
+                within[length] = at - torch.where(begins, at, 0).cummax(1).values
+        elif "mask" in name and dim == tensor.dim() - 2 and tensor.size(-1) == length:
+            sees = tensor if not tensor.is_floating_point() else tensor > torch.finfo(tensor.dtype).min / 2
+            work[length] = sees.bool().reshape(-1, length, length).sum((0, 2))
+    for length in found.lengths:
+        if length in work or not (length in within or any(w is not None and w < length for w in windows)):
+            continue
+        seen = within.get(length, torch.arange(length)[None]) + 1
+        work[length] = sum((seen.clamp(max=w or length).sum(0) for w in windows or [None]), torch.zeros(()))
+    return work

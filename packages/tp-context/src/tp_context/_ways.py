@@ -281,14 +281,23 @@ def _blocks(inputs: Inputs, rules: Rules) -> Iterator[_Block]:
         return
     has_rows = mask is not None and mask.dim() > 1 and mask.size(-2) > 1
     step = _BLOCK if has_rows or in_memory else max(count, 1)
-    for at in range(0, count, step):
-        block = _Block(at, min(at + step, count), 0, length, None)
+    for first, last in _steps(rules.rows if has_rows else None, count, step):
+        block = _Block(first, last, 0, length, None)
         if mask is not None:
             if has_rows and mask.size(-1) > 1:
                 begin, end = _seen(mask[..., block.first : block.last, :])
                 block = block._replace(begin=begin, end=end)
             block = block._replace(sees=block.part(mask))
         yield block
+
+
+def _steps(rows: Cut | None, count: int, step: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last row of each block, which are neighbors in the sequence."""
+    at = 0
+    for length in [count] if rows is None else [b - a for a, b in rows.own]:
+        for first in range(at, at + length, step):
+            yield first, min(first + step, at + length)
+        at += length
 
 
 def _seen(mask: Tensor) -> tuple[int, int]:
@@ -676,21 +685,26 @@ def _ring_blocks(mask: Tensor | None, rules: Rules, source: int) -> Iterator[_Bl
     if mask is None and not rules.is_causal:
         yield _Block(0, rows.tokens, 0, keys.counts[source], None)
         return
+    if mask is not None:
+        columns = keys.take(mask, -1, source) if mask.size(-1) > 1 else mask
+        for first, last in _steps(rows, rows.tokens, _BLOCK):
+            sees = _Block(first, last, 0, keys.counts[source], None).part(columns)
+            seen = sees.reshape(-1, sees.size(-1)).any(0).nonzero()
+            if len(seen):
+                begin, end = (
+                    (int(seen[0]), int(seen[-1]) + 1) if sees.size(-1) > 1 else (0, keys.counts[source])
+                )
+                sees = sees[..., begin:end]
+                yield _Block(first, last, begin, end, None if bool(sees.all()) else sees)
+        return
     at = 0
     for begin, end in rows.own:
-        for first in range(begin, end, end - begin if mask is None else _BLOCK):
-            last, to = min(first + _BLOCK, end) if mask is not None else end, 0
-            for left, right in keys.ranges[source]:
-                block = _Block(at, at + last - first, to, to + right - left, None)
-                to += right - left
-                if mask is None:  # ranges are the same or apart, as each belongs to one rank
-                    if left <= first and left < right:
-                        yield block._replace(is_causal=left == first)
-                    continue
-                sees = block._replace(begin=left, end=right).part(mask)
-                if bool(sees.any()):
-                    yield block if bool(sees.all()) else block._replace(sees=sees)
-            at += last - first
+        to = 0
+        for left, right in keys.ranges[source]:  # the same or apart, as each belongs to one rank
+            if left <= begin < end and left < right:
+                yield _Block(at, at + end - begin, to, to + right - left, None, is_causal=left == begin)
+            to += right - left
+        at += end - begin
 
 
 # -- torch's kernel, and the same by hand -----------------------------------------------------------
