@@ -4,8 +4,8 @@
     hatch run picture --report docs/report.png
 
 Trains a classifier of handwritten digits on two processes to its end. Then again, but sends one rank SIGTERM
-halfway, and continues in one process. Both selections and both curves are what these three
-runs have left in their folders. With ``--report``, Chromium photographs the head of the resumed run's report.
+halfway, and continues in one process. The curves are what these three runs have left in
+their folders. With ``--report``, Chromium photographs the head of the resumed run's report.
 """
 
 import argparse
@@ -28,7 +28,6 @@ from tp_trainer import Callback, Checkpoints, RunView, Trainer, Validation
 STEPS, BATCH = 240, 16
 SIGNALLED_AT = 70
 VALIDATED_EVERY = 4  # steps
-WIDTH = 128  # characters of the tables
 TP = str(Path(sysconfig.get_path("scripts"), "tp"))
 
 
@@ -67,18 +66,15 @@ def train(folder: Path, *, interrupted: bool) -> None:
             callbacks=callbacks,
             log=["jsonl"],
         )
-        if trainer.is_main:
-            (folder / "selection.txt").write_text(str(trainer.selection))
 
 
-def run(folder: Path, *, processes: int, interrupted: bool = False) -> str:
-    """Train in other processes; return the table of the selection, or "" after an interruption."""
+def run(folder: Path, *, processes: int, interrupted: bool = False) -> None:
+    """Train in other processes."""
     launch = [TP, "launch", "-n", str(processes)]
     command = [*(launch if processes > 1 else [sys.executable]), __file__, "--folder", str(folder)]
     done = subprocess.run([*command, *(["--interrupted"] if interrupted else [])], timeout=600, check=False)
     if done.returncode != (128 + signal.SIGTERM if interrupted else 0):
         raise RuntimeError(f"{command} has ended with status {done.returncode}")
-    return "" if interrupted else (folder / "selection.txt").read_text()
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -91,43 +87,28 @@ def losses(folder: Path) -> dict[int, float]:
     return found
 
 
-def draw(
-    path: Path, whole: dict[int, float], resumed: dict[int, float], saved: int, tables: list[str]
-) -> float:
-    """Draw the picture, and return the largest difference between the curves."""
+def draw(path: Path, whole: dict[int, float], resumed: dict[int, float], saved: int, *, dark: bool) -> None:
+    """Draw the picture, on a light or a dark ground; it is read at the width of a phone, too."""
     import matplotlib as mpl
 
     mpl.use("agg")  # no display is needed
     import matplotlib.pyplot as plt
 
-    difference = max(abs(loss - resumed[at]) for at, loss in whole.items())
-    figure, (upper, lower) = plt.subplots(
-        2, 1, figsize=(10, 7), layout="constrained", height_ratios=[1.4, 1], facecolor="white"
-    )
-    upper.plot(*zip(*whole.items(), strict=True), linewidth=7, color="#c9d6ea", label="two processes")
-    before = {at: loss for at, loss in resumed.items() if at <= saved}
-    after = {at: loss for at, loss in resumed.items() if at >= max(before)}
-    upper.plot(*zip(*before.items(), strict=True), color="#c2410c", label="two processes, ended by SIGTERM")
-    upper.plot(*zip(*after.items(), strict=True), color="#15803d", label="resumed in one process")
-    upper.axvline(saved, color="#c2410c", linestyle=":")
-    upper.set(
-        xlabel="optimizer step",
-        ylabel="loss of the test scans",
-        title=f"largest difference: {difference:.1e}",
-    )
-    upper.grid(alpha=0.3)
-    upper.legend(frameon=False)
-    lower.axis("off")
-    lines = [
-        line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in "\n\n".join(tables).splitlines()
-    ]
-    text = lower.text(
-        0, 1, "\n".join(lines), family="monospace", fontsize=8, va="top", transform=lower.transAxes
-    )
-    text.set_in_layout(False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return difference
+    band, first, second = ("#3b4a63", "#fb923c", "#4ade80") if dark else ("#c9d6ea", "#c2410c", "#15803d")
+    looks = {"font.size": 13, "figure.facecolor": "#131416" if dark else "white", "savefig.dpi": 110}
+    with plt.style.context(["dark_background" if dark else "default", looks | {"axes.facecolor": "none"}]):
+        figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+        axes.plot(*zip(*whole.items(), strict=True), linewidth=8, color=band, label="two processes")
+        before = {at: loss for at, loss in resumed.items() if at <= saved}
+        after = {at: loss for at, loss in resumed.items() if at >= max(before)}
+        axes.plot(*zip(*before.items(), strict=True), color=first, label="two processes, ended by SIGTERM")
+        axes.plot(*zip(*after.items(), strict=True), color=second, label="resumed in one process")
+        axes.axvline(saved, color=first, linestyle=":")
+        axes.set(xlabel="optimizer step", ylabel="validation loss")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+        figure.savefig(path)
+        plt.close(figure)
 
 
 def photograph(folder: Path, path: Path, profile: Path) -> None:
@@ -155,11 +136,14 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         whole, resumed = Path(folder, "whole"), Path(folder, "resumed")
-        tables = [run(whole, processes=2)]
+        run(whole, processes=2)
         run(resumed, processes=2, interrupted=True)
         saved = int(max(resumed.glob("step-*")).name.removeprefix("step-"))
-        tables.append(run(resumed, processes=1))
-        difference = draw(args.out, losses(whole), losses(resumed), saved, tables)
+        run(resumed, processes=1)
+        one, other = losses(whole), losses(resumed)
+        for out, dark in ((args.out, False), (args.out.with_stem(f"{args.out.stem}-dark"), True)):
+            draw(out, one, other, saved, dark=dark)
+        difference = max(abs(loss - other[at]) for at, loss in one.items())
         if args.report is not None:
             photograph(resumed, args.report, Path(folder, "profile"))
     print(f"{args.out}: largest difference {difference:.1e}")
