@@ -25,6 +25,7 @@ _UNIT = 1 << 20  # weights are whole parts of it: products with positions up to 
 _LEAST_WEIGHT = 1e-5
 _BLOCK = 256  # positions among which a mixture has its exact shares, where no weight is small
 _KEPT_BLOCKS = 8
+_AT_ONCE = 1024  # places that are computed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,7 @@ class Order:
         self._shuffle, self._seed, self._epoch, self._repeat = shuffle, seed, epoch, repeat
         self._phases: list[_Phase] = []
         self._arranged: OrderedDict[tuple[int, int], tuple[Numbers, Numbers]] = OrderedDict()
+        self._located: dict[int, list[tuple[int, int]]] = {}
         self._starts = np.cumsum([0, *self._sizes]).astype(np.uint64)
         total = sum(self._sizes)
         if mixture is None:
@@ -202,6 +204,25 @@ class Order:
             for name, size in sizes.items()
         ]
         self.length = self._plan(mixture, until)
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Return the number of the source, and the index in it, at a position.
+
+        Raises:
+            IndexError: The order ends before it.
+        """
+        if position < 0 or (self.length is not None and position >= self.length):
+            msg = f"position {position} is not in an epoch of {self.length} samples"
+            raise IndexError(msg)
+        group, inside = divmod(position, _AT_ONCE)
+        if group not in self._located:
+            # Numbers are computed for many places at once, which costs little more than for one.
+            stop = (group + 1) * _AT_ONCE
+            stop = stop if self.length is None else min(stop, self.length)
+            while len(self._located) >= _KEPT_BLOCKS:
+                del self._located[next(iter(self._located))]
+            self._located[group] = self.locate(range(group * _AT_ONCE, stop))
+        return self._located[group][inside]
 
     def locate(self, positions: Sequence[int] | Numbers) -> list[tuple[int, int]]:
         """Return the number of the source, and the index in it, at each position."""

@@ -115,7 +115,7 @@ class JsonLines(_Files):
 
     def _decode(self, data: bytes, file: IndexedFile, index: int) -> Any:
         try:
-            return json.loads(data)
+            return json.loads(data.decode())
         except ValueError as error:
             start = file.span(index)[0] + getattr(error, "start", getattr(error, "pos", 0))
             msg = f"{file.url}, sample {index}, byte {start}: no JSON ({error}): {data[:60]!r}"

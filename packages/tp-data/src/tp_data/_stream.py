@@ -134,8 +134,12 @@ class Stream:
         return length
 
     def place(self, position: int, *, epoch: int = 0) -> Place:
-        """Return where the sample at a position comes from."""
-        number, index = self.order(epoch).locate([position])[0]
+        """Return where the sample at a position comes from.
+
+        Raises:
+            IndexError: The epoch ends before it.
+        """
+        number, index = self.order(epoch).place(position)
         name = list(self.sources)[number]
         return Place(name, index, self.sources[name].where(index))
 
@@ -163,8 +167,8 @@ class Stream:
         """
         order, sources = self.order(epoch), list(self.sources.values())
         found = {}
-        for position, place in zip(positions, order.locate(positions), strict=True):
-            at, (number, index) = position, place
+        for position in positions:
+            at, (number, index) = position, order.place(position)
             while True:
                 try:
                     found[position] = self._load(sources[number], index, epoch, at)
@@ -178,7 +182,7 @@ class Stream:
                         at %= order.length
                     if at in (position, position + _MOST_SKIPPED):  # the data is broken, not a sample of it
                         raise
-                    number, index = order.locate([at])[0]
+                    number, index = order.place(at)
         return found
 
     def _load(self, source: Source, index: int, epoch: int, position: int) -> Any:
