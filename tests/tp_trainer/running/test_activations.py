@@ -48,6 +48,11 @@ def trained(backend, *, policy=None, options=None):
     model = network()
     if policy is not None:
         checkpoint_activations(model, **policy)
+    if backend == "shard":
+        ts = pytest.importorskip("tp_shard")
+        if not ts.distributed.is_initialized():
+            ts.distributed.init_process_group()
+        model = ts.parallelize(model, {"*.inner": ts.Column(), "*.outer": ts.Row()})
     settings = BACKENDS.get(backend, {"backend": backend, "devices": "cpu", "options": options})
     with Trainer(**settings, seed=3, progress=False) as trainer:
         loader = torch.utils.data.DataLoader(data(), batch_size=4, shuffle=True)
@@ -80,6 +85,7 @@ def test_the_numbers_are_the_same_on_devices_of_one_process(backend):
         ("ddp", None),
         ("fsdp", FsdpOptions(units=Block)),
         ("fsdp", FsdpOptions(units=Block, activation_checkpointing=True)),
+        ("shard", None),
     ],
 )
 def test_the_numbers_are_the_same_on_several_ranks(backend, options):
@@ -169,25 +175,37 @@ def test_auto_computes_again_what_the_memory_needs_and_no_more():
     assert choice(1) == ("every block", need)  # it warns of that at the start
 
 
-def fitted(monkeypatch, free):
+def fitted(backend, free):
+    """Return what was computed again where some memory is free, and the whole weights."""
     model = deep()
-    monkeypatch.setattr(_requirements, "free_nbytes", lambda *_, **__: free + _requirements.RESERVED["cpu"])
-    with Trainer(
-        backend="single", devices="cpu", seed=0, progress=False, activation_checkpointing="auto"
-    ) as trainer:
-        trainer.fit(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(SAMPLES, 2048), step=step, epochs=1
-        )
-        return trainer.session.job.recomputation, model
+    settings = {"backend": backend, "devices": "cpu", "seed": 0, "progress": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_requirements, "free_nbytes", lambda *_, **__: free + _requirements.RESERVED["cpu"])
+        with Trainer(**settings, activation_checkpointing="auto") as trainer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            trainer.fit(model, optimizer, DataLoader(SAMPLES, 2048), step=step, epochs=2)
+            weights = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+            return trainer.session.job.recomputation, weights
+
+
+def choices(backend, *frees):
+    """Return what was computed again for each free memory, and whether the weights are equal."""
+    found = [fitted(backend, free) for free in frees]
+    first = found[0][1]
+    return [what for what, _ in found], all(w[n].equal(first[n]) for _, w in found for n in first)
 
 
 @pytest.mark.slow
-def test_fit_applies_the_choice_and_trains_the_same(monkeypatch):
-    plain = fitted(monkeypatch, 2**40)
+def test_fit_applies_the_choice_and_trains_the_same():
     held = sum(p.numel() * p.element_size() for p in deep().parameters())
-    tight = fitted(monkeypatch, choice(1)[1] - held)
-    assert (plain[0], tight[0]) == ("nothing", "every block")
-    assert all(torch.equal(a, b) for a, b in zip(plain[1].parameters(), tight[1].parameters(), strict=True))
+    assert choices("single", 2**40, choice(1)[1] - held) == (["nothing", "every block"], True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_ranks_make_one_choice_and_train_the_same(backend):
+    for found in run_ranks(choices, 2, backend, 2**40, 1_200_000, 1):
+        assert found == (["nothing", "every 2nd block", "every block"], True)
 
 
 def test_auto_says_where_it_has_nothing_to_go_by(caplog):

@@ -41,6 +41,16 @@ def as_output(result: Tensor) -> Tensor:
     return result.view_as(result) if torch.compiler.is_dynamo_compiling() else result
 
 
+def to_change(tensor: Tensor) -> Tensor:
+    """Return an operator's result in a form that may be changed in place.
+
+    That is a copy where a mode sees what operators return: a selective checkpoint keeps it.
+    """
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return tensor
+    return tensor.clone()
+
+
 class _NoContext:
     """A context that ignores what ``forward`` saves; ``setup_context`` saves it in the transform's own."""
 
@@ -289,7 +299,7 @@ def reduce_(tensor: Tensor, group: Group, layer: Any = None) -> Tensor:
 
     Forward: an all-reduce. Backward: nothing.
     """
-    return apply(_ReduceInPlace, tensor, group, layer)
+    return apply(_ReduceInPlace, to_change(tensor), group, layer)
 
 
 def _axis(tensor: Tensor, dim: int) -> int:

@@ -16,6 +16,7 @@ from tp_shard._groups._collectives import (
     reduce,
     reduce_,
     start_all_reduce_,
+    to_change,
 )
 from tp_shard._groups._group import Group
 from tp_shard._split import bounds
@@ -196,7 +197,7 @@ class _Row(torch.autograd.Function):
         ctx.where = where
         group, layer = where
         # The bias after the sum: all ranks have it, and before it would be added once per rank.
-        output = all_reduce_(F.linear(x, weight), group, layer=layer)
+        output = all_reduce_(to_change(F.linear(x, weight)), group, layer=layer)
         return as_output(output if bias is None else output.add_(bias))
 
     @staticmethod
