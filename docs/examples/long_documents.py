@@ -4,8 +4,8 @@
     tp launch -n 2 long_documents.py --tokens 1024 --context 2
     tp launch -n 8 long_documents.py --base FOLDER --context 8 --weights fsdp --precision bf16-mixed
 
-The documents are the standard library's sources, as bytes. Without ``--base`` the model is a small one. Positions
-begin at 0 in each document, so that transformers lets a token attend to its own document alone.
+The documents are the standard library's sources, as bytes. Without ``--base`` the model is a small one.
+Positions begin at 0 in each document, so that transformers lets a token attend to its own document alone.
 """
 
 import argparse

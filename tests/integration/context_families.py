@@ -271,6 +271,7 @@ def all_in_float64():
     """
     with (
         patch.object(torch, "float32", torch.float64),
+        patch.object(torch, "float", torch.float64),
         patch.object(torch.Tensor, "float", torch.Tensor.double),
     ):
         yield
