@@ -30,7 +30,7 @@ class Doom:
         self._note = folder / "kills" / str(start)
         self._is_mine = rank == int(os.environ.get("RANK", "0"))
 
-    def step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
         if model.training:
             self._left -= 1
             if self._left == 0 and self._is_mine:
@@ -38,7 +38,8 @@ class Doom:
                 self._note.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         x, y = batch
-        return (model(x) - y).square().mean()
+        loss = (model(x) - y).square().mean()
+        return loss if x.is_floating_point() else {"loss": loss, "weight": y.numel()}
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -56,6 +57,35 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
         if not self._still:
             x = x + 0.1 * torch.randn(4) + 0.1 * random.random()
         return x, x.sum(0, keepdim=True).sin()
+
+
+class Sequences(Dataset[tuple[Tensor, Tensor]]):
+    """Sequences of tokens, with a number for each."""
+
+    def __init__(self) -> None:
+        shape = BATCHES * 8 - 3, 13
+        self._tokens = torch.randint(9, shape, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = self._tokens[index]
+        return tokens, tokens.double().cumsum(0).sin()[:, None]
+
+
+class Attending(nn.Module):
+    """A model of sequences that a backend may split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mixing, self.head = nn.Embedding(9, 8), nn.Linear(8, 24), nn.Linear(8, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        query, key, value = self.mixing(x)[:, None].chunk(3, -1)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)[:, 0]
+        return self.head(x + nn.functional.dropout(mixed, 0.2, self.training)).clone()
 
 
 def make_model(tensor: int, *, still: bool) -> Any:
@@ -80,13 +110,16 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=1, help="ranks that hold each layer together")
     parser.add_argument("--still", action="store_true", help="draw nothing at random")
     parser.add_argument("--frozen", action="store_true", help="train the last layer, and save it alone")
+    parser.add_argument("--weights", default="", help="split sequences, and hold weights by this backend")
     args = parser.parse_args()
 
     start = args.start + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     doom = Doom(args.folder, args.kills, args.seed, start)
-    data = Noisy(still=args.still)
+    data = Sequences() if args.weights else Noisy(still=args.still)
     options = {"shard": {"data": "fsdp"}} if args.tensor > 1 else {}
     model = make_model(args.tensor, still=args.still)
+    if args.weights:
+        model, options = Attending().double(), {"context": {"context": 2, "weights": args.weights}}
     rules: dict[str, Any] = {}
     if args.frozen:
         model[0].requires_grad_(False)

@@ -26,6 +26,8 @@ def test_killed_ranks_restart_and_end_with_the_weights_of_an_undisturbed_run(tmp
         pytest.param(2, "fsdp", ["--frozen"], id="frozen", marks=pytest.mark.slow),
         pytest.param(4, "fsdp", [], id="four", marks=pytest.mark.nightly),
         pytest.param(4, "shard", ["--tensor", "2"], id="two-by-two", marks=pytest.mark.nightly),
+        pytest.param(2, "context", ["--weights", "whole"], id="sequences", marks=pytest.mark.nightly),
+        pytest.param(4, "context", ["--weights", "fsdp"], id="both", marks=pytest.mark.nightly),
     ],
 )
 def test_killed_ranks_that_hold_shards_end_so_too(tmp_path, ranks, backend, more):
