@@ -2,6 +2,7 @@
 
     python fine_tune.py --make small                      # a small model and chats, to try it with
     python fine_tune.py small --data small/chats.jsonl
+    python fine_tune.py small --data small/chats.jsonl --pack 64   # chats in rows of 64 tokens, not padded
     tp launch -n 2 fine_tune.py small --data small/chats.jsonl
 
 A line of the data is ``{"messages": [{"role": "user", "content": "7+5"}, {"role": "assistant", ...}]}``. The
@@ -21,7 +22,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tp_trainer import Callback, Checkpoints, LogOptions, SchedulerOptions, Trainer
+from tp_data import Loader, Packed, Stream
+from tp_trainer import Callback, Checkpoints, Limits, LogOptions, SchedulerOptions, Trainer
 from tp_trainer.callbacks import Throughput
 from transformers import (
     AutoModelForCausalLM,
@@ -61,6 +63,13 @@ class Chats:
             "attention_mask": torch.tensor([[1] * used + [0] * rest for used, rest, _, _ in filled]),
             "labels": torch.tensor([labels + [IGNORED] * rest for _, rest, _, labels in filled]),
         }
+
+    def packed(self, rows: list[tuple[list[int], list[int]]], length: int) -> tuple[Loader, int]:
+        """Return a loader of chats in rows of `length` tokens, and about how many batches have all chats."""
+        samples = [{"input_ids": ids, "labels": labels} for ids, labels in rows]
+        batcher = Packed(length, rows=8, padding=self.padding)
+        batches = sum(len(ids) for ids, _ in rows) // (8 * length)
+        return Loader(Stream(samples, shuffle=True, repeat=True), batcher), max(batches, 1)
 
     def tokens_per_sample(self) -> float:
         return sum(len(ids) for ids, _ in self.rows) / len(self.rows)
@@ -102,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--data", type=Path, help="a file of JSON lines, a chat in each")
     parser.add_argument("--make", type=Path, help="write a small base and chats there, and end")
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--pack", type=int, help="the length of rows to pack chats into, instead of padding")
     parser.add_argument("--out", type=Path, default=Path("tuned"))
     options = parser.parse_args(arguments)
     if options.make is not None:
@@ -113,14 +123,17 @@ def main(arguments: Sequence[str] | None = None) -> float:
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     chats = Chats(options.data, tokenizer)
     held_out = len(chats.rows) // 10
-    loader = DataLoader(chats.rows[held_out:], batch_size=50, shuffle=True, collate_fn=chats.collate)
+    loader: Any = DataLoader(chats.rows[held_out:], batch_size=50, shuffle=True, collate_fn=chats.collate)
+    batches = len(loader)
+    if options.pack is not None:
+        loader, batches = chats.packed(chats.rows[held_out:], options.pack)
     val_loader = DataLoader(chats.rows[:held_out], batch_size=50, collate_fn=chats.collate)
 
     torch.manual_seed(0)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(options.base), lora)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3)
-    steps = options.epochs * -(-len(loader) // 2)
+    steps = options.epochs * -(-batches // 2)
     schedule = get_cosine_schedule_with_warmup(
         optimizer, num_warmup_steps=steps // 10, num_training_steps=steps
     )
@@ -132,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
             loader,
             step=step,
             epochs=options.epochs,
+            limits=Limits(steps_per_epoch=batches),
             validation=val_loader,
             scheduler=SchedulerOptions(schedule, every="step"),
             clip_norm=1.0,

@@ -79,13 +79,28 @@ def test_views_find_each_other(capsys):
     assert after > before + 0.15
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base") / "small"
+    load("fine_tune").main(["--make", str(folder)])
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of transformers' own
-def test_answers_are_learned_by_an_adapter(tmp_path, capsys):
-    program, base = load("fine_tune"), tmp_path / "small"
-    program.main(["--make", str(base)])
+def test_answers_are_learned_by_an_adapter(base, tmp_path, capsys):
+    program = load("fine_tune")
     given = [str(base), "--data", str(base / "chats.jsonl"), "--out", str(tmp_path / "tuned")]
     assert program.main(given) > 0.9
+    assert "loaded again: 7" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of transformers' own
+def test_answers_are_learned_from_packed_chats(base, tmp_path, capsys):
+    program = load("fine_tune")
+    given = [str(base), "--data", str(base / "chats.jsonl"), "--out", str(tmp_path / "tuned")]
+    assert program.main([*given, "--pack", "64", "--epochs", "6"]) > 0.9
     assert "loaded again: 7" in capsys.readouterr().out
 
 
