@@ -192,6 +192,22 @@ def test_the_check_notices_a_loss_over_other_labels():
         check_packing(Decoder(), packed(), step=step)
 
 
+def test_the_check_accepts_a_loss_that_is_a_sum():
+    check_packing(Decoder(), packed(), step=lambda m, b: m(**b)["loss"] * b.weight())
+
+
+def test_a_batch_is_checked_unless_it_is_a_slice_or_says_that_it_is_not():
+    def fail(model, batch):
+        raise RuntimeError
+
+    batch = packed()
+    with pytest.raises(ModelError, match="fails on a short row"):
+        batch.check(fail, Decoder())
+    packed(check=False).check(fail, Decoder())
+    batch["input_ids"] = batch["input_ids"][:, :4]
+    batch.check(fail, Decoder())
+
+
 def test_a_step_that_fails_on_a_packed_row_is_named():
     with pytest.raises(ModelError, match="with packed documents, by which packing is checked: TypeError"):
         check_packing(nn.Linear(2, 2), packed())

@@ -306,6 +306,8 @@ class Packed(_Windowed):
             BERT:
             labels are those of their own token, and each token sees its whole document.
         padding: The token that fills up rows.
+        check: Whether `Trainer.fit` calls `check_packing` before its first step. Switch it off for a loss
+            that is no mean or sum over labels, once the model alone has passed.
 
     Raises:
         ConfigError: An argument has a value that makes no sense.
@@ -331,13 +333,14 @@ class Packed(_Windowed):
         arguments: Arguments = "mask",
         causal: bool = True,
         padding: int = 0,
+        check: bool = True,
     ) -> None:
         self.row_length, self.rows = _check_number("length", length), _check_number("rows", rows)
         _check_choice("how", how, ("best-fit", "concat"))
         _check_choice("long", long, ("split", "truncate", "refuse"))
         _check_choice("last", last, ("spread", "drop", "pad"))
         self.how, self.long, self.last = how, long, last
-        self.form = RowForm(arguments=arguments, causal=causal, padding=padding)
+        self.form = RowForm(arguments, causal, padding, check)
         self.cost = partial(count_tokens, length="input_ids")
         window, batch = _check_number("window", window), rows * length
         super().__init__(*((window, 2 * batch) if how == "best-fit" else (0, batch)))
