@@ -28,6 +28,7 @@ def upper(text):
 """
 # Those that have none, and the reason that the page gives.
 WITHOUT = {
+    "explain": "is a page",
     "launch": "its script's",
     "logs": "its script's",
     "train": "its function's",
