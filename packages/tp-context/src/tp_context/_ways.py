@@ -315,7 +315,14 @@ def _mixed_rows(inputs: Inputs, rules: Rules, noise: Tensor | None) -> Tensor:
         _mix(b.of(inputs), rules, None if noise is None else b.part(noise), is_causal=b.is_causal)
         for b in _blocks(inputs, rules)
     ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
+    return _joined_rows(outputs)
+
+
+def _joined_rows(blocks: Sequence[Tensor]) -> Tensor:
+    """Return rows of all blocks, in the layout of torch's function: models flatten heads without a copy."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return torch.cat([block.transpose(1, 2) for block in blocks], 1).transpose(1, 2)
 
 
 # -- All-gather -------------------------------------------------------------------------------------
@@ -341,7 +348,8 @@ class _Gathered(torch.autograd.Function):
             ctx.save_for_backward(*tensors)
             return _mixed_rows(inputs, rules, None if noise is None else noise.draw())
         results = [_partial(b.of(inputs), b, rules) for b in _blocks(inputs, rules)]
-        out, total = (torch.cat(r, 2) if len(r) > 1 else r[0] for r in zip(*results, strict=True))
+        out = _joined_rows([out for out, _ in results])
+        total = torch.cat([total for _, total in results], 2)
         ctx.save_for_backward(*tensors, out, total)
         return out.view_as(out)
 
@@ -590,7 +598,8 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, rules: Rules, _: None, *tensors: Tensor | None) -> Tensor:
         inputs = Inputs(*tensors)  # type: ignore[arg-type]  # as they were given
         query, exact = inputs.query, _sum_dtype(inputs.query)
-        out = query.new_zeros((*query.shape[:-1], inputs.value.size(-1)), dtype=exact)
+        batch, heads, count = query.shape[:3]
+        out = query.new_zeros((batch, count, heads, inputs.value.size(-1)), dtype=exact).transpose(1, 2)
         total = query.new_full(query.shape[:-1], -torch.inf, dtype=exact)
         for source, (key, value) in _rounds([inputs.key, inputs.value], rules):
             here = inputs._replace(key=key, value=value)
