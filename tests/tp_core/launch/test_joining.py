@@ -1,15 +1,16 @@
 """Joining the process group of a job, leaving it, and joining again."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from tp_core import LaunchEnvironment
-from tp_core.errors import LaunchEnvironmentError
+from tp_core.errors import ConfigError, LaunchEnvironmentError
 from tp_core.internal import new_process_group, rendezvous_store
-from tp_core.sessions import ProcessGroupSession, join_process_group
-from tp_core.testing import ConformanceKit, make_job, run_ranks
+from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_group
+from tp_core.testing import ConformanceKit, RankPool, make_job, run_ranks
 
 ALONE = LaunchEnvironment.read({})
 CPU = torch.device("cpu")
@@ -60,10 +61,47 @@ def joined_again_and_again():
 class Kit(ConformanceKit):
     class backend:  # noqa: N801 - the kit's attribute
         name = "none"
+        self_test_options = {}
 
 
 def test_a_process_joins_again_after_it_has_left():
     assert run_ranks(joined_again_and_again, 2) == [[2.0] * 3] * 2
+
+
+def shared_samples(per_sample):
+    """Return where a rank stands, through a session around another, and sums of ranks' numbers."""
+    job = replace(make_job(Kit()), ranks_per_sample=per_sample)
+    leave = join_process_group(job.environment, device=CPU)
+    try:
+        inner = ProcessGroupSession(job, leave=leave)
+    except ConfigError as error:
+        assert not dist.is_initialized()
+        return str(error)
+    with SessionWrapper(inner) as session:
+        own = torch.tensor([float(session.rank)])
+        of_sample = own.clone()
+        if session.sample_size > 1:
+            dist.all_reduce(of_sample, group=session.sample_group)
+        place = session.data_rank, session.data_size, session.sample_rank
+        return place, session.reduce(own).item(), session.gather(own).tolist(), of_sample.item()
+
+
+@pytest.mark.slow
+def test_ranks_that_share_samples_are_neighbors_and_reduce_over_the_others():
+    with RankPool(4) as ranks:
+        assert ranks.run(shared_samples, 2) == [
+            ((0, 2, 0), 2.0, [0.0, 2.0], 1.0),
+            ((0, 2, 1), 4.0, [1.0, 3.0], 1.0),
+            ((1, 2, 0), 2.0, [0.0, 2.0], 5.0),
+            ((1, 2, 1), 4.0, [1.0, 3.0], 5.0),
+        ]
+        assert [place for place, *_ in ranks.run(shared_samples, -1)] == [(0, 1, rank) for rank in range(4)]
+        assert all("4 ranks, which hold the same weights, are not a multiple" in said for said in ranks.run(shared_samples, 3))
+
+
+def test_a_number_of_ranks_for_a_sample_is_from_one():
+    with pytest.raises(ConfigError, match="ranks_per_sample must be -1 for all, or their number, got 0"):
+        replace(make_job(Kit()), ranks_per_sample=0)
 
 
 def knows_that_the_other_is_connected(key, name, form):

@@ -385,7 +385,7 @@ class ContextSession(SessionWrapper):
                 model, _, way = runs[-1]
                 own = {c: c for _, each, _ in runs for c in each}
                 cuts = Cuts(own.values(), self.options.attention, of_runs=True)
-                cuts.counts = all(each.counts for _, each, _ in runs)
+                cuts.counts = any(each.counts for _, each, _ in runs)
                 stack.enter_context(splitting(model, cuts, way))
             self.inner.backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
         if not retain_graph and not create_graph:
