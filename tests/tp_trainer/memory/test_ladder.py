@@ -86,6 +86,16 @@ def test_each_way_needs_less_than_the_one_before():
     assert KEPT > LET_GO > CHECKPOINTED > OFFLOADED > 0
 
 
+def test_gloo_gathers_into_a_buffer_of_its_own():
+    frozen = make_model().requires_grad_(False)
+    options = FsdpOptions(reshard_after_forward=True, activation_checkpointing=False, offload=False)
+    cuda, cpu = (
+        sharded_memory(dataclasses.replace(make_job(None, device=device), model=frozen), options, ranks=4)
+        for device in ("cuda:0", "cpu")
+    )
+    assert cpu.total - cuda.total == BLOCK + BLOCK // 4
+
+
 def test_the_fastest_that_fits_is_taken():
     assert way_of(2 * KEPT) == (False, False, False)
     assert way_of(KEPT) == (True, False, False)  # it would fit with nothing to spare

@@ -9,6 +9,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -110,6 +111,8 @@ def _need(
     rest, units = _gathered(job, options, model)
     kept = options.reshard_after_forward is False
     turn = rest.whole + rest.gradients + max(_turns(units, ranks, kept=kept), default=0)
+    if job.devices[0].type == "cpu" and not kept:
+        turn = max(turn, rest.whole + rest.gradients + max(_copies(units, ranks), default=0))
     # A unit's weights are freed before its gradients, which have been copied for the reduction.
     end = rest.gradients + max(rest.whole, _reduced(rest, ranks))
     weights, gradients, optimizer = (
@@ -154,6 +157,15 @@ def _turns(units: list[_Unit], ranks: int, *, kept: bool) -> Iterator[int]:
     for unit in units:
         yield before + unit.gradients + max(unit.whole, _reduced(unit, ranks))
         before = before + unit.whole if kept else unit.whole
+
+
+def _copies(units: list[_Unit], ranks: int) -> Iterator[int]:
+    """Yield the memory of whole tensors when a unit's backward begins and gloo gathers the one before it.
+
+    It gathers into a buffer of its own, from a copy of the shard.
+    """
+    for ahead, unit in pairwise(units):
+        yield unit.whole + 2 * ahead.whole + ahead.whole // ranks
 
 
 def _reduced(unit: _Unit, ranks: int) -> int:
