@@ -183,6 +183,38 @@ def test_every_rank_gets_its_part_of_each_adapter_back(places, tmp_path):
     assert all((a == 0.01).all() and (b == 0.02).all() for a, b in halves.values())
 
 
+# -- Samples in the middle of a run: peft's generate() calls the model inside it --------------------
+
+
+class Samples(Callback):
+    def __init__(self):
+        self.made = []
+
+    def on_epoch_end(self, run):
+        ids = torch.tensor([[5, 6, 7]])
+        self.made += run.model.generate(
+            input_ids=ids, attention_mask=ids.sign(), max_new_tokens=3, do_sample=False
+        ).tolist()
+
+
+def generates(backend):
+    torch.set_num_threads(1)
+    model, samples = adapters.make("llama", "lora"), Samples()
+    with Trainer(backend=backend, devices="cpu", seed=0, progress=False) as trainer:
+        options = {"step": adapters.step, "epochs": 2, "callbacks": [samples]}
+        trainer.fit(model, adapters.make_optimizer(model), adapters.loader("llama"), **options)
+        assert (backend == "fsdp") == any(hasattr(p, "device_mesh") for p in model.parameters())
+        loss = trainer.evaluate(model, adapters.loader("llama"), step=adapters.step)["loss"]
+    return samples.made, loss
+
+
+@pytest.mark.slow
+def test_a_callback_generates_on_shards_as_on_one_device(places):
+    made, loss = generates("single")
+    for found in places.run(2, generates, "fsdp"):
+        assert found == (made, pytest.approx(loss, rel=1e-9))
+
+
 # -- What is refused -------------------------------------------------------------------------------
 
 

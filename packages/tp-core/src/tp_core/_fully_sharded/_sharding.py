@@ -1,10 +1,10 @@
 """Sharding of models, steps on them, and models that the user has sharded."""
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -62,11 +62,12 @@ class Sharding:
         self._share = share
         self._whole: PerModule[WholeParameters] = PerModule()
         self._writes: PerModule[WriteWatch] = PerModule()
+        self._running = 0  # calls of `run` that have not ended, one within another
         # The shard that replaced a parameter of the model, by the parameter's id. Weakly: a reference to the
         # whole parameter would keep its memory.
         self._shards: PerModule[dict[int, tuple[weakref.ref[Tensor], nn.Parameter]]] = PerModule()
 
-    @cached_property
+    @functools.cached_property
     def mesh(self) -> "DeviceMesh":
         """The ranks that hold a model together, and its copies."""
         return self._make_mesh()
@@ -199,6 +200,25 @@ class Sharding:
         with torch.no_grad():
             self.run(model, dict)
         model.reshard()  # type: ignore[operator]  # fully_shard has made it an FSDPModule
+        if callable(getattr(model, "generate", None)):
+            self._gather_in_generate(model)
+
+    def _gather_in_generate(self, model: Any) -> None:
+        """Make ``model.generate`` gather parameters in no unit: peft's calls the model inside, past the root.
+
+        Collective: in each call an all-gather of these.
+        """
+        method = model.generate
+
+        @functools.wraps(method)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return self.run(model, lambda: method(*args, **kwargs))
+            finally:
+                if not self._running:  # between two steps, where others read the shards
+                    model.reshard()
+
+        model.generate = generate
 
     def run(self, model: nn.Module, call: Callable[[], StepOutput]) -> StepOutput:
         """Return ``call()``, run as the forward pass of a sharded model.
@@ -215,6 +235,7 @@ class Sharding:
             writes.after()
             return output
 
+        self._running += 1
         try:
             output: StepOutput = getattr(model, _RUN)(watched)
         except BaseException:
@@ -223,6 +244,8 @@ class Sharding:
             if reset is not None:
                 reset()
             raise
+        finally:
+            self._running -= 1
         return output
 
     def remedies(self) -> str:
