@@ -13,6 +13,7 @@ from tp_context._ways import Inputs, Rules, _blocks, _ring_blocks
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, StepError
 from tp_core.plugins import Job
+from tp_trainer import Trainer
 
 from tests.installed import backend_class
 
@@ -178,6 +179,31 @@ def test_options_out_of_their_range_are_refused(options, said):
 def job(ranks=4, **arguments):
     environment = LaunchEnvironment(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
     return Job(devices=resolve_devices("cpu"), environment=environment, **arguments)
+
+
+class LongRows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(self.layer(x).relu()).square().mean()
+
+
+def test_few_long_samples_need_less_memory_in_slices_and_choose_it_where_whole_ones_do_not_fit():
+    batch, model = torch.zeros(1, 4096, 8), LongRows()
+    with Trainer(devices="cpu", progress=False) as trainer:
+
+        def table(memory):
+            return trainer.estimate(model, None, batch, lambda m, x: m(x), devices=4, memory=memory)
+
+        needs = {name: v.memory for name, v in table("1GiB").verdicts.items() if v.memory is not None}
+        whole, split = needs["ddp"], needs["context"]
+        assert split.activations == pytest.approx(whole.activations / 4, rel=0.01)
+        assert table("1GiB").best != "context"
+        found = table((whole.total + split.total) // 2)
+    assert found.best == "context"
+    assert "for sequences that one device has no memory for" in found.verdicts["context"].reason
 
 
 def test_it_fits_several_processes_and_is_chosen_after_all_others():

@@ -1,12 +1,13 @@
 """The backend that splits each sequence over ranks."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tp_core.errors import ConfigError
 from tp_core.internal import RanksBackend
-from tp_core.jobs import MemoryNeed, replicated_memory
+from tp_core.jobs import Footprint, MemoryNeed, replicated_memory
 from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_context._options import ContextOptions
@@ -49,8 +50,12 @@ class ContextBackend(RanksBackend[ContextOptions]):
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
         """Return the memory of a rank: its weights, and its slices of its group's sequences.
 
-        A group has as many times the samples of a rank as it has ranks, and cuts each into as many slices.
+        A group has as many times the samples of a rank as it has ranks, and cuts each into as many slices: so
+        activations shrink with the ranks also where a batch has fewer samples than there are ranks.
         """
+        if job.footprint is not None:
+            context = ranks_of_a_sequence(self.parse_options(job), job.environment.world_size)
+            job = replace(job, footprint=_sliced(job.footprint, context))
         weights, inner = self._weights(job)
         if weights is not None:
             return weights.estimate_memory(inner)
@@ -96,6 +101,28 @@ class ContextBackend(RanksBackend[ContextOptions]):
             )
             raise ConfigError(msg)
         return backend, inner
+
+
+def _sliced(footprint: Footprint, context: int) -> Footprint:
+    """Return the footprint of a rank that has a slice of each of its group's samples."""
+    part = math.ceil(footprint.part * context) / context
+
+    def sliced(nbytes: int, fixed: int = 0) -> int:
+        return min(nbytes, fixed) + math.ceil(max(0, nbytes - fixed) * part)
+
+    casts, activations = footprint.casts, footprint.activations
+    gradient = max(0, (activations or 0) - footprint.alone)  # the one that is being computed
+    beside = max(0, footprint.with_gradients - footprint.gradients)
+    return replace(
+        footprint,
+        activations=None if activations is None else sliced(activations, casts + gradient),
+        alone=sliced(footprint.alone, casts),
+        with_gradients=footprint.gradients + sliced(beside, casts),
+        batch=sliced(footprint.batch),
+        kept={name: sliced(nbytes) for name, nbytes in footprint.kept.items()},
+        passed={name: sliced(nbytes) for name, nbytes in footprint.passed.items()},
+        part=1.0,
+    )
 
 
 def ranks_of_a_sequence(options: ContextOptions, size: int) -> int:

@@ -33,6 +33,8 @@ class Footprint:
             gradients are allocated.
         casts: The part of the activations that are copies of weights in the dtype of a mixed precision.
         batch: The device's share of the batch itself.
+        part: The device's share of the samples, divided by the whole samples that were measured: below 1
+            where a batch has too few for all devices. A device that gets parts of samples has so much.
         kept: The memory that the forward pass of each module keeps for backward, by the module's name, with
             parameters as for ``alone``.
         passed: The memory of each of these modules' outputs, by name.
@@ -48,6 +50,7 @@ class Footprint:
     with_gradients: int = 0
     casts: int = 0
     batch: int = 0
+    part: float = 1.0
     kept: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     passed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     unknown: str = ""

@@ -263,6 +263,7 @@ def estimate_job(
             device=job.devices[0],
             recomputation=what,
         )
+        footprint = replace(footprint, part=_part(rows, count))
         job = replace(job, footprint=footprint, free_nbytes=free)
         table = table_of(job, backends, devices=count, kind=job.devices[0].type)
         if table.best is not None or footprint.activations is None:
@@ -337,7 +338,7 @@ def _measure(model: nn.Module, job: Job, work: Work) -> Footprint:
     traits = job.traits
     # No step for DTensors: it makes collectives, and only rank 0 is here.
     batch = None if traits is not None and traits.has_dtensors else _one_share(work.loader, job)
-    return measure_footprint(
+    found = measure_footprint(
         model,
         work.optimizer,
         batch,
@@ -346,6 +347,24 @@ def _measure(model: nn.Module, job: Job, work: Work) -> Footprint:
         device=job.devices[0],
         recomputation=job.recomputation,
     )
+    return replace(found, part=_part(_batch_size(work.loader), _device_count(job)))
+
+
+def _part(samples: int | None, devices: int) -> float:
+    """Return the share of a device, divided by the whole samples that it gets at most."""
+    return samples / devices / -(-samples // devices) if samples else 1.0
+
+
+def _device_count(job: Job) -> int:
+    return job.environment.world_size * len(job.devices)
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Return the number of samples in a loader's batches, if it is known."""
+    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
+        return None
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _one_share(loader: Any, job: Job) -> Any:
@@ -353,12 +372,10 @@ def _one_share(loader: Any, job: Job) -> Any:
 
     The random generators are restored.
     """
-    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
+    size = _batch_size(loader)
+    if size is None:
         return None
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    if not isinstance(size, int):
-        return None
-    share = -(-size // (job.environment.world_size * len(job.devices)))
+    share = -(-size // _device_count(job))
     kept = generators.capture(job.devices)
     try:
         return loader.collate_fn([loader.dataset[i] for i in range(share)])
