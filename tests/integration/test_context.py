@@ -758,3 +758,28 @@ def test_adapters_train_on_slices_and_the_model_generates_on_each_rank(pair):
     for found in pair.run(adapted, "context"):
         assert families.difference(found[:2], expected[:2]) < 1e-12
         assert found[2] == expected[2]
+
+
+def asking_for_weights(model, batch):
+    return model(**batch, output_attentions=True).loss
+
+
+def asked_for_weights():
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    model = families.make_model("llama")
+    model.set_attn_implementation("eager")
+    loader = DataLoader(families.Samples("llama", "none"), batch_size=3)
+    with Trainer(backend="context", devices="cpu", seed=0, progress=False) as trainer:
+        with pytest.raises(ModelError) as caught:
+            trainer.fit(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=asking_for_weights, epochs=1
+            )
+        return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+def test_weights_of_attention_are_refused(pair):
+    for said in pair.run(asked_for_weights):
+        assert "attention weights (output_attentions=True) are not there" in said

@@ -96,7 +96,8 @@ def test_ranks_that_share_samples_are_neighbors_and_reduce_over_the_others():
             ((1, 2, 1), 4.0, [1.0, 3.0], 5.0),
         ]
         assert [place for place, *_ in ranks.run(shared_samples, -1)] == [(0, 1, rank) for rank in range(4)]
-        assert all("4 ranks, which hold the same weights, are not a multiple" in said for said in ranks.run(shared_samples, 3))
+        said = ranks.run(shared_samples, 3)
+        assert all("4 ranks, which hold the same weights, are not a multiple" in text for text in said)
 
 
 def test_a_number_of_ranks_for_a_sample_is_from_one():
