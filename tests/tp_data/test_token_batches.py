@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tp_core.errors import ConfigError, LoaderError
-from tp_data import Item, Packed, TokenBudget
+from tp_data import Item, Loader, Packed, Stream, TokenBudget
 
 COSTS = [(i * 7919) % 37 + 1 for i in range(400)]
 lengths = st.lists(st.integers(0, 40), max_size=150)
@@ -209,6 +209,12 @@ def test_a_sample_that_is_too_long_is_named(batcher, message):
 def test_a_sample_without_tokens_is_refused(sample, message):
     with pytest.raises(LoaderError, match=message):
         Packed(8).cost(sample)
+
+
+def test_a_sample_without_tokens_is_named_by_its_file_and_offset(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n{"text": "b"}\n')
+    with pytest.raises(LoaderError, match=r"a\.jsonl.* a sample has no field 'input_ids'"):
+        list(Loader(Stream(str(tmp_path / "a.jsonl")), Packed(8)))
 
 
 def test_the_field_that_is_counted_can_be_named():

@@ -93,11 +93,17 @@ class _Work(Dataset[_Done]):
         skip = (lambda error: skipped.append(str(error))) if self._skips else None
         if task.costs:
             samples = self._stream.load(list(task.costs), task.epoch, skip)
-            cost = self._batcher.cost
-            return _Done([1 if cost is None else cost(samples[position]) for position in task.costs])
+            return _Done([self._cost(p, samples[p], task.epoch) for p in task.costs])
         samples = self._stream.load(positions_in(task.rows), task.epoch, skip)
         batch = self._batcher.collate(task.rows, samples)
         return _Done(batch, self._batcher.measure(batch), skipped)
+
+    def _cost(self, position: int, sample: Any, epoch: int) -> int:
+        try:
+            return 1 if self._batcher.cost is None else self._batcher.cost(sample)
+        except LoaderError as error:
+            where = self._stream.place(position, epoch=epoch).where
+            raise LoaderError(f"{where}: {error}") from error  # noqa: EM102 - a place before a sentence
 
 
 def _same(value: Any) -> Any:
