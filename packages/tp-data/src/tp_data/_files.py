@@ -17,7 +17,7 @@ import os
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ class Access:
     timeout_s: float = 60.0
     attempts: int = 4
     rest_s: float = 1.0
-    options: dict[str, Any] | None = None
+    options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.timeout_s <= 0 or self.rest_s < 0:

@@ -46,8 +46,8 @@ class Stats:
     rows: int = 0
     skipped: int = 0
     wait_s: float = 0.0
-    measured: dict[str, float] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict, init=False)
+    errors: list[str] = field(default_factory=list, init=False)
 
 
 _MOST_ERRORS = 20

@@ -52,7 +52,7 @@ class Source:
 
     @property
     def digest(self) -> str:
-        """A text that changes with the samples: a checkpoint is not resumed on others."""
+        """A text that changes with the samples, so that a state is not resumed on others."""
         return f"{len(self)}"
 
 
