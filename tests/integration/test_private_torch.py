@@ -26,6 +26,7 @@ SOURCES = [
         "tp-data",
         "tp-core",
         "tp-dp-gather",
+        "tp-pipeline",
         "tp-runner",
         "tp-shard",
         "tp-trainer",
@@ -59,6 +60,16 @@ REASONS = {
     "torch.utils._device.DeviceContext": "a default device is a mode that does not count as one",
     "torch.nn.modules.batchnorm._BatchNorm": "the base of all normalizations with running statistics",
     "torch.utils._python_dispatch.TorchDispatchMode": "how all operators of a forward are seen",
+    "torch._subclasses.fake_tensor.DataDependentOutputException": "such a block is run with numbers",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException": "such a block is run with numbers",
+    "torch._subclasses.fake_tensor.UnsupportedOperatorException": "such a block is run with numbers",
+    "torch.distributed.pipelining._backward._get_grad_fn_or_grad_acc": "inputs first, weights later",
+    "torch.distributed.pipelining._backward.construct_reverse_graph": "inputs first, weights later",
+    "torch.distributed.pipelining._backward.get_param_groups": "inputs first, weights later",
+    "torch.distributed.pipelining._backward.stage_backward_weight": "inputs first, weights later",
+    "torch.distributed.pipelining.schedules._Action": "the work of a stage",
+    "torch.distributed.pipelining.schedules._ComputationType": "the work of a stage",
+    "torch.distributed.pipelining.schedules._add_send_recv": "an order without deadlocks",
 }
 MEMBERS = {
     nn.Module: [

@@ -20,6 +20,7 @@ PACKAGES = (
     "tp_core",
     "tp_data",
     "tp_dp_gather",
+    "tp_pipeline",
     "tp_runner",
     "tp_shard",
     "tp_trainer",

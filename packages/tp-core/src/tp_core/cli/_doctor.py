@@ -25,6 +25,7 @@ _DISTRIBUTIONS = (
     "tp-context",
     "tp-core",
     "tp-dp-gather",
+    "tp-pipeline",
     "tp-runner",
     "tp-shard",
     "tp-trainer",

@@ -39,7 +39,17 @@ hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 
 
 FIRST_PARTY = frozenset(
-    {"tp-context", "tp-core", "tp-data", "tp-dp-gather", "tp-runner", "tp-shard", "tp-trainer", "tp-tuple"}
+    {
+        "tp-context",
+        "tp-core",
+        "tp-data",
+        "tp-dp-gather",
+        "tp-pipeline",
+        "tp-runner",
+        "tp-shard",
+        "tp-trainer",
+        "tp-tuple",
+    }
 )
 """The distributions of this project: where names collide, theirs win."""
 

@@ -21,6 +21,7 @@ KNOWN_BACKENDS: Mapping[str, str] = {
     "ddp": "tp-trainer",
     "dp-gather": "tp-dp-gather",
     "fsdp": "tp-trainer",
+    "pipeline": "tp-pipeline",
     "shard": "tp-shard",
     "single": "tp-trainer",
     "tuple": "tp-tuple",

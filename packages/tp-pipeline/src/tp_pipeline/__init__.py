@@ -1,0 +1,12 @@
+"""Pipeline parallelism: the stages of a model on several ranks, exact on uneven batches."""
+
+from typing import TYPE_CHECKING
+
+from tp_core.internal import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_pipeline._options import PipelineOptions as PipelineOptions
+
+    __version__: str
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, {"tp_pipeline._options": ["PipelineOptions"]})

@@ -1,0 +1,71 @@
+"""The backend that gives each rank some stages of the model."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from tp_core.errors import ConfigError
+from tp_core.internal import RanksBackend
+from tp_core.plugins import Job, Verdict
+
+from tp_pipeline._options import PipelineOptions
+
+if TYPE_CHECKING:  # backends that are not chosen cost nothing
+    from tp_pipeline._session import PipelineSession
+
+
+class PipelineBackend(RanksBackend[PipelineOptions]):
+    """Runs one process per device: groups of them hold a model in stages, and divide the samples."""
+
+    name: ClassVar[str] = "pipeline"
+    options_type = PipelineOptions
+
+    def assess_ranks(self, job: Job) -> Verdict:
+        """Fit a model of whole parameters, below the backends whose ranks have all of it."""
+        traits = job.traits
+        if traits is not None and (traits.has_dtensors or traits.has_sharded_parameters):
+            return Verdict.unfit(
+                "the model has split parameters, and each rank here has whole ones of its stages",
+                remedy="give the plain model",
+            )
+        options, size = self.parse_options(job), job.environment.world_size
+        ranks = ranks_of_a_model(options, size)
+        return Verdict.fits(
+            8,
+            f"the stages of the model on {ranks} of {size} processes, for models that one device has no "
+            "memory for; fsdp needs no cut of the model",
+        )
+
+    def open(self, job: Job) -> "PipelineSession":
+        """Join the process group, unless the script has done so, and form the groups.
+
+        Raises:
+            ConfigError: The ranks are no multiple of those that hold a model together.
+
+        Collective: the ranks' rendezvous, and the creation of the groups.
+        """
+        from tp_pipeline._session import PipelineSession
+
+        options = self.parse_options(job)
+        return PipelineSession(job, options, ranks_of_a_model(options, job.environment.world_size))
+
+
+def ranks_of_a_model(options: PipelineOptions, size: int) -> int:
+    """Return the number of ranks that hold a model together.
+
+    Raises:
+        ConfigError: All ranks are no multiple of it; or the cuts by hand make another number of stages.
+    """
+    ranks = size if options.ranks == -1 else options.ranks
+    if size % ranks:
+        msg = (
+            f"the option ranks={ranks} of backend 'pipeline' puts each model on so many ranks, and {size} "
+            "ranks are not a multiple of it"
+        )
+        raise ConfigError(msg)
+    stages = ranks * options.depth
+    if options.cuts is not None and len(options.cuts) != stages - 1:
+        msg = (
+            f"the option cuts of backend 'pipeline' names {len(options.cuts)} modules with which stages "
+            f"begin, and {stages} stages ({options.schedule!r} on {ranks} ranks) need {stages - 1}"
+        )
+        raise ConfigError(msg)
+    return ranks

@@ -1,0 +1,97 @@
+"""The options of the backend ``pipeline``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tp_core.errors import ConfigError
+from tp_core.internal import check_above_zero
+
+ScheduleName = Literal[
+    "GPipe",
+    "1F1B",
+    "LoopedBFS",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """The options of the backend ``pipeline``.
+
+    Attributes:
+        ranks: The number of ranks that hold a model together, -1 for all. The others divide the samples.
+        schedule: The order of the work, by torch's name: "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B",
+            "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
+        stages_per_rank: The number of stages of each rank; 0 takes 1 for "GPipe" and "1F1B", and 2 for the
+            others.
+        microbatches: The number of parts of each batch, which follow each other through the stages; 0 for
+            four for each rank, or one for each sample where there are fewer.
+        microbatch_size: The number of samples of each part, in place of their number; 0 for none.
+        cuts: The names of the modules with which stages begin, without the first stage:
+            ``["layers.4", "layers.8"]``. ``None`` cuts between repeated blocks, so that the stages have about
+            as many parameters.
+        timeout_s: How many seconds a rank waits for another one.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    ranks: int = -1
+    schedule: ScheduleName = "1F1B"
+    stages_per_rank: int = 0
+    microbatches: int = 0
+    microbatch_size: int = 0
+    cuts: Sequence[str] | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, "timeout_s")
+        if self.ranks != -1 and self.ranks < 1:
+            msg = f"PipelineOptions(ranks=...) must be -1 for all ranks, or their number, got {self.ranks}"
+            raise ConfigError(msg)
+        for name in ("stages_per_rank", "microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if value < 0:
+                msg = f"PipelineOptions({name}=...) must not be negative, got {value}"
+                raise ConfigError(msg)
+        if self.microbatches and self.microbatch_size:
+            msg = (
+                "PipelineOptions takes microbatches=..., the number of parts, or microbatch_size=..., their "
+                f"samples, and not both; got {self.microbatches} and {self.microbatch_size}"
+            )
+            raise ConfigError(msg)
+        if self.schedule in {"ZBVZeroBubble", "DualPipeV"} and self.stages_per_rank not in {0, 2}:
+            msg = (
+                f"the schedule {self.schedule!r} has two stages on each rank; leave stages_per_rank out, got "
+                f"{self.stages_per_rank}"
+            )
+            raise ConfigError(msg)
+        if self.schedule in {"GPipe", "1F1B"} and self.stages_per_rank not in {0, 1}:
+            msg = (
+                f"the schedule {self.schedule!r} has one stage on each rank, got stages_per_rank="
+                f"{self.stages_per_rank}; take 'Interleaved1F1B' for several"
+            )
+            raise ConfigError(msg)
+        if self.cuts is None:
+            return
+        if isinstance(self.cuts, str) or not all(isinstance(name, str) for name in self.cuts):
+            msg = (
+                "PipelineOptions(cuts=...) must be a list of the names of modules with which stages begin, "
+                f"as in ['layers.4', 'layers.8']; got {self.cuts!r}"
+            )
+            raise ConfigError(msg)
+        object.__setattr__(self, "cuts", tuple(self.cuts))
+
+    @property
+    def depth(self) -> int:
+        """The number of stages of each rank."""
+        return self.stages_per_rank or (1 if self.schedule in {"GPipe", "1F1B"} else 2)
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the last rank has two stages in the middle, and the first rank the first and the last."""
+        return self.schedule in {"ZBVZeroBubble", "DualPipeV"}

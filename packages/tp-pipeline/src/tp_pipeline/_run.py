@@ -1,0 +1,538 @@
+"""A batch on its way through the stages: forwards, backwards and what is sent between them.
+
+::
+
+    rank 0, stage 0     F0 F1 F2    B0 F3 B1    B2    B3         the schedule 1F1B with four micro-batches
+    rank 1, stage 1        F0 B0 F1 B1 F2 B2 F3 B3
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    construct_reverse_graph,
+    get_param_groups,
+    stage_backward_weight,
+)
+from tp_core import tree_leaves, tree_map
+from tp_core.data import read_weight
+from tp_core.errors import StepError
+from tp_core.internal import seed_of
+
+from tp_pipeline._plan import Argument, InnerCall, Item, Leaf, Output, Plan, Spec, forwards
+from tp_pipeline._schedule import Work
+
+
+class StandIn(Tensor):
+    """A tensor without numbers, for one that a stage does not have: what is computed with it has none, too.
+
+    Args:
+        like: A tensor without memory (on the device "meta"), of its shape and type.
+        device: The device that it seems to be on.
+    """
+
+    # Private to torch, and how its own wrappers are made: results are not to be made of this class by it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's way
+    like: Tensor
+
+    def __new__(cls, like: Tensor, device: torch.device) -> Self:
+        """Make the tensor."""
+        made: Self = torch.Tensor._make_wrapper_subclass(  # private, too
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        made.like = like
+        return made
+
+    @classmethod
+    def of(cls, spec: Spec, device: torch.device) -> "StandIn":
+        """Return one of a shape and type."""
+        return cls(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), device)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a plain function
+        cls, func: Any, _: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute shapes and types alone."""
+        devices = [t.device for t in tree_leaves((args, kwargs or {})) if isinstance(t, cls)]
+
+        def to_meta(value: Any) -> Any:
+            if isinstance(value, cls):
+                return value.like
+            if isinstance(value, Tensor):
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            return value
+
+        args, named = tree_map(to_meta, (args, dict(kwargs or {})))
+        device = named.get("device") or devices[0]
+        if "device" in named:
+            named["device"] = torch.device("meta")
+        outputs = func(*args, **named)
+        return tree_map(lambda v: cls(v, torch.device(device)) if isinstance(v, Tensor) else v, outputs)
+
+
+class _StageEndError(BaseException):  # not an Exception: the user's step may catch those
+    """Raised in a step where the last block of a stage has ended."""
+
+
+class _StageRun:
+    """The forward pass of one stage for one micro-batch.
+
+    Args:
+        plan: The plan.
+        stage: The stage.
+        given: What has come from the stages before.
+        seed: The seed of this micro-batch's random numbers.
+        units: The units.
+        device: The device.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stage: int,
+        given: Mapping[Item, Tensor],
+        *,
+        seed: int,
+        units: Mapping[str, nn.Module],
+        device: torch.device,
+    ) -> None:
+        self.plan, self.stage, self.given, self.units = plan, stage, given, units
+        self._device = device
+        self.made: dict[Item, Tensor] = {}
+        self._seed, self._next = seed, 0
+        self._end = plan.last_call(stage) if stage < plan.stages - 1 else len(plan.calls)
+        self._wanted = {i for i in plan.sends[stage] if i not in given}
+
+    def call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand for the forward of a unit."""
+        plan, number = self.plan, self._next
+        if number >= len(plan.calls) or plan.calls[number].unit != name:
+            expected = repr(plan.calls[number].unit) if number < len(plan.calls) else "no block"
+            msg = (
+                f"the step calls {name!r} where it called {expected} when backend 'pipeline' ran it on "
+                "stand-ins: which blocks run, and in which order, must not depend on the numbers of the batch"
+            )
+            raise StepError(msg)
+        self._next += 1
+        if plan.stage_of[number] < self.stage:
+            output = self._stand_in(number, args, kwargs)
+        else:
+            self._draw(number, 0)
+            with self._watching(number):
+                output = forward(*args, **kwargs)
+            self._note(("out", number), output, plan.calls[number].output)
+            if number == self._end:
+                raise _StageEndError
+        self._draw(number, 1)
+        return output
+
+    def _draw(self, number: int, after: int) -> None:
+        """Let random numbers depend on the micro-batch and the call, and on neither stage nor schedule."""
+        if self.plan.draws:
+            torch.manual_seed(seed_of((self._seed, number, after)))
+
+    def _note(self, key: Item, output: Any, expected: Output) -> None:
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if len(leaves) != len(expected.specs):
+            msg = (
+                f"{self.plan.calls[key[1]].unit!r} returns {len(leaves)} tensors, and returned "
+                f"{len(expected.specs)} when backend 'pipeline' ran the step on stand-ins: what it returns "
+                "must not depend on the numbers of the batch"
+            )
+            raise StepError(msg)
+        for i, leaf in enumerate(leaves):
+            if (*key, i) in self._wanted:
+                self.made[*key, i] = leaf
+
+    def _stand_in(self, number: int, args: Any, kwargs: Any) -> Any:
+        """Return what a unit of an earlier stage has returned, where it is needed, else without numbers."""
+        call, arguments = self.plan.calls[number], [*tree_leaves(args), *tree_leaves(kwargs)]
+        for inner in self.plan.replayed[number]:
+            # Its hooks collect outputs for use outside of the block, as transformers' router logits.
+            module = self.units[call.unit].get_submodule(inner.name)
+            value = self._filled(inner.output, ("inner", number, inner.name, inner.time), [])
+            with forwards({inner.name: module}, lambda _n, _f, v=value, *_a, **_k: v):
+                module()
+        return self._filled(call.output, ("out", number), arguments)
+
+    def _filled(self, output: Output, key: Item, arguments: Sequence[Any]) -> Any:
+        def fill(value: Any) -> Any:
+            if isinstance(value, Argument):
+                return arguments[value.index]
+            if not isinstance(value, Leaf):
+                return value
+            found = self.given.get((*key, value.index))
+            return StandIn.of(output.specs[value.index], self._device) if found is None else found
+
+        return tree_map(fill, output.structure)
+
+    @contextmanager
+    def _watching(self, number: int) -> Iterator[None]:
+        """Keep what modules within a unit return for use outside of it."""
+        call, handles = self.plan.calls[number], []
+        by_name: dict[str, dict[int, InnerCall]] = {}
+        for inner in self.plan.replayed[number]:
+            by_name.setdefault(inner.name, {})[inner.time] = inner
+
+        def watch(name: str, times: dict[int, InnerCall]) -> Callable[..., None]:
+            count = 0
+
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                nonlocal count
+                if count in times:
+                    self._note(("inner", number, name, count), output, times[count].output)
+                count += 1
+
+            return hook
+
+        for name, times in by_name.items():
+            module = self.units[call.unit].get_submodule(name)
+            handles.append(module.register_forward_hook(watch(name, times)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class Exchange:
+    """Sends tensors to other ranks of a group, and receives them.
+
+    Args:
+        group: The group.
+        rank_of: Returns the rank in the group that has a stage.
+        stages: The number of stages.
+        device: The device.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, rank_of: Callable[[int], int], stages: int, device: torch.device
+    ) -> None:
+        self._group, self._rank_of, self._stages, self.device = group, rank_of, stages, device
+        self._sent: list[tuple[Any, Tensor]] = []
+
+    def send(self, work: Work, tensors: Sequence[Tensor], to: int) -> None:
+        """Begin to send tensors to the rank of a stage. One message for each tensor."""
+        for i, tensor in enumerate(tensors):
+            raw = _bytes_of(tensor.detach().contiguous())
+            if raw.numel():
+                # Without waiting: it may come to its receive only after this rank's next work.
+                sending = dist.isend(
+                    raw, group=self._group, group_dst=self._rank_of(to), tag=self._tag(work, i)
+                )
+                self._sent.append((sending, raw))
+
+    def receive(self, work: Work, specs: Sequence[Spec], source: int) -> tuple[list[Any], list[Tensor]]:
+        """Begin to receive tensors from the rank of a stage."""
+        waits, tensors = [], []
+        for i, spec in enumerate(specs):
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            tensors.append(tensor)
+            if tensor.numel():
+                waits.append(
+                    dist.irecv(
+                        _bytes_of(tensor),
+                        group=self._group,
+                        group_src=self._rank_of(source),
+                        tag=self._tag(work, i),
+                    )
+                )
+        return waits, tensors
+
+    def finish(self) -> None:
+        """Wait until all has been sent."""
+        for sending, _ in self._sent:
+            sending.wait()
+        self._sent.clear()
+
+    def _tag(self, work: Work, number: int) -> int:
+        is_back = work.kind.endswith("B")
+        sender = work.stage
+        if work.kind.startswith("RECV"):
+            sender += 1 if is_back else -1
+        return ((work.part * self._stages + sender) * 2 + is_back) * 256 + number
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    # Not every group sends every type (gloo sends no bool).
+    return tensor.view(-1).view(torch.uint8)
+
+
+class BatchRun:
+    """The work of this rank for one batch.
+
+    Args:
+        step: The user's step.
+        model: The plain model.
+        parts: The micro-batches.
+        plans: The plan of each.
+        units: The units of the model.
+        exchange: Sends and receives.
+        rank_of: Returns the rank in the group that has a stage.
+        me: This rank in the group.
+        seed: The seed of the batch's random numbers.
+        weigh: Returns the loss and the weight of a micro-batch's output.
+        trained: The trained parameters that this rank has.
+        uncast: Returns a context for backward passes, in which nothing is cast.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        model: nn.Module,
+        parts: Sequence[Any],
+        plans: Sequence[Plan],
+        *,
+        units: Mapping[str, nn.Module],
+        exchange: Exchange,
+        rank_of: Callable[[int], int],
+        me: int,
+        seed: int,
+        weigh: Callable[[Any, int], tuple[Tensor, float]],
+        trained: Sequence[nn.Parameter],
+        uncast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._step, self._model, self._parts, self._plans = step, model, parts, plans
+        self._units, self._exchange, self._rank_of, self._me = dict(units), exchange, rank_of, me
+        self._seed, self._weigh, self._trained, self._uncast = seed, weigh, trained, uncast
+        self._given: dict[tuple[int, int], tuple[list[Any], list[Tensor]]] = {}
+        self._leaves: dict[tuple[int, int], dict[Item, Tensor]] = {}
+        self._ends: dict[tuple[int, int], list[Tensor]] = {}
+        self._gradients: dict[tuple[int, int], tuple[list[Any], list[Tensor]]] = {}
+        self._inputs: dict[tuple[int, int], list[Tensor]] = {}
+        self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self.outputs: list[Any] = [None] * len(parts)
+        self.weights: list[float] = [0.0] * len(parts)
+
+    def perform(self, order: Sequence[Work]) -> None:
+        """Do this rank's work in an order, and wait until all is sent.
+
+        Collective: sends and receives between the ranks of neighboring stages.
+        """
+        does = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_inputs,
+            "W": self._backward_weights,
+            "SEND_F": self._send_forward,
+            "RECV_F": self._receive_forward,
+            "SEND_B": self._send_backward,
+            "RECV_B": self._receive_backward,
+        }
+        for work in order:
+            does[work.kind](work)
+        self._exchange.finish()
+
+    # -- forward
+
+    def _receive_forward(self, work: Work) -> None:
+        plan = self._plans[work.part]
+        specs = [plan.specs[i] for i in plan.sends[work.stage - 1]]
+        self._given[work.stage, work.part] = self._exchange.receive(work, specs, work.stage - 1)
+
+    def _forward(self, work: Work) -> None:
+        _, stage, part = work
+        plan, key = self._plans[part], (stage, part)
+        given: dict[Item, Tensor] = {}
+        leaves: dict[Item, Tensor] = {}
+        if stage:
+            waits, tensors = self._given.pop(key)
+            for wait in waits:
+                wait.wait()
+            for item, tensor in zip(plan.sends[stage - 1], tensors, strict=True):
+                learns = plan.specs[item].requires_grad and torch.is_grad_enabled()
+                leaves[item] = leaf = tensor.requires_grad_(learns)
+                given[item] = _Given.apply(leaf) if learns else leaf  # type: ignore[no-untyped-call]
+        seed = seed_of((self._seed, part))
+        run = _StageRun(plan, stage, given, seed=seed, units=self._units, device=self._exchange.device)
+        output = None
+        if plan.draws:
+            torch.manual_seed(seed)
+        with forwards(self._units, run.call):
+            try:
+                output = self._step(self._model, self._parts[part])
+            except _StageEndError:
+                pass
+            else:
+                if stage < plan.stages - 1:
+                    msg = (
+                        "the step has ended before the blocks of this stage had: does it catch "
+                        "BaseException? Let exceptions that are no Exception pass"
+                    )
+                    raise StepError(msg)
+        self._leaves[key] = leaves
+        if stage == plan.stages - 1:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, StandIn):
+                    msg = (
+                        "the step returns a value of what another stage has, which its run on stand-ins did "
+                        "not show: what it uses must not depend on the numbers of the batch"
+                    )
+                    raise StepError(msg)
+            self.outputs[part] = output
+            if plan.has_loss:
+                loss, self.weights[part] = self._weigh(output, part)
+                self._ends[key] = [loss]
+            return
+        ends = [leaves[i] if i in leaves else run.made[i] for i in plan.sends[stage]]
+        for item, tensor in zip(plan.sends[stage], ends, strict=True):
+            _check_as_expected(item, tensor, plan)
+        if self._rank_of(stage + 1) == self._me:
+            self._given[stage + 1, part] = [], [t.detach() for t in ends]
+        self._ends[key] = ends
+
+    def _send_forward(self, work: Work) -> None:
+        self._exchange.send(work, self._ends[work.stage, work.part], work.stage + 1)
+
+    # -- backward
+
+    def _learning(self, stage: int, part: int) -> list[Item]:
+        """Return the items with gradients that a stage sends on."""
+        plan = self._plans[part]
+        return [i for i in plan.sends[stage] if plan.specs[i].requires_grad]
+
+    def _receive_backward(self, work: Work) -> None:
+        items = self._learning(work.stage, work.part)
+        specs = [self._plans[work.part].specs[i] for i in items]
+        self._gradients[work.stage, work.part] = self._exchange.receive(work, specs, work.stage + 1)
+
+    def _roots(self, stage: int, part: int) -> tuple[list[Tensor], list[Tensor], dict[Item, Tensor]]:
+        """Return what to go back from, its gradients, and the tensors that have come from before."""
+        plan, key = self._plans[part], (stage, part)
+        ends, leaves = self._ends.pop(key), self._leaves.pop(key)
+        if stage == plan.stages - 1:
+            (loss,) = ends
+            weight = self.weights[part]
+            # A loss that counts nothing may be NaN.
+            return ([loss], [torch.full_like(loss, weight)], leaves) if weight else ([], [], leaves)
+        waits, gradients = self._gradients.pop(key)
+        for wait in waits:
+            wait.wait()
+        learning = [t for i, t in zip(plan.sends[stage], ends, strict=True) if plan.specs[i].requires_grad]
+        return learning, gradients, leaves
+
+    def _backward(self, work: Work) -> None:
+        roots, gradients, leaves = self._roots(work.stage, work.part)
+        if roots:
+            with self._uncast():
+                torch.autograd.backward(roots, gradients)
+        self._hand_back(work, leaves)
+
+    def _backward_inputs(self, work: Work) -> None:
+        roots, gradients, leaves = self._roots(work.stage, work.part)
+        inputs = [t for t in leaves.values() if t.requires_grad]
+        with self._uncast():
+            if roots and inputs:
+                self._groups[work.stage, work.part] = _go_back_to_inputs(
+                    roots, gradients, inputs, self._trained
+                )
+            elif roots:  # the first stage sends nothing back
+                torch.autograd.backward(roots, gradients)
+        self._hand_back(work, leaves)
+
+    def _backward_weights(self, work: Work) -> None:
+        groups = self._groups.pop((work.stage, work.part), [])
+        with self._uncast():
+            stage_backward_weight(iter(self._trained), groups)
+
+    def _hand_back(self, work: Work, leaves: dict[Item, Tensor]) -> None:
+        if not work.stage:
+            return
+        sent = [leaves[i] for i in self._learning(work.stage - 1, work.part)]
+        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in sent]
+        if self._rank_of(work.stage - 1) == self._me:
+            self._gradients[work.stage - 1, work.part] = [], gradients
+        else:
+            self._inputs[work.stage, work.part] = gradients
+
+    def _send_backward(self, work: Work) -> None:
+        self._exchange.send(work, self._inputs.pop((work.stage, work.part)), work.stage - 1)
+
+
+class _Given(torch.autograd.Function):
+    """A tensor that has come from another stage, which the model may change in place.
+
+    Forward and backward exchange nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
+        return grad
+
+
+def _check_as_expected(item: Item, tensor: Tensor, plan: Plan) -> None:
+    spec, unit = plan.specs[item], plan.calls[item[1]].unit
+    learns = spec.requires_grad and torch.is_grad_enabled()
+    found = Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    if isinstance(tensor, StandIn) or found != Spec(spec.shape, spec.dtype, learns):
+        msg = (
+            f"{unit!r} returns a tensor of shape {found.shape} and type {found.dtype}"
+            f"{' with' if found.requires_grad else ' without'} gradients, and the next stage expects "
+            f"{spec.shape}, {spec.dtype}{' with' if learns else ' without'} gradients, as in the run on "
+            "stand-ins: what a block returns must not depend on the numbers of the batch"
+        )
+        raise StepError(msg)
+
+
+def _go_back_to_inputs(
+    roots: list[Tensor], gradients: list[Tensor], inputs: list[Tensor], weights: Sequence[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Add the gradients of inputs; return what `stage_backward_weight` needs to add those of weights.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2; with torch's private functions
+    that
+    find where the ways to weights leave those to inputs.
+    """
+    nodes = [n for t in roots if (n := _get_grad_fn_or_grad_acc(t)) is not None]
+    reverse = construct_reverse_graph(nodes)
+    by_node = {n: w for w in weights if (n := _get_grad_fn_or_grad_acc(w)) is not None}
+    starts = [n for t in inputs if (n := _get_grad_fn_or_grad_acc(t)) is not None]
+    groups = get_param_groups(starts, list(by_node), reverse)
+    later = {node for group in groups for node in group["params"]}
+    # Weights whose ways meet no input's are learned now: no group has them.
+    now = [w for node, w in by_node.items() if node in reverse and node not in later]
+    handles = []
+    try:
+        for group in groups:
+            group["intermediates"] = list(group["intermediates"])
+            group["grads"] = [None] * len(group["intermediates"])
+            for i, node in enumerate(group["intermediates"]):
+                handles.append(node.register_prehook(_keeper(group["grads"], i)))
+        found = torch.autograd.grad(roots, [*inputs, *now], gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for tensor, grad in zip([*inputs, *now], found, strict=True):
+        if grad is not None:
+            tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+    for group in groups:
+        reached = [i for i, grads in enumerate(group["grads"]) if grads is not None]
+        group["intermediates"] = [group["intermediates"][i] for i in reached]
+        group["grads"] = [group["grads"][i] for i in reached]
+    return [group for group in groups if group["grads"]]
+
+
+def _keeper(grads: list[Any], place: int) -> Callable[[Any], None]:
+    def keep(found: Any) -> None:
+        grads[place] = found
+
+    return keep
+
+
+def weigh_output(output: Any, samples: int, *, is_sum: bool) -> tuple[Tensor, float]:
+    """Return the loss of a micro-batch and its weight."""
+    is_dict = isinstance(output, Mapping)
+    loss = output["loss"] if is_dict else output
+    if is_sum:
+        return loss, 1.0
+    return loss, read_weight(output["weight"]) if is_dict and "weight" in output else float(samples)

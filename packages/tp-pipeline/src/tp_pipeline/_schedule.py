@@ -1,0 +1,159 @@
+"""The order of a rank's work: torch's schedules, and forwards alone where nothing is learned."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _add_send_recv,
+    _ComputationType,
+    get_schedule_class,
+)
+from tp_core.errors import ConfigError
+
+
+class Work(NamedTuple):
+    """A piece of work of a rank.
+
+    Attributes:
+        kind: "F" forward, "B" backward, "I" the gradients of inputs alone, "W" those of weights after it;
+            "SEND_F", "RECV_F" outputs to the next stage, "SEND_B", "RECV_B" gradients to the one before.
+        stage: The stage.
+        part: The micro-batch.
+    """
+
+    kind: str
+    stage: int
+    part: int
+
+
+def rank_of_stage(stage: int, ranks: int, *, is_v: bool) -> int:
+    """Return the rank that has a stage.
+
+    Example:
+        >>> [rank_of_stage(s, 2, is_v=True) for s in range(4)]
+        [0, 1, 1, 0]
+    """
+    lap, place = divmod(stage, ranks)
+    return ranks - 1 - place if is_v and lap % 2 else place
+
+
+class Orders:
+    """The orders of work of a group of ranks.
+
+    Args:
+        schedule: The name of the schedule, as torch has it.
+        ranks: The number of ranks.
+        depth: The number of stages of each rank.
+        is_v: Whether stages go back over the ranks, as `PipelineOptions.is_v` says.
+        group: The ranks' process group.
+    """
+
+    def __init__(self, schedule: str, ranks: int, depth: int, *, is_v: bool, group: ProcessGroup) -> None:
+        self.schedule, self.ranks, self.stages = schedule, ranks, ranks * depth
+        self._is_v, self._depth, self._group = is_v, depth, group
+        self.learning = lru_cache(maxsize=64)(self._learning)
+        self.forwards = lru_cache(maxsize=64)(self._forwards)
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank in the group that has a stage."""
+        return rank_of_stage(stage, self.ranks, is_v=self._is_v)
+
+    def _learning(self, parts: int) -> dict[int, list[Work]]:
+        """Return the work of each rank to learn from so many micro-batches.
+
+        Where they are too few for the schedule, as in the last batch of an epoch, all go forward before the
+        first goes back: the numbers are the same.
+        """
+        try:
+            return self._with_exchange(self._of_torch(parts))
+        except ValueError:
+            there = [[s for s in range(self.stages) if self.rank_of(s) == r] for r in range(self.ranks)]
+            kinds = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
+            return self._with_exchange(
+                {
+                    r: [_Action(s, kinds[0], p) for s in own for p in range(parts)]
+                    + [_Action(s, kinds[1], p) for s in reversed(own) for p in range(parts)]
+                    for r, own in enumerate(there)
+                }
+            )
+
+    def _forwards(self, parts: int) -> dict[int, list[Work]]:
+        """Return the work of each rank to compute outputs alone."""
+        forward = _ComputationType.FORWARD
+        return self._with_exchange(
+            {
+                r: [
+                    _Action(s, forward, p)
+                    for s in range(self.stages)
+                    if self.rank_of(s) == r
+                    for p in range(parts)
+                ]
+                for r in range(self.ranks)
+            }
+        )
+
+    def check(self, parts: int) -> None:
+        """Check that the schedule can be made of so many micro-batches.
+
+        Raises:
+            ConfigError: It cannot; the message is torch's.
+        """
+        try:
+            self._of_torch(parts)
+        except ValueError as error:
+            msg = (
+                f"the schedule {self.schedule!r} of backend 'pipeline' cannot be made of {parts} micro-"
+                f"batches on {self.ranks} ranks with {self._depth} stages each: {error}; give another "
+                "number: options={'pipeline': {'microbatches': ...}}, and batches of at least so many samples"
+            )
+            raise ConfigError(msg) from error
+
+    def _of_torch(self, parts: int) -> dict[int, list[Any]]:
+        if self.schedule == "1F1B":
+            # Not torch's description of it, which leaves the last rank's first forward out (2.13).
+            return {rank: _one_forward_one_backward(rank, self.ranks, parts) for rank in range(self.ranks)}
+        kind: Any = get_schedule_class(self.schedule)
+        me = torch.distributed.get_rank(self._group)
+        stages = [
+            PipelineStage(nn.Identity(), s, self.stages, torch.device("cpu"), group=self._group)
+            for s in range(self.stages)
+            if self.rank_of(s) == me
+        ]
+        made = kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts)
+        return {rank: list(order) for rank, order in made.pipeline_order.items()}
+
+    def _with_exchange(self, order: dict[int, list[Any]]) -> dict[int, list[Work]]:
+        computed = {r: [a for a in actions if a is None or a.is_compute_op] for r, actions in order.items()}
+        # Private to torch: it puts each receive where its send is, so that no two ranks wait for each other.
+        whole = _add_send_recv(computed, stage_to_rank=self.rank_of, num_stages=self.stages)
+        return {r: [w for a in actions if a is not None for w in _works(a)] for r, actions in whole.items()}
+
+
+def _one_forward_one_backward(rank: int, ranks: int, parts: int) -> list[Any]:
+    """Return a rank's work: as many forwards as ranks follow, then one of each in turn.
+
+    Source: Narayanan et al., "PipeDream: generalized pipeline parallelism", 2019, section 3.2.
+    """
+    ahead = min(parts, ranks - 1 - rank)
+    kinds = [_ComputationType.FORWARD] * ahead
+    kinds += [_ComputationType.FORWARD, _ComputationType.FULL_BACKWARD] * (parts - ahead)
+    kinds += [_ComputationType.FULL_BACKWARD] * ahead
+    seen = dict.fromkeys(kinds, -1)
+    order = []
+    for kind in kinds:
+        seen[kind] += 1
+        order.append(_Action(rank, kind, seen[kind]))
+    return order
+
+
+def _works(action: Any) -> Sequence[Work]:
+    if action.sub_actions is not None:  # a forward and a backward that a GPU may overlap
+        return [work for inner in action.sub_actions for work in _works(inner)]
+    return [Work(action.computation_type.value, action.stage_index, action.microbatch_index)]

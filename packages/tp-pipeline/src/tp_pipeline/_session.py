@@ -1,0 +1,708 @@
+"""The session of a rank that has some stages of the model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from tp_core import tree_leaves, tree_map
+from tp_core.data import Parts, StepOutput, combine_outputs, count_samples
+from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError, TpError
+from tp_core.internal import (
+    PerModule,
+    check_not_quantized,
+    device_rng_state,
+    gathers_matrices,
+    length_along,
+    set_device_rng_state,
+    split_evenly,
+    split_rows,
+)
+from tp_core.plugins import Job
+from tp_core.sessions import ProcessGroupSession, join_process_group, new_process_group
+from tp_core.state import load_whole_state, plain_state
+from tp_core.tensors import TensorSlice
+
+from tp_pipeline._options import PipelineOptions
+from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
+from tp_pipeline._run import BatchRun, Exchange, StandIn, weigh_output
+from tp_pipeline._schedule import Orders
+
+_BUCKET_NBYTES = 25 * 2**20
+
+
+class Stages:
+    """What is known of a prepared model: its units, where it is cut, and which rank has which parameters.
+
+    Attributes:
+        units: The units by name.
+        starts: The calls with which stages begin; ``None`` until the first step.
+        plans: The plans, by the form of a micro-batch.
+        shapes: The whole shapes of parameters, by identity.
+        holders: The ranks of the group that have each parameter, by identity; empty until the first step.
+        orders: The order in which parameters are averaged.
+    """
+
+    def __init__(self, model: nn.Module, options: PipelineOptions) -> None:
+        self.units, _ = find_units(model, options.cuts)
+        self.starts: list[tuple[str, int]] | None = None
+        self.plans: dict[object, Plan] = {}
+        self.shapes = {id(p): p.shape for p in model.parameters()}
+        self.holders: dict[int, list[int]] = {}
+        self.buffers: dict[int, int] = {}
+        self.stand_ins: dict[int, nn.Parameter] = {}
+        self.steps: list[object] = []
+
+
+class PipelineSession(ProcessGroupSession):
+    """One rank of a job in which groups of ranks hold a model in stages.
+
+    Ranks ``0`` to ``ranks - 1`` hold the first copy, and so on; all of them read the samples of one data
+    rank. A step runs for micro-batches, forward and backward. Its loss comes back with the gradients of the
+    whole batch, which :meth:`backward` adds.
+
+    Args:
+        job: The job.
+        options: The options.
+        ranks: The number of ranks that hold a model together.
+    """
+
+    runs_step_in_parts = True
+
+    def __init__(self, job: Job, options: PipelineOptions, ranks: int) -> None:
+        leave = join_process_group(job.environment, device=job.devices[0], timeout_s=options.timeout_s)
+        world, rank = dist.get_world_size(), dist.get_rank()
+        copies = world // ranks
+        mine, data = None, None
+        for first in range(0, world, ranks):  # every rank makes every group, in one order
+            group = new_process_group(range(first, first + ranks))
+            mine = group if group is not None else mine
+        for first in range(ranks):
+            group = new_process_group(range(first, world, ranks)) if copies > 1 else None
+            data = group if group is not None else data
+        super().__init__(job, data_group=data, data_rank=rank // ranks, data_size=copies, leave=leave)
+        if mine is None:
+            msg = "torch made no process group for this rank"
+            raise ConfigError(msg)
+        self.options, self.ranks, self.group, self.place = options, ranks, mine, rank % ranks
+        self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v, group=mine)
+        self._exchange = Exchange(mine, self.orders.rank_of, self.orders.stages, self.device)
+        self._stages: PerModule[Stages] = PerModule()
+        self._optimizers: list[Optimizer] = []
+        self._syncs = True
+        self._is_in_step = False
+
+    # -- preparing ----------------------------------------------------------------------------
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device, with the weights of the first rank; it is cut at its first step.
+
+        Raises:
+            ModelError: ``model`` is not a module, is wrapped already, or has no blocks to cut between.
+            ConfigError: A cut by hand is no module of the model.
+            DisagreementError: The ranks' parameters differ in name, shape or type.
+
+        Collectives: an all-gather of the parameters' descriptions, a broadcast of each tensor.
+        """
+        self.check_plain(model)
+        check_not_quantized(model, "backend 'pipeline'")
+        self.check_same_parameters(model)
+        stages = Stages(model, self.options)
+        model = super().prepare_model(model)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.data, src=0)
+        stages.shapes = {id(p): p.shape for p in model.parameters()}
+        self._stages[model] = stages
+        self._reductions.know(model)
+        return model
+
+    def compile_model(self, model: nn.Module) -> None:  # noqa: ARG002 - contract
+        """Refuse to compile: the compiler would look past the cuts.
+
+        Raises:
+            ConfigError: Always.
+        """
+        msg = "compile= does not go with backend 'pipeline' yet; leave it out"
+        raise ConfigError(msg)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer; it steps the parameters of this rank's stages.
+
+        Raises:
+            ConfigError: It computes with all matrices at once, of which each rank has some.
+        """
+        if gathers_matrices(optimizer):
+            msg = (
+                f"{type(optimizer).__name__} computes with matrices of all layers, and on backend 'pipeline' "
+                "a rank has those of its stages; take an optimizer that steps each parameter by itself"
+            )
+            raise ConfigError(msg)
+        self._optimizers.append(optimizer)
+        return super().prepare_optimizer(optimizer)
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
+        """Run the step for micro-batches on all stages, and return the whole batch's output on each rank.
+
+        Before the first call with a step, and with batches of another form, the step runs on stand-ins. The
+        first one cuts the model: parameters of other ranks' stages become empty here.
+
+        Raises:
+            ModelError: The model cannot be cut, or normalizes over its batch.
+            StepError: The step cannot run for parts of the batch, or does something else than on stand-ins.
+            ConfigError: The options do not fit the model or the batch.
+            DisagreementError: The ranks find different cuts.
+
+        Collectives: sends and receives between neighboring stages; an all-gather of the outputs over the
+        ranks that hold the model. The first time with a form of batch, another one.
+        """
+        stages = self._stages.get(model)
+        if stages is None:
+            msg = "the step runs with a model that was not prepared: trainer.prepare(model) first"
+            raise ModelError(msg)
+        learns = torch.is_grad_enabled()
+        parts = self._split(batch, is_first=learns and stages.starts is None)
+        plans = self._plans_of(stages, step, model, parts)
+        learns = learns and all(plan.has_loss for plan in plans)
+        trained = [p for p in model.parameters() if p.requires_grad and self._has(stages, p)]
+        before = [p.grad for p in trained]
+        work = BatchRun(
+            step,
+            model,
+            parts,
+            plans,
+            units=stages.units,
+            exchange=self._exchange,
+            rank_of=self.orders.rank_of,
+            me=self.place,
+            seed=int(torch.randint(2**62, ())) if learns else self.job.seed,
+            weigh=lambda output, part: weigh_output(
+                output, parts.counts[part], is_sum=self.job.loss == "sum"
+            ),
+            trained=trained,
+            uncast=self._uncast,
+        )
+        orders = (self.orders.learning if learns else self.orders.forwards)(len(parts))
+        states = [torch.get_rng_state()]
+        if self.device.type != "cpu":
+            states.append(device_rng_state(self.device))
+        self._is_in_step = True
+        try:
+            for parameter in trained:
+                parameter.grad = None
+            with swapped(model, lambda _, p: self._stand_in(stages, p)):
+                if learns:
+                    work.perform(orders[self.place])
+                else:
+                    with torch.no_grad() if not torch.is_grad_enabled() else nullcontext():
+                        work.perform(orders[self.place])
+            gradients = [p.grad for p in trained]
+        finally:
+            self._is_in_step = False
+            for parameter, grad in zip(trained, before, strict=True):
+                parameter.grad = grad
+            torch.set_rng_state(states[0])
+            if len(states) > 1:
+                set_device_rng_state(self.device, states[1])
+        return self._joined(stages, model, parts, work, learns, dict(zip(trained, gradients, strict=True)))
+
+    def run_several(
+        self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
+    ) -> StepOutput:
+        """Run ``step(*models, batch)`` as :meth:`run` does with one model.
+
+        Raises:
+            StepError: As in :meth:`run`; or there are several models.
+
+        Collectives: those of :meth:`run`.
+        """
+        if len(models) > 1:
+            msg = "a step of several models does not go with backend 'pipeline'; put them into one module"
+            raise StepError(msg)
+        return self.run(step, models[0], batch)
+
+    def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - contract
+        """Check that the caller sees the whole batch, and not a micro-batch.
+
+        Raises:
+            StepError: A step runs.
+        """
+        if self._is_in_step:
+            msg = (
+                f"{what} was called in a step, which runs for one micro-batch on backend 'pipeline'; call it "
+                "with what the step has returned"
+            )
+            raise StepError(msg)
+
+    def _split(self, batch: Any, *, is_first: bool) -> Parts:
+        """Return the micro-batches.
+
+        Raises:
+            StepError: The batch has fewer samples than it takes, or a tensor with other rows than samples.
+            ConfigError: The schedule cannot be made of so many parts.
+        """
+        samples, options = count_samples(batch), self.options
+        if options.microbatch_size:
+            count = -(-samples // options.microbatch_size)
+        else:
+            count = options.microbatches or min(samples, 4 * self.ranks)
+        if is_first:
+            if samples < count:
+                msg = (
+                    f"the first batch has {samples} samples, and backend 'pipeline' is to make {count} "
+                    "micro-batches of it; give larger batches or fewer microbatches"
+                )
+                raise StepError(msg)
+            self.orders.check(count)
+        count = max(1, min(count, samples))
+        size = options.microbatch_size
+        counts = (
+            [min(size, samples - i * size) for i in range(count)]
+            if size
+            else [s.stop - s.start for s in split_evenly(samples, count)]
+        )
+        if count == 1:
+            return Parts([batch], counts=[samples])
+        pieces = {}
+        for leaf in tree_leaves(batch):
+            rows = len(leaf) if isinstance(leaf, list) else length_along(leaf)
+            if rows is None or rows == 1:
+                continue
+            if rows != samples:
+                msg = (
+                    f"the batch has {samples} samples, and a value with {rows} rows (of type "
+                    f"{type(leaf).__name__}), which backend 'pipeline' cannot cut into micro-batches; give "
+                    "each sample its row, or one row for all"
+                )
+                raise StepError(msg)
+            pieces[id(leaf)] = split_rows(leaf, counts)
+
+        def piece(number: int) -> Any:
+            return tree_map(lambda v: pieces[id(v)][number] if id(v) in pieces else v, batch)
+
+        return Parts([piece(i) for i in range(count)], counts=counts)
+
+    # -- plans --------------------------------------------------------------------------------
+
+    def _plans_of(
+        self, stages: Stages, step: Callable[..., StepOutput], model: nn.Module, parts: Parts
+    ) -> list[Plan]:
+        flags = tuple(p.requires_grad for p in model.parameters())
+        keys = [(_identity(step), flags, *_modes(model), _form(part)) for part in parts]
+        for key, part in zip(keys, parts, strict=True):
+            if key not in stages.plans:
+                stages.plans[key] = self._make_plan(stages, step, model, part)
+        return [stages.plans[key] for key in keys]
+
+    def _make_plan(
+        self, stages: Stages, step: Callable[..., StepOutput], model: nn.Module, part: Any
+    ) -> Plan:
+        """Run the step on stand-ins, and cut the model if it is not cut yet.
+
+        Raises:
+            TpError: As `make_plan` says, on all ranks of the group.
+
+        Collective: an all-gather over the ranks that hold the model.
+        """
+        plan, starts, failure = None, None, None
+        try:
+            _check_norms(model)
+            plan, starts = make_plan(
+                step,
+                model,
+                part,
+                shape_of=lambda p: stages.shapes[id(p)],
+                cuts=self.options.cuts,
+                starts=stages.starts,
+                stages=self.orders.stages,
+                device=self.device,
+            )
+        except TpError as error:
+            failure = error
+        said: list[Any] = [None] * self.ranks
+        mine = str(failure) if failure is not None else None
+        dist.all_gather_object(said, (mine, plan and plan.describe()), group=self.group)
+        if failure is not None:
+            raise failure
+        other = next((text for text, _ in said if text is not None), None)
+        if other is not None:
+            raise ModelError(other)
+        if any(described != said[0][1] for _, described in said) or plan is None:
+            msg = (
+                "the ranks that hold a model together find different stages in the same step; give them the "
+                "same model, step and batch"
+            )
+            raise DisagreementError(msg)
+        if stages.starts is None:
+            stages.starts = starts
+            self._cut(stages, model, plan)
+        for name, where in plan.holders.items():
+            parameter = model.get_parameter(name)
+            missing = {self.orders.rank_of(s) for s in where} - set(self._holders(stages, parameter))
+            if missing:
+                msg = (
+                    f"the step uses the parameter {name!r} in another stage than the first step did, which "
+                    "has given it to that one alone; let the first step use the model as the later ones do"
+                )
+                raise StepError(msg)
+        return plan
+
+    def _cut(self, stages: Stages, model: nn.Module, plan: Plan) -> None:
+        """Free the parameters of other ranks' stages. What no stage uses stays on all."""
+        for name, parameter in model.named_parameters():
+            where = sorted({self.orders.rank_of(s) for s in plan.holders.get(name, ())})
+            stages.holders[id(parameter)] = where or list(range(self.ranks))
+        by_unit = {c.unit: self.orders.rank_of(s) for c, s in zip(plan.calls, plan.stage_of, strict=True)}
+        for name, unit in stages.units.items():
+            for buffer in unit.buffers():
+                stages.buffers[id(buffer)] = by_unit.get(name, 0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if self._has(stages, parameter):
+                    continue
+                self._shrink_states(parameter)
+                like = StandIn.of(Spec(tuple(parameter.shape), parameter.dtype, False), self.device)
+                stages.stand_ins[id(parameter)] = nn.Parameter(like, parameter.requires_grad)
+                parameter.data = parameter.new_empty((0, *parameter.shape[1:]))
+
+    def _shrink_states(self, parameter: nn.Parameter) -> None:
+        for optimizer in self._optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+                    optimizer.state[parameter][key] = value.new_empty((0, *value.shape[1:]))
+
+    def _stand_in(self, stages: Stages, parameter: nn.Parameter) -> nn.Parameter | None:
+        return stages.stand_ins.get(id(parameter))
+
+    def _holders(self, stages: Stages, parameter: nn.Parameter) -> list[int]:
+        return stages.holders.get(id(parameter), list(range(self.ranks)))
+
+    def _has(self, stages: Stages, parameter: nn.Parameter) -> bool:
+        return not stages.holders or self.place in stages.holders[id(parameter)]
+
+    @contextmanager
+    def _uncast(self) -> Any:
+        # The trainer's autocast is around the whole step, and a backward pass runs in the types of forward.
+        with torch.autocast(self.device.type, enabled=False):
+            yield
+
+    # -- the output and the gradients of the whole batch --------------------------------------
+
+    def _joined(
+        self,
+        stages: Stages,
+        model: nn.Module,
+        parts: Parts,
+        work: BatchRun,
+        learns: bool,
+        gradients: dict[nn.Parameter, Tensor | None],
+    ) -> StepOutput:
+        is_last = self.orders.rank_of(self.orders.stages - 1) == self.place
+        output, failure = None, None
+        if is_last:
+            plain = [tree_map(_detached, o) for o in work.outputs]
+            try:
+                output = combine_outputs(plain, parts, loss=self.job.loss, device=torch.device("cpu"))
+            except StepError as error:
+                failure = error
+        names = [n for n, p in model.named_parameters() if gradients.get(p) is not None]
+        said: list[Any] = [None] * self.ranks
+        mine = (names, output, sum(work.weights), str(failure) if failure is not None else None)
+        dist.all_gather_object(said, mine, group=self.group)
+        if failure is not None:
+            raise failure
+        _, output, total, problem = said[self.orders.rank_of(self.orders.stages - 1)]
+        if problem is not None:
+            raise StepError(problem)
+        moved: StepOutput = tree_map(lambda v: v.to(self.device) if isinstance(v, Tensor) else v, output)
+        if not learns:
+            return moved
+        reached = {name for names, *_ in said for name in names}
+        found = self._summed(stages, model, gradients, reached)
+        if self.job.loss == "mean":
+            for grad in found.values():
+                grad.mul_(1.0 / total if total else 0.0)
+        loss = moved["loss"] if isinstance(moved, Mapping) else moved
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        add = partial(self._add, stages, model, found)
+        loss = _WholeLoss.apply(anchor, loss, add)  # type: ignore[no-untyped-call]  # torch's
+        return {**moved, "loss": loss} if isinstance(moved, Mapping) else loss
+
+    def _summed(
+        self,
+        stages: Stages,
+        model: nn.Module,
+        gradients: dict[nn.Parameter, Tensor | None],
+        reached: set[str],
+    ) -> dict[nn.Parameter, Tensor]:
+        """Return the gradients that were reached on any rank, with those of tied weights summed.
+
+        Collective: the ranks that have a parameter of several stages send each other its gradients.
+        """
+        found: dict[nn.Parameter, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            if name not in reached:
+                continue
+            grad = gradients.get(parameter)
+            found[parameter] = torch.zeros_like(parameter) if grad is None else grad
+            holders = self._holders(stages, parameter)
+            if len(holders) == 1 or self.place not in holders:
+                continue
+            mine = found[parameter].contiguous()
+            theirs = {rank: torch.empty_like(mine) for rank in holders if rank != self.place}
+            # Batched, as each rank sends and receives at once.
+            operations = [
+                operation
+                for rank, buffer in theirs.items()
+                for operation in (
+                    dist.P2POp(dist.isend, mine, group=self.group, group_peer=rank),
+                    dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=rank),
+                )
+            ]
+            for waiting in dist.batch_isend_irecv(operations):
+                waiting.wait()
+            # In one order, so that all have the same sum to the last bit.
+            total = torch.zeros_like(mine)
+            for rank in holders:
+                total += theirs.get(rank, mine)
+            found[parameter] = total
+        return found
+
+    @torch.no_grad()
+    def _add(
+        self, stages: Stages, model: nn.Module, found: dict[nn.Parameter, Tensor], factor: Tensor
+    ) -> None:
+        """Add gradients times a factor to those that are there, and average them over the data ranks.
+
+        Collective: all-reduces over the data ranks, unless inside :meth:`no_sync`.
+        """
+        if not found and not self._data_size > 1:
+            return
+        number = float(factor)
+        for parameter, gradient in found.items():
+            # A gradient that counts nothing may be NaN.
+            scaled = gradient * number if number else torch.zeros_like(gradient)
+            if parameter.grad is None:
+                parameter.grad = scaled
+            else:
+                parameter.grad.add_(scaled)
+        found.clear()
+        if self._data_size > 1 and self._syncs:
+            self._average(stages, model)
+
+    def _average(self, stages: Stages, model: nn.Module) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad and self._has(stages, p)]
+        reached = torch.tensor([float(p.grad is not None) for p in trained], device=self.device)
+        if len(reached):
+            dist.all_reduce(reached, dist.ReduceOp.MAX, group=self._data_group)
+        bucket: list[Tensor] = []
+        for parameter, is_reached in zip(trained, reached.tolist(), strict=True):
+            if not is_reached:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if bucket and (
+                bucket[0].dtype != parameter.grad.dtype or sum(g.nbytes for g in bucket) > _BUCKET_NBYTES
+            ):
+                self._average_bucket(bucket)
+                bucket = []
+            bucket.append(parameter.grad)
+        if bucket:
+            self._average_bucket(bucket)
+
+    def _average_bucket(self, gradients: list[Tensor]) -> None:
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+        dist.all_reduce(flat, group=self._data_group)
+        flat.div_(self._data_size)
+        for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(piece.view_as(gradient))
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - contract
+        """Return a context in which gradients are not averaged over the data ranks."""
+        return self._unsynced()
+
+    @contextmanager
+    def _unsynced(self) -> Any:
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def grad_norm(self, model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the whole gradient, in which each parameter counts once.
+
+        Collective: an all-reduce of one number over the ranks that hold the model.
+        """
+        stages = self._stages.get(self.unwrap(model))
+        mine = [
+            p.grad
+            for p in model.parameters()
+            if p.grad is not None and (stages is None or self._holders(stages, p)[0] == self.place)
+        ]
+        norm = nn.utils.get_total_norm(mine, norm_type).to(self.device)
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.group)
+            return norm
+        powers = norm.double() ** norm_type
+        dist.all_reduce(powers, group=self.group)
+        return (powers ** (1.0 / norm_type)).to(norm.dtype)
+
+    # -- state --------------------------------------------------------------------------------
+
+    def as_slice(self, parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:
+        """Return ``value`` as all of the tensor where this rank has it, and as no part of it elsewhere."""
+        for model in self._stages:
+            stages = self._stages.get(model)
+            if stages is None or stages.starts is None or isinstance(value, TensorSlice):
+                continue
+            shape, holders = stages.shapes.get(id(parameter)), stages.holders.get(id(parameter))
+            if holders is not None and shape is not None:
+                if len(holders) == self.ranks:
+                    return value
+                start = (0,) * len(shape)
+                return TensorSlice(tuple(shape), [(start, value)] if self.place in holders else [])
+            owner = stages.buffers.get(id(parameter))
+            if owner is not None:
+                start = (0,) * value.dim()
+                return TensorSlice(tuple(value.shape), [(start, value)] if owner == self.place else [])
+        return value
+
+    def model_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the whole model's state on every rank, with the names of the user's own module.
+
+        Collective: a broadcast of each tensor that not all ranks have.
+        """
+        from tp_core.state import whole
+
+        return {name: whole(value) for name, value in self.state_parts(model).items()}
+
+    def state_parts(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the whole model's state, with tensors of other ranks that are sent when they are asked for.
+
+        Collectives: none; `tp_core.state.whole` broadcasts a tensor.
+        """
+        plain = self.unwrap(model)
+        stages = self._stages.get(plain)
+        parts: dict[str, Tensor] = {}
+        for name, value in plain.state_dict(keep_vars=True).items():
+            owner = None
+            if stages is not None and stages.starts is not None:
+                holders = stages.holders.get(id(value), [])
+                owner = holders[0] if 0 < len(holders) < self.ranks else stages.buffers.get(id(value))
+            if owner is None or stages is None:
+                parts[name] = value.detach()
+                continue
+            shape = stages.shapes.get(id(value), value.shape)
+            later = torch.empty(shape, dtype=value.dtype, device="meta")
+            later.full_tensor = partial(self._sent, value.detach(), shape, owner)  # type: ignore[attr-defined]
+            parts[name] = later
+        return plain_state(parts)
+
+    def _sent(self, mine: Tensor, shape: torch.Size, owner: int) -> Tensor:
+        whole = mine.contiguous() if self.place == owner else mine.new_empty(shape)
+        raw = whole.view(-1).view(torch.uint8)
+        if raw.numel():
+            dist.broadcast(raw, group_src=owner, group=self.group)
+        return whole
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Load a state of :meth:`model_state`, of any backend.
+
+        Raises:
+            RuntimeError: Names or shapes do not fit the model (torch's own error).
+        """
+        plain = self.unwrap(model)
+        stages = self._stages.get(plain)
+        given = dict(plain_state(state))
+        if stages is not None and stages.starts is not None:
+            for name, value in plain_state(plain.state_dict(keep_vars=True)).items():
+                shape = stages.shapes.get(id(value))
+                new = given.get(name)
+                if isinstance(new, Tensor) and new.shape == shape and value.shape != shape:
+                    given[name] = new.new_empty(value.shape)
+        load_whole_state(plain, given)
+
+    def close(self) -> None:
+        """Leave the process group, if this session has joined it."""
+        self._stages.clear()
+        self._optimizers.clear()
+        super().close()
+
+
+class _WholeLoss(torch.autograd.Function):
+    """The loss of the whole batch, whose gradients are there already.
+
+    Forward exchanges nothing; backward adds the gradients, and averages them over the data ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
+        ctx.add = add
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.add(grad.sum())
+        return None, None, None
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _check_norms(model: nn.Module) -> None:
+    """Check that no layer normalizes over the samples of its batch.
+
+    Raises:
+        ModelError: One does, and would over those of a micro-batch alone.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
+            msg = (
+                f"{name!r} ({type(module).__name__}) normalizes over all samples of the batch, and on "
+                "backend 'pipeline' it would over those of a micro-batch; take GroupNorm or "
+                "LayerNorm, or freeze it: call its eval() in the step"
+            )
+            raise ModelError(msg)
+
+
+def _identity(step: Any) -> object:
+    """Return what steps that do the same have in common: a lambda is a new object in each call."""
+    if isinstance(step, partial):
+        return step.func, tuple(_identity(a) for a in (*step.args, *step.keywords.values()) if callable(a))
+    function = getattr(step, "__func__", step)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return id(step)
+    contents = []
+    for cell in function.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:  # not set yet
+            continue
+    return code, tuple(_identity(c) for c in contents if callable(c))
+
+
+def _modes(model: nn.Module) -> tuple[object, ...]:
+    """Return what changes the way of a step beside its batch."""
+    kinds = ("cpu", "cuda")
+    casts = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+    return tuple(m.training for m in model.modules()), torch.is_grad_enabled(), casts
+
+
+def _form(batch: Any) -> object:
+    """Return the structure of a batch, with the shapes and types of tensors and all other values."""
+    names = tuple(map(str, batch)) if isinstance(batch, Mapping) else ()
+    leaves = tuple(
+        (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (type(v).__name__, repr(v))
+        for v in tree_leaves(batch)
+    )
+    return type(batch).__name__, names, leaves

@@ -1,0 +1,287 @@
+"""Training in stages on several ranks equals training on one device, or is refused with a reason."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from tp_core.errors import ConfigError, ModelError, StepError, TpError
+from tp_core.testing import RankPool
+from tp_trainer import Checkpoints, Trainer
+
+from tests.integration import pipeline_families as families
+
+VOCABULARY, TOKENS, WIDTH = 11, 9, 8
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+class Block(nn.Module):
+    def __init__(self, recomputes=False):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.recomputes = recomputes
+
+    def forward(self, x):
+        if self.recomputes and torch.is_grad_enabled():
+            return x + checkpoint(self.mix, x, use_reentrant=False)
+        return x + self.mix(x)
+
+    def mix(self, x):
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Decoder(nn.Module):
+    """Blocks between an embedding and a head that is tied to it."""
+
+    def __init__(self, blocks=8, **options):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Parameter(torch.randn(TOKENS, WIDTH) / 10)
+        self.layers = nn.ModuleList(Block(**options) for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.mix(self.embedding(tokens) + self.places[: tokens.size(1)])))
+
+    def mix(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Skipping(Decoder):
+    """What the first block makes is used again before the last one, and changed in place."""
+
+    def mix(self, x):
+        kept = x = self.layers[0](x)
+        for layer in self.layers[1:-1]:
+            x = layer(x)
+            x *= 0.9
+        return self.layers[-1](x + kept)
+
+
+class Collecting(Decoder):
+    """A hook collects what is within blocks, for a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.collected = []
+        for layer in self.layers:
+            layer.up.register_forward_hook(lambda _module, _args, output: self.collected.append(output))
+
+    def mix(self, x):
+        self.collected.clear()
+        return super().mix(x) + sum(c.square().mean(-1, keepdim=True) for c in self.collected)
+
+
+def make(model_class, **options):
+    torch.manual_seed(1)
+    return model_class(**options).double()
+
+
+def rows(count):
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for row in range(count):
+        tokens, labels = torch.randint(VOCABULARY, (2, TOKENS), generator=generator)
+        labels[: row % 3 * 2] = -100
+        if row in {1, 2, 3}:
+            labels[:] = -100  # a micro-batch in which nothing counts
+        found.append({"tokens": tokens, "labels": labels})
+    return found
+
+
+def step(model, batch):
+    logits = model(batch["tokens"])
+    counts = batch["labels"] != -100
+    hits = (logits.argmax(-1) == batch["labels"])[counts].double()
+    return {
+        "loss": F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100),
+        "weight": counts.sum(),
+        "accuracy": (hits.mean() if len(hits) else math.nan, len(hits)),
+    }
+
+
+def predict_step(model, batch):
+    return {"logits": model(batch["tokens"])}
+
+
+def train(backend, model, *, options=None, **arguments):
+    """Train for two epochs, with a validation; return records, weights, and predictions."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")  # on the ranks, too
+    chosen = {} if options is None else {"options": {backend: options}}
+    with Trainer(backend=backend, devices="cpu", seed=3, progress=False, **chosen) as trainer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loader, validation = DataLoader(rows(14), batch_size=8), DataLoader(rows(5), batch_size=4)
+        records = trainer.fit(
+            model, optimizer, loader, step=step, validation=validation, epochs=2, clip_norm=0.5, **arguments
+        )
+        predictions = trainer.predict(model, validation, step=predict_step).collect()
+        state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+    return dict(records[-1].train), dict(records[-1].val), state, predictions
+
+
+def assert_same(found, expected, tolerance=1e-12):
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        assert one.keys() == other.keys()
+        for name in other:
+            torch.testing.assert_close(one[name], other[name], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found[3], expected[3], rtol=tolerance, atol=tolerance)
+
+
+def compare(pool, model_class, options, **given):
+    expected = train("single", make(model_class, **given))
+    for found in pool.run(lambda: train("pipeline", make(model_class, **given), options=options)):
+        assert_same(found, expected)
+
+
+def test_stages_on_two_ranks_equal_one_device(pair):
+    compare(pair, Decoder, {"microbatches": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", families.SCHEDULES)
+def test_each_schedule_equals_one_device(four, schedule):
+    compare(four, Decoder, {"schedule": schedule, "microbatches": 8})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_class", "given"),
+    [(Skipping, {}), (Collecting, {}), (Decoder, {"recomputes": True})],
+    ids=["a skip over cuts", "collected by hooks", "recomputed"],
+)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_what_crosses_a_cut_is_found(pair, model_class, given, schedule):
+    compare(pair, model_class, {"schedule": schedule, "microbatch_size": 3}, **given)
+
+
+@pytest.mark.slow
+def test_copies_of_stages_divide_the_samples(four):
+    compare(four, Decoder, {"ranks": 2, "cuts": ["layers.5"]})
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_on_other_backends_and_numbers_of_stages(four, pair, tmp_path):
+    def begun(backend, folder):
+        train(backend, make(Decoder), checkpoint=Checkpoints(folder, every_steps=1), max_steps=3)
+
+    def ended(backend, folder):
+        return train(backend, make(Decoder), checkpoint=Checkpoints(folder, every_steps=1), resume="auto")
+
+    expected = train("single", make(Decoder))
+    for name, backend, pool in [("one", "single", None), ("two", "pipeline", pair), ("fsdp", "fsdp", pair)]:
+        folder = str(tmp_path / name)
+        four.run(begun, "pipeline", folder)
+        for found in [ended(backend, folder)] if pool is None else pool.run(ended, backend, folder):
+            assert_same(found, expected, 1e-9)
+    begun("single", str(tmp_path / "back"))
+    for found in pair.run(ended, "pipeline", str(tmp_path / "back")):
+        assert_same(found, expected, 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_models_of_transformers_equal_one_device(pair, name):
+    expected = families.train(name, "single")
+    for found in pair.run(families.train, name, "pipeline"):
+        assert families.families.difference(found, expected) < 1e-12
+
+
+# -- Refusals, before the first step --
+
+
+class Normalizing(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def mix(self, x):
+        return self.batch_norm(super().mix(x).mT).mT
+
+
+class Deciding(Decoder):
+    def mix(self, x):
+        x = self.layers[0](x)
+        return super().mix(x) if x.mean() > 0 else x
+
+
+class Leaking(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = Leak()
+
+    def mix(self, x):
+        return super().mix(x) + self.layers[0].kept
+
+
+class Leak(Block):
+    def mix(self, x):
+        self.kept = x * 2
+        return super().mix(x)
+
+
+def penalized(model, batch):
+    output = step(model, batch)
+    output["loss"] = output["loss"] + sum(p.square().sum() for p in model.parameters())
+    return output
+
+
+REFUSED = [
+    (Normalizing, step, {}, ModelError, r"'batch_norm' \(BatchNorm1d\) normalizes over all samples"),
+    (Deciding, step, {}, ModelError, "it decides by the numbers that 'layers.0' returns"),
+    (Leaking, step, {}, ModelError, "that 'layers.0' makes is used outside of it"),
+    (Decoder, penalized, {}, StepError, "the step reads the parameter 'layers.0.*' of stage 0 in stage 1"),
+    (Decoder, step, {"schedule": "LoopedBFS", "stages_per_rank": 5}, ConfigError, "the step calls 8 blocks"),
+    (Decoder, step, {"microbatches": 9}, StepError, "has 8 samples, and .* 9 micro-batches"),
+    (Decoder, step, {"cuts": ["layer.1"]}, ConfigError, "names 'layer.1', which is no module"),
+    (Decoder, step, {"schedule": "DualPipeV", "microbatches": 2}, ConfigError, "cannot be made of 2"),
+]
+
+
+def refusals():
+    """Return what is said of each case; in one call, as a rank starts slowly."""
+    torch.set_num_threads(1)
+    said = []
+    for model_class, body, options, *_ in REFUSED:
+        model = make(model_class)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        chosen = {"backend": "pipeline", "options": {"pipeline": options}}
+        with Trainer(devices="cpu", seed=0, progress=False, **chosen) as trainer:
+            try:
+                trainer.fit(model, optimizer, DataLoader(rows(8), batch_size=8), step=body, epochs=1)
+            except TpError as error:
+                same = all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+                said.append((type(error), str(error), same))
+            else:
+                said.append((None, "nothing", False))
+    return said
+
+
+def test_what_cannot_be_cut_is_refused_with_a_reason(pair):
+    for said in pair.run(refusals):
+        for (*_, kind, message), (found, text, is_same) in zip(REFUSED, said, strict=True):
+            assert found is kind, text
+            with pytest.raises(kind, match=message):
+                raise kind(text)
+            assert is_same
