@@ -128,11 +128,19 @@ class Cut:
         if self.before is not None:
             self.before(what)
 
-    def sum_and_take(self, whole: Tensor, dim: int) -> Tensor:
-        """Do the backward of `gather`. Collective: an all-reduce, or a reduce-scatter where there is one."""
+    def sum_and_take(self, whole: Tensor, dim: int, *, owned: bool = False) -> Tensor:
+        """Do the backward of `gather`. Collective: an all-reduce, or a reduce-scatter where there is one.
+
+        Args:
+            whole: The tensor of each rank.
+            dim: The dimension of the sequence.
+            owned: Whether ``whole`` may be overwritten.
+        """
         self.announce(("sum", dim, list(whole.shape), str(whole.dtype)))
         if whole.device.type == "cpu":  # gloo
-            total = whole.detach().clone(memory_format=torch.contiguous_format)
+            total = whole.detach()
+            if not owned or not total.is_contiguous():
+                total = total.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=self.group)
             return self.take(total, dim)
         most, moved = max(self.counts), whole.detach().movedim(dim, 0)

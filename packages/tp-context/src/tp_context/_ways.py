@@ -366,8 +366,11 @@ class _Gathered(torch.autograd.Function):
         else:
             with torch.autocast(grad.device.type, enabled=False):
                 own = _again(grad, whole, rules, None if noise is None else noise.draw(), needs)
-        if rules.keys is not None:
-            own[1:3] = [t if t is None else rules.keys.sum_and_take(t, 2) for t in own[1:3]]
+        del whole  # before the sums need memory
+        for i in (1, 2):
+            total = own[i]
+            if rules.keys is not None and total is not None:
+                own[i] = rules.keys.sum_and_take(total, 2, owned=True)
         return None, None, *own
 
 
@@ -377,7 +380,7 @@ def _fused_backward(
     """Return the gradients of torch's kernel, from its output and log-sum-exps."""
     out, total = results
     own = torch.empty_like(inputs.query)
-    sums = [torch.zeros_like(inputs.key), torch.zeros_like(inputs.value)]
+    sums = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[1:3]]
     total = total.nan_to_num(neginf=0.0)  # of rows that see nothing: their scores are all -inf
     for block in _blocks(inputs, rules):
         rows = slice(block.first, block.last)
