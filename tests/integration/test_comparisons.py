@@ -65,7 +65,8 @@ SHOWN = {
         f"{SHARD}/search/test_families.py::test_a_translated_plan_trains_like_the_whole_model"
     ],
     "margins over a million": ["docs/benchmarks/shard-margins-1000000.json"],
-    "pipeline, expert and": [LIMITS],
+    "context parallelism": ["tests/integration/context_families.py"],
+    "pipeline parallelism": ["tests/integration/pipeline_families.py"],
     "figures of GPUs": [LIMITS],
     "one host, several": [
         f"{LAUNCH}/hosts/test_two_machines.py::test_an_elastic_job_goes_on_without_a_host_that_is_cut_off"

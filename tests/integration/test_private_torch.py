@@ -56,6 +56,8 @@ REASONS = {
     "torch._subclasses.fake_tensor.FakeTensor": "a tensor without values, for which nothing is drawn",
     "torch._C._autograd._get_sequence_nr": "nodes of replicas are numbered alike, whichever thread made them",
     "torch._subclasses.fake_tensor.FakeTensorMode": "a step is run on tensors without memory",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "attention with its log-sum-exps",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "attention with its log-sum-exps",
     "torch.ops.aten._to_copy.default": "the operator of autocast's copies of weights",
     "torch.utils._device.DeviceContext": "a default device is a mode that does not count as one",
     "torch.nn.modules.batchnorm._BatchNorm": "the base of all normalizations with running statistics",
