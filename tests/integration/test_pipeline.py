@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -175,6 +176,26 @@ def test_what_crosses_a_cut_is_found(pair, model_class, given, schedule):
     compare(pair, model_class, {"schedule": schedule, "microbatch_size": 3}, **given)
 
 
+def flat_step(model, batch):
+    return F.cross_entropy(model(batch["tokens"].double()), batch["labels"].clamp(0)[:, 0])
+
+
+def train_layers(backend):
+    torch.manual_seed(1)
+    layers = [nn.Linear(TOKENS, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, VOCABULARY)]
+    model = nn.Sequential(*layers).double()
+    with Trainer(backend=backend, devices="cpu", seed=3, progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer.fit(model, optimizer, DataLoader(rows(8), batch_size=8), step=flat_step, epochs=2)
+        return {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+
+
+def test_layers_without_repeated_blocks_are_cut_in_their_list(pair):
+    expected = train_layers("single")
+    for found in pair.run(train_layers, "pipeline"):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.slow
 def test_copies_of_stages_divide_the_samples(four):
     compare(four, Decoder, {"ranks": 2, "cuts": ["layers.5"]})
@@ -200,10 +221,10 @@ def test_a_run_is_resumed_on_other_backends_and_numbers_of_stages(four, pair, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_models_of_transformers_equal_one_device(pair, name):
+@pytest.mark.parametrize(("name", "schedule"), [("llama", "1F1B"), ("t5", "ZBVZeroBubble")])
+def test_models_of_transformers_equal_one_device(pair, name, schedule):
     expected = families.train(name, "single")
-    for found in pair.run(families.train, name, "pipeline"):
+    for found in pair.run(partial(families.train, name, "pipeline", schedule=schedule)):
         assert families.families.difference(found, expected) < 1e-12
 
 

@@ -68,6 +68,7 @@ REASONS = {
     "torch.distributed.pipelining._backward._get_grad_fn_or_grad_acc": "inputs first, weights later",
     "torch.distributed.pipelining._backward.construct_reverse_graph": "inputs first, weights later",
     "torch.distributed.pipelining._backward.get_param_groups": "inputs first, weights later",
+    "torch.distributed.pipelining._backward.reverse_closure": "inputs first, weights later",
     "torch.distributed.pipelining._backward.stage_backward_weight": "inputs first, weights later",
     "torch.distributed.pipelining.schedules._Action": "the work of a stage",
     "torch.distributed.pipelining.schedules._ComputationType": "the work of a stage",

@@ -184,7 +184,11 @@ def _blocks(model: nn.Module) -> list[str]:
         pass
     # Layers of a kind each, as in Sequential(Linear, Tanh, Linear): the longest list of them.
     lists = {
-        name: [f"{name}.{n}" if name else n for n, m in module.named_children() if any(m.parameters())]
+        name: [
+            f"{name}.{n}" if name else n
+            for n, m in module.named_children()
+            if any(True for _ in m.parameters())
+        ]
         for name, module in model.named_modules()
         if isinstance(module, nn.Sequential | nn.ModuleList)
     }

@@ -18,6 +18,7 @@ from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
     construct_reverse_graph,
     get_param_groups,
+    reverse_closure,
     stage_backward_weight,
 )
 from tp_core import tree_leaves, tree_map
@@ -489,18 +490,22 @@ def _go_back_to_inputs(
 ) -> list[dict[str, Any]]:
     """Add the gradients of inputs; return what `stage_backward_weight` needs to add those of weights.
 
-    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2; with torch's private functions
-    that
-    find where the ways to weights leave those to inputs.
+    Where torch's private functions do not tell apart what belongs to weights alone, all is added at once.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
     """
     nodes = [n for t in roots if (n := _get_grad_fn_or_grad_acc(t)) is not None]
-    reverse = construct_reverse_graph(nodes)
-    by_node = {n: w for w in weights if (n := _get_grad_fn_or_grad_acc(w)) is not None}
     starts = [n for t in inputs if (n := _get_grad_fn_or_grad_acc(t)) is not None]
-    groups = get_param_groups(starts, list(by_node), reverse)
-    later = {node for group in groups for node in group["params"]}
-    # Weights whose ways meet no input's are learned now: no group has them.
-    now = [w for node, w in by_node.items() if node in reverse and node not in later]
+    ends = [n for w in weights if (n := _get_grad_fn_or_grad_acc(w)) is not None]
+    reverse = construct_reverse_graph(nodes)
+    groups = get_param_groups(starts, ends, reverse)
+    passed, _ = reverse_closure(starts, set(), reverse)
+    # T5's position bias is used in all layers and sent on, and no input leads to it: torch (2.13) leaves the
+    # gradient of what is sent out, and has the weight in several groups.
+    are_apart = all(_are_disjoint([set(g[key]) for g in groups]) for key in ("params", "intermediates"))
+    if not are_apart or not passed.issuperset(nodes):
+        torch.autograd.backward(roots, gradients)
+        return []
     handles = []
     try:
         for group in groups:
@@ -508,18 +513,21 @@ def _go_back_to_inputs(
             group["grads"] = [None] * len(group["intermediates"])
             for i, node in enumerate(group["intermediates"]):
                 handles.append(node.register_prehook(_keeper(group["grads"], i)))
-        found = torch.autograd.grad(roots, [*inputs, *now], gradients, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
-    for tensor, grad in zip([*inputs, *now], found, strict=True):
-        if grad is not None:
-            tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+    for tensor, grad in zip(inputs, found, strict=True):
+        tensor.grad = grad
     for group in groups:
         reached = [i for i, grads in enumerate(group["grads"]) if grads is not None]
         group["intermediates"] = [group["intermediates"][i] for i in reached]
         group["grads"] = [group["grads"][i] for i in reached]
     return [group for group in groups if group["grads"]]
+
+
+def _are_disjoint(sets: Sequence[set[Any]]) -> bool:
+    return len(set().union(*sets)) == sum(map(len, sets))
 
 
 def _keeper(grads: list[Any], place: int) -> Callable[[Any], None]:
