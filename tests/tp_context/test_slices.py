@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 from tp_context import ContextOptions, attention, gather, positions
-from tp_context._session import _identity
 
 # private, both: cuts of ranks that need not be started
 from tp_context._slices import Cut, Cuts, activate, find_sequences, map_sequences, work_of
 from tp_context._ways import Inputs, Rules, _blocks, _ring_blocks
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, StepError
+from tp_core.internal import step_identity
 from tp_core.plugins import Job
 from tp_trainer import Trainer
 
@@ -228,7 +228,7 @@ def test_steps_that_do_the_same_are_checked_once_and_others_again():
     def other(model, batch):
         return model
 
-    assert _identity(wrapped(one)) == _identity(wrapped(one))
-    assert _identity(partial(wrapped, one)) == _identity(partial(wrapped, one))
-    assert _identity(wrapped(one)) != _identity(wrapped(other))
-    assert _identity(partial(wrapped, one)) != _identity(partial(wrapped, other))
+    assert step_identity(wrapped(one)) == step_identity(wrapped(one))
+    assert step_identity(partial(wrapped, one)) == step_identity(partial(wrapped, one))
+    assert step_identity(wrapped(one)) != step_identity(wrapped(other))
+    assert step_identity(partial(wrapped, one)) != step_identity(partial(wrapped, other))

@@ -17,6 +17,8 @@ import tp_core.state
 import tp_core.tensors
 import tp_core.testing
 
+from tests.surface.names import PACKAGES
+
 PUBLIC = {
     tp_core: """
         DeviceLoad DeviceSpec LaunchEnvironment as_device available_devices device_loads errors least_busy
@@ -61,7 +63,8 @@ PUBLIC = {
         preserve_rng_state presharded_mesh quantized_parts raised_where read_digests reduction_type
         rendezvous_store repeated_blocks resolve_options row_count run_in seed_everything seed_of seeded
         set_device_rng_state sharded_memory showing_system_errors shows_progress slice_of split_evenly
-        split_rows start sync_folder total_shard_norm whole_model_arguments write_atomically zero_backward
+        split_rows start step_identity sync_folder total_shard_norm whole_model_arguments write_atomically
+        zero_backward
     """,
 }
 
@@ -87,19 +90,6 @@ def test_every_error_is_a_tp_error_and_a_builtin_that_users_catch():
         if error is not tp_core.errors.TpError:
             builtin = [base for base in error.__mro__ if base.__module__ == "builtins"]
             assert set(builtin) > {Exception, BaseException, object}, "and none that users would catch"
-
-
-PACKAGES = [
-    "tp_context",
-    "tp_core",
-    "tp_data",
-    "tp_dp_gather",
-    "tp_pipeline",
-    "tp_runner",
-    "tp_shard",
-    "tp_trainer",
-    "tp_tuple",
-]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tp_core import tree_map
 from tp_core.data import SampleRows, Share, StepOutput, read_weight, split_weight
 from tp_core.errors import ConfigError, DisagreementError, PluginError, StepError
+from tp_core.internal import step_identity
 from tp_core.plugins import Job, Session
 from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_group, new_process_group
 
@@ -172,7 +173,7 @@ class ContextSession(SessionWrapper):
         """
         names = tuple(sorted(map(str, batch))) if isinstance(batch, Mapping) else ()
         key = (
-            _identity(step),
+            step_identity(step),
             model.training,
             torch.is_grad_enabled(),
             len(found.lengths),
@@ -417,23 +418,6 @@ class _WholeLoss(torch.autograd.Function):
 def _taken(cuts: Cuts, tensor: Tensor, dim: int) -> Tensor:
     cut = cuts.of_whole(tensor.size(dim))
     return tensor if cut is None else cut.take(tensor, dim)
-
-
-def _identity(step: Any) -> object:
-    """Return what steps that do the same have in common: a lambda is a new object in each call."""
-    if isinstance(step, partial):
-        return step.func, tuple(_identity(a) for a in (*step.args, *step.keywords.values()) if callable(a))
-    function = getattr(step, "__func__", step)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return id(step)
-    contents = []
-    for cell in function.__closure__ or ():
-        try:
-            contents.append(cell.cell_contents)
-        except ValueError:  # not set yet
-            continue
-    return code, tuple(_identity(c) for c in contents if callable(c))
 
 
 def _number(value: Any) -> float:

@@ -22,6 +22,7 @@ from tp_core.internal import (
     set_device_rng_state,
     split_evenly,
     split_rows,
+    step_identity,
 )
 from tp_core.plugins import Job
 from tp_core.sessions import ProcessGroupSession, join_process_group, new_process_group
@@ -295,7 +296,7 @@ class PipelineSession(ProcessGroupSession):
         self, stages: Stages, step: Callable[..., StepOutput], model: nn.Module, parts: Parts
     ) -> list[Plan]:
         flags = tuple(p.requires_grad for p in model.parameters())
-        keys = [(_identity(step), flags, *_modes(model), _form(part)) for part in parts]
+        keys = [(step_identity(step), flags, *_modes(model), _form(part)) for part in parts]
         for key, part in zip(keys, parts, strict=True):
             if key not in stages.plans:
                 stages.plans[key] = self._make_plan(stages, step, model, part)
@@ -672,23 +673,6 @@ def _check_norms(model: nn.Module) -> None:
                 "LayerNorm, or freeze it: call its eval() in the step"
             )
             raise ModelError(msg)
-
-
-def _identity(step: Any) -> object:
-    """Return what steps that do the same have in common: a lambda is a new object in each call."""
-    if isinstance(step, partial):
-        return step.func, tuple(_identity(a) for a in (*step.args, *step.keywords.values()) if callable(a))
-    function = getattr(step, "__func__", step)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return id(step)
-    contents = []
-    for cell in function.__closure__ or ():
-        try:
-            contents.append(cell.cell_contents)
-        except ValueError:  # not set yet
-            continue
-    return code, tuple(_identity(c) for c in contents if callable(c))
 
 
 def _modes(model: nn.Module) -> tuple[object, ...]:

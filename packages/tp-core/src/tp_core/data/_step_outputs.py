@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -372,3 +373,27 @@ def _graph_leaves(loss: Tensor) -> list[Tensor]:
             found.append(variable)
         nodes.extend(following for following, _ in node.next_functions)
     return found
+
+
+# -- Steps that were seen before ------------------------------------------------------------------
+
+
+def step_identity(step: Any) -> object:
+    """Return what a step is known by, for a check that is made once for each step.
+
+    Its code and the functions that it holds: a function within another is a new object in each call.
+    """
+    if isinstance(step, partial):
+        given = (*step.args, *step.keywords.values())
+        return step.func, tuple(step_identity(a) for a in given if callable(a))
+    function = getattr(step, "__func__", step)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return id(step)
+    contents = []
+    for cell in function.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:  # not set yet
+            continue
+    return code, tuple(step_identity(c) for c in contents if callable(c))

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from tp_core.data._step_outputs import SampleRows as SampleRows
     from tp_core.data._step_outputs import join_rows as join_rows
     from tp_core.data._step_outputs import row_count as row_count
+    from tp_core.data._step_outputs import step_identity as step_identity
     from tp_core.data._step_outputs import zero_backward as zero_backward
     from tp_core.data._user_loaders import iterates_itself as iterates_itself
     from tp_core.data._workers import start as start
@@ -108,7 +109,13 @@ else:
                 "seeded",
                 "set_device_rng_state",
             ],
-            "tp_core.data._step_outputs": ["SampleRows", "join_rows", "row_count", "zero_backward"],
+            "tp_core.data._step_outputs": [
+                "SampleRows",
+                "join_rows",
+                "row_count",
+                "step_identity",
+                "zero_backward",
+            ],
             "tp_core.data._user_loaders": ["iterates_itself"],
             "tp_core.data._workers": ["start"],
             "tp_core._devices._resolve": ["device_of_rank", "free_nbytes"],
