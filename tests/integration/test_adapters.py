@@ -10,6 +10,7 @@ import torch
 import tp_shard as ts
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core.errors import ConfigError, ModelError, TpError
+from tp_core.replicas import Replicas
 from tp_shard import ShardOptions
 from tp_trainer import Callback, Checkpoints, Trainer
 
@@ -213,6 +214,44 @@ def test_a_callback_generates_on_shards_as_on_one_device(places):
     made, loss = generates("single")
     for found in places.run(2, generates, "fsdp"):
         assert found == (made, pytest.approx(loss, rel=1e-9))
+
+
+# -- Steps that disable adapters -------------------------------------------------------------------
+
+
+def test_disabling_adapters_in_one_replica_leaves_the_others_trainable():
+    model = adapters.make("llama", "lora")
+
+    def step(replica, number):
+        if number == 1:
+            replica.disable_adapter().__enter__()
+        return [p.requires_grad for p in model.parameters()]
+
+    trained = [p.requires_grad for p in model.parameters()]
+    assert any(trained)
+    assert Replicas(model, ["cpu", "cpu"]).run(step, [0, 1]) == [trained, trained]
+    assert [p.requires_grad for p in model.parameters()] == trained
+
+
+def distilled(model, batch):
+    """Add how far the logits are from the base's, a mean over the same tokens, to the loss of a step."""
+    found = adapters.step(model, batch)
+    with torch.no_grad(), model.disable_adapter():
+        base = model(**batch).logits
+    away = (model(**batch).logits - base).square().mean(-1)[batch["labels"] != adapters.NO_LABEL]
+    return {**found, "loss": found["loss"] + away.mean()}
+
+
+@pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
+def test_a_step_that_disables_adapters_trains_as_on_one_device(backend):
+    def train(name, devices):
+        model = adapters.make("llama", "lora").double()
+        with Trainer(backend=name, devices=devices, seed=0, progress=False) as trainer:
+            optimizer = adapters.make_optimizer(model)
+            trainer.fit(model, optimizer, adapters.loader("llama"), step=distilled, epochs=2)
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    torch.testing.assert_close(train(backend, ["cpu", "cpu"]), train("single", "cpu"), rtol=1e-9, atol=1e-12)
 
 
 # -- What is refused -------------------------------------------------------------------------------

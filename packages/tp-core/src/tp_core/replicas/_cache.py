@@ -46,9 +46,12 @@ class ReplicaCache:
         self._devices = devices
         self._force_flat = force_copies == "flat"
         home = devices[0]
-        # Replicas on one device share its mirror; those on the home device need none.
+        # Replicas on one device share its mirror; those on the home device need none. But a step may disable
+        # adapters, and peft (0.21) then changes `requires_grad` in the thread of one replica: others that
+        # share the parameters would miss gradients. Only peft's layers have this attribute.
+        shares = not force_copies and not any(hasattr(m, "adapter_layer_names") for m in module.modules())
         self._keys: list[Any] = [
-            number if force_copies else (None if device == home else device)
+            number if not shares else None if device == home else device
             for number, device in enumerate(devices)
         ]
         self._copies = any(key is not None for key in self._keys[1:])
