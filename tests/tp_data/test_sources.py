@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tp_core.errors import ConfigError, LoaderError, StateError
-from tp_data import Access, Iterables, JsonLines, Loader, Parquet, Stream, TarShards, TextLines
+from tp_data import Access, BatchSize, Iterables, JsonLines, Loader, Parquet, Stream, TarShards, TextLines
 
 ROWS = [{"id": i, "text": "é" * i} for i in range(7)]
 
@@ -49,6 +49,22 @@ def test_lines_of_json_are_samples_over_all_files(tmp_path):
     assert sorted(p.name for p in (tmp_path / ".tp-data").glob("*.index")) == [
         f"{n}.jsonl.json.index" for n in "abc"
     ]
+
+
+def test_samples_are_read_together_in_any_order(tmp_path):
+    for name, count in (("a", 200), ("b", 30)):
+        rows = [{"name": name, "i": i, "text": "x" * (i % 7 * 900)} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_bytes(lines(rows))
+    source = JsonLines(str(tmp_path / "*.jsonl"))
+    for indices in ([5, 229, 6, 7, 199, 200, 5, 8, 90], list(range(230)), [0]):
+        assert source.__getitems__(indices) == [source[i] for i in indices]
+    broken = (tmp_path / "b.jsonl").read_bytes().replace(b'"i": 3,', b'"i": ,')
+    (tmp_path / "b.jsonl").write_bytes(broken)
+    stream = Stream(str(tmp_path / "*.jsonl"))
+    with pytest.raises(LoaderError, match=r"b.jsonl, sample 3, byte \d+: no JSON"):
+        next(iter(Loader(stream, 230)))
+    batch = next(iter(Loader(stream, BatchSize(230, collate=list), errors="skip")))
+    assert [row["i"] for row in batch[200:206]] == [0, 1, 2, 4, 4, 5]
 
 
 def test_lines_of_text_keep_the_empty_ones(tmp_path):

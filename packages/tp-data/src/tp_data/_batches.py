@@ -10,7 +10,6 @@ global batch of one step after the other, the same whatever the number of ranks:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -46,8 +45,7 @@ class Piece(NamedTuple):
     stop: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One row of a batch.
 
     Attributes:

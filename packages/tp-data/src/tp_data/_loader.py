@@ -23,7 +23,7 @@ from tp_core.data import Share
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.internal import Envelope, preserve_rng_state, start
 
-from tp_data._batches import Batcher, BatchSize, Item, Row, positions_in
+from tp_data._batches import Batcher, BatchSize, Item, Piece, Row, positions_in
 from tp_data._stream import Stream
 
 _COSTS_AT_ONCE = 64
@@ -55,7 +55,7 @@ _MOST_ERRORS = 20
 
 class _Task(NamedTuple):
     epoch: int
-    rows: Sequence[Row] = ()
+    rows: Sequence[Row | int] = ()  # of a whole sample its position: in a pickle a third of the time
     costs: Sequence[int] = ()  # the positions whose costs are asked for, instead of a batch
 
 
@@ -94,8 +94,9 @@ class _Work(Dataset[_Done]):
         if task.costs:
             samples = self._stream.load(list(task.costs), task.epoch, skip)
             return _Done([self._cost(p, samples[p], task.epoch) for p in task.costs])
-        samples = self._stream.load(positions_in(task.rows), task.epoch, skip)
-        batch = self._batcher.collate(task.rows, samples)
+        rows = [Row((Piece(row),)) if isinstance(row, int) else row for row in task.rows]
+        samples = self._stream.load(positions_in(rows), task.epoch, skip)
+        batch = self._batcher.collate(rows, samples)
         return _Done(batch, self._batcher.measure(batch), skipped)
 
     def _cost(self, position: int, sample: Any, epoch: int) -> int:
@@ -108,6 +109,12 @@ class _Work(Dataset[_Done]):
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _as_number(row: Row) -> Row | int:
+    """Return the position of a row that is one whole sample; else the row."""
+    is_whole = len(row.pieces) == 1 and row.pieces[0][1:] == (0, None) and row.weight == 1.0
+    return row.pieces[0].position if is_whole else row
 
 
 class Loader:
@@ -279,7 +286,8 @@ class Loader:
             if not mine and not self._stand_ins:
                 continue
             planned.append((after, Share(batcher.count(mine) if mine else 0, batcher.count(rows))))
-            yield _Task(state["epoch"], mine or [replace(rows[0], weight=0.0)])
+            mine = mine or [rows[0]._replace(weight=0.0)]
+            yield _Task(state["epoch"], list(map(_as_number, mine)) if self._workers else mine)
 
     def _batches(self, state: dict[str, Any], batcher: Batcher) -> Iterator[tuple[list[Row], dict[str, Any]]]:
         """Yield the rows of all ranks of each batch, and the state behind it."""
@@ -289,6 +297,11 @@ class Loader:
         def items() -> Iterator[Item]:
             nonlocal taken
             numbers = count(taken) if order.length is None else range(taken, order.length)
+            if batcher.cost is None:  # without a second generator around each sample
+                for position in numbers:
+                    taken = position + 1
+                    yield Item(position)
+                return
             for item in self._items(numbers, epoch):
                 taken = item.position + 1
                 yield item

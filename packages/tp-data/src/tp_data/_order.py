@@ -78,17 +78,21 @@ def permute(index: Numbers, size: Numbers, key: Numbers, *, inverse: bool = Fals
         key: The key of each one's permutation, (n) or (1).
         inverse: Return where each number came from.
     """
-    size, key = np.broadcast_to(size, index.shape), np.broadcast_to(key, index.shape)
     bits = np.frexp((size - np.uint64(1)).astype(np.float64))[1].astype(np.uint64)
-    found = _feistel(index, bits, key, inverse=inverse)
+    keys = [_mixed(key ^ np.uint64(n * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)) for n in range(_ROUNDS)]
+    found = _feistel(index, bits, keys, inverse=inverse)
     outside = np.flatnonzero(found >= size)
+
+    def some(values: Numbers) -> Numbers:
+        return values if values.size == 1 else values[outside]
+
     while outside.size:  # half of the domain at most: a few times
-        found[outside] = _feistel(found[outside], bits[outside], key[outside], inverse=inverse)
-        outside = outside[found[outside] >= size[outside]]
+        found[outside] = _feistel(found[outside], some(bits), list(map(some, keys)), inverse=inverse)
+        outside = outside[found[outside] >= some(size)]
     return found
 
 
-def _feistel(x: Numbers, bits: Numbers, key: Numbers, *, inverse: bool) -> Numbers:
+def _feistel(x: Numbers, bits: Numbers, keys: Sequence[Numbers], *, inverse: bool) -> Numbers:
     one = np.uint64(1)
     high = bits >> one
     low = bits - high
@@ -96,13 +100,11 @@ def _feistel(x: Numbers, bits: Numbers, key: Numbers, *, inverse: bool) -> Numbe
     left, right = x >> low, x & low_mask
     for step in range(_ROUNDS):
         n = _ROUNDS - 1 - step if inverse else step
-        number = np.uint64(n * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
+        mask = low_mask if n % 2 else high_mask
         if inverse:
-            mask = low_mask if n % 2 else high_mask
-            left, right = (right ^ _mixed(_mixed(key ^ number) + left)) & mask, left
+            left, right = (right ^ _mixed(keys[n] + left)) & mask, left
         else:
-            mask = low_mask if n % 2 else high_mask
-            left, right = right, (left ^ _mixed(_mixed(key ^ number) + right)) & mask
+            left, right = right, (left ^ _mixed(keys[n] + right)) & mask
     return (left << low) | right
 
 
@@ -223,6 +225,18 @@ class Order:
                 del self._located[next(iter(self._located))]
             self._located[group] = self.locate(range(group * _AT_ONCE, stop))
         return self._located[group][inside]
+
+    def places(self, positions: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the number of the source, and the index in it, at each of positions near each other.
+
+        Raises:
+            IndexError: The order ends before one.
+        """
+        located = self._located
+        try:
+            return [located[position // _AT_ONCE][position % _AT_ONCE] for position in positions]
+        except (KeyError, IndexError):  # some are not computed yet
+            return [self.place(position) for position in positions]
 
     def locate(self, positions: Sequence[int] | Numbers) -> list[tuple[int, int]]:
         """Return the number of the source, and the index in it, at each position."""

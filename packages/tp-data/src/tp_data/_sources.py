@@ -21,6 +21,7 @@ from tp_data._order import key_of
 
 FilePaths: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
 
+_read_json = json.JSONDecoder().raw_decode  # a third of the time of json.loads on short lines
 _ROW_GROUPS = 4  # that a process holds in memory
 _BLOCK_NBYTES = 512
 
@@ -45,6 +46,13 @@ class Source:
             LoaderError: It cannot be read; the message has its file and offset.
         """
         raise NotImplementedError
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several samples; a subclass overrides it where reading them together costs less.
+
+        Where it raises, samples are read one by one, and that names the one at fault.
+        """
+        return [self[index] for index in indices]
 
     def where(self, index: int) -> str:
         """Return the place of a sample, for messages."""
@@ -85,6 +93,20 @@ class _Files(Source):
         file, at = self._find(index)
         return self._decode(file.read(at), file, at)
 
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several samples; neighbors in a file are read together."""
+        ends, files, decode = self._ends, self._files, self._decode
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for place, index in enumerate(indices):
+            number = bisect_right(ends, index)
+            groups.setdefault(number, []).append((index - (ends[number - 1] if number else 0), place))
+        found: list[Any] = [None] * len(indices)
+        for number, wanted in groups.items():
+            file = files[number]
+            for (at, place), data in zip(wanted, file.read_several([at for at, _ in wanted]), strict=True):
+                found[place] = decode(data, file, at)
+        return found
+
     def _find(self, index: int) -> tuple[IndexedFile, int]:
         number = bisect_right(self._ends, index)
         return self._files[number], index - (self._ends[number - 1] if number else 0)
@@ -115,7 +137,14 @@ class JsonLines(_Files):
 
     def _decode(self, data: bytes, file: IndexedFile, index: int) -> Any:
         try:
-            return json.loads(data.decode())
+            text = data.decode()
+            try:
+                value, end = _read_json(text)
+                if end == len(text) or text[end:].isspace():
+                    return value
+            except ValueError:  # blanks before it, or no JSON: the whole reader knows
+                pass
+            return json.loads(text)
         except ValueError as error:
             start = file.span(index)[0] + getattr(error, "start", getattr(error, "pos", 0))
             msg = f"{file.url}, sample {index}, byte {start}: no JSON ({error}): {data[:60]!r}"
@@ -352,10 +381,12 @@ def _state_of(iterable: Any) -> Any:
 class _Sequence(Source):
     """A sequence of the user's: a list, a map-style dataset."""
 
-    draws = True
-
     def __init__(self, items: Any) -> None:
         self._items = items
+        # Whoever wrote another class, or a function that makes the format, may have drawn in it.
+        is_plain = type(items) in (list, tuple, range)
+        is_table = type(items).__module__.startswith("datasets.") and items.format["type"] != "custom"
+        self.draws = not (is_plain or is_table)
         if not len(items):
             raise ConfigError(_is_empty([f"a {type(items).__name__} of length 0"]))
 
@@ -364,6 +395,11 @@ class _Sequence(Source):
 
     def __getitem__(self, index: int) -> Any:
         return self._items[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several samples; torch's own loader calls the method of this name, too."""
+        together = getattr(self._items, "__getitems__", None)
+        return [self._items[index] for index in indices] if together is None else list(together(indices))
 
     def where(self, index: int) -> str:
         """Return the type of the sequence, and the index."""

@@ -1,6 +1,7 @@
 """The stream: sources in one global order, and the sample at any position of it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -166,6 +167,9 @@ class Stream:
             LoaderError: A sample cannot be loaded.
         """
         order, sources = self.order(epoch), list(self.sources.values())
+        if not self.draws:
+            with suppress(Exception):  # one by one, the sample at fault is found
+                return self._load_together(order, sources, positions)
         found = {}
         for position in positions:
             at, (number, index) = position, order.place(position)
@@ -183,6 +187,18 @@ class Stream:
                     if at in (position, position + _MOST_SKIPPED):  # the data is broken, not a sample of it
                         raise
                     number, index = order.place(at)
+        return found
+
+    def _load_together(self, order: Order, sources: list[Source], positions: list[int]) -> dict[int, Any]:
+        """Return samples that draw no random numbers, those of a source read together."""
+        places = order.places(positions)
+        if len(sources) == 1:
+            return dict(zip(positions, sources[0].__getitems__([index for _, index in places]), strict=True))
+        found: dict[int, Any] = {}
+        for number in {number for number, _ in places}:
+            mine = [(p, index) for p, (of, index) in zip(positions, places, strict=True) if of == number]
+            samples = sources[number].__getitems__([index for _, index in mine])
+            found.update(zip((position for position, _ in mine), samples, strict=True))
         return found
 
     def _load(self, source: Source, index: int, epoch: int, position: int) -> Any:
