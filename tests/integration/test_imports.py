@@ -29,6 +29,7 @@ MAY_LOAD = {
     "tp_shard": set(),
     "tp_trainer": {"pluggy"},
     "tp_tuple": set(),
+    "tp_verify": set(),
 }
 STANDARD = set(sys.stdlib_module_names)
 # These take milliseconds, too.

@@ -31,6 +31,7 @@ SOURCES = [
         "tp-shard",
         "tp-trainer",
         "tp-tuple",
+        "tp-verify",
     )
     for path in sorted((ROOT / "packages" / package / "src").rglob("*.py"))
 ]
@@ -48,6 +49,7 @@ REASONS = {
     "torch._C._get_function_stack_at": "whether the caller is in a mode, which only its own thread has",
     "torch._C._len_torch_dispatch_stack": "whether the caller is in a mode",
     "torch._C._len_torch_function_stack": "whether the caller is in a mode",
+    "torch._C._current_graph_task_id": "whether a forward runs within a backward pass, for a checkpoint",
     "torch._C._nn": "random operators that have no public name",
     "torch._ops.OpOverload": "the type of an operator, which says whether it is random",
     "torch._ops.OpOverloadPacket": "the type of an operator, which says whether it is random",

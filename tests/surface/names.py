@@ -25,6 +25,7 @@ PACKAGES = (
     "tp_shard",
     "tp_trainer",
     "tp_tuple",
+    "tp_verify",
 )
 # What a class answers to without being called by name; others, as a dataclass's __eq__, are left out.
 PROTOCOL = {"__call__", "__contains__", "__delitem__", "__enter__", "__exit__", "__getattr__", "__getitem__"}

@@ -30,6 +30,7 @@ _DISTRIBUTIONS = (
     "tp-shard",
     "tp-trainer",
     "tp-tuple",
+    "tp-verify",
 )
 
 

@@ -49,6 +49,7 @@ FIRST_PARTY = frozenset(
         "tp-shard",
         "tp-trainer",
         "tp-tuple",
+        "tp-verify",
     }
 )
 """The distributions of this project: where names collide, theirs win."""

@@ -1,0 +1,22 @@
+"""Proves a parallel way of training equal to one device, or names the first place where it parts."""
+
+from typing import TYPE_CHECKING
+
+from tp_core.internal import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_verify._report import Finding as Finding
+    from tp_verify._report import Report as Report
+    from tp_verify._verify import verify as verify
+    from tp_verify._way import Way as Way
+
+    __version__: str
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_verify._report": ["Finding", "Report"],
+            "tp_verify._verify": ["verify"],
+            "tp_verify._way": ["Way"],
+        },
+    )

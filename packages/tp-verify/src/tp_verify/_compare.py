@@ -1,0 +1,529 @@
+"""The comparison of the ranks' records with the reference's: the first place where they part.
+
+A rank may hold the whole of a tensor, its share of the rows, a part along one dimension, or a summand. Each
+is tried, so that nothing has to be said about the layout of activations.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_verify._report import Finding
+from tp_verify._run import Local, Place, RunRecord, Selection, StepRecord
+
+_SLACK = 6.0  # how much farther from float64 than one device of the same type: sums have another order
+_RTOL = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+_ATOL = {torch.float64: 1e-12, torch.float32: 1e-7, torch.bfloat16: 1e-5, torch.float16: 1e-6}
+
+Share = Mapping[str, Selection]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The largest difference from float64 that rounding explains.
+
+    Attributes:
+        rtol: A part of the tensor's own norm.
+        atol: A part of the largest norm of its kind, for tensors that are all but zero.
+    """
+
+    rtol: float
+    atol: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> "Bound":
+        """Return the bound of a type."""
+        return cls(_RTOL.get(dtype, 2e-5), _ATOL.get(dtype, 1e-7))
+
+    def limit(self, exact: Tensor, near: Tensor | None, scale: float) -> float:
+        """Return the largest norm of a difference from ``exact``; ``near`` is one device in the same type."""
+        own = norm_of(exact)
+        by_rounding = 0.0 if near is None or near.shape != exact.shape else norm_of(near - exact)
+        return _SLACK * by_rounding + self.rtol * own + self.atol * scale
+
+
+def norm_of(tensor: Tensor) -> float:
+    """Return the norm in float64; infinity where there is one, or NaN."""
+    norm = float(torch.linalg.vector_norm(tensor.double()))
+    return norm if norm == norm else float("inf")  # noqa: PLR0124 - NaN
+
+
+# -- One tensor on all ranks ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How the ranks' tensors relate to the whole one.
+
+    Attributes:
+        kind: "same", "partial" (they sum to the whole), "unknown" (not comparable) or "parts".
+        error: The norm of the difference, as a share of the whole's.
+    """
+
+    kind: str
+    error: float = 0.0
+
+
+def relate(exact: Tensor, locals_: Sequence[Local | None], shares: Sequence[Share], limit: float) -> Match:
+    """Return how the ranks' tensors relate to the whole one."""
+    present = [(rank, one) for rank, one in enumerate(locals_) if one is not None]
+    if not present:
+        return Match("unknown")
+    if present[0][1].layout:
+        return _relate_laid_out(exact, [one for _, one in present], limit)
+    expected = [selected(exact, shares[rank]) if rank < len(shares) else exact for rank, _ in present]
+    parts = [one.tensor for _, one in present]
+    if all(e.shape == p.shape for e, p in zip(expected, parts, strict=True)):
+        error = max(norm_of(p.double() - e) for p, e in zip(parts, expected, strict=True))
+        if error <= limit:
+            return Match("same")
+        groups = _alike(expected)
+        sums = [
+            norm_of(sum((parts[i].double() for i in group), torch.zeros(())) - expected[group[0]])
+            for group in groups
+        ]
+        if all(len(group) > 1 for group in groups) and max(sums) <= limit * len(present):
+            return Match("partial", error / max(norm_of(exact), 1e-300))
+        return Match("parts", error / max(norm_of(exact), 1e-300))
+    return _relate_joined(exact, expected, parts, limit)
+
+
+def _relate_joined(exact: Tensor, expected: list[Tensor], parts: list[Tensor], limit: float) -> Match:
+    """Compare parts that are slices along one dimension, in the order of ranks."""
+    error = 0.0
+    for group in _alike(expected):
+        whole, mine = expected[group[0]], [parts[i] for i in group]
+        if any(one.dim() != whole.dim() for one in mine):
+            return Match("unknown")
+        dims = [d for d in range(whole.dim()) if any(one.size(d) != whole.size(d) for one in mine)]
+        if len(dims) != 1 or sum(one.size(dims[0]) for one in mine) != whole.size(dims[0]):
+            return Match("unknown")
+        error = max(error, norm_of(torch.cat(mine, dims[0]).double() - whole))
+    return Match("same" if error <= limit else "parts", error / max(norm_of(exact), 1e-300))
+
+
+def _relate_laid_out(exact: Tensor, parts: list[Local], limit: float) -> Match:
+    """Compare a DTensor, which says how its parts are laid out; copies of one part are compared, too."""
+    joined: dict[tuple[int, ...], Tensor] = {
+        tuple(rank for _, _, rank, _ in one.layout): one.tensor.double() for one in parts
+    }
+    for axis in reversed(range(len(parts[0].layout))):
+        kind, dim, _, size = parts[0].layout[axis]
+        found: dict[tuple[int, ...], Tensor] = {}
+        for key in {key[:axis] for key in joined}:
+            along = [joined[(*key, i)] for i in range(size) if (*key, i) in joined]
+            if len(along) != size or kind == "unknown":
+                return Match("unknown")
+            if kind == "shard":
+                found[key] = torch.cat(along, dim)
+            elif kind in ("partial", "mean"):
+                found[key] = torch.stack(along).sum(0) / (size if kind == "mean" else 1)
+            else:
+                apart = max(norm_of(one - along[0]) for one in along)
+                if apart > limit:
+                    return Match("parts", apart / max(norm_of(exact), 1e-300))
+                found[key] = along[0]
+        joined = found
+    whole = joined[()]
+    if whole.shape != exact.shape:
+        return Match("unknown")
+    error = norm_of(whole - exact)
+    kind = "parts" if error > limit else "same"
+    return Match(kind, error / max(norm_of(exact), 1e-300))
+
+
+def _alike(expected: list[Tensor]) -> list[list[int]]:
+    """Return the groups of ranks that read the same samples."""
+    groups: list[list[int]] = []
+    for i, one in enumerate(expected):
+        for group in groups:
+            first = expected[group[0]]
+            if one is first or (one.shape == first.shape and bool((one == first).all())):
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    return groups
+
+
+def selected(exact: Tensor, share: Share) -> Tensor:
+    """Return the part of a whole activation that a rank has for its share of the batch."""
+    for one in share.values():
+        if exact.dim() and exact.size(0) == one.shape[0]:
+            found = exact[one.rows]
+            is_cut = one.places is not None and len(one.places) != one.shape[1]
+            if is_cut and exact.dim() > 1 and exact.size(1) == one.shape[1]:
+                found = found[:, one.places]
+            return found
+    return exact
+
+
+def merged(found: Mapping[Any, Local], places: Sequence[Any]) -> Local | None:
+    """Return the tensor of several calls, one for each micro-batch; ``None`` where a rank has none."""
+    parts = [one for place in places if (one := found.get(place)) is not None]
+    if not parts:
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    is_cut = any(kind == "shard" and dim == 0 for kind, dim, _, _ in parts[0].layout)
+    if is_cut or not all(one.tensor.dim() for one in parts):
+        return None
+    try:
+        return Local(torch.cat([one.tensor for one in parts]), parts[0].layout)
+    except RuntimeError:  # of other widths, such as padded sequences
+        return None
+
+
+# -- One step -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Comparison:
+    """The comparison of a way's records with those of one device.
+
+    Attributes:
+        exact: The reference in float64.
+        near: The reference in the way's own type.
+        ranks: The records of all ranks.
+        bound: What rounding explains.
+        compared: How many tensors of each kind were compared.
+        unknown: Places that could not be compared, with the reason.
+    """
+
+    exact: RunRecord
+    near: RunRecord
+    ranks: Sequence[RunRecord]
+    bound: Bound
+    compared: dict[str, int]
+    unknown: dict[str, str]
+
+    def first(self) -> Finding | None:
+        """Return the first place where the ranks part from one device."""
+        found = self._tensors(
+            "the weights before the first step",
+            0,
+            dict(self.exact.initial),
+            self.near.initial,
+            [r.initial for r in self.ranks],
+        )
+        if found:
+            return found
+        for number in range(len(self.exact.steps)):
+            found = self._step(number)
+            if found:
+                return found
+        if self.exact.evaluation is None or self.near.evaluation is None:
+            return None
+        records = [r.evaluation for r in self.ranks]
+        return self._forward(
+            "evaluation", 0, self.exact.evaluation, self.near.evaluation, [r for r in records if r]
+        ) or self._loss(
+            "the loss of the evaluation",
+            0,
+            self.exact.evaluation,
+            self.near.evaluation,
+            [r for r in records if r],
+        )
+
+    def _step(self, number: int) -> Finding | None:
+        exact, near = self.exact.steps[number], self.near.steps[number]
+        records = [r.steps[number] for r in self.ranks]
+        step = number + 1
+        found = self._forward("forward", step, exact, near, records) or self._loss(
+            "the loss", step, exact, near, records
+        )
+        if found:
+            return found
+        found = self._gradients(step, exact, near, records)
+        if found:
+            return found
+        if exact.norm is not None and near.norm is not None:
+            limit = self.bound.limit(torch.tensor(exact.norm), torch.tensor(near.norm), exact.norm)
+            for rank, one in enumerate(records):
+                if one.norm is None or not abs(one.norm - exact.norm) <= limit:
+                    return Finding(
+                        "the norm that gradients are clipped by",
+                        "",
+                        step,
+                        f"rank {rank} has {one.norm!s:.8}, one device {exact.norm:.6g}",
+                    )
+            self._count("norms")
+            found = self._tensors(
+                "the clipped gradient", step, exact.clipped, near.clipped, [r.clipped for r in records]
+            )
+            if found:
+                return found
+        before = self.exact.initial if number == 0 else self.exact.steps[number - 1].weights
+        found = self._updates(step, before, number, records)
+        if found:
+            return found
+        return self._tensors(
+            "the optimizer's state", step, exact.states, near.states, [r.states for r in records], cut=True
+        ) or self._tensors("the buffer", step, exact.buffers, near.buffers, [r.buffers for r in records])
+
+    # -- activations --------------------------------------------------------------------------------
+
+    def _forward(
+        self, what: str, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord]
+    ) -> Finding | None:
+        shares = self._shares(step)
+        matches = []
+        for place, whole in exact.forward.items():
+            locals_ = [merged(r.forward, self._calls(exact.forward, r.forward, place)) for r in records]
+            match = self._relate(whole.tensor, near.forward.get(place), locals_, shares)
+            if match.kind == "unknown":
+                self.unknown.setdefault(place.module or "the model", "its outputs have another shape")
+                continue
+            self._count("outputs of modules")
+            matches.append((place, match))
+            if match.kind == "parts":
+                return _blame(what, step, matches)
+        if matches and matches[-1][1].kind == "partial":
+            return _blame(what, step, matches)
+        return None
+
+    def _calls(self, exact: Mapping[Any, Any], mine: Mapping[Any, Any], place: Place) -> list[Place]:
+        """Return the places of one call of the reference on a rank, one for each micro-batch."""
+        per_batch = 1 + max(p.call for p in exact if p.module == place.module)
+        most = 1 + max((p.call for p in mine if p.module == place.module), default=-1)
+        return [place._replace(call=n) for n in range(place.call, most, per_batch)]
+
+    def _relate(
+        self, exact: Tensor, near: Local | None, locals_: Sequence[Local | None], shares: Sequence[Share]
+    ) -> Match:
+        scale = norm_of(exact)
+        limit = self.bound.limit(exact, None if near is None else near.tensor, scale)
+        return relate(exact, locals_, shares, limit)
+
+    def _shares(self, step: int) -> list[Share]:
+        return [r.shares[max(0, step - 1)] for r in self.ranks if r.shares]
+
+    def _loss(
+        self, what: str, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord]
+    ) -> Finding | None:
+        if exact.loss is None or near.loss is None:
+            return None
+        limit = self.bound.limit(torch.tensor(exact.loss), torch.tensor(near.loss), abs(exact.loss))
+        losses = [r.loss for r in records if r.loss is not None and not math.isnan(r.loss)]
+        weights = [r.weight for r in records if r.loss is not None and not math.isnan(r.loss)]
+        mean = sum(v * w for v, w in zip(losses, weights, strict=True)) / max(sum(weights), 1e-30)
+        self._count("losses")
+        if losses and (
+            abs(mean - exact.loss) <= limit or all(abs(loss - exact.loss) <= limit for loss in losses)
+        ):
+            return None
+        said = ", ".join(f"{loss:.6g}" for loss in losses)
+        return Finding(
+            what, "", step, f"ranks have {said}, by weight {mean:.6g}; one device {exact.loss:.6g}"
+        )
+
+    # -- gradients ----------------------------------------------------------------------------------
+
+    def _gradients(
+        self, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord]
+    ) -> Finding | None:
+        mine = [r.gradients for r in records]
+        wrong = self._wrong(exact.gradients, near.gradients, mine)
+        self._count("gradients", len(exact.gradients))
+        if not wrong:
+            return None
+        ratios = {name: ratio for name, (_, ratio) in wrong.items()}
+        if len(wrong) > 1 and len(wrong) == sum(g is not None for g in exact.gradients.values()):
+            first = next(iter(ratios.values()))
+            if first and all(r and abs(r - first) < 1e-3 * abs(first) for r in ratios.values()):
+                return Finding(
+                    "the gradient",
+                    "",
+                    step,
+                    f"every one is {first:.6g} times one device's: the loss is scaled otherwise",
+                )
+        place = self._first_backward(step, exact, near, records)
+        order = [p.module for p in exact.forward]
+        last = max(wrong, key=lambda name: _position(order, name))
+        said = wrong[last][0]
+        if place is not None and _position(order, place[0].module) >= _position(order, last):
+            where, match = place
+            also = f"; so do the gradients of {len(wrong)} parameters, {last} among them"
+            return Finding("the gradient of the input", where.module, step, f"{_said(match)}{also}")
+        module, _, parameter = last.rpartition(".")
+        return Finding("the gradient", module, step, said, tensor=parameter)
+
+    def _wrong(
+        self,
+        exact: Mapping[str, Tensor | None],
+        near: Mapping[str, Tensor | None],
+        ranks: Sequence[Mapping[str, Any]],
+    ) -> dict[str, tuple[str, float]]:
+        """Return the parameters with another gradient: how it differs, and its ratio to the right one."""
+        scale = max((norm_of(g) for g in exact.values() if g is not None), default=0.0)
+        wrong = {}
+        for name, whole in exact.items():
+            found = [one[name] for one in ranks if name in one]
+            if whole is None or any(one is None for one in found):
+                given = [one is not None and bool(one.any()) for one in found]
+                if whole is None and any(given):
+                    wrong[name] = ("it has a gradient, and on one device it has none", 0.0)
+                elif whole is not None and norm_of(whole) > self.bound.atol * scale and not all(given):
+                    wrong[name] = (f"{given.count(False)} of {len(given)} ranks have no gradient", 0.0)
+                continue
+            if not found:
+                self.unknown.setdefault(name, "no rank has it")
+                continue
+            said = self._difference(whole, near.get(name), found, scale)
+            if said:
+                ratio = _ratio(found[0].double(), whole)
+                wrong[name] = (said, ratio)
+        return wrong
+
+    def _difference(self, whole: Tensor, near: Tensor | None, found: Sequence[Tensor], scale: float) -> str:
+        """Return in words how ranks differ from the whole; empty where they do not."""
+        limit = self.bound.limit(whole, near, scale)
+        if all(one.shape == whole.shape for one in found):
+            errors = [norm_of(one.double() - whole) for one in found]
+            if max(errors) <= limit:
+                return ""
+            sums = norm_of(sum((one.double() for one in found), torch.zeros(())) - whole)
+            if len(found) > 1 and sums <= limit * len(found):
+                return "the ranks' parts sum to it, and were not summed"
+            apart = max(norm_of(one.double() - found[0].double()) for one in found)
+            also = "; ranks differ from each other" if apart > limit else ""
+            return f"it differs by {max(errors) / max(norm_of(whole), 1e-300):.2g} of its norm{also}"
+        match = _relate_joined(whole, [whole] * len(found), list(found), limit)
+        if match.kind == "unknown":
+            shapes = ", ".join(str(tuple(one.shape)) for one in found)
+            return f"ranks have {shapes}, which do not join to {tuple(whole.shape)}: give Way.whole()"
+        return "" if match.kind == "same" else f"it differs by {match.error:.2g} of its norm"
+
+    def _first_backward(
+        self, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord]
+    ) -> tuple[Place, Match] | None:
+        """Return the first input of a module, in the order of backward, from which all gradients part."""
+        shares, scales = self._shares(step), None
+        matches: list[tuple[Place, str, Match]] = []
+        for (place, side), whole in exact.backward.items():
+            keys = [[(p, side) for p in self._calls(exact.forward, r.forward, place)] for r in records]
+            locals_ = [merged(r.backward, k) for r, k in zip(records, keys, strict=True)]
+            if scales is None:  # of each rank's loss: found at the first gradient there is
+                scales = self._scales(whole.tensor, locals_, shares)
+                if scales is None:
+                    continue
+            even = [
+                None if one is None else Local(one.tensor.double() / c, one.layout)
+                for one, c in zip(locals_, scales, strict=True)
+            ]
+            match = self._relate(whole.tensor, near.backward.get((place, side)), even, shares)
+            if match.kind != "unknown":
+                matches.append((place, side, match))
+        suffix = len(matches)
+        while suffix and matches[suffix - 1][2].kind != "same":
+            suffix -= 1
+        for place, side, match in matches[suffix:]:
+            if side == "input":
+                return place, match
+            if place.module:
+                break
+        return None
+
+    def _scales(
+        self, whole: Tensor, locals_: Sequence[Local | None], shares: Sequence[Share]
+    ) -> list[float] | None:
+        """Return how much larger each rank's gradients are than one device's, by those at its output."""
+        found = []
+        for rank, one in enumerate(locals_):
+            if one is None or (one.layout and any(k != "same" for k, *_ in one.layout)):
+                return None
+            expected = selected(whole, shares[rank]) if rank < len(shares) else whole
+            if expected.shape != one.tensor.shape or not norm_of(expected):
+                return None
+            found.append(norm_of(one.tensor) / norm_of(expected) or 1.0)
+        return found
+
+    # -- parameters, states, buffers ----------------------------------------------------------------
+
+    def _tensors(
+        self,
+        what: str,
+        step: int,
+        exact: Mapping[str, Tensor | None],
+        near: Mapping[str, Tensor | None],
+        ranks: Sequence[Mapping[str, Any]],
+        *,
+        cut: bool = False,
+    ) -> Finding | None:
+        scale = max((norm_of(t) for t in exact.values() if t is not None), default=0.0)
+        for name, whole in exact.items():
+            found = [one[name] for one in ranks if one.get(name) is not None]
+            if whole is None:
+                continue
+            parameter = name.partition(":")[0]
+            if not found:
+                if what.startswith("the weights") or parameter in self.unknown:
+                    self.unknown.setdefault(parameter, "no rank has it")
+                    continue
+                said = "no rank has it"
+            else:
+                said = self._difference(whole.double(), near.get(name), found, scale)
+            self._count(what.removeprefix("the "))
+            if said:
+                module, _, tensor = parameter.rpartition(".")
+                key = name.partition(":")[2]
+                return Finding(what, module, step, said, tensor=f"{tensor} {key}" if key else tensor)
+        del cut
+        return None
+
+    def _updates(
+        self, step: int, before: Mapping[str, Tensor], number: int, records: Sequence[StepRecord]
+    ) -> Finding | None:
+        """Compare what the steps so far have changed: a small step would drown in the weight itself."""
+        exact, near = self.exact, self.near
+        changed = {n: t - exact.initial[n] for n, t in exact.steps[number].weights.items()}
+        changed_near = {
+            n: t.double() - near.initial[n].double() for n, t in near.steps[number].weights.items()
+        }
+        ranks = [
+            {n: t.double() - r.initial[n].double() for n, t in one.weights.items() if n in r.initial}
+            for r, one in zip(self.ranks, records, strict=True)
+        ]
+        del before
+        return self._tensors("the change of the weight", step, changed, changed_near, ranks)
+
+    def _count(self, kind: str, by: int = 1) -> None:
+        self.compared[kind] = self.compared.get(kind, 0) + by
+
+
+def _position(order: Sequence[str], name: str) -> int:
+    """Return when the module of a parameter ran last."""
+    path = name
+    while path:
+        if path in order:
+            return len(order) - order[::-1].index(path)
+        path = path.rpartition(".")[0]
+    return len(order) if "" in order else 0
+
+
+def _ratio(found: Tensor, whole: Tensor) -> float:
+    """Return the number that one tensor is times another; 0 where it is none."""
+    if found.shape != whole.shape or not norm_of(whole):
+        return 0.0
+    ratio = float((found * whole).sum() / (whole * whole).sum())
+    return ratio if norm_of(found - ratio * whole) < 1e-2 * norm_of(found) else 0.0
+
+
+def _said(match: Match) -> str:
+    if match.kind == "partial":
+        return "the ranks' parts sum to it, and were not summed"
+    return f"it differs by {match.error:.2g} of its norm"
+
+
+def _blame(what: str, step: int, matches: Sequence[tuple[Place, Match]]) -> Finding:
+    """Return a finding for the last match, or for what was left as summands just before it."""
+    at = len(matches) - 1
+    while at and matches[at - 1][1].kind == "partial":
+        at -= 1
+    place, match = matches[at]
+    what = "the output" if what == "forward" else "the output in evaluation"
+    return Finding(what, place.module, step, _said(match), tensor=place.tensor)

@@ -1,0 +1,354 @@
+"""Training on one process, with a record of everything that is compared."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from tp_core.internal import is_dtensor
+
+from tp_verify._way import MakeOptimizer, Step, Way, loss_and_weight, mapped, tensors_in
+
+
+class Place(NamedTuple):
+    """A tensor that a module takes or returns: the module, the number of its call, and where it is."""
+
+    module: str
+    call: int
+    tensor: str
+
+
+class Local(NamedTuple):
+    """One rank's tensor; of a DTensor with (kind, dim, rank, size) for each dimension of its mesh."""
+
+    tensor: Tensor
+    layout: tuple[tuple[str, int, int, int], ...] = ()
+
+
+class Selection(NamedTuple):
+    """What a rank has of one tensor of a batch: rows, and places in the second dimension, by number."""
+
+    shape: tuple[int, ...]
+    rows: Tensor
+    places: Tensor | None
+
+
+@dataclass
+class StepRecord:
+    """What one process has seen of one optimizer step, or of an evaluation. Orders are those of time."""
+
+    forward: dict[Place, Local] = field(default_factory=dict)
+    backward: dict[tuple[Place, str], Local] = field(default_factory=dict)
+    loss: float | None = None
+    weight: float = 0.0
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    norm: float | None = None
+    clipped: dict[str, Tensor | None] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class RunRecord:
+    """What one process has seen of a training."""
+
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+    evaluation: StepRecord | None = None
+    shares: list[dict[str, Selection]] = field(default_factory=list)
+    losses_with_dropout: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process trains: the plain model's builder, whole batches, and how."""
+
+    build: Any
+    batches: Sequence[Any]
+    step: Step
+    make_optimizer: MakeOptimizer
+    micro: int
+    max_norm: float | None
+    dtype: torch.dtype | None
+    draws: int
+
+
+class OneDevice(Way):
+    """The reference: one process with the whole batch."""
+
+    name = "one device"
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Return the model."""
+        return model
+
+    def share(self, batch: Any) -> Any:
+        """Return the whole batch."""
+        return batch
+
+    def backward(self, model: nn.Module, step: Step, parts: Sequence[Any]) -> Tensor:
+        """Run forward and backward once, on the whole batch."""
+        (batch,) = parts
+        loss, _ = loss_and_weight(step(model, batch), batch)
+        loss.backward()
+        return loss.detach()
+
+
+def build_model(task: Task) -> nn.Module:
+    """Build the plain model, from the seed that all processes use."""
+    torch.manual_seed(0)
+    model: nn.Module = task.build()
+    return model if task.dtype is None else model.to(task.dtype)
+
+
+def cast(batch: Any, dtype: torch.dtype | None) -> Any:
+    """Return a batch with its floating-point tensors in ``dtype``."""
+    if dtype is None:
+        return batch
+    return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def run_task(task: Task, way: Way) -> RunRecord:
+    """Train as a way does, and return the record of this process."""
+    record = RunRecord()
+    model = way.parallelize(build_model(task))
+    optimizer = way.prepare_optimizer(model, task.make_optimizer)
+    record.initial = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
+    model.train()
+    for batch in task.batches:
+        record.shares.append(_selection(way, batch))
+        record.steps.append(_one_step(task, way, model, optimizer, cast(batch, task.dtype)))
+    model.eval()
+    record.evaluation = evaluation = StepRecord()
+    share = way.share(cast(task.batches[0], task.dtype))
+    with torch.no_grad(), Recording(way, model, evaluation), NoDropout():
+        loss, evaluation.weight = loss_and_weight(task.step(model, share), share)
+    evaluation.loss = float(loss)
+    model.train()
+    if task.draws:
+        _draw(task, model, share, record)
+    return record
+
+
+def _one_step(task: Task, way: Way, model: nn.Module, optimizer: Optimizer, batch: Any) -> StepRecord:
+    from tp_verify._way import rows_of
+
+    seen = StepRecord()
+    share = way.share(batch)
+    parts = [rows_of(share, n, task.micro) for n in range(task.micro)] if task.micro > 1 else [share]
+
+    def step(module: nn.Module, part: Any) -> Any:
+        output = task.step(module, part)
+        seen.weight += loss_and_weight(output, part)[1]
+        return output
+
+    with Recording(way, model, seen), NoDropout():
+        seen.loss = float(way.backward(model, step, parts))
+    seen.gradients = _whole(way, {n: p.grad for n, p in model.named_parameters()})
+    if task.max_norm is not None:
+        norm = way.clip(model, task.max_norm)
+        seen.norm = float(norm.full_tensor() if is_dtensor(norm) else norm)
+        seen.clipped = _whole(way, {n: p.grad for n, p in model.named_parameters()})
+    way.update(model, optimizer)
+    seen.weights = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
+    seen.states = _states(way, model, optimizer)
+    for name, buffer in model.named_buffers():
+        plain = way.plain_name(name)
+        if plain is not None:
+            seen.buffers[plain] = _copy(buffer.full_tensor() if is_dtensor(buffer) else buffer)
+    return seen
+
+
+def _whole(way: Way, tensors: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        plain = way.plain_name(name)
+        if plain is not None:
+            found[plain] = None if tensor is None else _copy(way.whole(plain, tensor))
+    return found
+
+
+def _states(way: Way, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's tensors by the parameter's name and their own: ``layer.weight:exp_avg``."""
+    names = {id(p): way.plain_name(n) for n, p in model.named_parameters()}
+    found = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            plain = names.get(id(parameter))
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if plain is not None and isinstance(value, Tensor):
+                    is_like = value.dim() > 0 or value.shape == parameter.shape
+                    whole = way.whole(plain, value) if is_like else value
+                    found[f"{plain}:{key}"] = _copy(whole)
+    return found
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    wait = getattr(tensor, "wait", None)  # of a functional collective's result
+    return (wait() if wait is not None else tensor).detach().cpu().clone()
+
+
+def _selection(way: Way, batch: Any) -> dict[str, Selection]:
+    """Return which elements of each tensor this rank has."""
+    shapes = {place: tuple(tensor.shape) for place, tensor in tensors_in(batch)}
+    numbers = mapped(batch, lambda t: torch.arange(t.numel()).view(t.shape))
+    try:
+        mine = dict(tensors_in(way.share(numbers)))
+    except Exception:  # noqa: BLE001 - a share that computes with values; what it selects stays unknown
+        return {}
+    found = {}
+    for place, local in mine.items():
+        shape = shapes.get(place)
+        if shape and len(shape) == local.dim() and local.numel():
+            row = math.prod(shape[1:])
+            rows = local.flatten(1)[:, 0] // row if local.dim() > 1 else local
+            inner = math.prod(shape[2:])
+            places = local[0].flatten(1)[:, 0] % row // inner if local.dim() > 2 else None
+            if local.dim() == 2:
+                places = local[0] % row
+            found[place] = Selection(shape, rows, places)
+    return found
+
+
+def _draw(task: Task, model: nn.Module, share: Any, record: RunRecord) -> None:
+    """Run the forward several times with dropout on, each time with another seed, the same on all ranks."""
+    for draw in range(task.draws):
+        torch.manual_seed(1000 + draw)
+        with torch.no_grad():
+            loss, _ = loss_and_weight(task.step(model, share), share)
+        record.losses_with_dropout.append(float(loss))
+
+
+# -- What is recorded while a model runs ----------------------------------------------------------
+
+
+class Recording:
+    """A context that records each module's inputs' gradients, outputs, and their gradients."""
+
+    def __init__(self, way: Way, model: nn.Module, record: StepRecord) -> None:
+        self._way, self._model, self._record = way, model, record
+        self._calls: dict[str, int] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        names = {self._way.plain_name(name): module for name, module in self._model.named_modules()}
+        for name, module in names.items():  # of a wrapper and its module, which have one name, the module
+            if name is not None:
+                self._handles += [
+                    module.register_forward_pre_hook(self._before(name), with_kwargs=True),
+                    module.register_forward_hook(self._after(name), with_kwargs=True),
+                ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if _in_backward():
+                return None
+            call = self._calls.get(name, 0)
+
+            def watched(place: str, value: Any) -> Any:
+                # A view, so that the gradient is the one that this module alone gives, of several readers.
+                if not isinstance(value, Tensor) or not value.requires_grad or value.is_leaf:
+                    return value
+                seen = value.view_as(value)
+                self._watch(seen, Place(name, call, place), "input")
+                return seen
+
+            if not torch.is_grad_enabled():
+                return None
+            return (
+                tuple(watched(str(i), value) for i, value in enumerate(args)),
+                {key: watched(key, value) for key, value in kwargs.items()},
+            )
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+            if _in_backward():  # recomputed for a checkpoint
+                return
+            call = self._calls.get(name, 0)
+            self._calls[name] = call + 1
+            for place, tensor in tensors_in(output):
+                if tensor.is_floating_point():
+                    where = Place(name, call, place)
+                    self._record.forward[where] = _local(tensor)
+                    if tensor.requires_grad:
+                        self._watch(tensor, where, "output")
+
+        return hook
+
+    def _watch(self, tensor: Tensor, place: Place, side: str) -> None:
+        def hook(gradient: Tensor) -> None:
+            self._record.backward[place, side] = _local(gradient)
+
+        tensor.register_hook(hook)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _local(tensor: Tensor) -> Local:
+    if not is_dtensor(tensor):
+        return Local(_copy(tensor))
+    layout = []
+    for axis, placement in enumerate(tensor.placements):
+        kind = "shard" if placement.is_shard() else "partial" if placement.is_partial() else "same"
+        if kind == "partial" and "sum" not in str(placement):
+            kind = "mean" if "avg" in str(placement) else "unknown"
+        mesh = tensor.device_mesh
+        layout.append((kind, getattr(placement, "dim", 0), mesh.get_local_rank(axis), mesh.size(axis)))
+    return Local(_copy(tensor.to_local()), tuple(layout))
+
+
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+}
+
+
+class NoDropout(TorchFunctionMode):
+    """A mode in which dropout of torch's own functions does nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif kwargs.get("dropout_p"):
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as ranks do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,205 @@
+"""The contract: what `verify` asks of a parallel way of training, with defaults that a way overrides."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tp_core.internal import is_dtensor
+
+Step = Callable[[nn.Module, Any], Any]
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+_WRAPPED = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+class Way:
+    """A parallel way of training. All methods are called on every rank, in a process group (gloo).
+
+    Override :meth:`parallelize`, and what your training does otherwise than the defaults.
+
+    Args:
+        parallelize: A function from the plain model to the parallel one, in place of the method.
+        data: What a rank gets of each batch: "rows", its share of them, or "whole", as in tensor parallelism.
+        name: The name in reports.
+
+    Example:
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> class Mine(Way):
+        ...     name, data = "mine", "rows"
+        ...     def parallelize(self, model):
+        ...         return fully_shard(model)
+    """
+
+    name: str = "parallel"
+    data: Literal["rows", "whole"] = "rows"
+
+    def __init__(
+        self,
+        parallelize: Callable[[nn.Module], nn.Module | None] | None = None,
+        *,
+        data: Literal["rows", "whole"] | None = None,
+        name: str | None = None,
+    ) -> None:
+        self._parallelize = parallelize
+        self.data = data or self.data
+        self.name = name or str(getattr(parallelize, "__name__", self.name))
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Return the parallel model; the plain one may be changed."""
+        if self._parallelize is None:
+            raise NotImplementedError
+        return self._parallelize(model) or model
+
+    def share(self, batch: Any) -> Any:
+        """Return this rank's part of a whole batch, by default as ``data`` says.
+
+        It may only select elements of the tensors: `verify` calls it with their numbers, too, to learn which
+        rank has which.
+        """
+        if self.data == "whole":
+            return batch
+        return rows_of(batch, dist.get_rank(), dist.get_world_size())
+
+    def prepare_optimizer(self, model: nn.Module, make: MakeOptimizer) -> Optimizer:
+        """Return the optimizer of the parallel model."""
+        return make(model)
+
+    def backward(self, model: nn.Module, step: Step, parts: Sequence[Any]) -> Tensor:
+        """Run the forward and backward passes of one optimizer step, and return the loss.
+
+        The default gives the gradient of the whole batch's mean, where the wrapper averages gradients over
+        ranks that have different samples, and accumulates over ``parts``.
+
+        Args:
+            model: The parallel model.
+            step: The user's step: ``step(model, batch)`` returns a loss, or a dict with "loss" and "weight".
+            parts: The micro-batches of this rank's share.
+
+        Returns:
+            The mean over this rank's samples, or over all.
+
+        Collective: an all-reduce of the weights, where ranks have different samples.
+        """
+        count = dist.get_world_size() if self.data == "rows" else 1
+        weights, mean = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for number, part in enumerate(parts):
+            self.sync_gradients(model, last=number == len(parts) - 1)
+            loss, weight = loss_and_weight(step(model, part), part)
+            (loss * weight).backward()
+            mean += loss.detach().double() * weight
+            weights += weight
+        mean /= weights.clamp(min=1e-30)
+        if count > 1:
+            dist.all_reduce(weights)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(count / weights.item())
+        return mean
+
+    def sync_gradients(self, model: nn.Module, *, last: bool) -> None:
+        """Have the next backward pass reduce gradients over ranks, or not; by default each does."""
+
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale the gradients to the global norm ``max_norm`` at most; return the norm before."""
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def update(self, model: nn.Module, optimizer: Optimizer) -> None:  # noqa: ARG002 - for other ways
+        """Make the optimizer step, and drop the gradients."""
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002 - for ways that need the name
+        """Return a whole parameter, gradient or optimizer state from this rank's part of it.
+
+        DTensors are known. Plain parts may stay as they are, if ranks have slices along one dimension.
+
+        Args:
+            name: The parameter's name in the plain model.
+            tensor: This rank's tensor.
+
+        Collective: all-gathers. Every rank calls it for the same tensors in the same order.
+        """
+        return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+    def plain_name(self, name: str) -> str | None:
+        """Return the plain model's name of a module or parameter; ``None`` for one that it has not."""
+        for wrapper in _WRAPPED:
+            name = name.replace(wrapper, "")
+            name = "" if name == wrapper[:-1] else name.removesuffix(f".{wrapper[:-1]}")
+        return name
+
+    def save(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
+        """Write a checkpoint that any number of ranks can read, by default with torch's own."""
+        from torch.distributed.checkpoint import state_dict_saver
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        states = get_state_dict(model, optimizer)
+        state_dict_saver.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+
+    def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
+        """Read what :meth:`save` wrote, on another number of ranks."""
+        from torch.distributed.checkpoint import state_dict_loader
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        states = get_state_dict(model, optimizer)
+        found: dict[str, Any] = {"model": states[0], "optimizer": states[1]}
+        state_dict_loader.load(found, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+
+# -- Batches and the outputs of steps -------------------------------------------------------------
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a nested value with ``function`` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: mapped(inner, function) for key, inner in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(inner, function) for inner in value))
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(inner, function) for inner in value)
+    return value
+
+
+def tensors_in(value: Any, place: str = "") -> list[tuple[str, Tensor]]:
+    """Return the tensors in a nested value, each with its place."""
+    if isinstance(value, Tensor):
+        return [(place, value)]
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    elif hasattr(value, "__dataclass_fields__"):
+        items = ((name, getattr(value, name, None)) for name in value.__dataclass_fields__)
+    return [one for key, inner in items for one in tensors_in(inner, f"{place}.{key}" if place else str(key))]
+
+
+def row_count(batch: Any) -> int:
+    """Return the number of rows of a batch: the first dimension of its first tensor that has one."""
+    return next((tensor.size(0) for _, tensor in tensors_in(batch) if tensor.dim()), 1)
+
+
+def rows_of(batch: Any, number: int, parts: int) -> Any:
+    """Return one of ``parts`` consecutive shares of a batch's rows; they may be uneven."""
+    rows = row_count(batch)
+
+    def cut(tensor: Tensor) -> Tensor:
+        is_rows = tensor.dim() > 0 and tensor.size(0) == rows
+        return tensor.tensor_split(parts)[number] if is_rows else tensor
+
+    return mapped(batch, cut)
+
+
+def loss_and_weight(output: Any, batch: Any) -> tuple[Tensor, float]:
+    """Return the loss of a step's output, and its weight: what it returned as "weight", else the rows."""
+    if isinstance(output, Tensor):
+        return output, float(row_count(batch))
+    if isinstance(output, Mapping):
+        return output["loss"], float(output.get("weight", row_count(batch)))
+    return output.loss, float(row_count(batch))
