@@ -76,7 +76,10 @@ def _homes():
     """Return the public name of each class and function, by which others refer to it: the shallowest."""
     homes = {}
     for package in PACKAGES:
-        for module in sorted(_modules(package), key=lambda m: (m.__name__.count("."), m.__name__)):
+        for module in sorted(
+            _modules(package),
+            key=lambda m: (m.__name__.count("."), m.__name__.endswith(".internal"), m.__name__),
+        ):
             for name in _names(module):
                 value = getattr(module, name)
                 if inspect.isclass(value) or inspect.isroutine(value):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, ModelError
-from tp_core.testing import RankPool
+from tp_core.internal import RankPool
 
 from tp_verify._compare import Bound, Comparison
 from tp_verify._report import Report

@@ -16,6 +16,7 @@ pytest.register_assert_rewrite(
 )
 
 # ruff: noqa: E402
+from tp_core._launch._ranks import RankOutcome, RankPool, free_port, rank_outcomes, run_ranks
 from tp_core.testing._adapter_conformance import AdapterConformance
 from tp_core.testing._backend_conformance import BackendConformance
 from tp_core.testing._command_conformance import CommandConformance
@@ -23,7 +24,6 @@ from tp_core.testing._engine_conformance import EngineConformance
 from tp_core.testing._kit import ConformanceKit, DeclaredLimits, make_job
 from tp_core.testing._logger_conformance import LoggerConformance
 from tp_core.testing._plugin_conformance import PluginConformance, fake_distribution
-from tp_core.testing._ranks import RankOutcome, RankPool, free_port, rank_outcomes, run_ranks
 from tp_core.testing._wrapper_checks import GpuWrapperConformance, WrapperConformance
 
 __all__ = [

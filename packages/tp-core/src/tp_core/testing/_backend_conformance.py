@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from tp_core._contracts._backend import Verdict
 from tp_core._contracts._job import MemoryNeed
+from tp_core._launch._ranks import RankPool, run_ranks
 from tp_core.data._loader import PreparedLoader
 from tp_core.testing import _backend_checks as checks
 from tp_core.testing._kit import (
@@ -23,7 +24,6 @@ from tp_core.testing._kit import (
     make_job,
     sorted_rows,
 )
-from tp_core.testing._ranks import RankPool, run_ranks
 
 # Here and not on the classes: these are pickled for the ranks, and a pool cannot be.
 _pools: dict[type, RankPool] = {}

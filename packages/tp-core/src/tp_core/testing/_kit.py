@@ -14,11 +14,11 @@ from tp_core._contracts._job import Job
 from tp_core._contracts._session import Session
 from tp_core._devices._resolve import resolve_devices
 from tp_core._launch._environment import LaunchEnvironment
+from tp_core._launch._ranks import run_ranks
 from tp_core.data._batches import Share
 from tp_core.data._loader import PreparedLoader
 from tp_core.data._step_outputs import LossReduction, StepOutput
 from tp_core.errors import ConfigError
-from tp_core.testing._ranks import run_ranks
 
 State = dict[str, Tensor]
 Shared = tuple[Any, Share | None]

@@ -1,4 +1,4 @@
-"""Real ranks with a deadline, for tests, and free ports for their rendezvous."""
+"""Real ranks with a deadline, for tests and proofs, and free ports for their rendezvous."""
 
 import contextlib
 import faulthandler
