@@ -28,6 +28,12 @@ def test_a_seek_finds_what_reading_would(size, shuffle, data):
     assert drawn(stream, size, start=start) == drawn(stream, size)[start:]
 
 
+@pytest.mark.parametrize("position", [-1, 7])
+def test_an_epoch_has_no_sample_outside(position):
+    with pytest.raises(IndexError, match=f"position {position} is not in an epoch of 7 samples"):
+        Stream(range(7), shuffle=True).sample(position)
+
+
 def test_seeds_and_epochs_have_orders_of_their_own():
     stream = Stream(range(1000), shuffle=True)
     orders = [

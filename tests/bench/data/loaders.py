@@ -97,6 +97,7 @@ def loaders(folder, workers):
 
         datasets.disable_progress_bars()
         made = datasets.Dataset.from_json(str(folder / "rows.jsonl"), cache_dir=str(folder / "hf"))
+        found["tp-data, datasets as Arrow"] = ours(made)
         found["datasets, as Arrow"] = lambda: DataLoader(made, shuffle=True, **options)
         streamed = made.to_iterable_dataset(num_shards=8).shuffle(seed=0, buffer_size=10_000)
         found["datasets, streamed"] = lambda: DataLoader(streamed, **options)
@@ -118,6 +119,7 @@ def loaders(folder, workers):
             made = streaming.StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=BATCH)
             return streaming.StreamingDataLoader(made, **options)
 
+        found["tp-data, MDS"] = ours(streaming.LocalDataset(str(folder / "mds")))
         found["MosaicML streaming, MDS"] = mosaic
     return found
 

@@ -11,7 +11,7 @@ global batch of one step after the other, the same whatever the number of ranks:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.utils.data import default_collate
@@ -57,6 +57,52 @@ class Row(NamedTuple):
     weight: float = 1.0
 
 
+class WholeSamples(Sequence[Row]):
+    """Rows of one whole sample each, at positions one behind the other, made when they are looked at.
+
+    Most batches are such ones, and a row for each of their samples would cost as much as reading it.
+    """
+
+    __slots__ = ("positions",)
+
+    def __init__(self, positions: range) -> None:
+        self.positions = positions
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> "WholeSamples": ...
+    def __getitem__(self, index: int | slice) -> "Row | WholeSamples":
+        if isinstance(index, slice):
+            return WholeSamples(self.positions[index])
+        return Row((Piece(self.positions[index]),))
+
+
+class ItemsInOrder(Iterator[Item]):
+    """The samples from a position on, where they have no costs.
+
+    Attributes:
+        positions: Those that were not taken yet.
+    """
+
+    def __init__(self, positions: range) -> None:
+        self.positions = positions
+
+    def __next__(self) -> Item:
+        taken = self.take(1)
+        if not taken:
+            raise StopIteration
+        return Item(taken[0])
+
+    def take(self, number: int) -> range:
+        """Return the positions of so many samples, or of those that are left."""
+        taken, self.positions = self.positions[:number], self.positions[number:]
+        return taken
+
+
 class Batcher:
     """Makes global batches of samples; a subclass decides which samples make a batch.
 
@@ -78,7 +124,7 @@ class Batcher:
             take: ``take(positions)`` returns the items at positions that were taken before.
         """
 
-    def next_batch(self, items: Iterator[Item]) -> list[Row] | None:
+    def next_batch(self, items: Iterator[Item]) -> Sequence[Row] | None:
         """Return the rows of the next global batch; ``None`` at the end of the epoch.
 
         Args:
@@ -86,12 +132,12 @@ class Batcher:
         """
         raise NotImplementedError
 
-    def split(self, rows: Sequence[Row], ranks: int) -> list[list[Row]]:
+    def split(self, rows: Sequence[Row], ranks: int) -> Sequence[Sequence[Row]]:
         """Return the part of each rank of a global batch.
 
         Together they are all rows, in their order. A part may be empty.
         """
-        return [list(rows[part]) for part in split_evenly(len(rows), ranks)]
+        return [rows[part] for part in split_evenly(len(rows), ranks)]
 
     def count(self, rows: Sequence[Row]) -> int:
         """Return what rows weigh in the mean over all ranks: the number of rows."""
@@ -154,13 +200,18 @@ class BatchSize(Batcher):
             raise ConfigError(msg)
         self.size, self.last, self._collate = size, last, collate
 
-    def next_batch(self, items: Iterator[Item]) -> list[Row] | None:
+    def next_batch(self, items: Iterator[Item]) -> Sequence[Row] | None:
         """Return the next samples, each a row."""
-        rows = [Row((Piece(item.position),)) for item in islice(items, self.size)]
+        rows: Sequence[Row]
+        if isinstance(items, ItemsInOrder):
+            rows = WholeSamples(items.take(self.size))
+        else:
+            rows = [Row((Piece(item.position),)) for item in islice(items, self.size)]
         if not rows or (len(rows) < self.size and self.last == "drop"):
             return None
-        if self.last == "pad":
-            rows += [Row(rows[i % len(rows)].pieces, weight=0.0) for i in range(self.size - len(rows))]
+        if self.last == "pad" and len(rows) < self.size:
+            more = self.size - len(rows)
+            rows = [*rows, *(Row(rows[i % len(rows)].pieces, weight=0.0) for i in range(more))]
         return rows
 
     def collate(self, rows: Sequence[Row], samples: Mapping[int, Any]) -> Any:
@@ -169,7 +220,8 @@ class BatchSize(Batcher):
         Raises:
             ConfigError: Rows that count nothing are asked for, and the samples are not dicts.
         """
-        chosen = [samples[row.pieces[0].position] for row in rows]
+        at = rows.positions if isinstance(rows, WholeSamples) else [row.pieces[0].position for row in rows]
+        chosen = [samples[position] for position in at]
         batch = self._collate(chosen)
         if self.last != "pad":
             return batch
@@ -186,6 +238,8 @@ class BatchSize(Batcher):
         return samples // self.size if self.last == "drop" else -(-samples // self.size)
 
 
-def positions_in(rows: Iterable[Row]) -> list[int]:
+def positions_in(rows: Iterable[Row]) -> Sequence[int]:
     """Return the positions of the samples in rows, each one once."""
+    if isinstance(rows, WholeSamples):
+        return rows.positions
     return list(dict.fromkeys(piece.position for row in rows for piece in row.pieces))

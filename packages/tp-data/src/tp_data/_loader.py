@@ -23,10 +23,11 @@ from tp_core.data import Share
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.internal import Envelope, preserve_rng_state, start
 
-from tp_data._batches import Batcher, BatchSize, Item, Piece, Row, positions_in
+from tp_data._batches import Batcher, BatchSize, Item, ItemsInOrder, Row, positions_in
 from tp_data._stream import Stream
 
 _COSTS_AT_ONCE = 64
+_NO_END = 1 << 62  # positions of a stream that repeats its sources
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ _MOST_ERRORS = 20
 
 class _Task(NamedTuple):
     epoch: int
-    rows: Sequence[Row | int] = ()  # of a whole sample its position: in a pickle a third of the time
+    rows: Sequence[Row] = ()
     costs: Sequence[int] = ()  # the positions whose costs are asked for, instead of a batch
 
 
@@ -94,9 +95,8 @@ class _Work(Dataset[_Done]):
         if task.costs:
             samples = self._stream.load(list(task.costs), task.epoch, skip)
             return _Done([self._cost(p, samples[p], task.epoch) for p in task.costs])
-        rows = [Row((Piece(row),)) if isinstance(row, int) else row for row in task.rows]
-        samples = self._stream.load(positions_in(rows), task.epoch, skip)
-        batch = self._batcher.collate(rows, samples)
+        samples = self._stream.load(positions_in(task.rows), task.epoch, skip)
+        batch = self._batcher.collate(task.rows, samples)
         return _Done(batch, self._batcher.measure(batch), skipped)
 
     def _cost(self, position: int, sample: Any, epoch: int) -> int:
@@ -109,12 +109,6 @@ class _Work(Dataset[_Done]):
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _as_number(row: Row) -> Row | int:
-    """Return the position of a row that is one whole sample; else the row."""
-    is_whole = len(row.pieces) == 1 and row.pieces[0][1:] == (0, None) and row.weight == 1.0
-    return row.pieces[0].position if is_whole else row
 
 
 class Loader:
@@ -286,38 +280,36 @@ class Loader:
             if not mine and not self._stand_ins:
                 continue
             planned.append((after, Share(batcher.count(mine) if mine else 0, batcher.count(rows))))
-            mine = mine or [rows[0]._replace(weight=0.0)]
-            yield _Task(state["epoch"], list(map(_as_number, mine)) if self._workers else mine)
+            yield _Task(state["epoch"], mine or [rows[0]._replace(weight=0.0)])
 
-    def _batches(self, state: dict[str, Any], batcher: Batcher) -> Iterator[tuple[list[Row], dict[str, Any]]]:
+    def _batches(
+        self, state: dict[str, Any], batcher: Batcher
+    ) -> Iterator[tuple[Sequence[Row], dict[str, Any]]]:
         """Yield the rows of all ranks of each batch, and the state behind it."""
         epoch, taken = state["epoch"], state["position"]
-        order = self.stream.order(epoch)
+        length = self.stream.order(epoch).length
+        numbers = range(taken, _NO_END if length is None else length)
 
-        def items() -> Iterator[Item]:
+        def costly() -> Iterator[Item]:
             nonlocal taken
-            numbers = count(taken) if order.length is None else range(taken, order.length)
-            if batcher.cost is None:  # without a second generator around each sample
-                for position in numbers:
-                    taken = position + 1
-                    yield Item(position)
-                return
             for item in self._items(numbers, epoch):
                 taken = item.position + 1
                 yield item
 
         batcher.start(state.get("batcher"), lambda positions: list(self._items(positions, epoch)))
-        remaining = items()
+        remaining = ItemsInOrder(numbers) if batcher.cost is None else costly()
         for number in count(state["batch"]):
             rows = batcher.next_batch(remaining)
             if rows is None:
                 return
+            if isinstance(remaining, ItemsInOrder):
+                taken = remaining.positions.start
             after = {"epoch": epoch, "batch": number + 1, "position": taken}
             if held := batcher.state_dict():
                 after["batcher"] = held
             yield rows, after
 
-    def steps(self, ranks: int = 1, *, epoch: int = 0, first: int = 0) -> Iterator[list[list[Row]]]:
+    def steps(self, ranks: int = 1, *, epoch: int = 0, first: int = 0) -> Iterator[Sequence[Sequence[Row]]]:
         """Yield the rows of each rank, for one step of an epoch after the other.
 
         No sample is loaded, unless batches depend on what they cost.

@@ -25,7 +25,8 @@ _UNIT = 1 << 20  # weights are whole parts of it: products with positions up to 
 _LEAST_WEIGHT = 1e-5
 _BLOCK = 256  # positions among which a mixture has its exact shares, where no weight is small
 _KEPT_BLOCKS = 8
-_AT_ONCE = 1024  # places that are computed together
+_AT_ONCE = 4096  # places that are computed together
+_LEAST_PART = 16  # a process computes places ahead if it takes one in so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,7 @@ class Order:
         self._shuffle, self._seed, self._epoch, self._repeat = shuffle, seed, epoch, repeat
         self._phases: list[_Phase] = []
         self._arranged: OrderedDict[tuple[int, int], tuple[Numbers, Numbers]] = OrderedDict()
+        self._asked = 0
         self._located: dict[int, list[tuple[int, int]]] = {}
         self._starts = np.cumsum([0, *self._sizes]).astype(np.uint64)
         total = sum(self._sizes)
@@ -232,11 +234,16 @@ class Order:
         Raises:
             IndexError: The order ends before one.
         """
-        located = self._located
-        try:
-            return [located[position // _AT_ONCE][position % _AT_ONCE] for position in positions]
-        except (KeyError, IndexError):  # some are not computed yet
-            return [self.place(position) for position in positions]
+        first, last = positions[0] // _AT_ONCE, positions[-1] // _AT_ONCE
+        stride, self._asked = positions[0] - self._asked, positions[0]
+        is_inside = min(positions) >= 0 and (self.length is None or max(positions) < self.length)
+        if is_inside and first not in self._located and not 0 < stride <= _LEAST_PART * len(positions):
+            return self.locate(positions)  # for one of many ranks and workers the others would be in vain
+        if isinstance(positions, range) and first == last:
+            self.place(positions[0])  # computes the others, too
+            inside = positions[0] % _AT_ONCE
+            return self._located[first][inside : inside + len(positions)]
+        return [self.place(position) for position in positions]
 
     def locate(self, positions: Sequence[int] | Numbers) -> list[tuple[int, int]]:
         """Return the number of the source, and the index in it, at each position."""

@@ -384,8 +384,9 @@ class _Sequence(Source):
     def __init__(self, items: Any) -> None:
         self._items = items
         # Whoever wrote another class, or a function that makes the format, may have drawn in it.
-        is_plain = type(items) in (list, tuple, range)
-        is_table = type(items).__module__.startswith("datasets.") and items.format["type"] != "custom"
+        package = type(items).__module__.split(".")[0]
+        is_plain = type(items) in (list, tuple, range) or package == "streaming"
+        is_table = package == "datasets" and items.format["type"] != "custom"
         self.draws = not (is_plain or is_table)
         if not len(items):
             raise ConfigError(_is_empty([f"a {type(items).__name__} of length 0"]))

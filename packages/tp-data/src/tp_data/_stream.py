@@ -1,6 +1,6 @@
 """The stream: sources in one global order, and the sample at any position of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -153,7 +153,7 @@ class Stream:
         return self.load([position], epoch)[position]
 
     def load(
-        self, positions: list[int], epoch: int, skip: Callable[[LoaderError], None] | None = None
+        self, positions: Sequence[int], epoch: int, skip: Callable[[LoaderError], None] | None = None
     ) -> dict[int, Any]:
         """Return samples by their positions; random numbers are seeded for each, and left so.
 
@@ -189,7 +189,7 @@ class Stream:
                     number, index = order.place(at)
         return found
 
-    def _load_together(self, order: Order, sources: list[Source], positions: list[int]) -> dict[int, Any]:
+    def _load_together(self, order: Order, sources: list[Source], positions: Sequence[int]) -> dict[int, Any]:
         """Return samples that draw no random numbers, those of a source read together."""
         places = order.places(positions)
         if len(sources) == 1:
