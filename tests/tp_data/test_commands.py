@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from tp_core.plugins import registry
 from tp_core.testing import CommandConformance
 from tp_data import Loader, Stream
-from tp_data._plugin import tp_commands  # the hook, as the registry calls it
 
 from tests.run_tp import run
 
@@ -32,7 +32,7 @@ def _files(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 class TestData(CommandConformance):
-    command = tp_commands()[0]
+    (command,) = [c.item for c in registry.commands() if c.item.name == "data"]
     arguments = ("index", "a.jsonl")
 
 

@@ -209,6 +209,37 @@ def test_an_adapter_that_fits_the_samples_better_is_preferred():
         registry.unregister("last-first-plugin")
 
 
+class Broken(TupleCollateAdapter):
+    name = "broken"
+
+    def assess(self, sample, parts):
+        return sample["no such key"]
+
+
+class Silent(TupleCollateAdapter):
+    name = "silent"
+
+    def assess(self, sample, parts):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [(Broken, "assess() raised TypeError"), (Silent, "assess() must return a Verdict, got NoneType")],
+)
+def test_an_adapter_that_fails_is_left_out_and_named(adapter, reason, caplog):
+    registry.register(adapter, name="failing-plugin")
+    try:
+        with opened() as session:
+            (batch,) = session.prepare_loader(DataLoader(data(), 7))
+    finally:
+        registry.unregister("failing-plugin")
+    assert batch.counts == (4, 3)
+    assert (
+        f"the collate adapter '{adapter.name}' of {adapter.__module__} is left out: {reason}" in caplog.text
+    )
+
+
 def test_the_adapter_splits_anything_and_keeps_counts():
     adapter = TupleCollateAdapter()
     assert adapter.assess(object(), 2).is_fit

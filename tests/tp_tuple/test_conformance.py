@@ -4,7 +4,6 @@ import pytest
 import torch
 from tp_core import tree_leaves
 from tp_core.testing import AdapterConformance, BackendConformance
-from tp_tuple._collate import AdaptedCollate  # private: a backend makes it
 
 from tests.installed import adapter_class, backend_class
 
@@ -14,32 +13,6 @@ TupleCollateAdapter = adapter_class("tuple")
 
 class TestAdapter(AdapterConformance):
     adapter = TupleCollateAdapter
-
-
-class Broken(TupleCollateAdapter):
-    name = "broken"
-
-    def assess(self, sample, parts):
-        return sample["no such key"]
-
-
-class Silent(TupleCollateAdapter):
-    name = "silent"
-
-    def assess(self, sample, parts):
-        return None
-
-
-@pytest.mark.parametrize(
-    ("adapter", "reason"),
-    [(Broken, "assess() raised TypeError"), (Silent, "assess() must return a Verdict, got NoneType")],
-)
-def test_an_adapter_that_fails_is_left_out_and_named(adapter, reason, caplog):
-    collate = AdaptedCollate(list, (adapter(), TupleCollateAdapter()), 2, None, None)
-    assert collate([1, 2, 3]).batch == ([1, 2], [3])
-    assert (
-        f"the collate adapter '{adapter.name}' of {adapter.__module__} is left out: {reason}" in caplog.text
-    )
 
 
 class TestTwoDevices(BackendConformance):

@@ -18,8 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from tp_data import Loader, Packed, Stream, TokenBudget
-from tp_data._packed_rows import RowForm, pad_samples  # for TRL's rows and the plain loader: the same tensors
+from torch.nn.utils.rnn import pad_sequence
+from tp_data import Loader, Packed, RowForm, Stream, TokenBudget
 
 from tests.bench._results import Results
 
@@ -49,10 +49,12 @@ def documents(most=12_000):
 def padded(samples):
     """Yield batches as a plain loader makes them: so many samples each, padded to the longest."""
     for i in range(0, len(samples) - SAMPLES + 1, SAMPLES):
-        chosen = samples[i : i + SAMPLES]
-        batch = pad_samples(chosen, max(len(s["input_ids"]) for s in chosen), padding=0)
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        yield {**batch, "labels": labels}, sum(len(s["input_ids"]) for s in chosen)
+        chosen = [torch.tensor(s["input_ids"]) for s in samples[i : i + SAMPLES]]
+        lengths = torch.tensor([len(ids) for ids in chosen])
+        ids = pad_sequence(chosen, batch_first=True)
+        mask = (torch.arange(ids.size(1)) < lengths[:, None]).long()
+        labels = ids.masked_fill(mask == 0, -100)
+        yield {"input_ids": ids, "attention_mask": mask, "labels": labels}, int(lengths.sum())
 
 
 def packed_by_trl(samples):

@@ -24,7 +24,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from tp_core.state import collect_state
 from tp_trainer import Checkpoints, Trainer
+from tp_trainer._checkpoint._checkpointer import Checkpointer  # private: a save without a run around it
 
 from tests.bench._results import Results
 from tests.bench.trainer.loops import hand_written, is_installed, make, measure, note, step
@@ -106,9 +108,6 @@ def saves(folder: Path, results: Results) -> None:
 
     def tp(asynchronous: bool) -> Callable[[], tuple[float, float]]:
         place = folder / str(asynchronous)
-        from tp_core.state import collect_state
-        from tp_trainer._checkpoint._checkpointer import Checkpointer
-
         trainer = Trainer(devices="cpu", progress=False)
         prepared = trainer.prepare(model)
         checkpointer = Checkpointer(Checkpoints(place, background=asynchronous, keep=1), trainer.session)
@@ -156,9 +155,7 @@ def adapters(folder: Path, results: Results) -> None:
     """A Llama of 100 million parameters with LoRA: the trained part alone, against peft's own files."""
     import peft
     import transformers
-    from tp_core.state import collect_state
-    from tp_trainer._checkpoint._base import FrozenWeights
-    from tp_trainer._checkpoint._checkpointer import Checkpointer
+    from tp_trainer._checkpoint._base import FrozenWeights  # private: without the steps of a run
 
     sizes = {
         "hidden_size": 768,

@@ -18,7 +18,7 @@ from torch import nn
 from tp_core.state import collect_state
 from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint._checkpointer import Checkpointer
+from tp_trainer._checkpoint._checkpointer import Checkpointer  # private: a save without a run around it
 
 from tests.bench._results import Results
 

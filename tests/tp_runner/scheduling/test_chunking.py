@@ -1,9 +1,8 @@
 """How many chunks a worker may have been given at a time."""
 
 import pytest
-from tp_runner._options import Settings
 from tp_runner._scheduling._run import Flow  # private: nobody else can say how long an item took
-from tp_runner._workers._fleet import Chunk
+from tp_runner.internal import Chunk, Settings
 
 
 def learned(item_s):

@@ -11,11 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, ModelError, StateError
 from tp_core.tensors import TensorSlice
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Trainer, convert, find_checkpoint
 from tp_trainer._checkpoint import _base  # a digest that depends on the split is seen on many splits alone
-
-# private: what the command reads, without its output
-from tp_trainer._convert import find_checkpoint, open_model
 from tp_trainer.callbacks import ExponentialMovingAverage
 
 
@@ -65,12 +62,8 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-def newest(folder):
-    return find_checkpoint(folder, step=None, best=None, mode="min")
-
-
 def names_in(folder):
-    stored = torch.load(newest(folder) / "tensors.pt", weights_only=True)
+    stored = torch.load(find_checkpoint(folder) / "tensors.pt", weights_only=True)
     return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
 
 
@@ -85,7 +78,7 @@ def test_a_checkpoint_is_at_most_a_fifth_larger_than_adapter_and_optimizer(tmp_p
     fit(tmp_path, model, callbacks=[ExponentialMovingAverage()])
     trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
     adapter_optimizer_and_average = trained * 4
-    nbytes = sum(file.stat().st_size for file in newest(tmp_path).rglob("*") if file.is_file())
+    nbytes = sum(file.stat().st_size for file in find_checkpoint(tmp_path).rglob("*") if file.is_file())
     assert nbytes <= 1.2 * adapter_optimizer_and_average
     whole = sum(p.numel() * 4 for p in model.parameters())
     assert nbytes < whole
@@ -107,7 +100,7 @@ def test_another_base_is_refused_by_the_name_of_the_first_weight(tmp_path, other
     with pytest.raises(StateError, match=rf"trained on another base.*{words}"):
         fit(tmp_path, Adapted(**other), epochs=2, step=lambda *batch: calls.append(batch))
     with pytest.raises(StateError, match=rf"trained on another base.*{words}"):
-        Trainer(devices="cpu", progress=False).load_model(Adapted(**other), newest(tmp_path))
+        Trainer(devices="cpu", progress=False).load_model(Adapted(**other), find_checkpoint(tmp_path))
     assert not calls
 
 
@@ -141,12 +134,12 @@ def test_where_the_base_came_from_is_kept_and_named(tmp_path):
 def test_the_trained_part_is_loaded_over_its_base_and_is_no_whole_model(tmp_path):
     trained = fit(tmp_path)
     model = Adapted()
-    Trainer(devices="cpu", progress=False).load_model(model, newest(tmp_path))
+    Trainer(devices="cpu", progress=False).load_model(model, find_checkpoint(tmp_path))
     assert same(model.state_dict(), trained)
     with pytest.raises(
         StateError, match=r"the trained weights of a model alone.*without 2 frozen ones.*load_model"
     ):
-        open_model(newest(tmp_path))
+        convert(tmp_path, tmp_path / "model.safetensors")
 
 
 def test_checkpoints_with_and_without_the_base_continue_each_other(tmp_path):
@@ -184,7 +177,7 @@ def test_a_weight_that_trains_from_a_later_run_on_is_saved_from_then_on(tmp_path
     with pytest.raises(StateError, match=r"without the parameter 'base.bias', which this one has"):
         fit(tmp_path, free(), epochs=2)
     model = free()
-    Trainer(devices="cpu", progress=False).load_model(model, newest(tmp_path))
+    Trainer(devices="cpu", progress=False).load_model(model, find_checkpoint(tmp_path))
     fit(tmp_path / "next", model)
     assert "base.bias" in names_in(tmp_path / "next")
 

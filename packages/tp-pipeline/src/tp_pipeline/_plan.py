@@ -46,14 +46,13 @@ _READS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item"}
 
 
 class Leaf:
-    """The place of a tensor in what a module has returned."""
+    """The place of a tensor in what a module has returned.
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    Or of an argument that it has returned as it is, for example a cache.
+    """
 
-
-class Argument(Leaf):
-    """The place of an argument that a module has returned as it is, for example a cache."""
+    def __init__(self, index: int, *, is_argument: bool = False) -> None:
+        self.index, self.is_argument = index, is_argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,7 +520,7 @@ def _described(output: Any, arguments: Sequence[Any], _name: str) -> Output | No
             specs.append(Spec(tuple(value.shape), value.dtype, value.requires_grad))
             return Leaf(len(specs) - 1)
         if id(value) in others:
-            return Argument(others[id(value)])
+            return Leaf(others[id(value)], is_argument=True)
         fine = fine and isinstance(value, _PLAIN)
         return value
 

@@ -26,7 +26,7 @@ from tp_core.data import read_weight
 from tp_core.errors import StepError
 from tp_core.internal import seed_of
 
-from tp_pipeline._plan import Argument, InnerCall, Item, Leaf, Output, Plan, Spec, forwards
+from tp_pipeline._plan import InnerCall, Item, Leaf, Output, Plan, Spec, forwards
 from tp_pipeline._schedule import Work
 
 
@@ -164,10 +164,10 @@ class _StageRun:
 
     def _filled(self, output: Output, key: Item, arguments: Sequence[Any]) -> Any:
         def fill(value: Any) -> Any:
-            if isinstance(value, Argument):
-                return arguments[value.index]
             if not isinstance(value, Leaf):
                 return value
+            if value.is_argument:
+                return arguments[value.index]
             found = self.given.get((*key, value.index))
             return StandIn.of(output.specs[value.index], self._device) if found is None else found
 
