@@ -1,7 +1,8 @@
 """What tp costs before it does anything: python -m tests.bench.trainer.start
 
 Imports and discovery are timed in fresh interpreters, with 100 distributions that are made up for
-it installed beside tp, and from bytecode, as pip leaves it: it compiles what it installs.
+it installed beside tp, and from bytecode, as pip leaves it: it compiles what it installs. It is CPU time,
+which other programs disturb less: beside load the same question takes two to five times as long.
 """
 
 import os
@@ -31,7 +32,7 @@ class Five:
 
 
 def fresh(statements: dict[str, tuple[str, str]], folder: str) -> dict[str, list[float]]:
-    """Return the seconds of each statement in fresh interpreters, where another ran before it.
+    """Return the CPU seconds of each statement in fresh interpreters, where another ran before it.
 
     Bytecode is kept in ``folder``, and the round that writes it is not counted. Importing torch leaves a full
     collection of garbage due, some 80 ms over torch's own objects, which whoever allocates next pays for: it
@@ -39,7 +40,7 @@ def fresh(statements: dict[str, tuple[str, str]], folder: str) -> dict[str, list
     """
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environ |= {"PYTHONPATH": folder, "PYTHONPYCACHEPREFIX": f"{folder}/bytecode"}
-    timed = "gc.collect(); t = time.perf_counter(); {}; print(time.perf_counter() - t)"
+    timed = "gc.collect(); t = time.process_time(); {}; print(time.process_time() - t)"
     program = f"import gc, time, torch; {{}}; {timed}"
     times: dict[str, list[float]] = {name: [] for name in statements}
     for counted in [False] + [True] * ROUNDS:
@@ -65,10 +66,10 @@ def install_unrelated(folder: Path, count: int) -> None:
 def transfer(value: object) -> list[float]:
     times = []
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(20_000):
             recursive_to(value, "cpu")
-        times.append((time.perf_counter() - began) / 20_000)
+        times.append((time.process_time() - began) / 20_000)
     return times
 
 

@@ -204,7 +204,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 @wraps(_plain_multi_head)
 def _multi_head(*args: Any, **kwargs: Any) -> Any:
-    """Run the attention of ``nn.MultiheadAttention``, whose inner call comes back to these doors.
+    """Run the attention of ``nn.MultiheadAttention``; its inner call comes back to these doors.
 
     Where it returns weights or adds a key, the inputs of keys and values are gathered: torch's own function
     does all the rest.

@@ -21,7 +21,7 @@ class ContextBackend(RanksBackend[ContextOptions]):
 
     name: ClassVar[str] = "context"
     options_type = ContextOptions
-    self_test_options: ClassVar[Mapping[str, object]] = {"sequence": {}}  # in whose batches nothing is one
+    self_test_options: ClassVar[Mapping[str, object]] = {"sequence": {}}  # its batches have none
 
     def assess_ranks(self, job: Job) -> Verdict:
         """Fit what the backend of the weights fits, below all backends that keep sequences whole."""

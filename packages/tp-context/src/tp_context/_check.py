@@ -1,7 +1,7 @@
 """The check before the first step: on a piece of the batch, the split model computes what the whole one does.
 
 Every rank runs the step on the whole piece, then on its slice, and compares the loss, the outputs and the
-gradients. A difference is named by the first module whose output differs. So what crosses positions outside
+gradients. A difference is named by the first module with another output. So what crosses positions outside
 of
 attention is found (convolutions, state-space layers, norms over the sequence, positions that begin at 0), and
 what cannot be proved is refused.
@@ -76,7 +76,7 @@ class Ranks(NamedTuple):
 
 
 class _OthersEndedError(Exception):
-    """Raised on ranks that wait for one whose step has ended already."""
+    """Raised on ranks that wait for one that has ended its step already."""
 
 
 class _Run(NamedTuple):

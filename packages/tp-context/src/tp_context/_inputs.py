@@ -200,7 +200,7 @@ def _is_listed(values: Any) -> bool:
 
 
 def _called(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose forwards take tokens and labels: the model, or those in a wrapper."""
+    """Return the modules with forwards of tokens and labels: the model, or those in a wrapper."""
     return _pretrained(model) or [model]
 
 

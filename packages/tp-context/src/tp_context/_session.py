@@ -24,7 +24,7 @@ from tp_context._slices import Cut, Cuts, Found, find_sequences, map_sequences
 
 
 class WholeWeights(ProcessGroupSession):
-    """One rank with a copy of the weights, whose gradients DDP averages over all ranks.
+    """One rank with a copy of the weights; DDP averages their gradients over all ranks.
 
     Args:
         job: The job, with the ranks that share a sequence.
@@ -88,7 +88,7 @@ class ContextSession(SessionWrapper):
         )
         self._splits = inner.sample_size > 1 and options.sequence != {}
         self._ways: WeakKeyDictionary[nn.Module, dict[object, Way]] = WeakKeyDictionary()
-        # The runs whose backward passes may follow, by the cuts of their sequences.
+        # The runs that a backward pass may follow, by the cuts of their sequences.
         self._runs: dict[tuple[Cut, ...], tuple[nn.Module, Cuts, Way]] = {}
         self._unsynced = 0
         self._has_accumulated = False
@@ -105,7 +105,7 @@ class ContextSession(SessionWrapper):
     # -- preparing ----------------------------------------------------------------------------
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile a model whose sequences stay whole.
+        """Compile a model of whole sequences.
 
         Raises:
             ConfigError: Sequences are split: the compiler would look past the exchange in attention.

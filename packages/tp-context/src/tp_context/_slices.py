@@ -251,7 +251,7 @@ class Cuts:
             before(what)
 
     def of_slice(self, tokens: int) -> Cut | None:
-        """Return the cut whose slice on this rank has so many tokens."""
+        """Return the cut with so many tokens on this rank."""
         found = self._by_tokens.get(tokens)
         if (
             self._unclear

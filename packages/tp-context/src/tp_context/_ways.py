@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
         value: (..., heads, tokens, features).
         mask: (..., this rank's queries or 1, all keys or 1), boolean or additive.
         bias: What is added to scores before the mask, (..., heads, queries, keys).
-        sinks: A score for each head of a key whose value is zero: (heads,).
+        sinks: A score for each head of a key with the value zero: (heads,).
     """
 
     query: Tensor
@@ -802,7 +802,7 @@ def _spread(tensor: Tensor, query: Tensor) -> Tensor:
 class _Rates(NamedTuple):
     """What a machine of a kind does in a second, roughly: the ways are compared, and not timed.
 
-    Measured rates would choose differently in two runs, whose numbers would then differ in their last digits.
+    Measured rates would choose differently in two runs, and their last digits would then differ.
     """
 
     operations: float

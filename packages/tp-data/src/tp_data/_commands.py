@@ -18,7 +18,7 @@ from tp_data import Access, Loader, Shuffle, Stream
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
-_MOST = 10_000  # samples whose lengths are looked at
+_MOST = 10_000  # samples that are measured
 _BINS = 12
 _BAR = 40
 _SHOWN = 76  # characters of a sample
@@ -49,7 +49,7 @@ def _index(files: Files, *, cache: Cache = "", as_json: AsJson = False) -> None:
 def _look(
     files: Files,
     *,
-    field: Annotated[str, typer.Option(help="The field of a sample whose length is looked at.")] = "",
+    field: Annotated[str, typer.Option(help="The field of a sample to measure.")] = "",
     samples: Annotated[int, typer.Option(help="How many samples to show.", min=0)] = 3,
     cache: Cache = "",
     as_json: AsJson = False,

@@ -476,7 +476,7 @@ def _scan_lines(path: Path, _url: str, *, keeps_empty: bool) -> Found:
 
 
 def _scan_tar(path: Path, url: str) -> Found:
-    """Return the beginnings of the samples of a tar: neighbors whose names begin alike, to the first dot.
+    """Return the beginnings of the samples of a tar: neighbors with names that begin alike, to the first dot.
 
     Raises:
         LoaderError: The tar is cut off, or is none.

@@ -166,7 +166,7 @@ class TextLines(_Files):
 
 
 class TarShards(_Files):
-    """Tar archives as WebDataset writes them: members whose names begin alike are one sample.
+    """Tar archives as WebDataset writes them: members with names that begin alike are one sample.
 
     A sample is a dict: ``"__key__"``, and for each member its extension. Members ``json``, ``txt`` and
     ``cls`` are decoded, and others stay bytes, for the stream's ``transform``.

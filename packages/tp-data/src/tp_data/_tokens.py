@@ -145,7 +145,7 @@ class TokenBudget(_Windowed):
     Args:
         tokens: The most tokens of a batch, on all ranks together: its longest sample times the number of
             them.
-        length: The field whose entries are counted, or a function of a sample that returns the number.
+        length: The field with the entries to count, or a function of a sample that returns the number.
         window: The number of samples that are sorted together: a larger one has less padding.
         buckets: Lengths to pad to, so that batches have few different shapes; ``None`` for the longest of
             each.
@@ -441,7 +441,7 @@ def count_tokens(sample: Any, *, length: str | Callable[[Any], int] = "input_ids
 
 
 def tokens_in(row: Row) -> int:
-    """Return the number of tokens of a row, whose pieces have ends."""
+    """Return the number of tokens of a row; its pieces have ends."""
     return sum((p.stop or 0) - p.start for p in row.pieces)
 
 

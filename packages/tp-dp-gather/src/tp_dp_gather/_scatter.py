@@ -299,7 +299,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
         return tuple(value.shape)
     try:
         return (len(value),) if isinstance(value, Sized) and not isinstance(value, type) else None
-    except Exception:  # noqa: BLE001 - a user's class, whose length may not be known
+    except Exception:  # noqa: BLE001 - a user's class; its length may not be known
         return None
 
 

@@ -19,7 +19,7 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
     options_type = PipelineOptions
 
     def assess_ranks(self, job: Job) -> Verdict:
-        """Fit a model of whole parameters, below the backends whose ranks have all of it."""
+        """Fit a model of whole parameters, below the backends that have all of it on each rank."""
         traits = job.traits
         if traits is not None and (traits.has_dtensors or traits.has_sharded_parameters):
             return Verdict.unfit(

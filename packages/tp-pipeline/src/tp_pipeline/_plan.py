@@ -6,7 +6,7 @@ own
 units. What runs between the calls ("glue": masks, positions, sums) runs everywhere, as it costs little.
 
 Which tensors cross a cut is seen in the run on stand-ins. There a unit computes on fake tensors, which have
-no memory, and its outputs are replaced by random ones, whose *sources* are known: every operator passes the
+no memory, and its outputs are replaced by random ones of known *sources*: every operator passes the
 sources of its inputs on to its outputs. So a skip connection, an encoder's states for each decoder stage, or
 a value that a hook has collected within a block is found wherever it is used::
 
@@ -108,7 +108,7 @@ class Plan:
         sends: For each stage, the items that it sends to the next one.
         holders: For each parameter that is used, the stages that use it.
         specs: What is known of the items.
-        replayed: For each call, the calls within it whose outputs are used outside.
+        replayed: For each call, the calls within it with outputs that are used outside.
         has_loss: Whether the step returns a loss to differentiate.
         draws: Whether it draws random numbers.
         stages: The number of stages.
@@ -667,7 +667,7 @@ def _balanced(
 
 
 def _smallest_largest(pieces: list[float], parts: int) -> list[int]:
-    """Cut a list into consecutive parts whose largest sum is the smallest; return where parts begin.
+    """Cut a list into consecutive parts so that the largest sum is the smallest; return where parts begin.
 
     Example:
         >>> _smallest_largest([1, 1, 1, 1, 4], 2)

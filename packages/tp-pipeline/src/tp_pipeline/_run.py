@@ -490,7 +490,7 @@ def _go_back_to_inputs(
 ) -> list[dict[str, Any]]:
     """Add the gradients of inputs; return what `stage_backward_weight` needs to add those of weights.
 
-    Where torch's private functions do not tell apart what belongs to weights alone, all is added at once.
+    Where torch's private functions do not separate what belongs to weights alone, all is added at once.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
     """

@@ -639,7 +639,7 @@ class PipelineSession(ProcessGroupSession):
 
 
 class _WholeLoss(torch.autograd.Function):
-    """The loss of the whole batch, whose gradients are there already.
+    """The loss of the whole batch; its gradients are there already.
 
     Forward exchanges nothing; backward adds the gradients, and averages them over the data ranks.
     """

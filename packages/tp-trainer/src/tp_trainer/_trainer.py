@@ -463,7 +463,7 @@ class Trainer:
             epochs: The number of passes through the loader; by default one, or until another limit.
             max_steps: The total number of optimizer steps, those before a resume included.
             limits: Further limits: of time, of an epoch, of a step.
-            validation: Evaluated after every epoch: a loader, a dict of loaders, whose results are named
+            validation: Evaluated after every epoch: a loader, a dict of loaders, with results named
                 "name/...", or a `Validation` with metrics, a step and times of its own.
             scheduler: A learning-rate scheduler, stepped every epoch, or `SchedulerOptions`.
             clip_norm: The largest global norm of the gradients.

@@ -123,7 +123,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         options_type: A frozen dataclass of the backend's options and their defaults; by
             default one without fields.
         self_test_options: The options for batches of plain rows of features, as ``tp test`` and the
-            conformance kits have them. For a backend whose defaults expect other batches; by default none.
+            conformance kits have them. For a backend that expects other batches by default; by default none.
         shares_samples: Whether its session takes `Job.ranks_per_sample`, as `ProcessGroupSession` does.
             Another backend may then open this one for the weights, and split each sample over ranks.
 

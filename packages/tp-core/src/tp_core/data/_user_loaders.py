@@ -25,10 +25,10 @@ _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weight
 
 
 class ElasticLoader(Protocol):
-    """A loader that divides its batches over the ranks itself, and whose position is the same on all of them.
+    """A loader that divides its batches over the ranks itself, and has the same position on all of them.
 
-    A session asks it for the loader of its rank. Its states are loaded on any number of ranks. One whose
-    ``len()`` raises ``TypeError`` is a stream: an epoch is a number of batches, and no new beginning.
+    A session asks it for the loader of its rank. Its states are loaded on any number of ranks. If its
+    ``len()`` raises ``TypeError``, it is a stream: an epoch is a number of batches, and no new beginning.
 
     Attributes:
         share: The samples that this rank, and all ranks, have of the batch that was yielded last.

@@ -233,7 +233,7 @@ class AdaptedMixin(OrderedMixin):
         is_watched = draws is not None and draws.is_watching
         if is_watched:
             # The base of a column layer has begun the rank's own random numbers before the dropout of the
-            # adapter, whose input is still whole. Of a sequence it is a part, or the block has gathered it.
+            # adapter, with a whole input. Of a sequence it is a part, or the block has gathered it.
             mark(x, is_split=base.sequence is not None or x.size(-1) != base.in_features)
         was_inside = draws is None or draws.is_inside
         vectors = self._modules.get("ia3_l")  # type: ignore[attr-defined]  # mixed into a module

@@ -281,7 +281,7 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _replaced(layer: Any) -> nn.Module:
-    """Return the module inside an adapted layer whose weights are left after merging."""
+    """Return the module inside an adapted layer that has the weights after merging."""
     if hasattr(layer, "modules_to_save"):
         own: nn.Module = (
             layer.modules_to_save[layer.active_adapter] if layer.active_adapters else layer.original_module

@@ -123,7 +123,7 @@ def base_of(values: Mapping[str, Any]) -> Base | None:
 
 
 class FrozenWeights:
-    """The frozen weights of a run, whose checkpoints leave them out as long as they stay what they are.
+    """The frozen weights of a run; its checkpoints leave them out as long as they stay what they are.
 
     Args:
         session: The session of the run.

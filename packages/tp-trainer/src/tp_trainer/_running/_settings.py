@@ -88,7 +88,7 @@ class Validation:
     """The validation of a run, after every epoch and at the times given here.
 
     Attributes:
-        source: A loader, or a dict of loaders, whose results are named "name/...". For `Trainer.loop` it is a
+        source: A loader, or a dict of loaders, with results named "name/...". For `Trainer.loop` it is a
             function that returns the results by name, as `Trainer.evaluate` does.
         step: The step for the validation; by default the step of the training.
         metrics: Metrics of the whole validation set, as for `Trainer.evaluate`; scalar results are among the

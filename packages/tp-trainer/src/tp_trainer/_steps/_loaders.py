@@ -125,7 +125,7 @@ class BatchShares:
         return _different(found[0] for found in noted if found is not None)
 
     def in_steps(self, run: RunStep, batches: PreparedLoader) -> RunStep:
-        """Return ``run``, in whose steps the current batch is the one that ``batches`` yielded last."""
+        """Return ``run`` with steps on the batch that ``batches`` yielded last."""
 
         def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
             outer, self._share_in_step = self._share_in_step, batches.share

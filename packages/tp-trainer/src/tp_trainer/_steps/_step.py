@@ -65,7 +65,7 @@ def _returned(output: Any) -> str:
 
 
 def weighed(step: "Step") -> "Step":
-    """Return a step whose output has its batch's own weight, where it returns none."""
+    """Return a step with its batch's own weight in the output, where it returns none."""
 
     def run(model: Any, batch: Any) -> StepOutput:
         output = step(model, batch)
