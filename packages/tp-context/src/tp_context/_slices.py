@@ -22,6 +22,9 @@ from torch.distributed import ProcessGroup
 from tp_core import tree_map
 from tp_core.errors import StepError
 
+# torch 2.11 has the older name, of which later ones warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Cut:
     """The cut of all sequences of one length over the ranks of a group.
@@ -97,20 +100,43 @@ class Cut:
         return whole
 
     def all_gather(self, part: Tensor, dim: int) -> Tensor:
-        """Do the forward of `gather`. Collective: an all-gather of the padded parts."""
-        dim %= part.dim()
-        self.announce(("all_gather", dim, [n for i, n in enumerate(part.shape) if i != dim], str(part.dtype)))
-        sent = part.detach().movedim(dim, 0)
-        sent = sent.to(torch.uint8) if part.dtype is torch.bool else sent  # gloo has no bool
-        most = max(self.counts)
-        padded = sent.new_zeros((most, *sent.shape[1:]))
-        padded[: self.tokens] = sent
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self.group)
-        return self.join(parts).movedim(0, dim).to(part.dtype)
+        """Do the forward of `gather`. Collective: an all-gather."""
+        return self.all_gather_together([part], dim)[0]
+
+    def all_gather_together(self, parts: Sequence[Tensor], dim: int) -> list[Tensor]:
+        """Return the wholes of several tensors of one type. Collective: one all-gather, of padded parts."""
+        dim %= parts[0].dim()
+        rest = [[n for i, n in enumerate(p.shape) if i != dim] for p in parts]
+        self.announce(("all_gather", dim, rest, str(parts[0].dtype)))
+        most, dtype = max(self.counts), parts[0].dtype
+        sent = parts[0].new_empty(
+            sum(p.numel() // self.tokens * most for p in parts),
+            dtype=torch.uint8 if dtype is torch.bool else dtype,  # gloo has no bool
+        )
+        for part, place in zip(parts, _views(sent, [p.shape for p in parts]), strict=True):
+            place.copy_(part.detach())
+        received = sent.new_empty((self.size, sent.numel()))
+        _all_gather(received.view(-1), sent, group=self.group)
+        wholes = [sent.new_empty(_resized(p.shape, dim, self.length)) for p in parts]
+        for rank, flat in enumerate(received):
+            for whole, part in zip(wholes, self._parts(flat, wholes, dim, rank), strict=True):
+                for place, piece in self._pieces(whole, part, dim, rank):
+                    place.copy_(piece)
+        return [whole.to(dtype) for whole in wholes]
+
+    def _parts(self, flat: Tensor, wholes: Sequence[Tensor], dim: int, rank: int) -> list[Tensor]:
+        """Return views of a flat tensor for a rank's parts of several tensors."""
+        return _views(flat, [_resized(w.shape, dim, self.counts[rank]) for w in wholes])
+
+    def _pieces(self, whole: Tensor, part: Tensor, dim: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of a tensor and of a rank's part of it that have the same tokens."""
+        at = 0
+        for first, last in self.ranges[rank]:
+            yield whole.narrow(dim, first, last - first), part.narrow(dim, at, last - first)
+            at += last - first
 
     def join(self, parts: Iterable[Tensor]) -> Tensor:
-        """Return the whole of all ranks' parts along dimension 0; a part may be longer than its tokens."""
+        """Return the whole of all ranks' parts along dimension 0."""
         chunks: list[tuple[int, Tensor]] = []
         for ranges, part in zip(self.ranges, parts, strict=True):
             at = 0
@@ -128,28 +154,43 @@ class Cut:
         if self.before is not None:
             self.before(what)
 
-    def sum_and_take(self, whole: Tensor, dim: int, *, owned: bool = False) -> Tensor:
-        """Do the backward of `gather`. Collective: an all-reduce, or a reduce-scatter where there is one.
+    def sum_and_take(self, wholes: list[Tensor], dim: int) -> list[Tensor]:
+        """Do the backward of `gather`, for several tensors of one type.
 
-        Args:
-            whole: The tensor of each rank.
-            dim: The dimension of the sequence.
-            owned: Whether ``whole`` may be overwritten.
+        Each rank sends the others their parts alone, half of what an all-reduce sends. ``wholes`` is emptied:
+        its tensors need no memory when sums arrive.
+
+        Collective: an all-to-all.
         """
-        self.announce(("sum", dim, list(whole.shape), str(whole.dtype)))
-        if whole.device.type == "cpu":  # gloo
-            total = whole.detach()
-            if not owned or not total.is_contiguous():
-                total = total.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=self.group)
-            return self.take(total, dim)
-        most, moved = max(self.counts), whole.detach().movedim(dim, 0)
-        sent = moved.new_zeros((self.size, most, *moved.shape[1:]))
-        for r, count in enumerate(self.counts):
-            sent[r, :count] = self.take(moved, 0, r)
-        mine = torch.empty_like(sent[0])
-        dist.reduce_scatter_tensor(mine, sent, group=self.group)
-        return mine[: self.tokens].movedim(0, dim)
+        self.announce(("sum", dim, [list(w.shape) for w in wholes], str(wholes[0].dtype)))
+        tokens = sum(w.numel() // self.length for w in wholes)
+        shapes = [_resized(w.shape, dim, self.tokens) for w in wholes]
+        sent = wholes[0].new_empty(tokens * self.length)
+        counts = [tokens * n for n in self.counts]
+        for rank, flat in enumerate(sent.split(counts)):
+            for i, part in enumerate(self._parts(flat, wholes, dim, rank)):
+                for piece, place in self._pieces(wholes[i].detach(), part, dim, rank):
+                    place.copy_(piece)
+                    del piece  # a view keeps the whole in memory
+        wholes.clear()
+        received = sent.new_empty((self.size, counts[self.rank]))
+        own = [counts[self.rank]] * self.size
+        dist.all_to_all_single(received.view(-1), sent, own, counts, group=self.group)
+        del sent
+        return _views(received.sum(0), shapes)
+
+
+def _resized(shape: torch.Size, dim: int, tokens: int) -> torch.Size:
+    return torch.Size([*shape[:dim], tokens, *shape[dim + 1 :]])
+
+
+def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return views of consecutive parts of a flat tensor; what is left at its end belongs to none."""
+    at, found = 0, []
+    for shape in shapes:
+        found.append(flat[at : at + shape.numel()].view(shape))
+        at += shape.numel()
+    return found
 
 
 def _chunks(length: int, count: int) -> list[tuple[int, int]]:
@@ -198,7 +239,7 @@ class _SumAndTake(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, cut: Cut, dim: int) -> Tensor:
         ctx.cut, ctx.dim = cut, dim
-        return cut.sum_and_take(whole, dim)
+        return cut.sum_and_take([whole], dim)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

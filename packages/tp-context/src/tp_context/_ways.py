@@ -16,8 +16,8 @@ All keep slices alone for the backward pass. All can be differentiated twice: th
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -347,9 +347,10 @@ class _Gathered(torch.autograd.Function):
         if not ctx.fused:
             ctx.save_for_backward(*tensors)
             return _mixed_rows(inputs, rules, None if noise is None else noise.draw())
-        results = [_partial(b.of(inputs), b, rules) for b in _blocks(inputs, rules)]
-        out = _joined_rows([out for out, _ in results])
-        total = torch.cat([total for _, total in results], 2)
+        sums = _Sums(inputs)
+        for block in _fused_blocks(inputs, rules):
+            sums.add(block, *_partial(block.of(inputs), block, rules))
+        out, total = sums.results()
         ctx.save_for_backward(*tensors, out, total)
         return out.view_as(out)
 
@@ -362,35 +363,91 @@ class _Gathered(torch.autograd.Function):
             return None, None, *_twice(grad, given, rules, noise, needs)
         whole = _whole(given, rules)
         if ctx.fused:
-            own = _fused_backward(grad, whole, rules, results)
+            total = results[1].nan_to_num(neginf=0.0)  # of rows that see nothing: their scores are all -inf
+            own = _fused_backward(grad, whole, rules, (results[0], total))
         else:
             with torch.autocast(grad.device.type, enabled=False):
                 own = _again(grad, whole, rules, None if noise is None else noise.draw(), needs)
         del whole  # before the sums need memory
-        for i in (1, 2):
-            total = own[i]
-            if rules.keys is not None and total is not None:
-                own[i] = rules.keys.sum_and_take(total, 2, owned=True)
+        found = [i for i in (1, 2) if own[i] is not None]
+        if rules.keys is not None and found:
+            totals = [cast("Tensor", own[i]) for i in found]
+            for i in found:
+                own[i] = None
+            for i, total in zip(found, rules.keys.sum_and_take(totals, 2), strict=True):
+                own[i] = total
         return None, None, *own
+
+
+def _fused_blocks(inputs: Inputs, rules: Rules) -> Iterator[_Block]:
+    """Yield blocks for torch's kernel; rows in several of them have the sum. A causal mask costs nothing."""
+    if not rules.is_causal:
+        yield from _blocks(inputs, rules)
+        return
+    at = 0
+    for begin, end in [(0, inputs.query.size(-2))] if rules.rows is None else rules.rows.own:
+        rows = at, at + end - begin
+        if 0 < begin < end:
+            yield _Block(*rows, 0, begin, None)
+        if begin < end:
+            yield _Block(*rows, begin, end, None, is_causal=True)
+        at = rows[1]
+
+
+class _Sums:
+    """Attention to some keys after others, joined by the log-sum-exps of scores."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        query, exact = inputs.query, _sum_dtype(inputs.query)
+        batch, heads, count = query.shape[:3]
+        # In the layout of torch's function: models flatten heads without a copy.
+        shape = (batch, count, heads, inputs.value.size(-1))
+        self.dtype, self.out = query.dtype, query.new_zeros(shape, dtype=exact).transpose(1, 2)
+        self.total = query.new_full(query.shape[:-1], -torch.inf, dtype=exact)
+
+    def add(self, block: _Block, part: Tensor, sums: Tensor) -> None:
+        """Add what the rows of a block found in its keys."""
+        rows = slice(block.first, block.last)
+        out, before = self.out[:, :, rows], self.total[:, :, rows]
+        joined = torch.logaddexp(before, sums.to(before.dtype))
+        # Where nothing is seen yet, -inf less -inf.
+        first, second = ((t - joined).exp().nan_to_num(0.0)[..., None] for t in (before, sums))
+        out.mul_(first).addcmul_(part.to(out.dtype), second)
+        before.copy_(joined)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return the output in the dtype of queries, and the log-sum-exps."""
+        return self.out.to(self.dtype), self.total
 
 
 def _fused_backward(
     grad: Tensor, inputs: Inputs, rules: Rules, results: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Return the gradients of torch's kernel, from its output and log-sum-exps."""
+    exact = _sum_dtype(inputs.query)
+    own, *sums = (torch.zeros_like(t, dtype=exact, memory_format=torch.contiguous_format) for t in inputs[:3])
+    _add_gradients(grad, inputs, rules, results, _fused_blocks(inputs, rules), (own, *sums))
+    return [*(t.to(inputs.query.dtype) for t in (own, *sums)), None, None, None]
+
+
+def _add_gradients(
+    grad: Tensor,
+    inputs: Inputs,
+    rules: Rules,
+    results: Sequence[Tensor],
+    blocks: Iterable[_Block],
+    places: Sequence[Tensor],
+) -> None:
+    """Add the gradients of some blocks to those of queries, keys and values."""
     out, total = results
-    own = torch.empty_like(inputs.query)
-    sums = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[1:3]]
-    total = total.nan_to_num(neginf=0.0)  # of rows that see nothing: their scores are all -inf
-    for block in _blocks(inputs, rules):
-        rows = slice(block.first, block.last)
-        found = _partial_backward(
-            grad[:, :, rows], block.of(inputs), (out[:, :, rows], total[:, :, rows]), block, rules
-        )
-        own[:, :, rows] = found[0]
-        for place, other in zip(sums, found[1:], strict=True):
-            place[:, :, block.begin : block.end] += other
-    return [own, *sums, None, None, None]
+    of_queries, *of_keys = places
+    for block in blocks:
+        rows, keys = slice(block.first, block.last), slice(block.begin, block.end)
+        parts = (t[:, :, rows] for t in (out, total))
+        found = _partial_backward(grad[:, :, rows], block.of(inputs), tuple(parts), block, rules)
+        of_queries[:, :, rows] += found[0]
+        for place, other in zip(of_keys, found[1:], strict=True):
+            place[:, :, keys] += other
 
 
 def _again(
@@ -439,7 +496,8 @@ def _whole(inputs: Inputs, rules: Rules) -> Inputs:
     keys = rules.keys
     if keys is None:
         return inputs
-    return inputs._replace(key=keys.all_gather(inputs.key, -2), value=keys.all_gather(inputs.value, -2))
+    key, value = keys.all_gather_together([inputs.key, inputs.value], -2)
+    return inputs._replace(key=key, value=value)
 
 
 def _twice(
@@ -600,22 +658,12 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rules: Rules, _: None, *tensors: Tensor | None) -> Tensor:
         inputs = Inputs(*tensors)  # type: ignore[arg-type]  # as they were given
-        query, exact = inputs.query, _sum_dtype(inputs.query)
-        batch, heads, count = query.shape[:3]
-        out = query.new_zeros((batch, count, heads, inputs.value.size(-1)), dtype=exact).transpose(1, 2)
-        total = query.new_full(query.shape[:-1], -torch.inf, dtype=exact)
+        sums = _Sums(inputs)
         for source, (key, value) in _rounds([inputs.key, inputs.value], rules):
             here = inputs._replace(key=key, value=value)
             for block in _ring_blocks(inputs.mask, rules, source):
-                rows = slice(block.first, block.last)
-                part, sums = (t.to(exact) for t in _partial(block.of(here), block, rules))
-                before = total[:, :, rows]
-                joined = torch.logaddexp(before, sums)
-                # Where nothing is seen yet, -inf less -inf.
-                shares = ((t - joined).exp().nan_to_num(0.0)[..., None] for t in (before, sums))
-                out[:, :, rows] = out[:, :, rows] * next(shares) + part * next(shares)
-                total[:, :, rows] = joined
-        out = out.to(query.dtype)
+                sums.add(block, *_partial(block.of(here), block, rules))
+        out, total = sums.results()
         ctx.save_for_backward(*tensors, out, total)
         ctx.rules = rules
         return out.view_as(out)
@@ -633,14 +681,8 @@ class _Ring(torch.autograd.Function):
         sums = [torch.zeros_like(t, dtype=exact) for t in (inputs.key, inputs.value)]
         for source, (key, value, *places) in _rounds([inputs.key, inputs.value], rules, sums):
             here = inputs._replace(key=key, value=value)
-            for block in _ring_blocks(inputs.mask, rules, source):
-                rows, results = slice(block.first, block.last), (out, total)
-                found = _partial_backward(
-                    grad[:, :, rows], block.of(here), [t[:, :, rows] for t in results], block, rules
-                )
-                own[:, :, rows] += found[0]
-                for place, other in zip(places, found[1:], strict=True):
-                    place[:, :, block.begin : block.end] += other
+            blocks = _ring_blocks(inputs.mask, rules, source)
+            _add_gradients(grad, here, rules, (out, total), blocks, (own, *places))
         ends = [t.to(inputs.query.dtype) for t in (own, *sums)]
         return None, None, *ends, None, None, None
 
