@@ -105,45 +105,47 @@ class Cut:
 
     def all_gather_together(self, parts: Sequence[Tensor], dim: int) -> list[Tensor]:
         """Return the wholes of several tensors of one type. Collective: one all-gather, of padded parts."""
-        dim %= parts[0].dim()
-        rest = [[n for i, n in enumerate(p.shape) if i != dim] for p in parts]
+        rest = [[n for i, n in enumerate(p.shape) if i != dim % p.dim()] for p in parts]
         self.announce(("all_gather", dim, rest, str(parts[0].dtype)))
         most, dtype = max(self.counts), parts[0].dtype
         sent = parts[0].new_empty(
             sum(p.numel() // self.tokens * most for p in parts),
             dtype=torch.uint8 if dtype is torch.bool else dtype,  # gloo has no bool
         )
-        for part, place in zip(parts, _views(sent, [p.shape for p in parts]), strict=True):
+        for part, place in zip(parts, views(sent, [p.shape for p in parts]), strict=True):
             place.copy_(part.detach())
         received = sent.new_empty((self.size, sent.numel()))
         _all_gather(received.view(-1), sent, group=self.group)
-        wholes = [sent.new_empty(_resized(p.shape, dim, self.length)) for p in parts]
-        for rank, flat in enumerate(received):
-            for whole, part in zip(wholes, self._parts(flat, wholes, dim, rank), strict=True):
-                for place, piece in self._pieces(whole, part, dim, rank):
-                    place.copy_(piece)
-        return [whole.to(dtype) for whole in wholes]
+        return [whole.to(dtype) for whole in self.joined(received, [p.shape for p in parts], dim)]
 
-    def _parts(self, flat: Tensor, wholes: Sequence[Tensor], dim: int, rank: int) -> list[Tensor]:
-        """Return views of a flat tensor for a rank's parts of several tensors."""
-        return _views(flat, [_resized(w.shape, dim, self.counts[rank]) for w in wholes])
+    def joined(self, flats: Iterable[Tensor], shapes: Sequence[torch.Size], dim: int) -> list[Tensor]:
+        """Return the wholes of tensors of which each rank's flat tensor has its parts, one after another."""
+        wholes: list[Tensor] = []
+        for rank, flat in enumerate(flats):
+            wholes = wholes or [flat.new_empty(resized(s, dim, self.length)) for s in shapes]
+            for place, piece in self._pieces(wholes, flat, dim, rank):
+                place.copy_(piece)
+        return wholes
 
-    def _pieces(self, whole: Tensor, part: Tensor, dim: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of a tensor and of a rank's part of it that have the same tokens."""
-        at = 0
-        for first, last in self.ranges[rank]:
-            yield whole.narrow(dim, first, last - first), part.narrow(dim, at, last - first)
-            at += last - first
+    def divided(self, wholes: Sequence[Tensor], dim: int) -> Tensor:
+        """Return a flat tensor of the parts of all ranks, as `joined` takes them."""
+        sent = wholes[0].new_empty(sum(w.numel() for w in wholes))
+        width = len(sent) // self.length
+        for rank, flat in enumerate(sent.split([width * n for n in self.counts])):
+            for piece, place in self._pieces(wholes, flat, dim, rank):
+                place.copy_(piece.detach())
+        return sent
 
-    def join(self, parts: Iterable[Tensor]) -> Tensor:
-        """Return the whole of all ranks' parts along dimension 0."""
-        chunks: list[tuple[int, Tensor]] = []
-        for ranges, part in zip(self.ranges, parts, strict=True):
+    def _pieces(
+        self, wholes: Sequence[Tensor], flat: Tensor, dim: int, rank: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of tensors and of a rank's parts of them that have the same tokens."""
+        parts = views(flat, [resized(w.shape, dim, self.counts[rank]) for w in wholes])
+        for whole, part in zip(wholes, parts, strict=True):
             at = 0
-            for a, b in ranges:
-                chunks.append((a, part[at : at + b - a]))
-                at += b - a
-        return torch.cat([chunk for _, chunk in sorted(chunks, key=lambda pair: pair[0])])
+            for first, last in self.ranges[rank]:
+                yield whole.narrow(dim, first, last - first), part.narrow(dim, at, last - first)
+                at += last - first
 
     def is_like(self, other: "Cut") -> bool:
         """Return whether a slice on some rank may be of either cut."""
@@ -163,28 +165,24 @@ class Cut:
         Collective: an all-to-all.
         """
         self.announce(("sum", dim, [list(w.shape) for w in wholes], str(wholes[0].dtype)))
-        tokens = sum(w.numel() // self.length for w in wholes)
-        shapes = [_resized(w.shape, dim, self.tokens) for w in wholes]
-        sent = wholes[0].new_empty(tokens * self.length)
-        counts = [tokens * n for n in self.counts]
-        for rank, flat in enumerate(sent.split(counts)):
-            for i, part in enumerate(self._parts(flat, wholes, dim, rank)):
-                for piece, place in self._pieces(wholes[i].detach(), part, dim, rank):
-                    place.copy_(piece)
-                    del piece  # a view keeps the whole in memory
+        shapes = [resized(w.shape, dim, self.tokens) for w in wholes]
+        sent = self.divided(wholes, dim)
         wholes.clear()
-        received = sent.new_empty((self.size, counts[self.rank]))
-        own = [counts[self.rank]] * self.size
+        width = len(sent) // self.length
+        received = sent.new_empty((self.size, width * self.tokens))
+        counts, own = [width * n for n in self.counts], [width * self.tokens] * self.size
         dist.all_to_all_single(received.view(-1), sent, own, counts, group=self.group)
         del sent
-        return _views(received.sum(0), shapes)
+        return views(received.sum(0), shapes)
 
 
-def _resized(shape: torch.Size, dim: int, tokens: int) -> torch.Size:
+def resized(shape: torch.Size, dim: int, tokens: int) -> torch.Size:
+    """Return a shape of another number of tokens."""
+    dim %= len(shape)
     return torch.Size([*shape[:dim], tokens, *shape[dim + 1 :]])
 
 
-def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def views(flat: Tensor, shapes: Iterable[torch.Size]) -> list[Tensor]:
     """Return views of consecutive parts of a flat tensor; what is left at its end belongs to none."""
     at, found = 0, []
     for shape in shapes:

@@ -15,7 +15,6 @@ All keep slices alone for the backward pass. All can be differentiated twice: th
 """
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakIdKeyDictionary
 from tp_core.errors import StepError
 
-from tp_context._slices import Cut
+from tp_context._slices import Cut, resized, views
 
 _log = logging.getLogger("tp_context")
 
@@ -536,18 +535,23 @@ def _ulysses(inputs: Inputs, rules: Rules) -> Tensor:
     each = -(-heads // keys.size)
     mine = slice(min(keys.rank * each, heads), min((keys.rank + 1) * each, heads))
     noise = _Noise(inputs, rules, (mine, each)) if rules.dropout else None
+    if rows is keys:
+        query, key, value = _ToHeads.apply(keys, query, key, value)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        (query,) = _ToHeads.apply(rows, query)  # type: ignore[no-untyped-call]  # as above
+        key, value = _ToHeads.apply(keys, key, value)  # type: ignore[no-untyped-call]  # as above
     own = Inputs(
-        _ToHeads.apply(query, rows),  # type: ignore[no-untyped-call]  # torch's, as those that follow
-        _ToHeads.apply(key, keys),  # type: ignore[no-untyped-call]
-        _ToHeads.apply(value, keys),  # type: ignore[no-untyped-call]
+        query,
+        key,
+        value,
         None if mask is None else _rows_of_heads(mask, rows, mine, each),
         None if bias is None else _rows_of_heads(bias, rows, mine, each),
         None if sinks is None else _padded(sinks[mine], 0, each),
     )
     here = rules._replace(rows=None, keys=None, grouped=grouped)
     mixed = _Gathered.apply(here, noise, *own)  # type: ignore[no-untyped-call]
-    back: Tensor = _ToTokens.apply(mixed, rows, heads)  # type: ignore[no-untyped-call]
-    return back
+    (back,) = _ToTokens.apply(rows, (heads,), mixed)  # type: ignore[no-untyped-call]
+    return cast("Tensor", back)
 
 
 _rows_of_masks: Any = WeakIdKeyDictionary()
@@ -563,8 +567,8 @@ def _rows_of_heads(table: Tensor, rows: Cut, mine: slice, each: int) -> Tensor:
     if table.size(-2) == 1:
         return _padded(table[..., mine, :, :], -3, each) if has_heads else table
     if has_heads:
-        moved: Tensor = _ToHeads.apply(table, rows)  # type: ignore[no-untyped-call]
-        return moved
+        (moved,) = _ToHeads.apply(rows, table)  # type: ignore[no-untyped-call]
+        return cast("Tensor", moved)
     if table.requires_grad:
         return rows.gather(table, -2)
     if table not in _rows_of_masks:
@@ -582,67 +586,75 @@ def _padded(tensor: Tensor, dim: int, count: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
-def _to_heads(tensor: Tensor, cut: Cut) -> Tensor:
+def _to_heads(tensors: Sequence[Tensor], cut: Cut) -> list[Tensor]:
     """Return whole sequences of some heads, from slices of all. Collective: an all-to-all.
 
     Heads that do not divide are padded with zeros at the end: all ranks have as many.
     """
-    each = -(-tensor.size(-3) // cut.size)
-    tensor = tensor.detach()
-    sent = tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor  # gloo has no bool
-    moved = _padded(sent, -3, each * cut.size).movedim((-3, -2), (0, 1))  # (heads, tokens, ...)
-    rest = moved.shape[2:]
-    cut.announce(("to heads", list(moved.shape[:1]), list(rest), str(tensor.dtype)))
-    width = each * math.prod(rest)
-    parts = _all_to_all(moved, [width * cut.tokens] * cut.size, [width * n for n in cut.counts], cut)
-    whole = cut.join([p.view(each, n, *rest).movedim(1, 0) for p, n in zip(parts, cut.counts, strict=True)])
-    return whole.movedim((0, 1), (-2, -3)).to(tensor.dtype)
+    cut.announce(("to heads", [[*t.shape[:-2], *t.shape[-1:]] for t in tensors], str(tensors[0].dtype)))
+    shapes = [resized(t.shape, -3, -(-t.size(-3) // cut.size)) for t in tensors]
+    count, dtype = sum(shape.numel() for shape in shapes), tensors[0].dtype
+    sent = tensors[0].new_zeros(
+        (cut.size, count),
+        dtype=torch.uint8 if dtype is torch.bool else dtype,  # gloo has no bool
+    )
+    for rank, flat in enumerate(sent):
+        for tensor, place in zip(tensors, views(flat, shapes), strict=True):
+            heads = _heads_of(tensor, rank, place.size(-3)).detach()
+            place[..., : heads.size(-3), :, :].copy_(heads)
+    counts = [count // cut.tokens * n for n in cut.counts]
+    received = sent.new_empty(sum(counts))
+    dist.all_to_all_single(received, sent.view(-1), counts, [count] * cut.size, group=cut.group)
+    del sent
+    return [whole.to(dtype) for whole in cut.joined(received.split(counts), shapes, -2)]
 
 
-def _to_tokens(tensor: Tensor, cut: Cut, heads: int) -> Tensor:
+def _to_tokens(wholes: Sequence[Tensor], cut: Cut, heads: Sequence[int]) -> list[Tensor]:
     """Return slices of all heads, from whole sequences of some. Collective: an all-to-all."""
-    each = tensor.size(-3)
-    moved = tensor.detach().movedim((-2, -3), (0, 1))  # (tokens, heads, ...)
-    rest = moved.shape[2:]
-    cut.announce(("to tokens", list(moved.shape[1:2]), list(rest), str(tensor.dtype)))
-    sent = torch.cat([cut.take(moved, 0, r).reshape(-1) for r in range(cut.size)])
-    width = each * math.prod(rest)
-    parts = _all_to_all(sent, [width * n for n in cut.counts], [width * cut.tokens] * cut.size, cut)
-    joined = torch.cat([p.view(cut.tokens, each, *rest) for p in parts], 1)[:, :heads]
-    return joined.movedim((0, 1), (-2, -3))
+    cut.announce(("to tokens", [[*t.shape[:-2], *t.shape[-1:]] for t in wholes], str(wholes[0].dtype)))
+    shapes = [resized(w.shape, -2, cut.tokens) for w in wholes]
+    count, sent = sum(shape.numel() for shape in shapes), cut.divided(wholes, -2)
+    received = sent.new_empty((cut.size, count))
+    counts = [count // cut.tokens * n for n in cut.counts]
+    dist.all_to_all_single(received.view(-1), sent, [count] * cut.size, counts, group=cut.group)
+    del sent
+    found = [received.new_empty(resized(s, -3, n)) for s, n in zip(shapes, heads, strict=True)]
+    for rank, flat in enumerate(received):
+        for tensor, part in zip(found, views(flat, shapes), strict=True):
+            place = _heads_of(tensor, rank, part.size(-3))
+            place.copy_(part[..., : place.size(-3), :, :])
+    return found
 
 
-def _all_to_all(sent: Tensor, counts: list[int], others: list[int], cut: Cut) -> list[Tensor]:
-    flat = sent.reshape(-1).contiguous()
-    received = flat.new_empty(sum(others))
-    dist.all_to_all_single(received, flat, others, counts, group=cut.group)
-    return [*received.split(others)]
+def _heads_of(tensor: Tensor, rank: int, each: int) -> Tensor:
+    """Return a view of the heads of a rank, of which there may be fewer than ``each``, or none."""
+    return tensor[..., rank * each : (rank + 1) * each, :, :]
 
 
 class _ToHeads(torch.autograd.Function):
     """Forward: the all-to-all to heads. Backward: the one to tokens."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cut: Cut) -> Tensor:
-        ctx.cut, ctx.heads = cut, tensor.size(-3)
-        return _to_heads(tensor, cut)
+    def forward(ctx: Any, cut: Cut, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.cut, ctx.heads = cut, [t.size(-3) for t in tensors]
+        return tuple(_to_heads(tensors, cut))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ToTokens.apply(grad, ctx.cut, ctx.heads), None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *_ToTokens.apply(ctx.cut, ctx.heads, *grads)  # type: ignore[no-untyped-call]  # torch's
 
 
 class _ToTokens(torch.autograd.Function):
     """Forward: the all-to-all to tokens. Backward: the one to heads."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cut: Cut, heads: int) -> Tensor:
+    def forward(ctx: Any, cut: Cut, heads: Sequence[int], *wholes: Tensor) -> tuple[Tensor, ...]:
         ctx.cut = cut
-        return _to_tokens(tensor, cut, heads)
+        return tuple(_to_tokens(wholes, cut, heads))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _ToHeads.apply(grad, ctx.cut), None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_ToHeads.apply(ctx.cut, *grads)  # type: ignore[no-untyped-call]  # torch's
 
 
 # -- Ring -------------------------------------------------------------------------------------------
@@ -701,34 +713,42 @@ def _rounds(
     cut = rules.keys
     assert cut is not None  # noqa: S101 - `attend` sees to it
     most = max(cut.counts)
-    here = [_padded(t, -2, most).contiguous() for t in sent]
-    totals = [_padded(t, -2, most).contiguous() for t in sums or []]
+    shapes = [resized(t.shape, -2, most) for t in sent]
+    here, totals = _packed(sent, shapes), None if sums is None else _packed(sums, shapes)
     for step in range(cut.size):
         source = (cut.rank - step) % cut.size
-        is_last = step == cut.size - 1
-        cut.announce(("ring", step, [list(t.shape[:-2]) for t in here]))
-        coming, waits = (here, []) if is_last else _pass_on(here, cut)
-        yield source, [*here, *totals]
+        cut.announce(("ring", step, [list(t.shape[:-2]) for t in sent]))
+        coming, waits = (here, []) if step == cut.size - 1 else _pass_on(here, cut)
+        yield source, [*views(here, shapes), *(views(totals, shapes) if totals is not None else [])]
         for wait in waits:
             wait.wait()
-        if totals:
+        if totals is not None:
             totals, waits = _pass_on(totals, cut)
             for wait in waits:
                 wait.wait()
         here = coming
-    for given, total in zip(sums or [], totals, strict=True):
-        given.copy_(total[..., : given.size(-2), :])
+    if sums is not None and totals is not None:
+        for given, total in zip(sums, views(totals, shapes), strict=True):
+            given.copy_(total[..., : given.size(-2), :])
 
 
-def _pass_on(tensors: list[Tensor], cut: Cut) -> tuple[list[Tensor], list[Any]]:
-    """Send tensors to the next rank, and receive those of the one before. They arrive after their waits."""
+def _packed(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Tensor:
+    """Return a flat tensor with parts of some shapes, which begin with these tensors."""
+    flat = tensors[0].new_zeros(sum(shape.numel() for shape in shapes))
+    for tensor, place in zip(tensors, views(flat, shapes), strict=True):
+        place[..., : tensor.size(-2), :].copy_(tensor)
+    return flat
+
+
+def _pass_on(tensor: Tensor, cut: Cut) -> tuple[Tensor, list[Any]]:
+    """Send a tensor to the next rank, and receive the one before's. It arrives after the waits."""
     following, before = (cut.rank + 1) % cut.size, (cut.rank - 1) % cut.size
     if cut.group is not None:
         following, before = (dist.get_global_rank(cut.group, r) for r in (following, before))
-    received = [torch.empty_like(t) for t in tensors]
-    operations = [dist.P2POp(dist.isend, t, following, cut.group) for t in tensors]
-    operations += [dist.P2POp(dist.irecv, t, before, cut.group) for t in received]
-    return received, dist.batch_isend_irecv(operations)
+    received = torch.empty_like(tensor)
+    sending = dist.P2POp(dist.isend, tensor, following, cut.group)
+    receiving = dist.P2POp(dist.irecv, received, before, cut.group)
+    return received, dist.batch_isend_irecv([sending, receiving])
 
 
 def _ring_blocks(mask: Tensor | None, rules: Rules, source: int) -> Iterator[_Block]:
