@@ -23,7 +23,7 @@ from tp_core.errors import ModelError
 
 from tp_context._attention import doors
 from tp_context._inputs import Way, splitting, ways_of, windows_of
-from tp_context._slices import Cut, Cuts, Found, _named_tensors, map_sequences, work_of
+from tp_context._slices import Cut, Cuts, Found, _named_tensors, map_sequences, take_slices, work_of
 
 Step = Callable[[nn.Module, Any], StepOutput]
 Join = Callable[[Any, Cuts], Any]
@@ -169,7 +169,7 @@ def _try(
                 raise _OthersEndedError((0, problem))
 
     cuts = ranks.cuts(model, batch, found, before)
-    sliced = map_sequences(batch, found, lambda t, dim: _cut_of(cuts, t, dim).take(t, dim))
+    sliced = take_slices(batch, found, cuts)
     try:
         with splitting(model, cuts, way), _announced(model, cuts):
             part = run(sliced, lambda output: join(output, cuts))
@@ -215,12 +215,6 @@ def _announced(model: nn.Module, cuts: Cuts) -> Iterator[None]:
 
 def _announce(cuts: Cuts, name: str, *_: object) -> None:
     cuts.announce(("unit", name))
-
-
-def _cut_of(cuts: Cuts, tensor: Tensor, dim: int) -> Cut:
-    cut = cuts.of_whole(tensor.size(dim))
-    assert cut is not None  # noqa: S101 - `lengths` are those of the tensors
-    return cut
 
 
 # -- Two runs, compared -----------------------------------------------------------------------------

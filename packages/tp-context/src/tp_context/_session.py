@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core import tree_map
-from tp_core.data import SampleRows, Share, StepOutput, read_weight, split_weight
-from tp_core.errors import ConfigError, DisagreementError, PluginError, StepError
+from tp_core.data import CountedBatch, SampleRows, Share, StepOutput, read_weight, split_weight
+from tp_core.errors import ConfigError, DisagreementError, ModelError, PluginError, StepError
 from tp_core.internal import step_identity
 from tp_core.plugins import Job, Session
 from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_group, new_process_group
@@ -20,7 +20,7 @@ from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_g
 from tp_context._check import Ranks, prove, refuse
 from tp_context._inputs import Way, splitting
 from tp_context._options import ContextOptions
-from tp_context._slices import Cut, Cuts, Found, find_sequences, map_sequences
+from tp_context._slices import Cut, Cuts, Found, find_sequences, map_sequences, take_slices
 
 
 class WholeWeights(ProcessGroupSession):
@@ -157,7 +157,7 @@ class ContextSession(SessionWrapper):
         self._check_same_batch(batch, found)
         way = self._way(step, plain, batch, found)
         cuts = self.ranks.cuts(plain, batch, found)
-        sliced = map_sequences(batch, found, lambda t, dim: _taken(cuts, t, dim))
+        sliced = take_slices(batch, found, cuts)
         with splitting(plain, cuts, way):
             output = self.inner.run(step, models[0], sliced)
         if torch.is_grad_enabled():
@@ -182,6 +182,7 @@ class ContextSession(SessionWrapper):
         ways = self._ways.setdefault(model, {})
         way = ways.get(key)
         if way is None:
+            self._check_batch(step, model, batch)
             with self._gradients_of_a_check(model) as compares:
                 proved = prove(
                     self._call(step),
@@ -201,6 +202,25 @@ class ContextSession(SessionWrapper):
                     raise refuse(other)
             way = ways[key] = cast("Way", proved)  # it is among those looked at above
         return way
+
+    def _check_batch(self, step: Callable[..., StepOutput], model: nn.Module, batch: Any) -> None:
+        """Let a batch that checks the step before training do so with whole sequences.
+
+        Raises:
+            ModelError: It finds something, on any rank.
+
+        Collective: an all-gather of what was found.
+        """
+        if not isinstance(batch, CountedBatch) or not model.training or not torch.is_grad_enabled():
+            return
+        problem = ""
+        try:
+            batch.check(self._call(step), model)
+        except ModelError as error:
+            problem = str(error)
+        problem = next(filter(None, self.gather_objects(problem)), "")
+        if problem:
+            raise ModelError(problem)
 
     def _call(self, step: Callable[..., StepOutput]) -> Callable[..., StepOutput]:
         """Return the step as a check calls it: past DDP, but with shards of weights gathered."""
@@ -413,11 +433,6 @@ class _WholeLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad * ctx.scale, None, None
-
-
-def _taken(cuts: Cuts, tensor: Tensor, dim: int) -> Tensor:
-    cut = cuts.of_whole(tensor.size(dim))
-    return tensor if cut is None else cut.take(tensor, dim)
 
 
 def _number(value: Any) -> float:

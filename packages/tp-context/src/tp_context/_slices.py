@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from tp_core import tree_map
+from tp_core.data import CountedBatch
 from tp_core.errors import StepError
 
 # torch 2.11 has the older name, of which later ones warn.
@@ -510,6 +511,21 @@ def map_sequences(batch: Any, found: Found, change: Callable[[Tensor, int], Tens
         return leaf if dim is None else change(leaf, dim)
 
     return tree_map(changed, batch)
+
+
+def take_slices(batch: Any, found: Found, cuts: Cuts) -> Any:
+    """Return this rank's slices of a batch."""
+
+    def taken(tensor: Tensor, dim: int) -> Tensor:
+        cut = cuts.of_whole(tensor.size(dim))
+        return tensor if cut is None else cut.take(tensor, dim)
+
+    part = map_sequences(batch, found, taken)
+    if isinstance(part, CountedBatch):
+        own = part.weight
+        # Where the model compares with the next label, a slice does not have that of its last token.
+        part.weight = lambda: own() if cuts.units is None else cuts.units  # type: ignore[method-assign]
+    return part
 
 
 def work_of(batch: Any, found: Found, windows: Sequence[int | None]) -> dict[int, Tensor]:
