@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from tp_context import attention, gather, positions
 from tp_core.errors import DisagreementError, ModelError, StepError, TpError
 from tp_core.testing import RankPool
-from tp_trainer import Checkpoints, Trainer
+from tp_data import Loader, Packed, Stream, TokenBudget
+from tp_trainer import Checkpoints, Limits, Trainer
 from tp_trainer.testing import TrainingConformance
 
 from tests.installed import backend_class
@@ -783,3 +784,51 @@ def asked_for_weights():
 def test_weights_of_attention_are_refused(pair):
     for said in pair.run(asked_for_weights):
         assert "attention weights (output_attentions=True) are not there" in said
+
+
+# -- Batches that know their weight --
+
+
+def documents_of(batcher):
+    generator = torch.Generator().manual_seed(1)
+    lengths = (9, 14, 6, 13, 8, 5, 21, 30, 4, 11, 7)
+    rows = [torch.randint(3, families.VOCABULARY, (n,), generator=generator) for n in lengths]
+    return Loader(Stream([{"input_ids": ids, "labels": ids} for ids in rows], repeat=True), batcher)
+
+
+def on_batches(backend, name, batcher):
+    """Train on batches of tp-data; return what `families.train` does."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with families.all_in_float64():
+        model = families.make_model(name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with Trainer(backend=backend, devices="cpu", progress=False, seed=0) as trainer:
+            try:
+                (record,) = trainer.fit(
+                    model, optimizer, documents_of(batcher), step=families.step, epochs=1,
+                    limits=Limits(steps_per_epoch=3),
+                )  # fmt: skip
+            except ModelError as error:
+                return str(error)
+            return [record.train["loss"]], dict(trainer.session.model_state(model))
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize(
+    "batcher",
+    [Packed(32, rows=2, arguments="positions"), Packed(32, rows=2), TokenBudget(90, multiple=1)],
+    ids=["packed by positions", "packed by masks", "by tokens"],
+)
+def test_batches_of_documents_equal_one_device(pair, batcher):
+    expected = on_batches("single", "llama", batcher)
+    for found in pair.run(on_batches, "context", "llama", batcher):
+        assert families.difference(found, expected) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+def test_a_model_that_mixes_packed_documents_is_refused(pair):
+    for said in pair.run(on_batches, "context", "opt", Packed(32, rows=2, arguments="positions")):
+        assert re.match(r"this model mixes up the documents of packed rows: .*self_attn", said), said

@@ -13,7 +13,7 @@ A row with documents of 3 and 2 tokens, and one token of padding::
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -358,6 +358,7 @@ def check_packing(
     if form is None:
         msg = "check_packing() needs a batch of packed rows, as Packed makes it, got one of padded samples"
         raise ModelError(msg)
+    form = replace(form, check=False)  # a step may check its batch, such as the first of a trainer
     # A step may need the arguments of packed rows; a model that is called without one must not.
     is_plain = step is None and form.arguments != "documents"
     step = step or (lambda module, values: module(**values))
