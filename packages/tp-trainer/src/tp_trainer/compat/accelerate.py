@@ -1,0 +1,1002 @@
+"""Accelerate's ``Accelerator`` on tp's sessions: of a script that uses it, the import line changes.
+
+::
+
+    Accelerator()     a Trainer with the backend "single", or "ddp" under a launcher
+        prepare()     model and optimizer: as Trainer.prepare; loader: Loader; scheduler: Scheduler
+        backward()    Trainer.backward, of a loss divided by the batches of an optimizer step
+        step()        of optimizer and scheduler: nothing, unless the batch ends an optimizer step
+
+A batch size is that of one process, as Accelerate has it, unless ``split_batches`` is true. Of a last batch
+that is not full each sample counts once, where Accelerate repeats samples to fill it.
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+import math
+import random
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import BatchSampler, DataLoader
+from tp_core import LaunchEnvironment, recursive_to, tree_leaves, tree_map
+from tp_core.data import PreparedLoader
+from tp_core.errors import ConfigError, StateError
+from tp_core.internal import (
+    device_rng_state,
+    did_you_mean,
+    seed_everything,
+    set_device_rng_state,
+    split_evenly,
+    write_atomically,
+)
+from tp_core.plugins import Logger, RunInfo, registry
+from tp_core.state import load_state
+
+from tp_trainer import DdpOptions, Trainer
+
+__all__ = ["Accelerator", "set_seed"]
+
+_STATE_FILE = "state.pt"
+
+# What is not here, and what to write instead.
+_ELSEWHERE = {
+    "context_parallel_rank": 'Trainer(backend="context")',
+    "data_parallel_shard_rank": 'Trainer(backend="fsdp")',
+    "deepspeed_plugin": 'Trainer(backend="fsdp")',
+    "deepspeed_ulysses_dl_adapter": 'Trainer(backend="context")',
+    "dynamo_backend": "Trainer(compile=True)",
+    "dynamo_plugin": "Trainer(compile=True)",
+    "fp8_backend": 'Trainer(precision="bf16-mixed")',
+    "fsdp_plugin": 'Trainer(backend="fsdp", options=FsdpOptions(...))',
+    "lomo_backward": "trainer.backward(loss)",
+    "maybe_context_parallel": 'Trainer(backend="context")',
+    "megatron_lm_plugin": 'Trainer(backend="shard")',
+    "parallelism_config": 'Trainer(backend="fsdp"), "shard", "context" or "pipeline"',
+    "pipeline_parallel_rank": 'Trainer(backend="pipeline")',
+    "profile": 'fit(callbacks=[Profiler("profile")])',
+    "register_load_state_pre_hook": "fit(state={...})",
+    "register_save_state_pre_hook": "fit(state={...})",
+    "tensor_parallel_rank": 'Trainer(backend="shard")',
+    "torch_device_mesh": 'Trainer(backend="fsdp")',
+    "torch_tp_plugin": 'Trainer(backend="shard")',
+    "trigger_sync_in_backward": "trainer.no_sync(model)",
+    "unscale_gradients": "trainer.update(model, optimizer)",
+    "verify_device_map": "tp_shard.shard(model)",
+}
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, numpy (if it is loaded) and torch.
+
+    Args:
+        seed: The seed.
+        device_specific: Whether to add the rank to it.
+        deterministic: Whether torch is to use deterministic algorithms alone.
+    """
+    seed_everything(seed + (LaunchEnvironment.read().rank if device_specific else 0))
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+class Accelerator:
+    """Runs the training loop of an Accelerate script on one device, or on one process per device.
+
+    Args:
+        split_batches: Whether the loaders' batch sizes are those of all processes together.
+        mixed_precision: "no" or "bf16".
+        gradient_accumulation_steps: The number of batches in an optimizer step.
+        cpu: Whether to train on the CPU where there is an accelerator.
+        dataloader_config: An object with ``split_batches`` and ``use_stateful_dataloader``.
+        log_with: Names of tp's loggers, trackers of Accelerate, or both.
+        project_dir: The folder of loggers and states.
+        project_config: An object with ``project_dir``, ``automatic_checkpoint_naming``, ``total_limit`` and
+            ``iteration``.
+        gradient_accumulation_plugin: An object with ``num_steps`` and ``sync_with_dataloader``.
+        step_scheduler_with_optimizer: Whether schedulers step when the optimizer does, once for each process
+            unless batches are split.
+        kwargs_handlers: A ``DistributedDataParallelKwargs``, or nothing.
+        **others: Arguments of Accelerate that are not here; what they are called in tp is in the error.
+
+    Raises:
+        ConfigError: An argument has a wrong value, or is not here.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True)
+        >>> accelerator.is_main_process
+        True
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        *,
+        dataloader_config: Any = None,
+        log_with: Any = None,
+        project_dir: Any = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Iterable[Any] | None = None,
+        rng_types: Any = None,  # noqa: ARG002 - the order of the data is a function of seed and epoch here
+        **others: Any,
+    ) -> None:
+        for name in [name for name, value in others.items() if value is not None]:
+            _refuse_argument(name)
+        if not device_placement:
+            msg = "device_placement=False is not here: write your own loop with trainer.session"
+            raise ConfigError(msg)
+        config = dataloader_config
+        if getattr(config, "dispatch_batches", None):
+            msg = (
+                "dispatch_batches=True is not here: tp splits a dataset with length by its indices, and an "
+                "iterable one by its method shard(index, count)"
+            )
+            raise ConfigError(msg)
+        plugin = gradient_accumulation_plugin
+        self.gradient_accumulation_steps = int(getattr(plugin, "num_steps", gradient_accumulation_steps))
+        self._syncs_with_loader = bool(getattr(plugin, "sync_with_dataloader", True))
+        self.split_batches = bool(getattr(config, "split_batches", split_batches))
+        self._is_stateful = bool(getattr(config, "use_stateful_dataloader", False))
+        self.mixed_precision = mixed_precision or "no"
+        self._project = project_config
+        self.project_dir = project_dir or getattr(project_config, "project_dir", None)
+        self.logging_dir = getattr(project_config, "logging_dir", None) or self.project_dir
+        self.save_iteration = int(getattr(project_config, "iteration", 0))
+        self._steps_with_optimizer = step_scheduler_with_optimizer
+        name, options = "single", _ddp_options(kwargs_handlers or ())
+        if LaunchEnvironment.read().is_distributed:
+            name = "ddp"
+        self._trainer = Trainer(
+            backend=name,
+            devices="cpu" if cpu else _first_device(name),
+            precision="bf16-mixed" if _precision(self.mixed_precision) else "fp32",
+            options=options if name == "ddp" else None,
+            progress=False,
+        )
+        self._session = self._trainer.session
+        self._log_with = log_with
+        self._trackers: list[Any] = []
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._schedulers: list[Scheduler] = []
+        self._loaders: list[Loader] = []
+        self._objects: list[Any] = []
+        self._active: list[Loader] = []  # those under iteration, the innermost last
+        self.sync_gradients = True
+        self.step = 0
+        self._flag = False
+
+    if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _ELSEWHERE:
+                msg = f"this Accelerator has no {name!r}; with tp, write {_ELSEWHERE[name]}"
+                raise AttributeError(msg, name=name, obj=self)
+            return object.__getattribute__(self, name)  # raises the error that led here
+
+    # -- ranks --------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._session.device
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes of the job."""
+        return self._session.world_size
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process, from 0."""
+        return self._session.rank
+
+    data_parallel_rank = process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its host, from 0."""
+        return self._session.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process is rank 0."""
+        return self._session.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this process is the first one of its host."""
+        return self._session.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this process has the last rank."""
+        return self._session.rank == self._session.world_size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self._session.world_size > 1
+
+    @property
+    def distributed_type(self) -> str:
+        """The kind of job: "NO", or "MULTI_GPU" or "MULTI_CPU" with several processes."""
+        if not self.use_distributed:
+            return "NO"
+        return "MULTI_CPU" if self.device.type == "cpu" else "MULTI_GPU"
+
+    multi_device = use_distributed
+    should_save_model = True
+    non_blocking = True
+    even_batches = False
+    dispatch_batches = False
+    use_seedable_sampler = True
+    is_fsdp2 = False
+    is_composable_parallelism_enabled = False
+    optimizer_step_was_skipped = False
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether :meth:`load_state` puts the loaders where they stood."""
+        return self._is_stateful
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has called this."""
+        self._session.barrier()
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Print on the first process of each host."""
+        if self.is_local_main_process:
+            print(*args, **options)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Return a function that calls ``function`` on rank 0 alone."""
+        return self._on(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Return a function that calls ``function`` on the first process of each host alone."""
+        return self._on(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Any:
+        """Return a function that calls ``function`` on the last process alone."""
+        return self._on(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Any:
+        """Return a function that calls ``function`` on one process alone."""
+        return self._on(lambda: self.process_index == process_index, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int = 0
+    ) -> Any:
+        """Return a function that calls ``function`` on one process of each host alone."""
+        return self._on(lambda: self.local_process_index == local_process_index, function)
+
+    def _on(self, is_here: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
+        if function is None:
+            return functools.partial(self._on, is_here)
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            return function(*args, **options) if is_here() else None
+
+        return call
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run the block on rank 0 before the others."""
+        with self._first(is_first=self.is_main_process):
+            yield
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run the block on the first process of each host before the others."""
+        with self._first(is_first=self.is_local_main_process):
+            yield
+
+    @contextlib.contextmanager
+    def _first(self, *, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self._session.barrier()
+        yield
+        if is_first:
+            self._session.barrier()
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this process's share of a list, a tensor, or a dict of them.
+
+        Args:
+            inputs: Values for all processes.
+            apply_padding: Whether to repeat the last value where a process has fewer.
+        """
+        values = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
+        length = len(values[0])
+        part = split_evenly(length, self.num_processes)[self.process_index]
+        indices = list(range(part.start, part.stop))
+        if apply_padding and length:
+            most = -(-length // self.num_processes)
+            indices += [length - 1] * (most - len(indices))
+
+        def picked(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value[indices]
+            found = [value[i] for i in indices]
+            return tuple(found) if isinstance(value, tuple) else found
+
+        yield {k: picked(v) for k, v in inputs.items()} if isinstance(inputs, Mapping) else picked(inputs)
+
+    # -- preparing ----------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:  # noqa: ARG002 - all are placed
+        """Return models, optimizers, loaders and schedulers for this process; others as they are.
+
+        Args:
+            *objects: The objects, in any order.
+            device_placement: Without effect: all that is prepared is placed.
+        """
+        # The order of the data follows from set_seed(), which a script may have called after it made this.
+        seed = self._session.broadcast(torch.initial_seed())
+        self._session.job = replace(self._session.job, seed=seed)
+        # Models first: optimizers are checked against them.
+        models = [o for o in objects if isinstance(o, nn.Module) and o not in self._models]
+        for model in models:
+            if self.mixed_precision == "bf16":
+                _in_autocast(model, self._trainer)
+        mine = [o for o in objects if isinstance(o, nn.Module | Optimizer)]
+        done = self._trainer.prepare(*mine) if mine else ()
+        prepared = dict(zip(map(id, mine), done if len(mine) > 1 else (done,), strict=bool(mine)))
+        self._models += [prepared[id(model)] for model in models]
+        for value in mine:
+            if isinstance(value, Optimizer) and value not in self._optimizers:
+                self._optimizers.append(prepared[id(value)])
+                self._guard_step(prepared[id(value)])
+        found = tuple(prepared[id(o)] if id(o) in prepared else self._prepared(o) for o in objects)
+        return found[0] if len(found) == 1 else found
+
+    def _prepared(self, value: Any) -> Any:
+        if isinstance(value, LRScheduler | ReduceLROnPlateau):
+            scheduler = Scheduler(self, value)
+            self._schedulers.append(scheduler)
+            return scheduler
+        if isinstance(value, DataLoader):
+            world = 1 if self.split_batches else self._session.data_size
+            loader = Loader(self, self._trainer.prepare(_of_all_processes(value, world)))
+            self._loaders.append(loader)
+            return loader
+        return value
+
+    def prepare_model(self, model: nn.Module, **_: Any) -> Any:
+        """Return the prepared model."""
+        return self.prepare(model)
+
+    def prepare_optimizer(self, optimizer: Optimizer, **_: Any) -> Any:
+        """Return the prepared optimizer."""
+        return self.prepare(optimizer)
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], **_: Any) -> Any:
+        """Return the prepared loader."""
+        return self.prepare(data_loader)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return the prepared scheduler."""
+        return self.prepare(scheduler)
+
+    def _guard_step(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step, and clear gradients, in the last batch of an optimizer step alone."""
+        for name in ("step", "zero_grad"):
+            own = getattr(optimizer, name)
+
+            @functools.wraps(own)  # with the mark that a scheduler has left on it
+            def guarded(_: Optimizer, *args: Any, _own: Any = own, **options: Any) -> Any:
+                return _own(*args, **options) if self.sync_gradients else None
+
+            # A bound method: torch's schedulers look into the one that they wrap.
+            setattr(optimizer, name, types.MethodType(guarded, optimizer))
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, **_: Any) -> nn.Module:
+        """Return the plain module of a prepared model."""
+        plain = self._session.unwrap(model)
+        if not keep_fp32_wrapper:
+            vars(plain).pop("forward", None)
+        return plain
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget what was prepared; return a ``None`` for each argument."""
+        for known in (self._models, self._optimizers, self._schedulers, self._loaders, self._objects):
+            known.clear()
+        self.step = 0
+        return [None] * len(objects)
+
+    clear = free_memory
+
+    # -- training -----------------------------------------------------------------------------------
+
+    def autocast(self, **_: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return the autocast context of ``mixed_precision``."""
+        return self._trainer.autocast()
+
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which gradients accumulate without a reduction over processes."""
+        return self._trainer.no_sync(model)
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Run a batch of an optimizer step; the last one reduces the gradients."""
+        if self._syncs_with_loader and self._active and self._active[-1].end_of_dataloader:
+            self.step, self.sync_gradients = 0, True
+        else:
+            self.step += 1
+            self.sync_gradients = self.step % self.gradient_accumulation_steps == 0
+        with contextlib.ExitStack() as stack:
+            for model in () if self.sync_gradients else models:
+                stack.enter_context(self.no_sync(model))
+            yield
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: Any = None) -> Iterator[None]:  # noqa: ARG002
+        """Run the block: all processes take the same steps anyway."""
+        yield
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Add the gradients of a loss, divided by the number of batches in an optimizer step."""
+        self._trainer.backward(loss / self.gradient_accumulation_steps, **options)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale the gradients to a norm of at most ``max_norm``; return the norm before."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every element of the gradients between ``-clip_value`` and ``clip_value``."""
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process, for :meth:`check_trigger`."""
+        self._flag = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any process has raised the flag, and lower it."""
+        mine = torch.tensor(float(self._flag), device=self.device)
+        raised = bool(self._session.reduce(mine, "max"))
+        self._flag = False
+        return raised
+
+    # -- values of all processes --------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Return tensors, alone or in containers, with the rows of all processes."""
+        return tree_map(lambda t: self._session.gather(t.reshape(1) if t.dim() == 0 else t.detach()), tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return the rows of all processes, each sample once; of other objects a list of all."""
+        tensors = all(isinstance(leaf, Tensor) for leaf in tree_leaves(input_data))
+        if tensors and not use_gather_object:
+            return self._trainer.gather_for_metrics(input_data)
+        is_nothing = bool(self._active) and self._active[-1].holds_nothing
+        gathered = self._session.gather_objects([] if is_nothing else list(input_data))
+        return [value for values in gathered for value in values]
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return tensors reduced over the processes: "sum", "mean" or "none", times ``scale``."""
+        if reduction not in ("sum", "mean"):
+            return tree_map(lambda t: t * scale, tensor)
+        return tree_map(lambda t: self._session.reduce(t, reduction) * scale, tensor)  # type: ignore[arg-type]  # checked
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Return tensors padded along ``dim`` to the size of the process that has most."""
+
+        def padded(value: Tensor) -> Tensor:
+            if dim >= value.dim():
+                return value
+            sizes = torch.tensor(value.shape[dim], device=self.device)
+            missing = int(self._session.reduce(sizes, "max")) - value.shape[dim]
+            shape = list(value.shape)
+            shape[dim] = missing
+            padding = value.new_full(shape, pad_index)
+            return torch.cat([padding, value] if pad_first else [value, padding], dim)
+
+        return tree_map(padded, tensor)
+
+    # -- loaders ------------------------------------------------------------------------------------
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> "Loader":
+        """Return a prepared loader whose iterations begin after ``num_batches`` batches.
+
+        Raises:
+            ConfigError: The loader was not prepared.
+        """
+        if not isinstance(dataloader, Loader):
+            kind = type(dataloader).__name__
+            msg = f"skip_first_batches() takes a loader that prepare() returned, got {kind}"
+            raise ConfigError(msg)
+        return Loader(self, dataloader.prepared, skip=num_batches)
+
+    # -- files --------------------------------------------------------------------------------------
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object by ``torch.save`` on rank 0; a crash leaves the old file unchanged."""
+        if safe_serialization:
+            msg = "save(safe_serialization=True) is not here; with tp, write trainer.export(model, path)"
+            raise ConfigError(msg)
+        if self.is_main_process:
+            _write(obj, Path(f))
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:  # noqa: ARG002 - always plain
+        """Return the state of a prepared model, with the plain module's names."""
+        return self._session.model_state(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: Any,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights into a folder, as safetensors files that load without tp."""
+        if not safe_serialization:
+            msg = "save_model(safe_serialization=False) is not here; write accelerator.save(model, path)"
+            raise ConfigError(msg)
+        folder = Path(save_directory)
+        if self.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._session.barrier()
+        self._trainer.export(model, folder / "model.safetensors", max_file_nbytes=_nbytes(max_shard_size))
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and restore further objects with ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            ConfigError: An object has neither.
+        """
+        for value in objects:
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                msg = (
+                    "register_for_checkpointing() takes objects with state_dict and load_state_dict, got "
+                    f"{type(value).__name__}"
+                )
+                raise ConfigError(msg)
+            self._objects.append(value)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **_: Any) -> str:  # noqa: ARG002
+        """Write all that was prepared or registered into one file of a folder; a crash leaves the old one.
+
+        Args:
+            output_dir: The folder; with automatic names of the project's, the next one of them.
+            safe_serialization: Without effect: the file is tp's own.
+
+        Returns:
+            The folder.
+
+        Collectives: those of the models' states, a gather of random states, a barrier.
+        """
+        folder = self._next_folder() if self._names_folders else _given(output_dir, "save_state(output_dir)")
+        common = {
+            "models": [self._session.model_state(model) for model in self._models],
+            "optimizers": [one.state_dict() for one in self._optimizers],
+            "schedulers": [one.state_dict() for one in self._schedulers],
+            "loaders": [one.prepared.state_dict() for one in self._loaders],
+            "objects": [one.state_dict() for one in self._objects],
+            "generators": self._session.gather_objects(_generators(self.device)),
+            "step": self.step,
+        }
+        if self.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(common, folder / _STATE_FILE)
+        self._session.barrier()
+        self.save_iteration += 1
+        return str(folder)
+
+    def load_state(self, input_dir: Any = None, **_: Any) -> None:
+        """Restore what :meth:`save_state` wrote.
+
+        Args:
+            input_dir: The folder; without it the newest one of the project's automatic names.
+
+        Raises:
+            StateError: There is no such state, or it is of other objects.
+        """
+        if input_dir is None and self._names_folders:
+            folder = max(self._folders(), key=_number_of, default=None)
+            input_dir = folder
+        path = _given(input_dir, "load_state(input_dir)") / _STATE_FILE
+        if not path.is_file():
+            msg = (
+                f"there is no state in {path.parent}: it has no {path.name}. What Accelerate saved "
+                "loads there; its model.safetensors loads here by trainer.load_model(model, path)"
+            )
+            raise StateError(msg)
+        state = load_state(path)
+        mine: dict[str, list[Any]] = {
+            "models": self._models,
+            "optimizers": self._optimizers,
+            "schedulers": self._schedulers,
+            "loaders": self._loaders,
+            "objects": self._objects,
+        }
+        for name, objects in mine.items():
+            if len(state[name]) != len(objects):
+                msg = (
+                    f"{path} has the state of {len(state[name])} {name}, and {len(objects)} were prepared or "
+                    "registered; prepare all of them, in the same order, before load_state()"
+                )
+                raise StateError(msg)
+        for model, found in zip(self._models, state["models"], strict=True):
+            self._session.load_model_state(model, found)
+        for name in ("optimizers", "schedulers", "objects"):
+            for one, found in zip(mine[name], state[name], strict=True):
+                one.load_state_dict(found)
+        for loader, found in zip(self._loaders, state["loaders"], strict=True):
+            loader.load(found, within=self._is_stateful)
+        if len(state["generators"]) == self.num_processes:  # others have none to continue
+            _restore_generators(state["generators"][self.process_index], self.device)
+        self.step = state["step"]
+
+    @property
+    def _names_folders(self) -> bool:
+        return bool(getattr(self._project, "automatic_checkpoint_naming", False))
+
+    def _folders(self) -> list[Path]:
+        return list((_given(self.project_dir, "project_dir") / "checkpoints").glob("checkpoint_*"))
+
+    def _next_folder(self) -> Path:
+        import shutil
+
+        limit = getattr(self._project, "total_limit", None)
+        if limit is not None and self.is_main_process:
+            known = sorted(self._folders(), key=_number_of)
+            for old in known[: max(0, len(known) + 1 - limit)]:
+                shutil.rmtree(old)
+        folder = _given(self.project_dir, "project_dir") / "checkpoints"
+        return folder / f"checkpoint_{self.save_iteration}"
+
+    # -- trackers -----------------------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Any = None,  # noqa: ARG002 - of Accelerate's own trackers
+    ) -> None:
+        """Open the loggers of ``log_with`` on rank 0.
+
+        Args:
+            project_name: The folder of their files, in the project's.
+            config: Hyperparameters.
+            init_kwargs: Without effect.
+
+        Raises:
+            ConfigError: tp has no logger of that name.
+        """
+        given = self._log_with
+        wanted = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+        factories = {found.item.name: found.item for found in registry.loggers()}
+        for one in wanted:
+            name = str(getattr(one, "value", one))
+            if not hasattr(one, "store_init_configuration") and name not in factories:
+                hint = did_you_mean(name, factories) or f"; those there are: {', '.join(sorted(factories))}"
+                msg = f"log_with has {name!r}, and tp has no logger of that name{hint}"
+                raise ConfigError(msg)
+        if not self.is_main_process:
+            return
+        folder = None if self.logging_dir is None else Path(self.logging_dir) / project_name
+        info = RunInfo(folder=folder, hyperparameters=dict(config or {}))
+        for one in wanted:
+            if hasattr(one, "store_init_configuration"):
+                one.store_init_configuration(dict(config or {}))
+                self._trackers.append(one)
+            else:
+                logger = factories[str(getattr(one, "value", one))].make()
+                logger.open(info)
+                self._trackers.append(logger)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:  # noqa: ARG002
+        """Pass numbers to the trackers; on rank 0."""
+        for tracker in self._trackers:
+            if isinstance(tracker, Logger):
+                numbers = {name: float(value) for name, value in values.items()}
+                tracker.log(numbers, step=step or 0, epoch=1)
+            else:
+                tracker.log(values, step=step)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # noqa: ARG002
+        """Return the tracker of a name, on rank 0; elsewhere, or if there is none, one that does nothing.
+
+        Raises:
+            ConfigError: There is no such tracker.
+        """
+        if not self.is_main_process:
+            return _NoTracker()
+        for tracker in self._trackers:
+            if tracker.name == name:
+                return tracker
+        msg = f"there is no tracker {name!r} in log_with; init_trackers() opens them"
+        raise ConfigError(msg)
+
+    def end_training(self) -> None:
+        """Close the trackers and the session."""
+        for tracker in self._trackers:
+            if isinstance(tracker, Logger):
+                tracker.close("finished")
+            else:
+                tracker.finish()
+        self._trackers.clear()
+        self._trainer.close()
+
+
+class Loader:
+    """A prepared loader: what a script of Accelerate knows of it, around tp's own.
+
+    Args:
+        accelerator: Knows which loader is under iteration.
+        prepared: tp's loader.
+        skip: How many batches iterations leave out.
+    """
+
+    def __init__(self, accelerator: Accelerator, prepared: PreparedLoader, *, skip: int = 0) -> None:
+        self._accelerator, self.prepared, self._skip = accelerator, prepared, skip
+        self._drop = 0
+
+    def __len__(self) -> int:
+        return len(self.prepared) - self._skip
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "prepared":
+            raise AttributeError(name)
+        return getattr(self.prepared, name)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that was yielded last is the last one."""
+        try:
+            return self.prepared.number + 1 >= len(self.prepared)
+        except (TypeError, ValueError):  # a stream, of which nobody knows the length
+            return not self.prepared.has_more()
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether this process has no sample of the batch that was yielded last."""
+        return self.prepared.share is not None and self.prepared.share.samples == 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.prepared.set_epoch(epoch)
+
+    def load(self, state: Mapping[str, Any], *, within: bool) -> None:
+        """Restore a position: within the epoch, or the epoch alone, for ``skip_first_batches``."""
+        if within:
+            self.prepared.load_state_dict(state)
+            return
+        is_over = state["batches"] >= len(self.prepared)
+        begin = {"seed": state["seed"], "epoch": state["epoch"] + is_over, "batches": 0, "samples": 0}
+        self.prepared.load_state_dict({**state, **begin})
+
+    def __iter__(self) -> Iterator[Any]:
+        active, drop = self._accelerator._active, self._skip
+        size = getattr(self.prepared, "batch_size", None)
+        if drop and size is not None and self.prepared.stream is None:
+            at = {"batches": drop, "samples": drop * size, "epoch": self.prepared.next_epoch}
+            self.prepared.load_state_dict({**self.prepared.state_dict(batches=0), **at, "order": None})
+            drop = 0
+        active.append(self)
+        try:
+            for batch in self.prepared:
+                if drop:
+                    drop -= 1
+                    continue
+                yield batch
+        finally:
+            active.remove(self)
+
+
+class Scheduler:
+    """A prepared scheduler: it steps when the optimizer does, once for each process unless batches are split.
+
+    Args:
+        accelerator: Knows when the optimizer steps.
+        scheduler: The user's own.
+    """
+
+    def __init__(self, accelerator: Accelerator, scheduler: Any) -> None:
+        self._accelerator, self.scheduler = accelerator, scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_accelerator", "scheduler"):
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **options: Any) -> None:
+        """Step, if the optimizer does."""
+        accelerator, scheduler = self._accelerator, self.scheduler
+        if not accelerator._steps_with_optimizer:
+            scheduler.step(*args, **options)
+            return
+        if not accelerator.sync_gradients:
+            if isinstance(scheduler, LRScheduler):
+                scheduler._step_count += 1  # as Accelerate has it: torch warns at a count that stands still
+            return
+        for _ in range(1 if accelerator.split_batches else accelerator.num_processes):
+            if getattr(scheduler, "total_steps", math.inf) >= scheduler._step_count:
+                scheduler.step(*args, **options)
+
+
+class _NoTracker:
+    """What ``get_tracker`` returns on ranks without one: everything of it does nothing."""
+
+    name = "none"
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class _Joined:
+    """A batch sampler whose batches are those of all processes together.
+
+    Args:
+        inner: A batch sampler of one process's batches.
+        number: The number of processes.
+    """
+
+    def __init__(self, inner: Any, number: int) -> None:
+        self.inner, self.number = inner, number
+        self.sampler = getattr(inner, "sampler", None)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.inner) / self.number)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        joined: list[Any] = []
+        for count, batch in enumerate(self.inner, start=1):
+            joined += batch
+            if count % self.number == 0:
+                yield joined
+                joined = []
+        if joined:
+            yield joined
+
+
+def _of_all_processes(loader: DataLoader[Any], number: int) -> DataLoader[Any]:
+    """Return a loader with batches of ``number`` processes together; the loader's options stay."""
+    own = loader.batch_sampler
+    if number == 1 or own is None:
+        return loader
+    larger: Any = _Joined(own, number)
+    if type(own) is BatchSampler:
+        larger = BatchSampler(own.sampler, own.batch_size * number, own.drop_last)
+    copied = copy.copy(loader)
+    # Past __setattr__: DataLoader refuses to assign these once it is initialized.
+    copied.__dict__["batch_sampler"] = larger
+    if loader.batch_size is not None:
+        copied.__dict__["batch_size"] = loader.batch_size * number
+    return copied
+
+
+def _in_autocast(model: nn.Module, trainer: Trainer) -> None:
+    """Run the forward of a model under autocast, with outputs in float32."""
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **options: Any) -> Any:
+        with trainer.autocast():
+            output = own(*args, **options)
+        return tree_map(
+            lambda t: t.float() if isinstance(t, Tensor) and t.dtype is torch.bfloat16 else t, output
+        )
+
+    model.forward = forward  # as Accelerate does
+
+
+def _refuse_argument(name: str) -> NoReturn:
+    known = [p for p in inspect.signature(Accelerator).parameters if p != "others"]
+    hint = (
+        f"; with tp, write {_ELSEWHERE[name]}"
+        if name in _ELSEWHERE
+        else did_you_mean(name, known) or f"; its arguments are {', '.join(known)}"
+    )
+    msg = f"this Accelerator has no argument {name!r}{hint}"
+    raise ConfigError(msg)
+
+
+def _precision(given: str) -> bool:
+    """Return whether forward runs in bfloat16."""
+    value = str(getattr(given, "value", given))
+    if value not in ("no", "bf16"):
+        msg = f"mixed_precision={value!r} is not here: 'bf16' is" + (
+            "; scaled losses are in Trainer(precision='fp16-mixed'), with trainer.update(model, optimizer)"
+            if value == "fp16"
+            else ", and 'no'"
+        )
+        raise ConfigError(msg)
+    return value == "bf16"
+
+
+def _ddp_options(handlers: Iterable[Any]) -> DdpOptions:
+    options: dict[str, Any] = {}
+    for handler in handlers:
+        kind = type(handler).__name__
+        if kind != "DistributedDataParallelKwargs":
+            msg = f"kwargs_handlers has a {kind}, which is not here; DdpOptions(...) has what tp's ddp takes"
+            raise ConfigError(msg)
+        for name in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
+            options[name] = getattr(handler, name)
+    return DdpOptions(**options)
+
+
+def _first_device(backend: str) -> Any:
+    from tp_core import available_devices
+
+    return "auto" if backend == "ddp" else available_devices()[0]
+
+
+def _given(folder: Any, what: str) -> Path:
+    if folder is None:
+        msg = f"{what} is missing: give a folder, or a project_config with automatic_checkpoint_naming=True"
+        raise ConfigError(msg)
+    return Path(folder)
+
+
+def _number_of(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])
+
+
+def _nbytes(size: int | str) -> int:
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"(\d+)\s*([KMGT]?)B", size.upper().replace("IB", "B"))
+    if found is None:
+        msg = f"max_shard_size must be a number of bytes, or text such as '5GB', got {size!r}"
+        raise ConfigError(msg)
+    thousands = " KMGT".index(found[2] or " ")
+    return int(found[1]) * int(1000**thousands)
+
+
+def _write(value: Any, path: Path) -> None:
+    def write(part: Path) -> None:
+        with part.open("wb") as file:
+            torch.save(recursive_to(value, torch.device("cpu")), file)
+
+    write_atomically(write, path)
+
+
+# -- Random generators, each rank's own -----------------------------------------------------------
+
+
+def _generators(device: torch.device) -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, words, *rest = numpy.random.get_state()
+        state["numpy"] = [str(kind), torch.from_numpy(words.astype("int64")), *rest]
+    if device.type != "cpu":
+        state["device"] = device_rng_state(device)
+    return state
+
+
+def _restore_generators(state: Mapping[str, Any], device: torch.device) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(state["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, numbers, *rest = state["numpy"]
+        numpy.random.set_state((kind, numbers.numpy().astype("uint32"), *rest))
+    if "device" in state and device.type != "cpu":
+        set_device_rng_state(device, state["device"])

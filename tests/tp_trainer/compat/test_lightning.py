@@ -1,0 +1,235 @@
+"""Modules of Lightning under tp's ``Trainer`` of that name: Lightning's numbers, on one rank and on two."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+from tp_core.errors import ConfigError, StepError
+from tp_core.testing import run_ranks
+from tp_trainer import Callback
+from tp_trainer.compat.lightning import Trainer
+
+from tests.tp_trainer.compat import lightning_examples as examples
+
+QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Plain(nn.Module):
+    """A module with the methods of the protocol and none of Lightning's code, for tests without Lightning."""
+
+    automatic_optimization = True
+
+    @property
+    def current_epoch(self):
+        return self.trainer.current_epoch
+
+    @property
+    def global_step(self):
+        return self.trainer.global_step
+
+
+def make(**options):
+    return Trainer(**QUIET, **options)
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, list) and value and isinstance(value[0], float):
+            assert other[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+        elif isinstance(value, dict):  # Lightning adds them up in float32
+            assert other[name] == pytest.approx(value, rel=1e-6), name
+        else:
+            assert other[name] == value, name
+
+
+@pytest.mark.needs("lightning")
+@pytest.mark.filterwarnings("ignore")  # Lightning's own, of workers and devices
+@pytest.mark.parametrize("run", examples.RUNS, ids=lambda run: run.__name__)
+def test_modules_of_its_documents_come_to_lightnings_numbers(run, tmp_path):
+    lightning = importlib.import_module("lightning")
+    own = examples.modules(lightning.LightningModule, lightning.LightningDataModule)
+
+    def theirs(**options):
+        off = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+        return lightning.Trainer(**QUIET, **off, default_root_dir=tmp_path, **options)
+
+    same(run(theirs, own), run(make, own))
+
+
+def on_ranks(number):
+    done = examples.RUNS[number](make, examples.modules(Plain, object))
+    # A step's own value is of the rank that reads it; means are of all ranks.
+    done["metrics"] = {name: value for name, value in done["metrics"].items() if not name.endswith("_step")}
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(examples.RUNS)))
+def test_two_ranks_come_to_the_numbers_of_one(number):
+    (one,) = run_ranks(on_ranks, 1, number)
+    first, second = run_ranks(on_ranks, 2, number)
+    same(one, first)
+    same(first, second)
+
+
+def test_any_module_with_the_methods_is_trained():
+    encoder, classifier, _, data = examples.modules(Plain, object)
+    found = examples.classifier(make, (encoder, classifier, None, data))
+    # Five batches of an epoch, two in a step: the last one is a step by itself.
+    assert [entry for entry in found["seen"] if entry != "step"][:5] == [
+        (0, 0, 0), (0, 1, 1), (0, 2, 1), (0, 3, 2), (0, 4, 3),
+    ]  # fmt: skip
+    assert found["metrics"]["val_epoch"] == 2
+    assert found["metrics"].keys() == {"train_loss", "train_acc", "val_loss", "val_acc", "val_epoch"}
+
+
+def test_a_run_that_was_cut_continues_to_the_same_numbers(tmp_path):
+    _, classifier, _, data = examples.modules(Plain, object)
+
+    def run(folder, **options):
+        trainer = make(checkpoint=str(folder), accumulate_grad_batches=2, **options)
+        module = classifier()
+        trainer.fit(module, datamodule=data(), ckpt_path="last")
+        return examples.summary(trainer, module)
+
+    whole = run(tmp_path / "whole", max_epochs=3)
+    run(tmp_path / "parts", max_epochs=3, max_steps=4)
+    resumed = run(tmp_path / "parts", max_epochs=3)
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["metrics"]["val_loss"] == whole["metrics"]["val_loss"]
+
+
+class Line(Plain):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch):
+        return (self.weight - batch.mean()).square()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.weight], lr=0.1)
+
+
+def batches():
+    return DataLoader(torch.ones(6, dtype=torch.float32), 2)
+
+
+def test_callbacks_have_lightnings_hooks_or_tps():
+    seen = []
+
+    class Theirs:
+        def on_train_start(self, trainer, module):
+            seen.append("start")
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.should_stop = batch_idx == 1
+
+    class Ours(Callback):
+        def on_fit_end(self, run):
+            seen.append(run.step)
+
+    make(max_epochs=5, callbacks=[Theirs(), Ours()]).fit(Line(), batches())
+    assert seen == ["start", 2]
+
+
+def test_forms_of_logging():
+    class Logs(Line):
+        def training_step(self, batch, batch_idx):
+            self.log("last", float(batch_idx))
+            self.log("both", float(batch_idx), on_step=True, on_epoch=True)
+            self.log("most", float(batch_idx), on_epoch=True, reduce_fx="max")
+            self.log("sum", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
+            self.log("heavy", float(batch_idx), on_step=False, on_epoch=True, batch_size=batch_idx)
+            return super().training_step(batch)
+
+    trainer = make(max_epochs=1)
+    trainer.fit(Logs(), batches())
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    expected = {"last": 2, "both": 1, "both_step": 2, "both_epoch": 1, "sum": 3, "heavy": 5 / 3}
+    assert found == pytest.approx({**expected, "most": 2, "most_step": 2, "most_epoch": 2})
+
+
+def test_validation_within_an_epoch_and_limits():
+    seen = []
+
+    class Validates(Line):
+        def validation_step(self, batch, batch_idx):
+            seen.append((self.trainer.global_step, batch_idx))
+
+    make(max_epochs=1, val_check_interval=2, limit_val_batches=1).fit(Validates(), batches(), batches())
+    assert seen == [(2, 0), (3, 0)]
+    seen.clear()
+    make(max_epochs=2, check_val_every_n_epoch=2, num_sanity_val_steps=1).fit(
+        Validates(), batches(), batches()
+    )
+    assert seen == [(0, 0), (6, 0), (6, 1), (6, 2)]
+
+
+def test_estimates_and_saved_weights(tmp_path):
+    class Schedules(Line):
+        def configure_optimizers(self):
+            self.steps = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    module, trainer = Schedules(), make(max_epochs=4, accumulate_grad_batches=2)
+    trainer.fit(module, batches())
+    assert module.steps == trainer.global_step == 8
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    saved = torch.load(tmp_path / "model.ckpt", weights_only=True)
+    assert saved["state_dict"]["weight"] == module.weight
+    assert math.isclose(saved["global_step"], 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"max_epoch": 3}, "did you mean 'max_epochs'"),
+        ({"profiler": "simple"}, "with tp, write callbacks=\\[tp_trainer.callbacks.Profiler"),
+        ({"devices": 2}, "start it with: tp launch -n 2 script.py"),
+        ({"strategy": "deepspeed"}, "or write backend='shard'"),
+        ({"precision": 64}, "precision=64 is not here"),
+        ({"accelerator": "tpu"}, "accelerator='tpu' is not here"),
+    ],
+)
+def test_arguments_that_are_not_here_are_refused_by_name(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        Trainer(**{"accelerator": "cpu", **arguments})
+
+
+def refused(**methods):
+    return type("Refused", (Line,), methods)()
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "said"),
+    [
+        (refused(backward=lambda self, loss: loss.backward()), ConfigError, "self.manual_backward"),
+        (refused(transfer_batch_to_device=lambda *_: None), ConfigError, "which is moved"),
+        (refused(training_step=lambda self, batch: None), StepError, "NoneType; return the loss"),
+        (refused(on_train_batch_start=lambda self, batch, i: -1), ConfigError, "limit_train_batches"),
+        (refused(configure_optimizers=lambda self: "adam"), ConfigError, "has returned str"),
+        (refused(configure_optimizers=lambda self: [SGD([self.weight])] * 2), ConfigError, "takes one"),
+        (nn.Linear(1, 1), ConfigError, "Linear has no training_step"),
+        (3, ConfigError, "got int"),
+    ],
+)  # fmt: skip
+def test_modules_that_are_not_trained_are_refused_by_name(module, error, said):
+    with pytest.raises(error, match=said):
+        make(max_epochs=1).fit(module, batches())
+
+
+def test_a_missing_loader_and_a_missing_folder_are_named():
+    with pytest.raises(ConfigError, match=r"a datamodule with train_dataloader\(\)"):
+        make(max_epochs=1).fit(Line())
+    with pytest.raises(ConfigError, match="Line has no test_step"):
+        make().test(Line(), batches())
+    tested = type("Tested", (Line,), {"test_step": lambda self, batch, i: self.log("x", 1.0)})()
+    with pytest.raises(ConfigError, match="needs a run's folder"):
+        make().test(tested, batches(), ckpt_path="best")
+    assert make().test(tested, batches(), verbose=False) == [{"x": 1.0}]
