@@ -113,6 +113,67 @@ def test_a_run_continues_with_what_was_held_back(batcher, tmp_path):
     assert_same(fit(batcher, tmp_path, resume="auto"), expected)
 
 
+def fit_epochs(folder, *, backend="single", max_steps=None, resume=None, batcher="budget"):
+    """Train three epochs of as many batches as each has."""
+    model = Decoder()
+    loader = Loader(Stream(samples(), shuffle=True), BATCHERS[batcher](), costs=folder / "costs")
+    with Trainer(backend=backend, devices="cpu", progress=False, accumulate=2) as trainer:
+        history = trainer.fit(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            loader,
+            step=lambda model, batch: model(**batch),
+            epochs=3,
+            limits=Limits(max_steps=max_steps),
+            checkpoint=Checkpoints(folder),
+            resume=resume,
+        )
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, history[-1]
+
+
+@pytest.mark.parametrize("batcher", ["budget", pytest.param("best-fit", marks=pytest.mark.slow)])
+def test_epochs_have_as_many_batches_as_the_costs_make(batcher, tmp_path):
+    weights, record = fit_epochs(tmp_path / "whole", batcher=batcher)
+    model, steps = Decoder(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = Loader(Stream(samples(), shuffle=True), BATCHERS[batcher](), costs=tmp_path / "whole" / "costs")
+    for _ in range(3):
+        expected = len(loader)
+        batches = list(loader)
+        assert len(batches) == expected
+        for step in [batches[i : i + 2] for i in range(0, expected, 2)]:
+            total = sum(batch.weight() for batch in step)
+            sum(model(**batch) * batch.weight() / total for batch in step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    assert record.steps == steps
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-10)
+    tokens = sum(len(sample["input_ids"]) for sample in samples())
+    padded = sum(batch["input_ids"].numel() for batch in batches)
+    assert record.data["tokens"] == tokens
+    assert record.data["fill"] == pytest.approx(tokens / padded)
+    assert f"fill={tokens / padded:.3g}" in str(record)
+    assert {"labels", "tokens_per_s", "wait_s", "skipped"} < set(record.data)
+    fit_epochs(tmp_path / "cut", batcher=batcher, max_steps=steps // 2)
+    again, _ = fit_epochs(tmp_path / "cut", batcher=batcher, resume="auto")
+    for name, value in weights.items():
+        torch.testing.assert_close(again[name], value, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_ranks_have_the_epochs_and_the_record_of_one(tmp_path):
+    expected, record = fit_epochs(tmp_path / "one")
+    for weights, theirs in run_ranks(lambda: fit_epochs(tmp_path / "two", backend="ddp"), 2):
+        assert theirs.steps == record.steps
+        assert {n: theirs.data[n] for n in ("tokens", "labels")} == {
+            n: record.data[n] for n in ("tokens", "labels")
+        }
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batcher", BATCHERS)
 @pytest.mark.parametrize(

@@ -220,3 +220,52 @@ def test_a_sample_without_tokens_is_named_by_its_file_and_offset(tmp_path):
 def test_the_field_that_is_counted_can_be_named():
     assert TokenBudget(8, length="audio").cost({"audio": [0.0] * 5}) == 5
     assert TokenBudget(8, length=lambda sample: sample["frames"]).cost({"frames": 3}) == 3
+
+
+# -- Costs that are noted --------------------------------------------------------------------------
+
+
+class Words(list):
+    """Samples that count how often one was loaded."""
+
+    loaded = 0
+
+    def __getitem__(self, index):
+        Words.loaded += 1
+        return {"input_ids": super().__getitem__(index)}
+
+
+def loader_with_costs(folder, transform=None, **options):
+    data = Words([[1] * cost for cost in COSTS])
+    return Loader(Stream(data, shuffle=True, transform=transform), TokenBudget(300), costs=folder, **options)
+
+
+def test_a_sample_is_counted_once_by_all_epochs_and_runs(tmp_path):
+    plain = Loader(Stream(Words([[1] * cost for cost in COSTS]), shuffle=True), TokenBudget(300))
+    expected = [[batch["input_ids"].tolist() for batch in plain] for _ in range(2)]
+    Words.loaded = 0
+    first = loader_with_costs(tmp_path)
+    assert [len(first), Words.loaded] == [len(expected[0]), len(COSTS)]
+    again = loader_with_costs(tmp_path)
+    found = [[batch["input_ids"].tolist() for batch in again] for _ in range(2)]
+    assert found == expected
+    assert Words.loaded == 3 * len(COSTS), "counted once, and each is loaded in both epochs"
+    with pytest.raises(TypeError, match=r"depends on the samples; Loader\(costs=folder\) counts these once"):
+        len(plain)
+
+
+def test_costs_that_are_known_in_part_are_completed(tmp_path):
+    begun = iter(loader_with_costs(tmp_path))
+    next(begun)
+    rest = [batch["input_ids"].tolist() for batch in loader_with_costs(tmp_path, workers=1)]
+    assert rest == [batch["input_ids"].tolist() for batch in loader_with_costs(tmp_path)]
+
+
+def shorter(sample):
+    return {"input_ids": sample["input_ids"][1:]}
+
+
+def test_costs_of_another_transform_are_refused(tmp_path):
+    len(loader_with_costs(tmp_path))
+    with pytest.raises(LoaderError, match=r"Words, sample \d+: the sample costs \d+, and \d+ is noted of it"):
+        next(iter(loader_with_costs(tmp_path, transform=shorter)))

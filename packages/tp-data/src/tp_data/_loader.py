@@ -13,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import chain, count, islice
+from os import PathLike
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.internal import Envelope, preserve_rng_state, start
 
 from tp_data._batches import Batcher, BatchSize, Item, ItemsInOrder, Row, positions_in
+from tp_data._costs import Costs
 from tp_data._stream import Stream
 
 _COSTS_AT_ONCE = 64
@@ -58,6 +60,7 @@ class _Task(NamedTuple):
     epoch: int
     rows: Sequence[Row] = ()
     costs: Sequence[int] = ()  # the positions whose costs are asked for, instead of a batch
+    noted: Sequence[int] = ()  # the costs that the rows were planned with, where they come from a file
 
 
 @dataclass(slots=True)
@@ -95,7 +98,16 @@ class _Work(Dataset[_Done]):
         if task.costs:
             samples = self._stream.load(list(task.costs), task.epoch, skip)
             return _Done([self._cost(p, samples[p], task.epoch) for p in task.costs])
-        samples = self._stream.load(positions_in(task.rows), task.epoch, skip)
+        positions = positions_in(task.rows)
+        samples = self._stream.load(positions, task.epoch, skip)
+        for position, noted in zip(positions, task.noted, strict=bool(task.noted)):
+            if (cost := self._cost(position, samples[position], task.epoch)) != noted:
+                msg = (
+                    f"{self._stream.place(position, epoch=task.epoch).where}: the sample costs {cost}, and "
+                    f"{noted} is noted of it: the transform, or what counts, is another one; give each a "
+                    "folder of its own: Loader(costs=folder)"
+                )
+                raise LoaderError(msg)
         batch = self._batcher.collate(task.rows, samples)
         return _Done(batch, self._batcher.measure(batch), skipped)
 
@@ -143,6 +155,7 @@ class Loader:
         timeout_s: float = 0.0,
         pin_memory: bool = False,
         multiprocessing_context: Any = None,
+        costs: str | PathLike[str] | None = None,
     ) -> None:
         """Set the loader.
 
@@ -156,6 +169,9 @@ class Loader:
             timeout_s: How long a batch may take in workers; 0 waits for ever.
             pin_memory: Whether batches are put into page-locked memory.
             multiprocessing_context: As of torch's ``DataLoader``.
+            costs: A folder for what samples cost, where batches depend on it. Each sample is then counted
+                once, by any rank and run, and the number of batches of an epoch is known. Take another
+                folder for another transform; one that does not fit is refused.
 
         Raises:
             ConfigError: An option has a wrong type or value.
@@ -178,6 +194,9 @@ class Loader:
         self.stats = Stats()
         self._workers, self._prefetch, self._skips = workers, prefetch, errors == "skip"
         self._timeout_s, self._pin_memory, self._context = timeout_s, pin_memory, multiprocessing_context
+        known = costs if self.batcher.cost is not None else None
+        self._costs = None if known is None else Costs(known, stream.sources)
+        self._lengths: dict[int, int] = {}
         self._rank: int | None = None
         self._size, self._stand_ins = 1, True
         self._epoch = 0  # of the next iteration
@@ -205,11 +224,40 @@ class Loader:
         Raises:
             TypeError: It is not known: the stream has no end, or batches depend on the samples.
         """
-        length = self.batcher.length(len(self.stream))
-        if length is None:
-            msg = f"the number of batches of {type(self.batcher).__name__} depends on the samples"
+        return self.batches_in(self._epoch)
+
+    def batches_in(self, epoch: int) -> int:
+        """Return the number of batches of an epoch; they may be more in one than in another.
+
+        With ``costs``, samples whose cost is not known yet are loaded now. Each rank begins with other ones.
+
+        Raises:
+            TypeError: It is not known.
+        """
+        samples = len(self.stream)
+        length = self.batcher.length(samples)
+        if length is None and self._costs is None:
+            msg = (
+                f"the number of batches of {type(self.batcher).__name__} depends on the samples; "
+                "Loader(costs=folder) counts these once, and knows it then"
+            )
             raise TypeError(msg)
-        return length
+        if length is None and epoch not in self._lengths:
+            rank, size = self._place()
+            own = samples * rank // size
+            deque(self._items(chain(range(own, samples), range(own)), epoch), maxlen=0)
+            begin = {"epoch": epoch, "batch": 0, "position": 0}
+            self._lengths = {epoch: sum(1 for _ in self._batches(begin, copy.copy(self.batcher)))}
+        return self._lengths[epoch] if length is None else length
+
+    def _place(self) -> tuple[int, int]:
+        """Return the rank, and the number of ranks."""
+        return (self._rank, self._size) if self._rank is not None else _launched()
+
+    def measured(self) -> dict[str, float]:
+        """Return the sums of `stats` that are of the data: what the batcher measures, waits and skips."""
+        stats = self.stats
+        return {**stats.measured, "wait_s": stats.wait_s, "skipped": float(stats.skipped)}
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, from its beginning."""
@@ -253,7 +301,7 @@ class Loader:
         return self._iterate(self._state)
 
     def _iterate(self, state: dict[str, Any]) -> Iterator[Any]:
-        rank, size = (self._rank, self._size) if self._rank is not None else _launched()
+        rank, size = self._place()
         planned: deque[tuple[dict[str, Any], Share]] = deque()
         plan = self._plan(state, rank, size, planned)
         done: _Done
@@ -280,7 +328,11 @@ class Loader:
             if not mine and not self._stand_ins:
                 continue
             planned.append((after, Share(batcher.count(mine) if mine else 0, batcher.count(rows))))
-            yield _Task(state["epoch"], mine or [rows[0]._replace(weight=0.0)])
+            mine = mine or [rows[0]._replace(weight=0.0)]
+            noted: Sequence[int] | None = None
+            if self._costs is not None:
+                noted = self._costs.find(self.stream.order(state["epoch"]).places(positions_in(mine)))
+            yield _Task(state["epoch"], mine, noted=noted or ())
 
     def _batches(
         self, state: dict[str, Any], batcher: Batcher
@@ -334,18 +386,36 @@ class Loader:
         if self.batcher.cost is None:
             yield from map(Item, positions)
             return
-        groups: deque[Sequence[int]] = deque()
+        rest, order, costs = iter(positions), self.stream.order(epoch), self._costs
+        groups: deque[list[int]] = deque()  # those that workers look at
+        group: list[int] = []  # the next one
+        known: list[int] | None = None
+
+        def take() -> bool:
+            nonlocal group, known
+            group = list(islice(rest, _COSTS_AT_ONCE))
+            known = None if costs is None or not group else costs.find(order.places(group))
+            return bool(group)
 
         def tasks() -> Iterator[_Task]:
-            rest = iter(positions)
-            while group := list(islice(rest, _COSTS_AT_ONCE)):
+            while group and known is None:
                 groups.append(group)
                 yield _Task(epoch, costs=group)
+                take()
 
-        for done in self._start(tasks(), epoch):
-            if done.error is not None:
-                raise done.error
-            yield from map(Item, groups.popleft(), done.batch)
+        take()
+        while group:
+            if known is not None:
+                yield from map(Item, group, known)
+                take()
+                continue
+            for done in self._start(tasks(), epoch):
+                if done.error is not None:
+                    raise done.error
+                looked_at = groups.popleft()
+                if costs is not None:
+                    costs.note(order.places(looked_at), done.batch)
+                yield from map(Item, looked_at, done.batch)
 
     def _start(self, tasks: Iterable[_Task], epoch: int) -> Iterator[_Done]:
         workers = self._workers

@@ -164,8 +164,13 @@ class PreparedLoader:
         """Set the epoch of the next iteration."""
         self._epoch = epoch
 
+    def measured(self) -> dict[str, float]:
+        """Return the sums that an elastic loader has of this rank's batches; none of another loader."""
+        found = getattr(self._source, "measured", None)
+        return {} if found is None or not is_elastic(self._source) else dict(found())
+
     def __len__(self) -> int:
-        """Return the number of batches of an epoch.
+        """Return the number of batches of the next epoch.
 
         Raises:
             LoaderError: The user's loader has no length.
@@ -179,7 +184,8 @@ class PreparedLoader:
             raise LoaderError(msg)
         if isinstance(source, Sized):
             try:
-                return len(source)
+                batches_in: Callable[[int], int] | None = getattr(self._source, "batches_in", None)
+                return len(source) if batches_in is None else batches_in(self._epoch)
             except TypeError:  # a DataLoader over an iterable dataset without length
                 pass
         msg = (

@@ -37,6 +37,8 @@ class EpochRecord:
         learning_rate: The first parameter group's rate, at the end of the epoch.
         train: Means over its samples of what the step returned, by name, with "loss".
         val: The same over the validation samples; empty without a validation loader.
+        data: What a loader such as tp-data's measured, over all ranks, since the epoch began or was resumed:
+            its sums by name, ``"tokens_per_s"``, ``"fill"``, and ``"wait_s"`` of a rank. Empty for others.
     """
 
     epoch: int
@@ -46,6 +48,7 @@ class EpochRecord:
     learning_rate: float
     train: Mapping[str, float]
     val: Mapping[str, float] = field(default_factory=dict)
+    data: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples_per_s(self) -> float:
@@ -61,11 +64,14 @@ class EpochRecord:
         """Return the attributes by name, as checkpoints store them."""
         # dataclasses.asdict takes ten times as long, and each checkpoint holds the records of all epochs.
         values = {name: getattr(self, name) for name in self.__slots__}
-        return values | {"train": dict(self.train), "val": dict(self.val)}
+        return values | {"train": dict(self.train), "val": dict(self.val), "data": dict(self.data)}
 
     def __str__(self) -> str:
         values = [f"{name}={value:.4g}" for name, value in self.metrics.items()]
-        return f"{'  '.join(values)}  lr={self.learning_rate:.3g}  {self.samples_per_s:,.0f} samples/s"
+        rate = f"{self.samples_per_s:,.0f} samples/s"
+        if "fill" in self.data:
+            rate = f"{self.data['tokens_per_s']:,.0f} tokens/s  fill={self.data['fill']:.3g}"
+        return f"{'  '.join(values)}  lr={self.learning_rate:.3g}  {rate}"
 
 
 @dataclass(frozen=True, slots=True)

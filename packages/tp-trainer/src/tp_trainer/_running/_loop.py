@@ -149,6 +149,8 @@ class Loop:
         self._began_epoch = began = time.monotonic()
         self._epoch_batches: Generator[Any, None, None] | None = None
 
+        self._measured: tuple[float, dict[str, float]] = began, {}  # when the epoch began, and sums then
+
         # The next look at what is due: at a number of batches done, or at a time of this rank's clock.
         self._next_look: float = 0
         self._wake_at = math.inf
@@ -419,6 +421,9 @@ class Loop:
         if self._limits.overfit_batches is not None:
             self._train.set_epoch(0)
         self._began_epoch = time.perf_counter() - state.seconds
+        if self._limits.steps_per_epoch is None and hasattr(self._train.loader, "batches_in"):
+            self._steps = _steps_in(self._train, self._limits)
+        self._measured = time.perf_counter(), self._train.measured()
         self._done = state.first
         self.meter = self._new_meter()
         if state.meter_state is not None:
@@ -651,6 +656,30 @@ class Loop:
         state.records.append(record)
         self._say(f"{self._epoch_label()}  {record}")
 
+    def _data(self) -> dict[str, float]:
+        """Return what the loader measured since the epoch began here, over all data ranks.
+
+        Collectives: one gather of objects and one all-reduce, for a loader that measures.
+        """
+        session, (began, before) = self._session, self._measured
+        mine = self._train.measured()
+        if not mine:
+            return {}
+        seconds = time.perf_counter() - began
+        # A rank without a sample so far may lack names.
+        names = sorted({name for theirs in session.gather_objects(sorted(mine)) for name in theirs})
+        sums = [mine.get(name, 0.0) - before.get(name, 0.0) for name in names]
+        totals = session.reduce(torch.tensor(sums, dtype=torch.float64))
+        found = dict(zip(names, totals.tolist(), strict=True))
+        if "wait_s" in found:
+            found["wait_s"] /= session.data_size
+        if found.get("padded_tokens"):
+            found |= {
+                "fill": found["tokens"] / found["padded_tokens"],
+                "tokens_per_s": found["tokens"] / seconds,
+            }
+        return found
+
     def _record(self) -> EpochRecord:
         """Validate, and return the record of the epoch.
 
@@ -659,6 +688,7 @@ class Loop:
         state = self._run_state
         state.weighs, state.seconds = self.meter.weighs, 0.0
         seconds = time.perf_counter() - self._began_epoch
+        data = self._data()  # before the validation, whose time does not count
         optimizer = next(iter(self.optimizers.values()), None)
         rate = math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
         if self._logs.is_on:
@@ -667,8 +697,8 @@ class Loop:
         # After the validation, where a signal saves this rank's own sums: means() adds up all ranks' samples.
         train = self.meter.means()
         state.metrics = train | {f"val_{name}": value for name, value in val.items()}
-        record = EpochRecord(self.epoch, self.step, self.meter.samples, seconds, rate, train, val)
-        numbers = {f"epoch_{name}": value for name, value in train.items()}
+        record = EpochRecord(self.epoch, self.step, self.meter.samples, seconds, rate, train, val, data)
+        numbers = {f"epoch_{name}": value for name, value in [*train.items(), *data.items()]}
         numbers |= {"learning_rate": rate, "epoch_samples_per_s": record.samples_per_s}
         self._logs.add(numbers, step=self.step, epoch=self.epoch)
         self._logs.flush()
