@@ -28,6 +28,8 @@ class Decoder(nn.Module):
         mask = None if attention_mask is None else attention_mask[:, 0]
         hidden = hidden + F.scaled_dot_product_attention(hidden, hidden, hidden, mask, is_causal=mask is None)
         logits = self.head(hidden)
+        if labels is None:
+            return logits
         return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
 
 
@@ -49,10 +51,20 @@ def samples():
     return found
 
 
-def fit(batcher, folder=None, *, backend="single", max_steps=8, resume=None, accumulate=1, step=None):
+def fit(
+    batcher,
+    folder=None,
+    *,
+    backend="single",
+    max_steps=8,
+    resume=None,
+    accumulate=1,
+    step=None,
+    devices="cpu",
+):
     model = Decoder()
     loader = Loader(Stream(samples(), shuffle=True, repeat=True), BATCHERS[batcher]())
-    with Trainer(backend=backend, devices="cpu", progress=False, accumulate=accumulate) as trainer:
+    with Trainer(backend=backend, devices=devices, progress=False, accumulate=accumulate) as trainer:
         history = trainer.fit(
             model,
             torch.optim.SGD(model.parameters(), lr=0.5),
@@ -111,6 +123,32 @@ def test_a_run_continues_with_what_was_held_back(batcher, tmp_path):
     expected = fit(batcher)
     fit(batcher, tmp_path, max_steps=3)
     assert_same(fit(batcher, tmp_path, resume="auto"), expected)
+
+
+def step_on_logits(model, batch):
+    """Make the loss of the whole batch's logits: dp-gather joins these, and not losses of parts."""
+    logits = model(batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask"))
+    return {"loss": F.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:])}
+
+
+@pytest.mark.parametrize(
+    ("backend", "batcher"),
+    [
+        ("tuple", "best-fit"),
+        ("dp-gather", "budget"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in [("tuple", "budget"), ("tuple", "concat"), ("dp-gather", "best-fit")]
+        ),
+    ],
+)
+def test_devices_of_one_process_take_the_steps_of_one_device(backend, batcher, tmp_path):
+    devices = ["cpu", "cpu"]
+    expected = fit(batcher, step=step_on_logits)
+    assert_same(fit(batcher, backend=backend, devices=devices, step=step_on_logits), expected)
+    fit(batcher, tmp_path, max_steps=3, step=step_on_logits)
+    found = fit(batcher, tmp_path, backend=backend, devices=devices, resume="auto", step=step_on_logits)
+    assert_same(found, expected)
 
 
 def fit_epochs(folder, *, backend="single", max_steps=None, resume=None, batcher="budget"):

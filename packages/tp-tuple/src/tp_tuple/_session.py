@@ -70,7 +70,8 @@ class TupleSession(Session):
         """Return a loader of batches in parts, each part on its device.
 
         Args:
-            loader: A ``DataLoader``, which gets an adapted collate function, or an iterable of `Parts`.
+            loader: A ``DataLoader``, which gets an adapted collate function; an `ElasticLoader`, to which
+                each device is a rank; or an iterable of `Parts`.
             training: As in `Session.prepare_loader`.
             shard: If ``True``, the order of the samples follows from the job's seed. If not, values that are
                 no batch in parts, like the numbers of a ``range``, are yielded unchanged; `run` refuses them.
@@ -94,6 +95,7 @@ class TupleSession(Session):
             shard=shard,
             move=self.move_batch if shard else self._move_parts,
             collate=self._adapt,
+            parts=len(self.job.devices),
         )
 
     def _move_parts(self, batch: Any) -> Any:

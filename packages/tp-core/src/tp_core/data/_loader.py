@@ -16,6 +16,7 @@ from tp_core.data._batches import EpochBatches, Share, count_samples, has_fewer
 from tp_core.data._streams import Stream, split_stream
 from tp_core.data._user_loaders import (
     ElasticLoader,
+    PartsOfElastic,
     cannot_shard,
     copy_loader,
     drawing,
@@ -71,6 +72,7 @@ class PreparedLoader:
         agree: Callable[..., None] | None = None,
         any_rank: Callable[[bool], bool] | None = None,
         collate: Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]] | None = None,
+        parts: int | None = None,
     ) -> None:
         """Prepare ``loader``.
 
@@ -88,6 +90,7 @@ class PreparedLoader:
                 same steps in evaluation, too: a rank without samples then gets a stand-in.
             collate: Turns the collate function of a ``DataLoader`` into the one to use; batches of
                 other loaders stay as they are.
+            parts: The number of devices that a batch in `Parts` is for; an `ElasticLoader` makes as many.
 
         Raises:
             LoaderError: The loader cannot be iterated, or not be split over the ranks.
@@ -111,8 +114,12 @@ class PreparedLoader:
         self._is_split = False
         self._skips_batches = not training and any_rank is None
         if is_elastic(loader):
-            own_rank = (rank, size) if shard else (0, 1)
-            self._source = loader.for_rank(*own_rank, stand_ins=not self._skips_batches)
+            own_rank, stand_ins = (rank, size) if shard else (0, 1), not self._skips_batches
+            self._source = (
+                loader.for_rank(*own_rank, stand_ins=stand_ins)
+                if parts is None
+                else PartsOfElastic(loader, *own_rank, parts=parts, stand_ins=stand_ins)
+            )
             self.stream = Stream(self._source, seed=seed, size=1, is_ours=False)
             if self._agree is not None:
                 self._agree("where a loader stands", self._source.state_dict())

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from tp_core.data._batches import EpochBatches, Share
+from tp_core.data._parts import Parts
 
 _MOST_COMPARED = 65_536
 _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -59,6 +60,70 @@ class ElasticLoader(Protocol):
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass, or continue one after :meth:`load_state_dict`."""
+
+
+class PartsOfElastic:
+    """An elastic loader's batches in parts, one for each device of this rank.
+
+    To the loader, each device is a rank: so the parts are as balanced as it balances ranks.
+
+    Args:
+        loader: The loader.
+        rank: The data rank.
+        size: The number of data ranks.
+        parts: The number of devices, on each of these.
+        stand_ins: As of `ElasticLoader.for_rank`.
+    """
+
+    def __init__(self, loader: ElasticLoader, rank: int, size: int, *, parts: int, stand_ins: bool) -> None:
+        self._parts = [loader.for_rank(rank * parts + i, size * parts) for i in range(parts)]
+        self._stand_ins = stand_ins
+        self.share: Share | None = None
+        self.number = -1
+
+    def for_rank(self, rank: int, size: int, *, stand_ins: bool = True) -> "PartsOfElastic":
+        """Refuse: these are a rank's parts already."""
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the pass of the next iteration."""
+        for loader in self._parts:
+            loader.set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in {"batches_in"}:  # of those that not every elastic loader has
+            raise AttributeError(name)
+        return getattr(self._parts[0], name)
+
+    def __len__(self) -> int:
+        return len(self._parts[0])  # type: ignore[arg-type]  # raises TypeError, as a stream's does
+
+    def measured(self) -> dict[str, float]:
+        """Return the sums over all parts."""
+        sums: dict[str, float] = {}
+        for loader in self._parts:
+            for name, value in getattr(loader, "measured", dict)().items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, which is the same in all parts."""
+        return self._parts[0].state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Make the next iteration continue from a position."""
+        for loader in self._parts:
+            loader.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Parts]:
+        for batches in zip(*self._parts, strict=True):
+            shares = [loader.share or Share(1, 1) for loader in self._parts]
+            counts = [share.samples for share in shares]
+            self.share, self.number = Share(sum(counts), shares[0].total), self._parts[0].number
+            taken = [i for i, count in enumerate(counts) if count]
+            if taken or self._stand_ins:
+                taken = taken or [0]
+                yield Parts([batches[i] for i in taken], counts=[max(counts[i], 1) for i in taken])
 
 
 def is_elastic(loader: object) -> TypeGuard[ElasticLoader]:
