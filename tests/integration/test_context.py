@@ -118,6 +118,25 @@ class OwnAttention(Decoder):
         return (positions(x.size(1))[:, None] - torch.arange(keys)).abs() < 4
 
 
+class Flexible(Decoder):
+    """Attention by torch's flex_attention, with a mask of blocks and a function of scores."""
+
+    def attend(self, x):
+        from torch.nn.attention import flex_attention as flex
+
+        parts = self.mixing(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        near = flex.create_block_mask(sees_near, None, None, x.size(1), x.size(1), device="cpu")
+        return flex.flex_attention(*parts, add_distance, near).transpose(1, 2).flatten(2)
+
+
+def sees_near(_batch, _head, query, key):
+    return (query >= key) & (query - key < 6)
+
+
+def add_distance(score, _batch, head, query, key):
+    return score - (query - key) * 2.0**-head
+
+
 def loss_of(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
@@ -266,6 +285,27 @@ def test_one_backward_pass_follows_several_runs_of_any_length(pair, recomputes):
     for found in pair.run(partial(of_two_runs, "context", recomputes=recomputes)):
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-13)
+
+
+def predict(backend):
+    """Predict with flex_attention; return what training says: on a CPU it has no backward pass."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # it asks for torch.compile
+    model, loader = make(Flexible), DataLoader(Samples(), batch_size=ROWS)
+    with Trainer(backend=backend, devices="cpu", seed=0, progress=False) as trainer:
+        rows = trainer.predict(model, loader, step=predict_step).collect()["logits"]
+        with pytest.raises((NotImplementedError, ModelError)) as caught:
+            trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=step, epochs=1)
+    return rows, str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_flex_attention_on_slices_equals_one_device(pair):
+    expected, said = predict("single")
+    for rows, text in pair.run(predict, "context"):
+        torch.testing.assert_close(rows, expected, rtol=1e-12, atol=1e-13)
+        assert said.splitlines()[0] in text
 
 
 # -- Beside other dimensions --

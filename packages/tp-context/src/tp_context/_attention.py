@@ -1,14 +1,16 @@
 """The doors by which models reach attention to whole sequences: torch's, transformers', and our own."""
 
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from tp_core.errors import StepError
 
 from tp_context._slices import Cut, active
@@ -151,18 +153,24 @@ def doors(*, drops: bool = True) -> Iterator[None]:
         "multi_head_attention_forward": _multi_head,
         "scaled_dot_product_attention": _scaled_dot_product_attention,
     }
-    before, drops_before = {name: getattr(F, name) for name in ours}, _drops
+    patches: list[tuple[Any, str, Any]] = [(F, name, function) for name, function in ours.items()]
+    flex = sys.modules.get(_FLEX)  # importing it would load torch's compiler
+    if flex is not None and not hasattr(flex.flex_attention, "__wrapped__"):
+        patches.append(
+            (flex, "flex_attention", wraps(flex.flex_attention)(partial(_flex, flex.flex_attention)))
+        )
+    before, drops_before = [(place, name, getattr(place, name)) for place, name, _ in patches], _drops
     # The fused kernel of nn.MultiheadAttention and nn.TransformerEncoderLayer calls no function of torch.
     is_fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     _drops = drops and _drops
     try:
-        for name, function in ours.items():
-            setattr(F, name, function)
+        for patch in patches:
+            setattr(*patch)
         yield
     finally:
-        for name, function in before.items():
-            setattr(F, name, function)
+        for patch in before:
+            setattr(*patch)
         torch.backends.mha.set_fastpath_enabled(is_fast)
         _drops = drops_before
 
@@ -181,6 +189,47 @@ def _scaled_dot_product_attention(
     if _outer_call is not None and not _depth:
         attn_mask, is_causal = _outer_call.joined(query), _outer_call.is_causal
     return function(query, key, value, attn_mask, dropout_p if _drops else 0.0, is_causal, **options)
+
+
+_FLEX = "torch.nn.attention.flex_attention"
+
+_block_masks: Any = WeakIdKeyDictionary()
+"""The block mask of a cut's queries and all keys, by the mask that was given: layers share one."""
+
+
+def _flex(
+    plain: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Any = None,
+    **options: Any,
+) -> Any:
+    """Run torch's ``flex_attention`` with gathered keys, and functions of positions in the whole sequence."""
+    cuts = active()
+    keys, rows = (None if cuts is None else cuts.of_slice(t.size(-2)) for t in (key, query))
+    if keys is None:
+        return plain(query, key, value, score_mod, block_mask, **options)
+    if rows is not None:
+        at, of_score, sees = rows.index(query.device), score_mod, getattr(block_mask, "mask_mod", None)
+
+        # torch counts the parameters of both.
+        def score(value: Tensor, batch: Tensor, head: Tensor, row: Tensor, to: Tensor) -> Tensor:
+            return cast("Tensor", of_score(value, batch, head, at[row], to))  # type: ignore[misc]
+
+        def visible(batch: Tensor, head: Tensor, row: Tensor, to: Tensor) -> Tensor:
+            return cast("Tensor", sees(batch, head, at[row], to))  # type: ignore[misc]
+
+        score_mod = None if of_score is None else score
+        if block_mask is not None:
+            made = _block_masks.setdefault(block_mask, {})
+            if rows not in made:
+                shape = (*block_mask.shape[:2], rows.tokens, keys.length)
+                made[rows] = sys.modules[_FLEX].create_block_mask(visible, *shape, device=query.device)
+            block_mask = made[rows]
+    with _inside():
+        return plain(query, keys.gather(key, -2), keys.gather(value, -2), score_mod, block_mask, **options)
 
 
 @wraps(_plain_dropout)
