@@ -206,6 +206,27 @@ def test_few_long_samples_need_less_memory_in_slices_and_choose_it_where_whole_o
     assert "for sequences that one device has no memory for" in found.verdicts["context"].reason
 
 
+class Attending(LongRows):
+    def forward(self, x):
+        keys = self.layer(x)[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(x[:, None], keys, keys.square()).mean()
+
+
+def activations(way):
+    batch, options = torch.zeros(1, 4096, 8), {"context": {"attention": way}}
+    with Trainer(backend="context", devices="cpu", progress=False, options=options) as trainer:
+        found = trainer.estimate(Attending(), None, batch, lambda m, x: m(x), devices=4).verdicts
+    return found["ddp"].memory.activations, found["context"].memory.activations
+
+
+def test_the_keys_that_ranks_exchange_are_in_the_estimate():
+    attended = 2 * 4096 * 8 * 4
+    whole, gathered = activations("all-gather")
+    _, passed = activations("ring")
+    assert gathered == pytest.approx(whole / 4 + 2 * attended, rel=0.02)
+    assert passed == pytest.approx(whole / 4 + attended, rel=0.02)
+
+
 def test_it_fits_several_processes_and_is_chosen_after_all_others():
     backend = backend_class("context")()
     verdict = backend.assess(job(options={"context": {"context": 2}}))

@@ -43,19 +43,21 @@ class ContextBackend(RanksBackend[ContextOptions]):
         ranks = "all" if options.context == -1 and weights is not None else str(context)
         return Verdict.fits(
             10,
-            f"each sequence split over {ranks} of {size} processes, for sequences that "
-            f"one device has no memory for; ddp is faster where they fit{held}",
+            f"each sequence split over {ranks} of {size} processes, with attention by {options.attention!r}, "
+            f"for sequences that one device has no memory for; ddp is faster where they fit{held}",
         )
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
         """Return the memory of a rank: its weights, and its slices of its group's sequences.
 
         A group has as many times the samples of a rank as it has ranks, and cuts each into as many slices: so
-        activations shrink with the ranks also where a batch has fewer samples than there are ranks.
+        activations shrink with the ranks also where a batch has fewer samples than there are ranks. What
+        attention exchanges is added: by all-gather whole keys and values, and their gradients.
         """
         if job.footprint is not None:
-            context = ranks_of_a_sequence(self.parse_options(job), job.environment.world_size)
-            job = replace(job, footprint=_sliced(job.footprint, context))
+            options = self.parse_options(job)
+            context = ranks_of_a_sequence(options, job.environment.world_size)
+            job = replace(job, footprint=_sliced(job.footprint, context, options.attention))
         weights, inner = self._weights(job)
         if weights is not None:
             return weights.estimate_memory(inner)
@@ -103,9 +105,14 @@ class ContextBackend(RanksBackend[ContextOptions]):
         return backend, inner
 
 
-def _sliced(footprint: Footprint, context: int) -> Footprint:
+def _sliced(footprint: Footprint, context: int, attention: str) -> Footprint:
     """Return the footprint of a rank that has a slice of each of its group's samples."""
-    part = math.ceil(footprint.part * context) / context
+    samples = math.ceil(footprint.part * context)
+    part = samples / context
+    # Whole keys and values with their gradients; or those of two ranks at a time, or of some heads.
+    gathered = footprint.attended * samples * 2 if context > 1 else 0
+    if attention in {"ulysses", "ring"}:
+        gathered = 2 * gathered // context
 
     def sliced(nbytes: int, fixed: int = 0) -> int:
         return min(nbytes, fixed) + math.ceil(max(0, nbytes - fixed) * part)
@@ -115,9 +122,9 @@ def _sliced(footprint: Footprint, context: int) -> Footprint:
     beside = max(0, footprint.with_gradients - footprint.gradients)
     return replace(
         footprint,
-        activations=None if activations is None else sliced(activations, casts + gradient),
-        alone=sliced(footprint.alone, casts),
-        with_gradients=footprint.gradients + sliced(beside, casts),
+        activations=None if activations is None else sliced(activations, casts + gradient) + gathered,
+        alone=sliced(footprint.alone, casts) + gathered,
+        with_gradients=footprint.gradients + sliced(beside, casts) + gathered,
         batch=sliced(footprint.batch),
         kept={name: sliced(nbytes) for name, nbytes in footprint.kept.items()},
         passed={name: sliced(nbytes) for name, nbytes in footprint.passed.items()},
