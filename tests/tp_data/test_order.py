@@ -112,6 +112,39 @@ def test_a_source_may_begin_later_and_another_be_capped():
     assert found.count(0) == 1000, "what is left divides the share of the capped one"
 
 
+@given(
+    st.lists(st.integers(5, 60), min_size=2, max_size=4),
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.integers(1, 30),
+    st.sampled_from(["first", "all"]),
+    st.data(),
+)
+def test_a_source_that_joins_later_with_a_cap_leaves_what_came_before(sizes, stretches, cap, until, data):
+    names = [f"s{i}" for i in range(len(sizes))]
+    sources = {name: range(size) for name, size in zip(names, sizes, strict=True)}
+    mixture, start = {0: {names[0]: 1.0}}, 0
+    for stretch in stretches:
+        start += stretch
+        chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+        mixture[start] = dict.fromkeys(chosen, 1 / len(chosen))
+    options = {"until": until, "shuffle": data.draw(SHUFFLES | st.booleans()), "caps": {names[-1]: cap}}
+    whole = Stream(sources, mixture=mixture, **options)
+    found = drawn(whole, len(whole))
+    assert len(set(found)) == len(found)
+    assert [source for source, _ in found].count(len(sizes) - 1) <= cap
+    at = data.draw(st.integers(0, len(found)))
+    assert drawn(whole, len(found), start=at) == found[at:]
+    # The same run before its last stretch was thought of, and without the sources that it does not use yet.
+    earlier = {first: shares for first, shares in mixture.items() if first < start}
+    used = {name for shares in earlier.values() for name in shares} | {names[-1]}
+    before = Stream({n: s for n, s in sources.items() if n in used}, mixture=earlier, **options)
+    common = min(start, len(before), len(whole))
+    order = [n for n in names if n in used]
+    assert [(order[source], i) for source, i in drawn(before, common)] == [
+        (names[source], i) for source, i in found[:common]
+    ]
+
+
 def test_an_endless_stream_shuffles_each_pass_anew():
     stream = Stream({"a": range(10), "b": range(50)}, mixture={"a": 0.5, "b": 0.5}, repeat=True, shuffle=True)
     with pytest.raises(TypeError, match="repeat=True has no end"):
