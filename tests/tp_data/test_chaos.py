@@ -1,6 +1,7 @@
-"""A program that is killed anywhere continues on other ranks and workers: the same samples in each step."""
+"""Ranks that are killed anywhere continue on other ranks and workers: the same samples in each step."""
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -10,28 +11,37 @@ import pytest
 
 PROGRAM = """
 import json, os, pathlib, sys
+import torch.distributed as dist
 from tp_core.internal import write_atomically
 from tp_data import Loader, Shuffle, Stream
 
-folder, ranks, workers = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+folder, workers, store = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rank, size = int(sys.argv[4]), int(sys.argv[5])
+if size > 1:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
 sources = {"a": str(folder / "a.jsonl"), "b": str(folder / "b.jsonl.gz")}
 stream = Stream(sources, mixture={"a": 0.6, "b": 0.4}, until="all", shuffle=Shuffle(blocks=5, buffer=40))
 loader = Loader(stream, 7, workers=workers)
-own = [loader.for_rank(rank, ranks) for rank in range(ranks)]
 state = folder / "state.json"
 if state.exists():
-    for one in own:
-        one.load_state_dict(json.loads(state.read_text()))
-for epoch in range(own[0].state_dict()["epoch"], 2):
-    iterators = [iter(one) for one in own]
-    while (parts := [next(one, None) for one in iterators])[0] is not None:
-        ids = [i for one, part in zip(own, parts) for i in part["id"][: one.share.samples]]
-        at = own[0].state_dict()
-        with (folder / "log").open("a") as log:
-            log.write(json.dumps([epoch, at["batch"], ids]) + "\\n")
-        text = json.dumps(at)
-        write_atomically(lambda part: part.write_text(text), state)
-(folder / "done").touch()
+    loader.load_state_dict(json.loads(state.read_text()))
+for epoch in range(loader.state_dict()["epoch"], 2):
+    for batch in loader:
+        ids = batch["id"][: loader.share.samples]
+        parts = [ids]
+        if size > 1:  # as a step: every rank waits for the others
+            parts = [None] * size
+            dist.all_gather_object(parts, ids)
+        at = loader.state_dict()
+        if rank == 0:
+            with (folder / "log").open("a") as log:
+                log.write(json.dumps([epoch, at["batch"], sum(parts, [])]) + "\\n")
+            text = json.dumps(at)
+            write_atomically(lambda part: part.write_text(text), state)
+if size > 1:
+    dist.barrier()
+if rank == 0:
+    (folder / "done").touch()
 """
 
 
@@ -55,32 +65,62 @@ def steps(folder):
     return found
 
 
-def run(folder, ranks, workers, kill_at=None):
-    """Run the program; kill it when the log has so many lines."""
-    command = [sys.executable, "-c", PROGRAM, str(folder), str(ranks), str(workers)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as program:
-        end = time.monotonic() + 120
-        while program.poll() is None and time.monotonic() < end:
-            log = folder / "log"
-            if kill_at is not None and log.exists() and log.read_bytes().count(b"\n") >= kill_at:
+def lines_in(folder):
+    log = folder / "log"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def run(folder, ranks, workers, *, more=None, victim=0):
+    """Run the program on ranks; kill one of them when the log has so many more lines, and then the others."""
+    store = folder / f"store-{time.monotonic_ns()}"
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(workers), str(store)]
+    stop_at = None if more is None else lines_in(folder) + more
+    programs = [
+        subprocess.Popen([*command, str(rank), str(ranks)], stderr=subprocess.PIPE) for rank in range(ranks)
+    ]
+    try:
+        end = time.monotonic() + 150
+        while time.monotonic() < end and any(program.poll() is None for program in programs):
+            if stop_at is not None and lines_in(folder) >= stop_at:
+                programs[victim % ranks].send_signal(signal.SIGKILL)
                 break
             time.sleep(0.002)
-        program.send_signal(signal.SIGKILL)
-        return program.stderr.read().decode()
+    finally:
+        for program in programs:
+            program.kill()
+        errors = [program.communicate()[1].decode() for program in programs]
+    return errors
+
+
+def killed_is_whole(folder, turns):
+    """Check that a run in turns, (ranks, workers, lines until the kill, which rank), has the steps of one."""
+    for name in ("whole", "killed"):
+        (folder / name).mkdir()
+        write_data(folder / name)
+    assert run(folder / "whole", 1, 0) == [""]
+    whole = steps(folder / "whole")
+    for epoch in range(2):
+        ids = [i for (e, _), step in sorted(whole.items()) if e == epoch for i in step]
+        assert len(ids) == len(set(ids)) == 250
+    for ranks, workers, more, victim in turns:
+        run(folder / "killed", ranks, workers, more=more, victim=victim)
+    run(folder / "killed", 1, 0)
+    assert (folder / "killed" / "done").exists()
+    assert steps(folder / "killed") == whole
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(tmp_path):
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-        write_data(tmp_path / name)
-    assert run(tmp_path / "whole", 1, 0) == ""
-    whole = steps(tmp_path / "whole")
-    for epoch in range(2):
-        ids = [i for (e, _), step in sorted(whole.items()) if e == epoch for i in step]
-        assert len(ids) == len(set(ids)) == 250
-    for part, (ranks, workers) in enumerate([(2, 1), (3, 0)], start=1):
-        run(tmp_path / "killed", ranks, workers, kill_at=part * 21)
-    assert run(tmp_path / "killed", 6, 0) == ""
-    assert (tmp_path / "killed" / "done").exists()
-    assert steps(tmp_path / "killed") == whole
+    killed_is_whole(tmp_path, [(2, 1, 21, 1)])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(3))
+def test_many_kills_over_ranks_and_workers_lose_and_repeat_nothing(seed, tmp_path):
+    choose = random.Random(seed)
+    turns = [
+        (choose.choice([1, 2, 3, 4, 6]), choose.choice([0, 1, 3]), choose.randint(1, 9), choose.randint(0, 5))
+        for _ in range(10)
+    ]
+    killed_is_whole(tmp_path, turns)
