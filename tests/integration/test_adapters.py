@@ -31,12 +31,13 @@ def places():
 # -- The table of families, kinds of adapters and backends ----------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind", "begun", "finished"),
     [
-        pytest.param("bert", "saved", "dp-gather", "tuple", marks=pytest.mark.slow),
+        ("bert", "saved", "dp-gather", "tuple"),
         ("llama", "lora", "tuple", "single"),
-        pytest.param("gpt2", "ia3", "single", "dp-gather", marks=pytest.mark.slow),
+        ("gpt2", "ia3", "single", "dp-gather"),
     ],
 )
 def test_adapters_are_trained_as_by_hand_and_resumed(places, family, kind, begun, finished):
@@ -242,7 +243,7 @@ def distilled(model, batch):
     return {**found, "loss": found["loss"] + away.mean()}
 
 
-@pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
+@pytest.mark.parametrize("backend", ["tuple", pytest.param("dp-gather", marks=pytest.mark.slow)])
 def test_a_step_that_disables_adapters_trains_as_on_one_device(backend):
     def train(name, devices):
         model = adapters.make("llama", "lora").double()

@@ -402,8 +402,9 @@ def ranks():
         yield pool
 
 
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kinds", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kinds", [0, 1])
 def test_ranks_train_as_one_device(ranks, backend, kinds):
     names = [n for n, case in CASES.items() if case.parts != "different"]
     names = names[:3] if kinds == 0 else names[3:]

@@ -169,6 +169,7 @@ def test_blocks_are_compiled_with_checkpointed_activations_on_ranks(pool, backen
             check(found)
 
 
+@pytest.mark.slow
 def test_a_model_of_torchs_own_class_is_compiled():
     check(compare("single", WHOLE, make=whole))
 

@@ -99,6 +99,7 @@ def while_rank_1_writes_slowly(folder):
     return train(folder, asynchronous=True, at=4, then=may_write.set)
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_threads_write_a_split_state(tmp_path):
     run_ranks(while_rank_1_writes_slowly, 2, tmp_path)
     assert names(tmp_path)[-1] == "step-0000000010"
@@ -141,6 +142,7 @@ def when_rank_1_fails_otherwise(folder, asynchronous):
     return str(caught.value)
 
 
+@pytest.mark.slow
 @BOTH
 def test_any_error_of_a_rank_that_writes_its_part_reaches_all(tmp_path, asynchronous):
     for said in run_ranks(when_rank_1_fails_otherwise, 2, tmp_path, asynchronous):

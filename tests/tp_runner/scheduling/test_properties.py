@@ -51,7 +51,7 @@ def expected_of(items):
     return [("failed", i) if fails else v * v for i, (v, _, fails) in enumerate(items)]
 
 
-@pytest.fixture(scope="module", params=["process", "thread"])
+@pytest.fixture(scope="module", params=[pytest.param("process", marks=pytest.mark.slow), "thread"])
 def runners(request):
     made = {}
 

@@ -17,6 +17,8 @@ from tp_trainer._launch._plan import (  # what a host would do that has other ad
     parse_rdzv_conf,
 )
 
+from tests.run_tp import run
+
 
 @pytest.fixture(autouse=True)
 def _in_a_directory_with_a_script(tmp_path, monkeypatch):
@@ -63,20 +65,20 @@ def test_a_wrong_option_is_named_with_what_was_given(options, message):
         make_plan(LaunchRequest(**{"script": "s.py", "nproc_per_node": 1, **options}))
 
 
-def test_the_command_says_it_in_a_line_and_exits_with_2(tp):
-    done = tp("launch", "-n", "0", tp.script("open('ran', 'w')"))
+def test_the_command_says_it_in_a_line_and_exits_with_2(tmp_path, capfd):
     said = "tp launch: -n/--nproc-per-node must be 1 or more processes, or 'auto'; got '0'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
-    assert tp("launch", "--bogus", "1", "script.py").returncode == 2
-    assert not (tp.cwd / "ran").exists()
+    assert run(["launch", "-n", "0", "s.py"]) == 2
+    assert capfd.readouterr() == ("", said)
+    assert run(["launch", "--bogus", "1", "s.py"]) == 2
+    assert not (tmp_path / "ran").exists()
 
 
-def test_an_option_that_is_not_given_is_that_of_torchruns_variable(tp, monkeypatch):
+def test_an_option_that_is_not_given_is_that_of_torchruns_variable(monkeypatch, capfd):
     monkeypatch.setenv("PET_NNODES", "none")  # as an operator of a cluster sets it in each container
-    done = tp("launch", tp.script("open('ran', 'w')"))
-    assert done.returncode == 2
-    assert "--nnodes must be a number or MIN:MAX" in done.stderr
-    assert "got 'none'" in done.stderr
+    assert run(["launch", "s.py"]) == 2
+    said = capfd.readouterr().err
+    assert "--nnodes must be a number or MIN:MAX" in said
+    assert "got 'none'" in said
 
 
 def test_rdzv_conf_is_read():

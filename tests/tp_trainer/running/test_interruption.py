@@ -121,13 +121,10 @@ def asked(slurm):
     return calls.read_text() if calls.exists() else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("send", "status", "call"),
-    [
-        pytest.param("SIGTERM", 143, None, marks=pytest.mark.slow),
-        ("SIGUSR1", 138, "requeue 7_3\n"),
-        pytest.param("SIGINT", 130, None, marks=pytest.mark.slow),
-    ],
+    [("SIGTERM", 143, None), ("SIGUSR1", 138, "requeue 7_3\n"), ("SIGINT", 130, None)],
 )
 def test_a_signal_ends_the_run_saved_with_the_conventional_status(
     tmp_path, undisturbed, slurm, send, status, call

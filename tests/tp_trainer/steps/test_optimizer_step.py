@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, NonFiniteLossError
+from tp_core.jobs import CompileOptions
 from tp_trainer import GradientRules, Trainer
 
 
@@ -211,6 +212,9 @@ def test_an_unknown_policy_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch's compiler
-def test_a_compiled_model_trains_to_the_same_weights():
-    weights, _ = fit(trainer={"compile": True})
+@pytest.mark.parametrize(
+    "compiled", [CompileOptions(backend="aot_eager"), pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_a_compiled_model_trains_to_the_same_weights(compiled):
+    weights, _ = fit(trainer={"compile": compiled})
     assert_close(weights, fit()[0])

@@ -105,7 +105,9 @@ def trained(backend, *, search):
         return [p.detach().clone() for p in model.parameters()], copy.deepcopy(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("backend", ["single", pytest.param("tuple", marks=pytest.mark.slow), "dp-gather"])
+@pytest.mark.parametrize(
+    "backend", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tuple", "dp-gather"))]
+)
 def test_a_run_is_the_same_after_them(backend):
     (weights, state), (expected, expected_state) = (
         trained(backend, search=True),

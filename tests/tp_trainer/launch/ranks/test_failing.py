@@ -25,6 +25,7 @@ def _block(stderr: str) -> str:
     return "rank " + block
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_one_inside_a_collective(tp, gone):
     process = tp.start("launch", "-n", "2", tp.script(_BARRIER, gloo=True))
     assert "[rank0] in the collective" in process.stdout.readline()
