@@ -120,6 +120,19 @@ def test_compressed_files_are_read_through_a_copy(tmp_path, suffix, compress):
         Stream(str(path))
 
 
+@pytest.mark.needs("zstandard")
+def test_files_with_zst_are_read_in_any_number_of_frames(tmp_path):
+    import zstandard
+
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"".join(zstandard.compress(lines(part)) for part in (ROWS[:3], ROWS[3:])))
+    stream = Stream(str(path))
+    assert [stream.sample(i) for i in range(7)] == ROWS
+    path.write_bytes(zstandard.compress(lines(ROWS * 50))[:-20])
+    with pytest.raises(LoaderError, match=r"a.jsonl.zst cannot be decompressed: .*; is it whole"):
+        Stream(str(path))
+
+
 def test_hugging_faces_datasets_are_sequences_and_iterables():
     datasets = pytest.importorskip("datasets")
     mapped = datasets.Dataset.from_list(ROWS)

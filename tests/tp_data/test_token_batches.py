@@ -187,7 +187,7 @@ def test_an_argument_without_sense_is_refused(make, message):
         (TokenBudget(8), r"position 1 has 9 tokens, more than the budget of 8 for a whole batch"),
         (
             TokenBudget(64, buckets=(4, 8)),
-            r"a sample has 9 tokens, and the longest of TokenBudget's buckets 8",
+            r"position 1 has 9 tokens, and the longest of TokenBudget's buckets 8; give a longer one",
         ),
         (Packed(8, long="refuse"), r"position 1 has 9 tokens, and a row 8; take Packed\(long='split'\)"),
     ],
@@ -215,6 +215,17 @@ def test_a_sample_without_tokens_is_named_by_its_file_and_offset(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n{"text": "b"}\n')
     with pytest.raises(LoaderError, match=r"a\.jsonl.* a sample has no field 'input_ids'"):
         list(Loader(Stream(str(tmp_path / "a.jsonl")), Packed(8)))
+
+
+@pytest.mark.parametrize(
+    "batcher", [TokenBudget(8), TokenBudget(64, buckets=(4, 8)), Packed(8, long="refuse")]
+)
+def test_a_sample_that_is_too_long_is_named_by_its_file_and_offset(batcher, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps([1] * n) + "\n" for n in (3, 9)))
+    with pytest.raises(
+        LoaderError, match=r"a\.jsonl, sample 1, byte 10: the sample at position 1 has 9 tokens"
+    ):
+        list(Loader(Stream(str(tmp_path / "a.jsonl")), batcher))
 
 
 def test_the_field_that_is_counted_can_be_named():

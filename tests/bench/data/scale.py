@@ -1,4 +1,4 @@
-"""Memory of workers, and seconds to index and resume, over many samples: python -m tests.bench.data.scale [ROWS]
+"""Memory and seconds to resume over many samples: python -m tests.bench.data.scale [ROWS]
 
 A file of ten million short lines of JSON is indexed once. Then two workers load a part of an epoch, shuffled,
 and their memory is looked at on the way: what belongs to each alone, without pages of the file that the

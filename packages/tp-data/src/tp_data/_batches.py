@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.utils.data import default_collate
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, LoaderError
 from tp_core.internal import split_evenly
 
 
@@ -43,6 +43,19 @@ class Piece(NamedTuple):
     position: int
     start: int = 0
     stop: int | None = None
+
+
+class UnfitSampleError(LoaderError):
+    """A sample that no batch can have. The loader adds the file and the offset.
+
+    Args:
+        position: Its place in the order.
+        message: What is wrong with it.
+    """
+
+    def __init__(self, position: int, message: str) -> None:
+        super().__init__(message)
+        self.position = position
 
 
 class Row(NamedTuple):

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.internal import available_cores, file_meant, write_atomically
+from tp_core.internal import available_cores, check_installed, file_meant, write_atomically
 
 from tp_data._order import key_of
 
@@ -316,15 +317,17 @@ class IndexedFile:
         import fsspec
 
         def opened() -> Any:
-            return fsspec.open(self.url, "rb", compression=self._compression, **options).open()
+            is_zstd = self._compression == "zstd"
+            how = None if is_zstd else self._compression
+            file = fsspec.open(self.url, "rb", compression=how, **options).open()
+            return _ZstdFile(file) if is_zstd else file
 
         options = {} if self._is_local else self._access.options or {}
-        if self._compression == "zstd" and "zstd" not in fsspec.utils.compressions:
-            msg = f"{self.url} is compressed with zstd: pip install 'tp-data[zstd]'"
-            raise ConfigError(msg)
+        if self._compression == "zstd":
+            check_installed("zstandard", by=f"a file such as {self.url}", extra="tp-data[zstd]")
         if self._is_local:
             try:
-                with opened() as file, part.open("wb") as out:
+                with closing(opened()) as file, part.open("wb") as out:
                     while chunk := file.read(_CHUNK_NBYTES):
                         out.write(chunk)
             except (OSError, EOFError, ValueError) as error:
@@ -444,6 +447,56 @@ class IndexedFile:
     def where(self, index: int) -> str:
         """Return the file and the place of a sample in it, for messages."""
         return f"{self.url}, sample {index}, byte {self.span(index)[0]}"
+
+
+class _ZstdFile:
+    """A file with zstd's frames, decompressed.
+
+    The library's own reader takes a file that is cut off for one that has ended, and samples would be lost.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._frame: Any = None  # the one that has begun
+        self._left = b""  # what was read behind its end
+
+    def read(self, nbytes: int) -> bytes:
+        """Return some bytes, about so many before they are decompressed; none at the end.
+
+        Raises:
+            EOFError: The file ends within a frame.
+            OSError: It is no such file.
+        """
+        import zstandard
+
+        while data := self._left or self._file.read(nbytes):
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                found: bytes = self._frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from error
+            self._left = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+            if found:
+                return found
+        if self._frame is not None:
+            msg = "the file ends within a frame of zstd"
+            raise EOFError(msg)
+        return b""
+
+    def seek(self, position: int) -> None:
+        """Skip so many decompressed bytes, of a file that was just opened."""
+        while position > 0:
+            found = self.read(min(position, _CHUNK_NBYTES))
+            position -= len(found)
+            if position < 0 or not found:
+                msg = "the file has changed since its beginning was read"
+                raise OSError(msg)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def _write(part: Path, *data: bytes) -> None:

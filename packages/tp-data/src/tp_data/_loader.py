@@ -24,7 +24,7 @@ from tp_core.data import Share
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.internal import Envelope, preserve_rng_state, start
 
-from tp_data._batches import Batcher, BatchSize, Item, ItemsInOrder, Row, positions_in
+from tp_data._batches import Batcher, BatchSize, Item, ItemsInOrder, Row, UnfitSampleError, positions_in
 from tp_data._costs import Costs
 from tp_data._stream import Stream
 
@@ -351,7 +351,11 @@ class Loader:
         batcher.start(state.get("batcher"), lambda positions: list(self._items(positions, epoch)))
         remaining = ItemsInOrder(numbers) if batcher.cost is None else costly()
         for number in count(state["batch"]):
-            rows = batcher.next_batch(remaining)
+            try:
+                rows = batcher.next_batch(remaining)
+            except UnfitSampleError as error:
+                where = self.stream.place(error.position, epoch=epoch).where
+                raise LoaderError(f"{where}: {error}") from None  # noqa: EM102 - a place before a sentence
             if rows is None:
                 return
             if isinstance(remaining, ItemsInOrder):

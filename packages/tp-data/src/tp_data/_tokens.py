@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 from tp_core.errors import ConfigError, LoaderError
 
-from tp_data._batches import Batcher, Item, Piece, Row
+from tp_data._batches import Batcher, Item, Piece, Row, UnfitSampleError
 from tp_data._packed_rows import Arguments, RowForm, TokenBatch, pad_samples
 
 Last = Literal["spread", "drop", "pad"]
@@ -196,26 +196,23 @@ class TokenBudget(_Windowed):
         super().__init__(_check_number("window", window), least=2 * tokens)
 
     def _parts_of(self, item: Item) -> list[_Part]:
+        if self.buckets and item.cost > self.buckets[-1]:
+            msg = (
+                f"the sample at position {item.position} has {item.cost} tokens, and the longest of "
+                f"TokenBudget's buckets {self.buckets[-1]}; give a longer one, or shorten the samples"
+            )
+            raise UnfitSampleError(item.position, msg)
         if self._padded(item.cost) > self.tokens:
             msg = (
                 f"the sample at position {item.position} has {item.cost} tokens, more than the budget of "
                 f"{self.tokens} for a whole batch; raise TokenBudget(tokens=...), or shorten the samples"
             )
-            raise LoaderError(msg)
+            raise UnfitSampleError(item.position, msg)
         return [_Part(item.position, 0, item.cost)]
 
     def _padded(self, tokens: int) -> int:
-        """Return the length that a sample is padded to.
-
-        Raises:
-            LoaderError: It is longer than the longest bucket.
-        """
-        if not self.buckets:
-            return tokens
-        if tokens > self.buckets[-1]:
-            msg = f"a sample has {tokens} tokens, and the longest of TokenBudget's buckets {self.buckets[-1]}"
-            raise LoaderError(msg)
-        return self.buckets[bisect_left(self.buckets, tokens)]
+        """Return the length that a sample is padded to."""
+        return self.buckets[bisect_left(self.buckets, tokens)] if self.buckets else tokens
 
     def _plan(
         self, rest: list[_Part], new: list[_Part], *, has_ended: bool
@@ -354,7 +351,7 @@ class Packed(_Windowed):
                 f"the sample at position {item.position} has {tokens} tokens, and a row {length}; take "
                 "Packed(long='split') or 'truncate', or longer rows"
             )
-            raise LoaderError(msg)
+            raise UnfitSampleError(item.position, msg)
         stops = range(length, tokens + length, length) if self.long == "split" else [length]
         return [_Part(item.position, s - length, min(s, tokens), whole=False) for s in stops]
 
