@@ -371,9 +371,21 @@ def four():
         yield ranks
 
 
+UNEVEN = {"accumulate": 2, "samples": 7, "batch_size": 3}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [FSDP, SHARD, BOTH], ids=["fsdp", "shard", "shard and fsdp"])
-@pytest.mark.parametrize("arguments", [{}, {"accumulate": 2, "samples": 7, "batch_size": 3}])
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [
+        pytest.param(FSDP, {}, id="fsdp"),
+        pytest.param(BOTH, UNEVEN, id="shard and fsdp, uneven"),
+        pytest.param(FSDP, UNEVEN, id="fsdp, uneven", marks=pytest.mark.nightly),
+        pytest.param(SHARD, {}, id="shard", marks=pytest.mark.nightly),
+        pytest.param(SHARD, UNEVEN, id="shard, uneven", marks=pytest.mark.nightly),
+        pytest.param(BOTH, {}, id="shard and fsdp", marks=pytest.mark.nightly),
+    ],
+)
 def test_weights_may_be_sharded_or_split_beside_the_sequences(four, layout, arguments):
     arguments = {**arguments, "clip_norm": 0.5, "predicts": True}
     expected = in_layout(None, **arguments)
@@ -391,7 +403,12 @@ def end(layout, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "others"), [(FSDP, [None, "ddp"]), (BOTH, [({"context": 4}, {})]), (None, [FSDP, SHARD])]
+    ("layout", "others"),
+    [
+        pytest.param(FSDP, [None, "ddp"], marks=pytest.mark.nightly),
+        (BOTH, [({"context": 4}, {})]),
+        pytest.param(None, [FSDP, SHARD], marks=pytest.mark.nightly),
+    ],
 )
 def test_a_run_is_resumed_beside_other_dimensions(four, tmp_path, layout, others):
     expected = in_layout(None)
@@ -643,7 +660,7 @@ def test_planted_faults_are_found_and_what_is_right_trains(pair):
     assert said[0][len(FAULTS) :] == [("", "trained")] * len(right)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_cannot_be_split_is_refused_on_all_ranks_that_hold_shards(four):
     names = [ByHand, Counting]
     cases = [(m, s) for m, s, _ in REFUSED if m in names or s in (by_rank, late_by_rank, miscounting)]

@@ -46,7 +46,7 @@ class TestOneCopyOnTwoRanks(_Split):
         return split_model()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestTwoCopiesOnFourRanks(_Split):
     processes = 4
     exchange_processes = 4

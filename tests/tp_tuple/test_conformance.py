@@ -20,7 +20,7 @@ class TestTwoDevices(BackendConformance):
     devices = ("cpu", "cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestThreeDevicesWithCopies(BackendConformance):
     backend = TupleBackend
     devices = ("cpu", "cpu", "cpu")
