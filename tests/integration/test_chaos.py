@@ -70,9 +70,9 @@ def mix_up(parts):
 @pytest.mark.parametrize(
     ("ranks", "backend", "more", "damage"),
     [
-        pytest.param(2, "fsdp", [], flip_a_bit, id="two", marks=pytest.mark.nightly),
+        pytest.param(2, "fsdp", [], flip_a_bit, id="two", marks=pytest.mark.slow),
         pytest.param(4, "fsdp", [], mix_up, id="four", marks=pytest.mark.nightly),
-        pytest.param(4, "shard", ["--tensor", "2"], cut_off, id="two-by-two", marks=pytest.mark.slow),
+        pytest.param(4, "shard", ["--tensor", "2"], cut_off, id="two-by-two", marks=pytest.mark.nightly),
     ],
 )
 def test_a_part_that_was_damaged_after_the_kill_costs_the_steps_of_one_checkpoint(

@@ -12,7 +12,7 @@ CLASSIFIER = Path(__file__).parents[2] / "docs" / "examples" / "classifier.py"
 
 @pytest.mark.takes(40)
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_the_classifier_grows(ranks, tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
     environ = {k: v for k, v in os.environ.items() if not k.startswith("TP_")}

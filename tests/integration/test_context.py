@@ -22,6 +22,7 @@ from tests.installed import backend_class
 from tests.integration import context_families as families
 
 NIGHTLY = [
+    ("mistral", "packed"), ("gpt2", "prefix"), ("bert", "right"),
     ("llama", "packed"), ("qwen3", "none"), ("gemma2", "none"), ("gpt_oss", "none"), ("mixtral", "none"),
     ("opt", "left"), ("roberta", "right"), ("modernbert", "none"), ("falcon", "none"),
     ("bart", "left"), ("whisper", "none"), ("qwen2_moe", "right"),
@@ -759,9 +760,6 @@ def test_bad_input_is_one_sentence_on_all_ranks(pair):
     ("name", "mask"),
     [
         ("llama", "left"),
-        ("mistral", "packed"),
-        ("gpt2", "prefix"),
-        ("bert", "right"),
         ("t5", "left"),
         *[pytest.param(n, m, marks=pytest.mark.nightly) for n, m in NIGHTLY],
     ],

@@ -33,7 +33,7 @@ def test_the_digits_are_read_in_this_process_too(tmp_path, capsys, one_thread_pe
     [
         pytest.param(ALONE, "single", "auto", id="alone", marks=pytest.mark.nightly),
         pytest.param(LAUNCHED, "ddp", "auto", id="launched", marks=pytest.mark.slow),
-        pytest.param(TWO_DEVICES, "tuple", "auto", id="two devices", marks=pytest.mark.slow),
+        pytest.param(TWO_DEVICES, "tuple", "auto", id="two devices", marks=pytest.mark.nightly),
         pytest.param(
             [*TWO_DEVICES, "--backend", "dp-gather"],
             "dp-gather",

@@ -12,7 +12,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "resumed.py"
 
 
 @pytest.mark.takes(100)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_resumed_on_another_number_of_processes_meets_the_uninterrupted_one(tmp_path):
     out = tmp_path / "picture.png"
     command = [sys.executable, str(PICTURE), "--out", str(out)]

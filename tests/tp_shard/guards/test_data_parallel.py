@@ -122,7 +122,13 @@ def a_split_layer_alone_under_ddp_keeps_its_shards():
 
 @pytest.mark.parametrize(
     "check",
-    [wrapped_over_all_ranks, registered_before, registered_afterwards, wrapped_over_the_data_group],
+    [
+        wrapped_over_all_ranks,
+        *(
+            pytest.param(check, marks=pytest.mark.slow)
+            for check in (registered_before, registered_afterwards, wrapped_over_the_data_group)
+        ),
+    ],
     ids=lambda c: c.__name__,
 )
 def test_two_groups_under_data_parallelism_never_part(on_ranks, check):
@@ -165,6 +171,7 @@ def test_one_group_of_split_layers_alone(on_ranks):
     on_ranks(2, a_model_of_split_layers_alone_is_wrapped_before_and_after_they_are_registered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
     [

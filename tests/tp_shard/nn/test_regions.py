@@ -190,9 +190,17 @@ CHECKS = [
     encoder_layers_of_torch_are_right_in_evaluation,
     a_column_layer_without_its_row_layer_is_named,
 ]
+LONG = [
+    blocks_that_cannot_work_in_parts_stay_whole_or_are_joined_or_count_their_heads,
+    encoder_layers_of_torch_are_right_in_evaluation,
+]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, marks=pytest.mark.slow if check in LONG else ()) for check in CHECKS],
+    ids=lambda c: c.__name__,
+)
 def test_on_ranks(on_ranks, world, check):
     on_ranks(world, check)

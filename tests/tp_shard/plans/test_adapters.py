@@ -122,8 +122,8 @@ def trains(family, kind, plan):
 def each_once():
     """Each family and each kind of adapters once in the slow part; the others of the product are nightly."""
     for family, kind in itertools.product(FAMILIES, KINDS):
-        slow = pytest.mark.slow if kind == "lora" or family == "llama" else pytest.mark.nightly
-        yield pytest.param(family, kind, marks=() if (family, kind) in PLANS else slow)
+        is_slow = kind == "lora" or family == "llama" or (family, kind) in PLANS
+        yield pytest.param(family, kind, marks=pytest.mark.slow if is_slow else pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(("family", "kind"), list(each_once()))
@@ -316,6 +316,7 @@ def test_adapters_on_parts_of_a_sequence_are_right(kind):
     ts.verify(model, PARTS | plan, inputs("llama")).assert_ok()
 
 
+@pytest.mark.slow
 def test_adapters_train_on_parts_of_a_sequence_like_one_device(on_ranks):
     on_ranks(2, lambda: trains("llama", "lora", PARTS))
 

@@ -66,9 +66,7 @@ def test_a_run_that_is_killed_before_some_operation_goes_on(tmp_path, name):
 
 
 @pytest.mark.takes(60)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n == "several" else pytest.mark.nightly) for n in SETTINGS],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_that_is_killed_before_any_operation_goes_on(tmp_path, name):
     check_points(tmp_path, name, lambda count: range(1, count))

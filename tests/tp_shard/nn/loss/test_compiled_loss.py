@@ -83,11 +83,8 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "check",
-    [*(pytest.param(check, marks=pytest.mark.slow) for check in CHECKS[:2]), CHECKS[2]],
-    ids=lambda c: c.__name__,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_without_a_process_group(check):
     with warnings.catch_warnings():
         check()

@@ -324,18 +324,17 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "check",
-    [*(pytest.param(check, marks=pytest.mark.slow) for check in CHECKS[:2]), *CHECKS[2:]],  # drawn ones
-    ids=lambda c: c.__name__,
-)
+FIRST_SLOW = [*(pytest.param(check, marks=pytest.mark.slow) for check in CHECKS[:2]), *CHECKS[2:]]  # drawn
+
+
+@pytest.mark.parametrize("check", FIRST_SLOW, ids=lambda c: c.__name__)
 def test_without_a_process_group(check):
     torch.manual_seed(0)
     check()
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", FIRST_SLOW, ids=lambda c: c.__name__)
 def test_on_ranks(on_ranks, world, check):
     on_ranks(world, check)
 
