@@ -120,9 +120,11 @@ def trains(family, kind, plan):
 
 
 def each_once():
-    """Each family and each kind of adapters once in the slow part; the others of the product are nightly."""
+    """Each kind of adapters and two families more in the slow part; the others of the product are nightly."""
     for family, kind in itertools.product(FAMILIES, KINDS):
-        is_slow = kind == "lora" or family == "llama" or (family, kind) in PLANS
+        is_slow = (
+            family == "llama" or (family, kind) in PLANS or (kind == "lora" and family in ("t5", "bert"))
+        )
         yield pytest.param(family, kind, marks=pytest.mark.slow if is_slow else pytest.mark.nightly)
 
 
@@ -227,7 +229,11 @@ def drops(family, kind, plan):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [(family, kind) for family in ("llama", "gpt2", "bert", "t5") for kind in ("lora", "dora")],
+    [
+        pytest.param(family, kind, marks=() if kind == slow else pytest.mark.nightly)
+        for family, slow in {"llama": "lora", "gpt2": "dora", "bert": "lora", "t5": "dora"}.items()
+        for kind in ("lora", "dora")
+    ],
 )
 def test_dropout_of_adapters_is_drawn_alike_before_columns_and_apart_before_rows(on_ranks, family, kind):
     plan = LLAMA if family == "llama" else plan_of(family, kind)

@@ -1,6 +1,7 @@
 """Models that others wrote, split by proven plans, train, generate and are saved like the whole ones."""
 
 import copy
+import itertools
 import tempfile
 import warnings
 from pathlib import Path
@@ -184,7 +185,9 @@ FAMILIES = {
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", DECODER | MOE | {"num_experts": 4}),
     "dinov2": ("Dinov2Model", "Dinov2Config", IMAGES | {"mlp_ratio": 2}),
 }
-FAST = ("gpt2",)
+# One for each way that attention, positions, experts or heads are made; all families are trained nightly.
+SLOW = {"llama", "gpt2", "gemma3", "bloom", "cohere-norms", "t5", "bert-classes", "vit"}
+SLOW |= {"mixtral", "deepseek-v3", "gpt-oss", "torch"}
 # Their attention is split by columns and rows whose outputs are joined, or not at all.
 JOINED = {"olmo2", "olmoe", "cohere-norms", "stablelm-norms"}
 WHOLE = {"deepseek-v3"}
@@ -353,10 +356,11 @@ def check(family, **options):
     return lambda: splits(family, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "family",
-    [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in [*FAMILIES, "torch"]],
+    [pytest.param(f, marks=() if f in SLOW else pytest.mark.nightly) for f in [*FAMILIES, "torch"]],
 )
 def test_a_family_trains_generates_and_is_saved_like_the_whole_model(on_ranks, world, family):
     joined = JOINED | JOINED_ON_4 if world == 4 else JOINED
@@ -421,8 +425,21 @@ def test_ranks_of_a_family_with_dropout_stay_alike(on_ranks, world, family):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", ["llama-one-key-head", "gpt2", "qwen3", "bloom"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        ("llama-one-key-head", "sdpa"),
+        ("gpt2", "eager"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in [
+                ("llama-one-key-head", "eager"),
+                ("gpt2", "sdpa"),
+                *itertools.product(["qwen3", "bloom"], ["eager", "sdpa"]),
+            ]
+        ),
+    ],
+)
 @pytest.mark.slow
 def test_padded_batches_are_right(on_ranks, world, attention, family):
     for found in on_ranks(world, check(family, plan="auto", padded=True, attention=attention)):
@@ -433,7 +450,9 @@ BROUGHT = ["llama", "qwen3", "phi3", "gpt-neox", "olmo2", "mixtral", "deepseek-v
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", BROUGHT)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in SLOW else pytest.mark.nightly) for f in BROUGHT]
+)
 def test_the_plan_that_a_model_brings_along_is_translated(family):
     model = make(family)
     brought, found = ts.plans.from_hf(model, verbose=False), ts.plans.auto(model, verbose=False)

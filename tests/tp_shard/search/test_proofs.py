@@ -92,6 +92,7 @@ def test_buffers_that_training_writes_are_those_of_the_whole_model():
     assert not ts.verify(model, {"0": ts.Column(), "2": ts.Row()}, x).ok
 
 
+@pytest.mark.slow
 def test_a_users_batch_is_tried_without_the_cache():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
