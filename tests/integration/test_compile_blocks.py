@@ -88,7 +88,9 @@ def trained(backend, *, compiled, make=Network, policy=None, options=None, accum
         ts = pytest.importorskip("tp_shard")
         if not ts.distributed.is_initialized():
             ts.distributed.init_process_group()
-        names = ("1", "3") if make is whole else ("blocks.*.inner", "blocks.*.outer")
+        names = {whole: ("1", "3"), Torchs: ("blocks.layers.*.linear1", "blocks.layers.*.linear2")}.get(
+            make, ("blocks.*.inner", "blocks.*.outer")
+        )
         model = ts.parallelize(model, {names[0]: ts.Column(), names[1]: ts.Row()})
     if policy is not None:
         checkpoint_activations(model, **policy)
@@ -186,6 +188,8 @@ def test_torchs_own_blocks_are_compiled(pool):
     for found in (
         compare("single", make=Torchs),
         *pool.run(functools.partial(compare, "ddp", make=Torchs)),
+        compare("tuple", WHOLE, make=Torchs),
+        *pool.run(functools.partial(compare, "shard", make=Torchs)),
         *pool.run(functools.partial(compare, "fsdp", make=Torchs)),
         *pool.run(functools.partial(compare, "fsdp", WHOLE, make=Torchs)),  # unit by unit
     ):

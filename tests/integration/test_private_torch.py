@@ -50,6 +50,7 @@ REASONS = {
     "torch._C._len_torch_dispatch_stack": "whether the caller is in a mode",
     "torch._C._len_torch_function_stack": "whether the caller is in a mode",
     "torch._C._current_graph_task_id": "whether a forward runs within a backward pass, for a checkpoint",
+    "torch._C._dynamo.eval_frame": "what a mode does to an operator is not compiled by itself",
     "torch._C._nn": "random operators that have no public name",
     "torch._ops.OpOverload": "the type of an operator, which says whether it is random",
     "torch._ops.OpOverloadPacket": "the type of an operator, which says whether it is random",

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import Context, copy_context
 from functools import lru_cache, partial
 from types import FrameType, GeneratorType, TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn import functional as F
@@ -180,6 +181,7 @@ def _is_random_inside(function: Callable[..., Any]) -> bool:
 
 
 _CPU = torch.device("cpu")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Streams:
@@ -236,6 +238,18 @@ class Streams:
         return self._lock
 
 
+def not_compiled_alone(function: Function) -> Function:
+    """Keep the compiler from compiling a function by itself; it may trace through it as part of a model.
+
+    It is for a mode's `__torch_function__`, which runs once for each operator after a graph break. torch 2.13
+    would compile that, and its guards then pass for other operators: ``x.dim()`` returned a dtype. No public
+    function does only this: ``torch.compiler.disable`` would break the graph of the model at each operator.
+    """
+    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, default))
+    return function
+
+
 class SerializedRng(TorchFunctionMode):
     """A mode that runs random operations one at a time, with the replica's state in a shared generator."""
 
@@ -246,6 +260,7 @@ class SerializedRng(TorchFunctionMode):
         self._number = number
         self._state: Tensor | None = None
 
+    @not_compiled_alone
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from tp_core.errors import ModelError
-from tp_core.internal import is_random_op
+from tp_core.internal import is_random_op, not_compiled_alone
 
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import get_state, mixed_seed, set_state
@@ -293,6 +293,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._draws = draws
 
+    @not_compiled_alone
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
