@@ -1,6 +1,12 @@
 """How the site is made: hatch run docs."""
 
+import sys
 from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import _reference
 
 project = "tp"
 release = metadata.version("tp-core")
@@ -26,6 +32,14 @@ copybutton_prompt_text = "$ "
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+# `hatch run release --url` writes the address into the packages; without one, no page links to its source.
+_urls = dict(line.split(", ") for line in metadata.metadata("tp-core").get_all("Project-URL", ()))
+if "Homepage" in _urls:
+    html_theme_options = {
+        "source_repository": f"{_urls['Homepage']}/",
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_favicon = "_static/icon.svg"
 pygments_dark_style = "github-dark"
 
@@ -48,7 +62,7 @@ nitpick_ignore_regex = [
     # The same, as modules write them that import them for type checkers alone.
     ("py:class", r"DeviceMesh|Figure|Optimizer|Path|ProcessGroup|Tensor|nn\.Module|(np|pd|random)\.[\w.]+"),
     ("py:class", r"object \| ~collections\.abc\..*"),  # a union is cut at its commas
-    ("py:class", r"tp_[\w.]+\.(OptionsT|State|R|T\d?)|P"),
+    ("py:class", r"tp_[\w.]+\.(OptionsT|State|R|T\d?)|P|_pickle\..*"),
 ]
 nitpick_ignore = [
     # What arguments are whose values only other packages of ours make.
@@ -58,6 +72,14 @@ nitpick_ignore = [
     ("py:class", "tp_runner._options.ItemOptions"),
     ("py:class", "tp_runner._scheduling._source.MapStyle"),
     ("py:class", "tp_runner._stream.OpenRun"),
+    ("py:class", "tp_shard._split.Split"),
     ("py:class", "tp_shard.nn._sequence.SequenceState"),
+    ("py:class", "tp_trainer.compat.accelerate.Loader"),
+    ("py:class", "tp_trainer.compat.lightning._LoggerView"),
     ("py:class", "tp_trainer.testing._conformance.Outcome"),
 ]
+
+
+def setup(app):
+    """Write the reference's pages before Sphinx looks for pages."""
+    app.connect("config-inited", lambda app, _config: _reference.write(Path(app.srcdir)))

@@ -45,6 +45,10 @@ CUT_OFF = """
         .filter(t => t.rows[0].cells.length <= 3 && t.scrollWidth > t.parentElement.clientWidth + 1)
         .map(t => t.innerText.slice(0, 60));
 """
+CODE_CUT = """
+    return [...document.querySelectorAll('article pre')].filter(p => p.scrollWidth > p.clientWidth + 1)
+        .map(p => p.innerText.slice(0, 60));
+"""
 # The contrast of text and what is behind it, as WCAG 2 defines it, for the first of each kind on the page.
 CONTRASTS = """
     const parse = text => (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
@@ -156,6 +160,7 @@ def test_every_page_is_whole_wide_and_narrow_light_and_dark(browser, site, addre
         for size in (WIDE, NARROW):
             resize(browser, *size)
             wrong += [f"{name} is wider than {size[0]}: {e}" for e in browser.execute_script(OVERFLOW)]
+            wrong += [f"{name} cuts code off at {size[0]}: {c}" for c in browser.execute_script(CODE_CUT)]
         wrong += [f"{name} cuts a table off on a phone: {t}" for t in browser.execute_script(CUT_OFF)]
     for page, links in wanted.items():
         for fragment, source in links:

@@ -236,7 +236,7 @@ class Accelerator:
 
     @property
     def distributed_type(self) -> str:
-        """The kind of job: "NO", or "MULTI_GPU" or "MULTI_CPU" with several processes."""
+        """Return "NO"; with several processes "MULTI_GPU" or "MULTI_CPU"."""
         if not self.use_distributed:
             return "NO"
         return "MULTI_CPU" if self.device.type == "cpu" else "MULTI_GPU"
