@@ -20,6 +20,26 @@ BANNED = {
     r"\bshall\b": "must, or the imperative",
 }
 
+GUIDES = [
+    *ROOT.glob("docs/*.md"),
+    *(
+        p
+        for folder in ("trainer", "resuming", "fsdp", "plugins", "tutorial")
+        for p in ROOT.glob(f"docs/{folder}/*.md")
+    ),
+]
+WORDS = 900
+SENTENCE = 40  # words; most have less than half
+LOOKED_UP = {  # tables and programs that nobody reads from top to bottom
+    "benchmarks.md",
+    "commands.md",
+    "migration.md",
+    "migration-jobs.md",
+    "migration-names.md",
+    "plugin-tests.md",
+    "runner-peers.md",
+}
+
 
 def turns(text):
     """Return (line, turn, better) for each banned turn."""
@@ -29,6 +49,20 @@ def turns(text):
         for turn, better in BANNED.items()
         if (found := re.search(turn, line, re.IGNORECASE))
     ]
+
+
+def long_sentences(text):
+    """Return the sentences of a text that have too many words, without those of tables and programs."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *\|.*$", "", text, flags=re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n|\n(?= *[-*\d] )|\n(?=#)", text)
+    sentences = [s for p in paragraphs for s in re.split(r"(?<=[.!?:;])\s", " ".join(p.split()))]
+    return [sentence for sentence in sentences if len(sentence.split()) > SENTENCE]
+
+
+def test_no_sentence_of_the_documents_is_endless():
+    found = {str(p.relative_to(ROOT)): long_sentences(p.read_text()) for p in DOCUMENTS}
+    assert {page: long for page, long in found.items() if long} == {}
 
 
 def test_documents_have_no_banned_turn():
@@ -41,3 +75,8 @@ def test_a_banned_turn_is_found():
         (1, "that of", "a possessive, or the noun again"),
         (2, "shall", "must, or the imperative"),
     ]
+
+
+def test_a_guide_is_one_task():
+    words = {str(p.relative_to(ROOT)): len(p.read_text().split()) for p in GUIDES if p.name not in LOOKED_UP}
+    assert {page: count for page, count in words.items() if count > WORDS} == {}

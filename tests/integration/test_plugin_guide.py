@@ -8,33 +8,31 @@ from pathlib import Path
 from tp_core.testing import AdapterConformance, EngineConformance, LoggerConformance
 from tp_trainer.testing import CallbackConformance
 
-GUIDE = Path(__file__).parents[2] / "docs" / "plugins.md"
-GUIDE_OF_TESTS = GUIDE.with_name("plugin-tests.md")
+GUIDES = Path(__file__).parents[2] / "docs" / "plugins"
+GUIDE_OF_TESTS = GUIDES.with_name("plugin-tests.md")
 
 
-def defined_in_the_block_of(name, guide=GUIDE):
-    """Return a class that a block of the guide defines, with the imports of the blocks before it."""
+def defined_in_the_block_of(name, guide):
+    """Return a class that a block of a guide defines, with its imports."""
     blocks = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [b for b in blocks if f"class {name}(" in b]
     kept = (ast.Import, ast.ImportFrom, ast.ClassDef)  # and not what uses them
     body = [node for node in ast.parse(block).body if isinstance(node, kept)]
     namespace = {"__name__": "guide"}
-    exec("from tp_core.discovery import PluginRegistry", namespace)
-    exec("from tp_core.plugins import Backend, Session, Verdict, hookimpl", namespace)
     exec(compile(ast.Module(body, []), str(guide), "exec"), namespace)
     return namespace[name]
 
 
 class TestTheAdapterOfTheGuide(AdapterConformance):
-    adapter = defined_in_the_block_of("SpreadAdapter")
+    adapter = defined_in_the_block_of("SpreadAdapter", GUIDES / "adapter.md")
 
 
 class TestTheEngineOfTheGuide(EngineConformance):
-    engine = defined_in_the_block_of("FuturesEngine")
+    engine = defined_in_the_block_of("FuturesEngine", GUIDES / "engine.md")
 
 
 class TestTheLoggerOfTheGuide(LoggerConformance):
-    logger = defined_in_the_block_of("OneFileLogger")
+    logger = defined_in_the_block_of("OneFileLogger", GUIDES / "logger.md")
 
     def make(self, folder):
         return self.logger(folder / "numbers.json")
@@ -51,7 +49,7 @@ class TestTheLoggerOfTheGuideOfTests(defined_in_the_block_of("TestLines", GUIDE_
 
 
 class TestTheCallbackOfTheGuide(CallbackConformance):
-    callback = defined_in_the_block_of("Energy")
+    callback = defined_in_the_block_of("Energy", GUIDES / "callback.md")
 
     def make(self, folder):
         return self.callback()
