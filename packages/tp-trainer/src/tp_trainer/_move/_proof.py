@@ -1,0 +1,90 @@
+"""The losses of a script and of its moved twin, step by step, side by side."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from rich.table import Table
+from tp_core.errors import RankFailedError
+from tp_core.internal import write_atomically
+
+_CLOSE = 1e-4  # relative: sums of float32 in another order
+_MOST_LINES = 12
+
+
+def proof(script: Path, changed: str, arguments: Sequence[str], *, steps: int) -> Table:
+    """Run both scripts, and return a table of their losses.
+
+    Args:
+        script: The script.
+        changed: The source of the moved one; it runs beside the script, from a file that is then removed.
+        arguments: The arguments of both.
+        steps: The number of optimizer steps.
+
+    Raises:
+        RankFailedError: A run failed; with the end of what it said.
+    """
+    twin = script.with_name(f".{script.stem}_tp_{os.getpid()}.py")
+    runs = {"before": (script, 1), "with tp": (twin, 1), "with tp, 2 ranks": (twin, 2)}
+    source = script.read_text(encoding="utf-8")
+    if "init_process_group" in source:
+        # What joins a process group by itself needs a launcher for one rank, too.
+        runs = {"before": (script, 0), "before, 2 ranks": (script, 2), **dict(list(runs.items())[1:])}
+    elif "accelerate" in source:
+        runs = {"before": (script, 1), "before, 2 ranks": (script, 2), **dict(list(runs.items())[1:])}
+    write_text(changed, twin)
+    try:
+        found = {name: _losses(*run, arguments, steps) for name, run in runs.items()}
+    finally:
+        twin.unlink(missing_ok=True)
+    table = Table(title=f"the loss in each of {steps} steps, on the CPU, data in order, no dropout")
+    for name in ("backward", *found):
+        table.add_column(name, justify="right")
+    for number, row in enumerate(zip_longest(*found.values()), start=1):
+        table.add_row(str(number), *(f"{v:.6f}" if v is not None else "-" for v in row))
+    reference, *others = found
+    for name in others:
+        pairs = list(zip(found[reference], found[name], strict=False))
+        same = sum(abs(a - b) <= _CLOSE * max(abs(a), 1e-6) for a, b in pairs)
+        table.caption = f"{table.caption or ''}{name}: {same} of {len(pairs)} equal to {reference}\n"
+    return table
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file, which a crash leaves as it was."""
+
+    def write(part: Path) -> None:
+        part.write_text(text, encoding="utf-8")
+
+    write_atomically(write, path)
+
+
+def _losses(script: Path, ranks: int, arguments: Sequence[str], steps: int) -> list[float]:
+    """Return the losses of one run; of several ranks their means."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = ["-m", "tp_trainer._move._steps", folder, str(steps), str(script.resolve()), *arguments]
+        if ranks != 1:
+            own = ["-m", "tp_core.cli", "launch", "-n", str(ranks or 1)]
+            run = [*own, "-m", *run[1:]]
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *run],
+            cwd=script.parent,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        files = sorted(Path(folder).glob("*.json"))
+        if done.returncode or not files:
+            said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_MOST_LINES:])
+            msg = f"{script.name} on {ranks or 1} rank(s) ended with {done.returncode}:\n{said}"
+            raise RankFailedError(msg)
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return [sum(values) / len(values) for values in zip(*found, strict=True)]
