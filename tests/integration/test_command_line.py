@@ -34,6 +34,7 @@ NOWHERE = {
     "jobs": ["nowhere"],
     "launch": ["nowhere.py"],
     "logs": ["nowhere"],
+    "move": ["nowhere.py"],
     "explain": ["nothing"],
     "new-plugin": ["nothing", "nowhere"],
     "report": ["nowhere"],

@@ -44,9 +44,6 @@ def _move(
     It knows plain loops, DistributedDataParallel, Accelerate's Accelerator and Lightning's Trainer. What it
     could not decide stands in comments that begin with "tp:". The script itself is not changed.
     """
-    check_installed("libcst", by="tp move", extra="tp-trainer[move]")
-    from tp_trainer._move._rewrite import moved
-
     try:
         source = script.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -55,13 +52,15 @@ def _move(
     except (OSError, UnicodeDecodeError) as error:
         msg = f"{script} cannot be read as text: {error}"
         raise ConfigError(msg) from error
+    check_installed("libcst", by="tp move", extra="tp-trainer[move]")
+    from tp_trainer._move._proof import proof, write_text
+    from tp_trainer._move._rewrite import moved
+
     changed = moved(source, str(script))
     diff = difflib.unified_diff(
         source.splitlines(keepends=True), changed.splitlines(keepends=True), str(script), f"{script} with tp"
     )
     print("".join(line if line.endswith("\n") else f"{line}\n" for line in diff), end="")
-    from tp_trainer._move._proof import proof, write_text
-
     if write is not None:
         write_text(changed, write)
     if prove:
