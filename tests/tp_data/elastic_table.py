@@ -1,8 +1,8 @@
 """Sources on any ranks and workers, changed in the epoch: python -m tests.tp_data.elastic_table [NAME ...]
 
-Each line is a source. A cell has the number of steps whose ids are those of one rank without workers, of all
-steps; the last column changes ranks and workers three times within the epoch. The exit status is 1 if a step
-differs anywhere.
+Each line is a source, or a loader of others. A cell has the number of steps whose ids are those of one rank
+without workers, of all steps; the last column changes ranks and workers three times within the epoch. The
+exit status is 1 if a step of ours differs anywhere.
 """
 
 import importlib.util
@@ -136,6 +136,63 @@ BATCHERS = {
 }
 
 
+# -- Others, on the same table ---------------------------------------------------------------------
+# They need a batch that the number of ranks divides, so theirs is 12; what counts is the set of a step's ids.
+
+
+class Mosaic:
+    """StreamingDataset, by the plan from which each of its ranks and workers takes its samples."""
+
+    def __init__(self, folder):
+        from streaming import StreamingDataset
+
+        mosaic(folder)
+        options = {"num_canonical_nodes": 1, "shuffle": True, "shuffle_seed": 3, "shuffle_block_size": 1000}
+        self.dataset = StreamingDataset(local=str(folder / "mds"), batch_size=12, **options)
+
+    def steps(self, ranks, workers, state=None, number=None):
+        from streaming.base.batching import generate_work
+        from streaming.base.world import World
+
+        self.dataset.batch_size = 12 // ranks
+        world = World(num_nodes=1, ranks_per_node=ranks, workers_per_rank=max(workers, 1), worker=0)
+        work = generate_work("random", self.dataset, world, 0, state or 0)[0]
+        ordered = work.transpose(2, 1, 0, 3).reshape(-1, 12)  # (steps, samples of all ranks)
+        found = [sorted(i for i in step.tolist() if i >= 0) for step in ordered]
+        found = [step for step in found if step][:number]
+        return found, (state or 0) + sum(map(len, found))
+
+
+class Torchdata:
+    """torchdata's StatefulDataLoader over its own sampler for ranks."""
+
+    def __init__(self, _):
+        pass
+
+    def steps(self, ranks, workers, state=None, number=None):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+        loaders = []
+        for rank in range(ranks):
+            sampler = StatefulDistributedSampler(rows(), ranks, rank, shuffle=True, seed=3)
+            own = {"batch_size": 12 // ranks, "num_workers": workers, "collate_fn": list}
+            loaders.append(StatefulDataLoader(rows(), sampler=sampler, **own))
+            if state is not None:
+                loaders[-1].load_state_dict(state)
+        iterators, found = [iter(one) for one in loaders], []
+        while number is None or len(found) < number:
+            parts = [next(one, None) for one in iterators]
+            if None in parts:
+                break
+            found.append(sorted(row["id"] for part in parts for row in part))
+        return found, loaders[0].state_dict()
+
+
+PEERS = {"StreamingDataset": Mosaic, "StatefulDataLoader": Torchdata}
+NEEDS |= {"StreamingDataset": "streaming", "StatefulDataLoader": "torchdata"}
+
+
 def is_there(name):
     return name not in NEEDS or importlib.util.find_spec(NEEDS[name]) is not None
 
@@ -178,32 +235,48 @@ def steps(loader, ranks, state=None, number=None):
 
 def same(found, expected):
     """Return how many steps are the same."""
-    return sum(a == b for a, b in zip(found, expected, strict=False)) if len(found) == len(expected) else 0
+    return sum(a == b for a, b in zip(found, expected, strict=False))
 
 
-def changing(loader_of):
+def changing(take):
     """Return the ids of an epoch in which ranks and workers change three times."""
     state, found = None, []
     for ranks, workers, number in CHANGES:
-        more, state = steps(loader_of(workers), ranks, state, number)
+        more, state = take(ranks, workers, state, number)
         found += more
     return found
+
+
+def taking(name, folder):
+    """Return ``take(ranks, workers, state, number)``, which returns the ids of steps and a state."""
+    if name in PEERS:
+        return PEERS[name](folder).steps
+    loader_of = make(name, folder)
+    return lambda ranks, workers, *where: steps(loader_of(workers), ranks, *where)
+
+
+def failing(run, whole):
+    """Return how many steps are the same, or the name of the error of a loader that does not do it."""
+    try:
+        return same(run(), whole)
+    except Exception as error:  # noqa: BLE001 - of any peer
+        return type(error).__name__
 
 
 def main(names):
     columns = list(product(RANKS, WORKERS))
     print(f"{'ranks/workers':<24}" + "".join(f"{f'{r}/{w}':>7}" for r, w in columns) + f"{'changes':>9}")
     is_wrong = False
-    for name in names or SOURCES:
+    for name in names or [*SOURCES, *PEERS]:
         if not is_there(name):
             print(f"{name:<24} not here: {NEEDS[name]} is not installed")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            loader_of = make(name, Path(folder))
-            whole, _ = steps(loader_of(0), 1)
-            cells = [same(steps(loader_of(workers), ranks)[0], whole) for ranks, workers in columns]
-            cells.append(same(changing(loader_of), whole))
-        is_wrong |= any(cell != len(whole) for cell in cells)
+            take = taking(name, Path(folder))
+            whole, _ = take(1, 0)
+            cells = [same(take(ranks, workers)[0], whole) for ranks, workers in columns]
+            cells.append(failing(lambda take=take: changing(take), whole))
+        is_wrong |= name in SOURCES and cells != [len(whole)] * len(cells)
         *mine, last = [f"{cell}/{len(whole)}" for cell in cells]
         print(f"{name:<24}" + "".join(f"{cell:>7}" for cell in mine) + f"{last:>9}", flush=True)
     return int(is_wrong)

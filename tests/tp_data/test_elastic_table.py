@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tp_data.elastic_table import RANKS, SOURCES, changing, is_there, main, make, same, steps
+from tests.tp_data.elastic_table import RANKS, SOURCES, changing, is_there, main, taking
 
 # Each source with another number of ranks.
 PAIRS = list(zip(filter(is_there, SOURCES), RANKS[1:] * 4, strict=False))
@@ -13,19 +13,18 @@ MANY = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), PAIRS)
 def test_each_kind_of_source_is_elastic(name, ranks, tmp_path):
-    loader_of = make(name, tmp_path)
-    whole, _ = steps(loader_of(0), 1)
-    for found in (steps(loader_of(0), ranks)[0], steps(loader_of(1), 1)[0]):
-        assert same(found, whole) == len(whole)
+    take = taking(name, tmp_path)
+    whole, _ = take(1, 0)
+    assert take(ranks, 0)[0] == whole
+    assert take(1, 1)[0] == whole
 
 
 @MANY
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lines of JSON", "a mixture that changes", "Packed"])
 def test_ranks_and_workers_change_three_times_in_the_epoch(name, tmp_path):
-    loader_of = make(name, tmp_path)
-    whole, _ = steps(loader_of(0), 1)
-    assert changing(loader_of) == whole
+    take = taking(name, tmp_path)
+    assert changing(take) == take(1, 0)[0]
 
 
 @MANY
