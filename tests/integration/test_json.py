@@ -14,6 +14,7 @@ from tests.tp_commands import COMMANDS, options
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 THINGS = """
+import torch
 from torch import nn
 
 print("of the module")
@@ -21,6 +22,9 @@ print("of the module")
 def build():
     print("of the builder")
     return nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+def with_batch():
+    return {"model": build(), "batch": torch.zeros(2, 4, dtype=torch.long)}
 
 def upper(text):
     print("of the runner")
@@ -43,6 +47,7 @@ CALLS = {
     "estimate": ["things.py:build"],
     "jobs": [],
     "new-plugin": ["callback", "acme-callback"],
+    "plan": ["things.py:with_batch"],
     "report": ["run"],
     "run": ["things.py:upper", "--input", "in.txt", "--output", "out.jsonl", "--devices", "1"],
     "shard verify": ["things.py:build"],
@@ -57,6 +62,7 @@ MISTAKES = {
     "doctor --ranks 9999999": (2, "ConfigError", "9999999 processes", "errors#config-error"),
     "doctor --jsn": (2, "NoSuchOption", "--json", None),
     "docter": (2, "UsageError", "did you mean 'doctor'?", None),
+    "plan things.py:with_batch --devices 4": (2, "ConfigError", "links are not given", "errors#config-error"),
     "estimate things.py:biuld": (2, "ConfigError", "did you mean 'build'?", "errors#config-error"),
     "jobs extra": (2, "UsageError", "extra", None),
     "new-plugin bakend acme": (2, "BadParameter", "did you mean 'backend'?", None),

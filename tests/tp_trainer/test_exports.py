@@ -36,6 +36,7 @@ def test_the_public_names_of_tp_trainer_are_these():
         "hosting",
         "launch",
         "loggers",
+        "planning",
         "tuning",
         "write_report",
     ]

@@ -1,13 +1,13 @@
 """The backend that splits each sequence over ranks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tp_core.errors import ConfigError
-from tp_core.internal import RanksBackend
-from tp_core.jobs import Footprint, MemoryNeed, replicated_memory
+from tp_core.internal import RanksBackend, averaged_gradients, divisors
+from tp_core.jobs import Axis, Footprint, Forecast, Layout, MemoryNeed, StepWork, Transfer, replicated_memory
 from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_context._options import ContextOptions
@@ -65,6 +65,51 @@ class ContextBackend(RanksBackend[ContextOptions]):
             return None
         return replicated_memory(job, job.footprint, keeps_gradients=True)
 
+    def layouts(self, job: Job) -> Iterable[Layout]:
+        """Return each number of ranks that share a sequence, with each backend that can hold the weights."""
+        size = job.environment.world_size
+        for context in divisors(size):
+            options = {"context": {"context": context, "weights": "whole"}}
+            yield Layout(axes={"data": size // context, "context": context}, options=options)
+        for found in registry.backends():
+            if not found.item.shares_samples or found.item.name == "ddp":  # which is "whole"
+                continue
+            for inner in found.item.layouts(job):
+                yield from _around(found.item.name, inner)
+
+    def forecast(self, job: Job, layout: Layout) -> Forecast | None:
+        """Return slices of each sequence, and the all-gathers of keys and values of all."""
+        options, footprint = self.parse_options(job), job.footprint
+        if footprint is None or not footprint.attentions:
+            return None
+        context, tensor = layout.axes["context"], layout.axes.get("tensor", 1)
+        sliced = _sliced(replace(footprint, part=1 / context), context, options.attention)
+        if options.weights == "whole":
+            need = replicated_memory(job, sliced, keeps_gradients=True)
+            inner: Forecast | None = Forecast(
+                memory=need, work=StepWork(transfers=averaged_gradients(need.gradients, layout.ranks))
+            )
+        else:
+            weights, _ = self._weights(job)
+            inner = None if weights is None else weights.forecast(replace(job, footprint=sliced), layout)
+        if inner is None:
+            return None
+        once = footprint.keys // (2 * footprint.attentions) // tensor
+        gathers = Transfer(
+            kind="all-gather",
+            nbytes=once,
+            ranks=context,
+            stride=tensor,
+            times=4 * footprint.attentions,  # of keys, of values, in forward and in backward
+        )
+        sums = replace(gathers, kind="all-reduce", times=2 * footprint.attentions)
+        work = replace(
+            inner.work,
+            operations=inner.work.operations / context,
+            transfers=(*inner.work.transfers, gathers, sums),
+        )
+        return Forecast(memory=inner.memory, work=work)
+
     def open(self, job: Job) -> "ContextSession":
         """Join the process group, unless the script has done so, and form the groups.
 
@@ -103,6 +148,18 @@ class ContextBackend(RanksBackend[ContextOptions]):
             )
             raise ConfigError(msg)
         return backend, inner
+
+
+def _around(weights: str, inner: Layout) -> Iterable[Layout]:
+    """Yield a layout of the backend of the weights with its readers in groups that share a sequence.
+
+    Weights that are sharded are so over the ranks of a group, too.
+    """
+    axis: Literal["data", "fsdp"] = "fsdp" if inner.axes.get("fsdp", 1) > 1 else "data"
+    for context in divisors(inner.axes.get(axis, 1)):
+        axes: dict[Axis, int] = {**inner.axes, axis: inner.axes[axis] // context, "context": context}
+        options = {**inner.options, "context": {"context": context, "weights": weights}}
+        yield Layout(axes=axes, options=options, setup=inner.setup)
 
 
 def _sliced(footprint: Footprint, context: int, attention: str) -> Footprint:

@@ -1,4 +1,4 @@
-"""What a backend reads of a job: the model's traits, the precision, and the memory that training takes."""
+"""What a backend reads of a job and says of its layouts: traits, precision, memory, work of a rank."""
 
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from tp_core._contracts._job import Precision as Precision
     from tp_core._contracts._job import Recomputation as Recomputation
     from tp_core._contracts._job import replicated_memory as replicated_memory
+    from tp_core._contracts._layout import Axis as Axis
+    from tp_core._contracts._layout import Forecast as Forecast
+    from tp_core._contracts._layout import Layout as Layout
+    from tp_core._contracts._layout import StepWork as StepWork
+    from tp_core._contracts._layout import Transfer as Transfer
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -25,5 +30,6 @@ else:
                 "Recomputation",
                 "replicated_memory",
             ],
+            "tp_core._contracts._layout": ["Axis", "Forecast", "Layout", "StepWork", "Transfer"],
         },
     )

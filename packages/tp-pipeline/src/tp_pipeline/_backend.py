@@ -1,9 +1,11 @@
 """The backend that gives each rank some stages of the model."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from tp_core.errors import ConfigError
 from tp_core.internal import RanksBackend
+from tp_core.jobs import Forecast, Layout
 from tp_core.plugins import Job, Verdict
 
 from tp_pipeline._options import PipelineOptions
@@ -38,6 +40,23 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
             f"the stages of the model on {ranks} of {size} processes, for models that one device has no "
             "memory for; fsdp needs no cut of the model",
         )
+
+    def layouts(self, job: Job) -> Iterable[Layout]:
+        """Return numbers of ranks that hold a model together, schedules, and numbers of micro-batches.
+
+        Raises:
+            ModelError: The model has no blocks to cut between.
+        """
+        from tp_pipeline._forecast import list_layouts
+
+        size = job.environment.world_size
+        return [] if job.model is None or size == 1 else list_layouts(job.model, size)
+
+    def forecast(self, job: Job, layout: Layout) -> Forecast | None:
+        """Return the stages of the fullest rank, the bubble, and what neighbors send each other."""
+        from tp_pipeline._forecast import forecast
+
+        return forecast(job, layout, self.parse_options(job))
 
     def open(self, job: Job) -> "PipelineSession":
         """Join the process group, unless the script has done so, and form the groups.

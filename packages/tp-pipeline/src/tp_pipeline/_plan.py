@@ -662,15 +662,15 @@ def _balanced(
     # The calls before the second block belong to the first stage, and so on.
     bounds = [0, *places[1:], len(named)]
     pieces = [sum(costs[a:b]) for a, b in pairwise(bounds)]
-    ends = _smallest_largest(pieces, stages)
+    ends = smallest_largest(pieces, stages)
     return [named[bounds[e]] for e in ends]
 
 
-def _smallest_largest(pieces: list[float], parts: int) -> list[int]:
+def smallest_largest(pieces: list[float], parts: int) -> list[int]:
     """Cut a list into consecutive parts so that the largest sum is the smallest; return where parts begin.
 
     Example:
-        >>> _smallest_largest([1, 1, 1, 1, 4], 2)
+        >>> smallest_largest([1, 1, 1, 1, 4], 2)
         [4]
     """
     sums = [0.0]

@@ -1,11 +1,12 @@
 """The backend for models that are split over processes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tp_core.errors import ConfigError
 from tp_core.internal import RanksBackend, check_above_zero
-from tp_core.jobs import Footprint, MemoryNeed, replicated_memory
+from tp_core.jobs import Footprint, Forecast, Layout, MemoryNeed, replicated_memory
 from tp_core.plugins import Job, Verdict
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
@@ -110,6 +111,23 @@ class ShardBackend(RanksBackend[ShardOptions]):
         footprint = job.footprint.with_batch_of(together)
         ranks = max(1, copies // options.replicas)
         return sharded_memory(replace(job, footprint=footprint), options, ranks=ranks)
+
+    def layouts(self, job: Job) -> Iterable[Layout]:
+        """Return numbers of ranks that split tensors, and ways for the copies.
+
+        Raises:
+            ModelError: The model has no blocks that repeat.
+        """
+        from tp_shard._forecast import list_layouts
+
+        size = job.environment.world_size
+        return [] if job.model is None or size == 1 else list_layouts(job.model, size)
+
+    def forecast(self, job: Job, layout: Layout) -> Forecast | None:
+        """Return what a rank needs by the form of proven plans: the model is still plain."""
+        from tp_shard._forecast import forecast
+
+        return forecast(job, layout, self.parse_options(job).fully_sharded)
 
     def _need_of_ddp(self, job: Job, footprint: Footprint) -> MemoryNeed:
         together, copies = self._ranks(job)

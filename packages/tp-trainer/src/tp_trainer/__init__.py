@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tp_trainer import compat as compat
     from tp_trainer import hosting as hosting
     from tp_trainer import loggers as loggers
+    from tp_trainer import planning as planning
     from tp_trainer import tuning as tuning
     from tp_trainer._activations import checkpoint_activations as checkpoint_activations
     from tp_trainer._backends import DdpOptions as DdpOptions
@@ -46,7 +47,7 @@ else:
         __name__,
         {
             "tp_core.plugins": ["Callback", "RunView"],
-            "tp_trainer": ["callbacks", "compat", "hosting", "loggers", "tuning"],
+            "tp_trainer": ["callbacks", "compat", "hosting", "loggers", "planning", "tuning"],
             "tp_trainer._activations": ["checkpoint_activations"],
             "tp_trainer._backends": ["DdpOptions", "FsdpOptions"],
             "tp_trainer._checkpoint": ["Checkpoints"],

@@ -1,5 +1,6 @@
 """The backends for one device, and for one process per device: DDP, and sharded parameters (FSDP)."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -8,14 +9,17 @@ from torch import nn
 from tp_core.errors import ConfigError
 from tp_core.internal import (
     RanksBackend,
+    averaged_gradients,
     check_above_zero,
     check_offload,
+    divisors,
     find_units,
     move_module,
     resolve_options,
     sharded_memory,
+    sharded_transfers,
 )
-from tp_core.jobs import MemoryNeed, replicated_memory
+from tp_core.jobs import Forecast, Layout, MemoryNeed, StepWork, replicated_memory
 from tp_core.plugins import Backend, Job, NoOptions, Session, Verdict
 from tp_core.sessions import FullyShardOptions, ProcessGroupSession, join_process_group
 
@@ -56,6 +60,15 @@ class SingleBackend(Backend[NoOptions]):
         if job.footprint is None:
             return None
         return replicated_memory(job, job.footprint.with_batch_of(len(job.devices)))
+
+    def layouts(self, job: Job) -> Iterable[Layout]:
+        """Return the layout of one device."""
+        return [Layout(axes={})] if job.environment.world_size == 1 else []
+
+    def forecast(self, job: Job, layout: Layout) -> Forecast | None:  # noqa: ARG002 - there is one
+        """Return the memory of the device, which computes everything."""
+        need = self.estimate_memory(job)
+        return None if need is None else Forecast(memory=need, work=StepWork())
 
     def open(self, job: Job) -> Session:
         """Open a plain session: its defaults are for one device in one process."""
@@ -129,6 +142,20 @@ class DdpBackend(RanksBackend[DdpOptions]):
         # Gradients are views of the buckets, or are copied into them.
         buckets = 0 if options.gradient_as_bucket_view else job.footprint.gradients
         return replicated_memory(job, job.footprint, keeps_gradients=True, communication=buckets)
+
+    def layouts(self, job: Job) -> Iterable[Layout]:
+        """Return the layout in which each rank reads its own samples."""
+        size = job.environment.world_size
+        return [Layout(axes={"data": size})] if size > 1 else []
+
+    def forecast(self, job: Job, layout: Layout) -> Forecast | None:
+        """Return a copy of everything, and all-reduces of gradients."""
+        need = self.estimate_memory(job)
+        if need is None:
+            return None
+        return Forecast(
+            memory=need, work=StepWork(transfers=averaged_gradients(need.gradients, layout.ranks))
+        )
 
     def open(self, job: Job) -> "DdpSession":
         """Join the process group, unless the script has done so already."""
@@ -261,6 +288,36 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
         """Return the memory of a rank: its shards, and the units that are whole for a time."""
         options = self.parse_options(job)
         return sharded_memory(job, options, ranks=job.environment.world_size // options.replicas)
+
+    def layouts(self, job: Job) -> Iterable[Layout]:
+        """Return each number of copies, with parameters that are gathered twice for a batch or once."""
+        size, model = job.environment.world_size, job.model
+        if model is not None and size > 1:
+            find_units(model, self.parse_options(job).units)  # which refuses some models
+        return [
+            Layout(
+                axes={"data": size // shards, "fsdp": shards},
+                options={
+                    "fsdp": {
+                        "replicas": size // shards,
+                        "reshard_after_forward": again,
+                        "activation_checkpointing": False,
+                        "offload": False,
+                    }
+                },
+            )
+            for shards in divisors(size)
+            for again in (True, False)
+        ]
+
+    def forecast(self, job: Job, layout: Layout) -> Forecast | None:
+        """Return shards and whole units, and their all-gathers and reduce-scatters."""
+        options = self.parse_options(job)
+        ranks = layout.ranks // options.replicas
+        need = sharded_memory(job, options, ranks=ranks)
+        if need is None:
+            return None
+        return Forecast(memory=need, work=StepWork(transfers=sharded_transfers(job, options, ranks=ranks)))
 
     def open(self, job: Job) -> "FsdpSession":
         """Join the process group, unless the script has, and leave it when the session is closed.

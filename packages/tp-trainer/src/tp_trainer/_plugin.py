@@ -87,4 +87,9 @@ def tp_commands() -> Iterable[Command]:
             "Print what training a model needs on each device.",
             _late("_commands", "estimate_app"),
         ),
+        Command(
+            "plan",
+            "Print which layouts a job fits in, the fastest first.",
+            _late("_commands", "plan_app"),
+        ),
     ]

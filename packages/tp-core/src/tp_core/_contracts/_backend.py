@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import (
     TYPE_CHECKING,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
     from torch import nn
 
     from tp_core._contracts._job import Job, MemoryNeed
+    from tp_core._contracts._layout import Forecast, Layout
     from tp_core._contracts._session import Session
 
 
@@ -162,6 +163,30 @@ class Backend(abc.ABC, Generic[OptionsT]):
         from tp_core._contracts._job import replicated_memory
 
         return None if job.footprint is None else replicated_memory(job, job.footprint)
+
+    def layouts(self, job: "Job") -> "Iterable[Layout]":  # noqa: ARG002 - its contract
+        """Return the ways in which this backend can put ``job`` on its ranks: cheap, without side effects.
+
+        ``tp plan`` compares them. The job has a plain model, which may be on the meta device, and its
+        environment says how many ranks there would be. By default there is none to compare.
+
+        Raises:
+            ConfigError: The backend cannot make any of this model; the message is shown.
+        """
+        return ()
+
+    def forecast(self, job: "Job", layout: "Layout") -> "Forecast | None":  # noqa: ARG002 - its contract
+        """Return the memory and the work of a rank in one of the `layouts`: cheap, without side effects.
+
+        Args:
+            job: The job, with the options of the layout. Its footprint is measured for the whole model, with
+                the samples that one reader of the layout gets of a batch.
+            layout: The layout.
+
+        Returns:
+            The forecast; ``None`` where the model or its footprint says too little.
+        """
+        return None
 
     def adapt_model(self, model: "nn.Module", inputs: object) -> "nn.Module":  # noqa: ARG002 - its contract
         """Return a plain model in the form that this backend trains; by default as it is.

@@ -40,6 +40,8 @@ class Footprint:
         kept: The memory that the forward pass of each module keeps for backward, by the module's name, with
             parameters as for ``alone``.
         passed: The memory of each of these modules' outputs, by name.
+        keys: The memory of keys and values in all calls of torch's attention.
+        attentions: The number of these calls.
         unknown: The reason why something is not known; empty if all is.
     """
 
@@ -56,6 +58,8 @@ class Footprint:
     part: float = 1.0
     kept: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     passed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    keys: int = 0
+    attentions: int = 0
     unknown: str = ""
 
     @property
@@ -88,6 +92,7 @@ class Footprint:
             with_gradients=self.with_gradients + more,
             batch=round(self.batch * times),
             attended=round(self.attended * times),
+            keys=round(self.keys * times),
             kept={name: round(n * times) for name, n in self.kept.items()},
             passed={name: round(n * times) for name, n in self.passed.items()},
         )

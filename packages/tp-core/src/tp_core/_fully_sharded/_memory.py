@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tp_core._contracts._job import Footprint, Job, MemoryNeed
+from tp_core._contracts._layout import Transfer
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
 from tp_core._fully_sharded._units import find_units
 
@@ -69,6 +70,50 @@ def sharded_memory(job: Job, options: FullyShardOptions, *, ranks: int) -> Memor
     return _need(job, resolve_options(job, options, ranks=ranks), job.footprint, job.model, ranks)
 
 
+def sharded_transfers(
+    job: Job, options: FullyShardOptions, *, ranks: int, stride: int = 1, part: float = 1.0
+) -> tuple[Transfer, ...]:
+    """Return the collectives of a rank for a batch.
+
+    Args:
+        job: The job, with its model.
+        options: The options, without "auto" for `FullyShardOptions.reshard_after_forward`.
+        ranks: The number of ranks that hold the model together.
+        stride: The distance between two of them.
+        part: The part of each parameter that they hold together.
+    """
+    if job.model is None:
+        return ()
+    rest, units = _gathered(job, options, job.model)
+    units = [unit for unit in [rest, *units] if unit.whole]
+    count = max(1, len(units))
+    whole, sums = (
+        int(part * sum(n)) // count for n in ((u.whole for u in units), (u.reduced for u in units))
+    )
+    found: list[Transfer] = []
+    if ranks > 1:
+        gather = Transfer(
+            kind="all-gather", nbytes=whole, ranks=ranks, stride=stride, times=count, hidden_by="forward"
+        )
+        found.append(gather)
+        if options.reshard_after_forward is not False:
+            found.append(replace(gather, hidden_by="backward"))
+        # Batches that only accumulate keep whole gradients.
+        found.append(replace(gather, kind="reduce-scatter", nbytes=sums, hidden_by="backward", per_step=True))
+    if options.replicas > 1:
+        between = Transfer(
+            kind="all-reduce",
+            nbytes=sums // ranks,
+            ranks=options.replicas,
+            stride=stride * ranks,
+            times=count,
+            hidden_by="backward",
+            per_step=True,
+        )
+        found.append(between)
+    return tuple(found)
+
+
 def _usual(options: OptionsT) -> OptionsT:
     return replace(
         options,
@@ -113,6 +158,9 @@ def _need(
     turn = rest.whole + rest.gradients + max(_turns(units, ranks, kept=kept), default=0)
     if job.devices[0].type == "cpu" and not kept:
         turn = max(turn, rest.whole + rest.gradients + max(_copies(units, ranks), default=0))
+    # Gradients of batches that only accumulate are not reduced: each rank holds them whole.
+    whole = sum(unit.gradients for unit in units) if job.accumulate > 1 else 0
+    turn += max(0, whole - max((unit.gradients for unit in units), default=0))
     # A unit's weights are freed before its gradients, which have been copied for the reduction.
     end = rest.gradients + max(rest.whole, _reduced(rest, ranks))
     weights, gradients, optimizer = (

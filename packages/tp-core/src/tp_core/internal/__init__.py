@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from tp_core._contracts._backend import check_above_zero as check_above_zero
     from tp_core._contracts._blocks import repeated_blocks as repeated_blocks
     from tp_core._contracts._job import whole_model_arguments as whole_model_arguments
+    from tp_core._contracts._layout import averaged_gradients as averaged_gradients
+    from tp_core._contracts._layout import divisors as divisors
     from tp_core._contracts._session import PerModule as PerModule
     from tp_core._devices._resolve import device_of_rank as device_of_rank
     from tp_core._devices._resolve import free_nbytes as free_nbytes
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from tp_core._devices._tree import containers as containers
     from tp_core._fully_sharded._memory import resolve_options as resolve_options
     from tp_core._fully_sharded._memory import sharded_memory as sharded_memory
+    from tp_core._fully_sharded._memory import sharded_transfers as sharded_transfers
     from tp_core._fully_sharded._optimizers import WholeSteps as WholeSteps
     from tp_core._fully_sharded._optimizers import check_whole_steps as check_whole_steps
     from tp_core._fully_sharded._optimizers import gathers_matrices as gathers_matrices
@@ -100,6 +103,7 @@ else:
             "tp_core._contracts._blocks": ["repeated_blocks"],
             "tp_core._contracts._backend": ["DevicesBackend", "RanksBackend", "check_above_zero"],
             "tp_core._contracts._job": ["whole_model_arguments"],
+            "tp_core._contracts._layout": ["averaged_gradients", "divisors"],
             "tp_core._contracts._session": ["PerModule"],
             "tp_core.data._batches": ["Envelope", "split_evenly"],
             "tp_core.data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
@@ -123,7 +127,11 @@ else:
             "tp_core._devices._resolve": ["device_of_rank", "free_nbytes"],
             "tp_core._devices._transfer": ["move_module"],
             "tp_core._devices._tree": ["Container", "PerType", "containers"],
-            "tp_core._fully_sharded._memory": ["resolve_options", "sharded_memory"],
+            "tp_core._fully_sharded._memory": [
+                "resolve_options",
+                "sharded_memory",
+                "sharded_transfers",
+            ],
             "tp_core._fully_sharded._optimizers": [
                 "WholeSteps",
                 "check_whole_steps",

@@ -23,6 +23,7 @@ from tp_core.jobs import Footprint, Precision, Recomputation
 from tp_core.tensors import is_sharded
 
 from tp_trainer._activations import recompute
+from tp_trainer._memory._operators import OperatorLog
 from tp_trainer._steps._step import LOWER, in_precision, loss_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -123,6 +124,7 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         known: Tensors that existed before, and are not counted.
+        operators: Where to log the operators; ``None`` for nowhere.
 
     Attributes:
         values: The current bytes of values.
@@ -133,8 +135,9 @@ class LiveBytes(TorchDispatchMode):
         highest_with_gradients: The peak of both together since then.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], operators: OperatorLog | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
+        self._operators = operators
         self.values = self.gradients = self.casts = 0
         self.highest = self.highest_with_gradients = self.highest_alone = self._making = 0
         self.gradient_shapes: set[tuple[int, ...]] = set()  # of gradients under computation
@@ -147,6 +150,8 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """Run an operator, and count the storages of its outputs."""
         outputs = operator(*args, **(kwargs or {}))
+        if self._operators is not None:
+            self._operators.note(operator, args, kwargs or {}, outputs)
         is_cast = operator is torch.ops.aten._to_copy.default and _address(args[0]) in self._known
         for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
             if isinstance(output, Tensor):
@@ -249,6 +254,7 @@ def measure_footprint(
     precision: Precision = "fp32",
     device: torch.device | None = None,
     recomputation: Recomputation | None = None,
+    operators: OperatorLog | None = None,
 ) -> Footprint:
     """Return the memory that training a model takes, by one step on copies; the arguments do not change.
 
@@ -260,6 +266,7 @@ def measure_footprint(
         precision: As for the trainer.
         device: The device of the training; the copies are on the CPU if torch is not built for it.
         recomputation: What the backward pass computes again.
+        operators: Where to log the operators of the step; ``None`` for nowhere.
 
     If the model cannot be copied, or the step needs values, the reason is in ``unknown``.
     """
@@ -278,14 +285,16 @@ def measure_footprint(
             log.debug("a model could not be copied", exc_info=True)
             return replace(found, unknown=f"the model cannot be copied: {_short(error)}")
         trained = [p for p in copied.parameters() if p.requires_grad]
-        live = LiveBytes([*copied.parameters(), *copied.buffers()])
+        logged = operators or OperatorLog()
+        live = LiveBytes([*copied.parameters(), *copied.buffers()], logged)
         if batch is not None and step is not None:
             try:
                 if any(map(is_sharded, model.parameters())):
                     _exchange_nothing()
                 values = stand_ins.of_batch(batch)
                 with stand_ins.mode:
-                    found = _run_step(found, live, copied, values, step, precision)
+                    found = _run_step(found, live, copied, values, step, precision, logged)
+                found = replace(found, keys=logged.keys, attentions=logged.attentions)
                 if precision in LOWER:
                     found = _with_lower(found, model, batch, step, precision, device, recomputation)
             except Exception as error:
@@ -296,7 +305,8 @@ def measure_footprint(
         try:
             using = stand_ins.of_optimizer(optimizer)
             with stand_ins.mode:
-                return _run_update(found, trained, using)
+                logged.phase = logged.update
+                return _run_update(found, trained, using, logged)
         except Exception as error:
             log.debug("an optimizer could not be run on tensors without memory", exc_info=True)
             return replace(found, unknown=f"{type(optimizer).__name__} needs values: {_short(error)}")
@@ -322,6 +332,7 @@ def _run_step(
     batch: Any,
     step: Callable[[Any, Any], StepOutput],
     precision: Precision,
+    operators: OperatorLog,
 ) -> Footprint:
     kept: dict[str, int] = {}
     passed: dict[str, int] = {}
@@ -343,6 +354,7 @@ def _run_step(
             live.gradient_shapes = {
                 tuple(sorted(p.shape)) for p in model.parameters() if p.requires_grad and p.dim() > 1
             }
+            operators.phase = operators.backward
             loss.backward()
             del loss
     return replace(
@@ -376,7 +388,7 @@ def _with_lower(
     values = stand_ins.of_batch(batch)
     try:
         with stand_ins.mode:
-            lower = _run_step(found, live, copied, values, step, precision)
+            lower = _run_step(found, live, copied, values, step, precision, OperatorLog())
     except Exception:  # a step may ask for the dtype of a parameter
         log.debug("a step could not be run with parameters in the lower dtype", exc_info=True)
         return replace(found, alone=max(0, found.alone - found.casts))
@@ -404,17 +416,20 @@ def _watch(
     return _Both()
 
 
-def _run_update(found: Footprint, trained: list[nn.Parameter], optimizer: Optimizer) -> Footprint:
+def _run_update(
+    found: Footprint, trained: list[nn.Parameter], optimizer: Optimizer, operators: OperatorLog
+) -> Footprint:
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     before = list(_state_of(optimizer))
-    live = LiveBytes([*owned, *(p.grad for p in owned if p.grad is not None), *before])
+    live = LiveBytes([*owned, *(p.grad for p in owned if p.grad is not None), *before], operators)
     with live:
         optimizer.step()
         live.keep(_state_of(optimizer))
         live.reset()
+        operators.update.clear()  # the first step makes the state
         optimizer.step()
     return replace(found, optimizer=nbytes_of(list(_state_of(optimizer))), update=live.highest)
 

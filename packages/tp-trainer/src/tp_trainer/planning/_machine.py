@@ -1,0 +1,187 @@
+"""The rates of a machine, given or measured, and the seconds that they make of work and collectives.
+
+An operator takes the longer of its products and its memory traffic. A collective takes a latency for each
+round and its bytes at the rate of the slowest link (the alpha-beta model), along a ring::
+
+    all-gather, reduce-scatter     (ranks - 1) / ranks of the bytes
+    all-reduce                     twice that
+    across hosts                   the links of all members on a host carry a part each
+
+Source: Hockney, "The communication challenge for MPP", 1994; Thakur et al., "Optimization of collective
+communication operations in MPICH", 2005.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from tp_core.errors import ConfigError
+from tp_core.jobs import Transfer
+
+from tp_trainer._memory._operators import Operator
+
+_POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+_FIRST = "node=8x450GB/s,between=50GB/s"
+
+
+def parse_rate(text: str, *, unit: str = "") -> float:
+    """Return the number of "450GB/s" or "400T" in a second.
+
+    Raises:
+        ConfigError: The text is something else.
+    """
+    end = re.escape(unit)
+    found = re.fullmatch(rf"([0-9.]+)\s*([kmgtp]?)(?:{end})?", text.strip(), flags=re.IGNORECASE)
+    if found is None or found[1].count(".") > 1 or not found[1].strip(".") or float(found[1]) <= 0:
+        msg = f"a rate above 0 is written 450G{unit} or 3.3T{unit}, got {text!r}"
+        raise ConfigError(msg)
+    return float(found[1]) * _POWERS[found[2].lower()]
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The links of the devices.
+
+    Attributes:
+        devices: The devices of a host.
+        within: The bytes that a device sends to others of its host in a second.
+        between: The bytes that a device sends to other hosts in a second.
+    """
+
+    devices: int
+    within: float
+    between: float
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``node=8x450GB/s,between=50GB/s``; ``between`` may be left out for one host.
+
+        Raises:
+            ConfigError: The text is something else.
+        """
+        given = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
+        found = re.fullmatch(r"(\d+)x(.+)", given.get("node", ""))
+        if found is None or int(found[1]) < 1 or given.keys() - {"node", "between"}:
+            msg = f"links are written {_FIRST}, for the devices of a host and their rates; got {text!r}"
+            raise ConfigError(msg)
+        within = parse_rate(found[2], unit="B/s")
+        return cls(int(found[1]), within, parse_rate(given.get("between", found[2]), unit="B/s"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The rates of a machine.
+
+    Attributes:
+        flops: The floating-point operations of a device in a second, in large matrix products.
+        bandwidth: The bytes that a device reads or writes in its memory in a second.
+        start_s: The seconds to start an operator.
+        is_ahead: Whether operators are started while earlier ones run, as on an accelerator.
+        overlap: The part of computing during which collectives make progress.
+        crowding: How many times as fast a rank computes while the others wait: above 1 where ranks share
+            cores.
+        latency_s: The seconds of a round of a collective between devices of a host, and between hosts.
+        collectives: Measured seconds: by kind, then by the number of ranks, the latency and the seconds for
+            each byte.
+        source: Where the rates are from, in words.
+    """
+
+    flops: float = 4e14
+    bandwidth: float = 2.5e12
+    start_s: float = 6e-6
+    is_ahead: bool = True
+    overlap: float = 0.9
+    crowding: float = 1.0
+    latency_s: tuple[float, float] = (8e-6, 2e-5)
+    collectives: Mapping[str, Mapping[str, Sequence[float]]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    source: str = "assumed"
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Return what ``tp plan --calibrate`` has written.
+
+        Raises:
+            ConfigError: There is no such file, or it has something else.
+        """
+        try:
+            found: Any = json.loads(Path(path).read_text("utf-8"))
+            known = {f.name for f in fields(cls)}
+            return cls(**{**{n: v for n, v in found.items() if n in known}, "source": f"measured, {path}"})
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            msg = f"{path} has no measured rates, as tp plan --calibrate writes them: {error}"
+            raise ConfigError(msg) from error
+
+    def with_speed(self, speed: str) -> Self:
+        """Return the rates with another speed of matrix products, as in "400T".
+
+        Raises:
+            ConfigError: The text is something else.
+        """
+        return replace(self, flops=parse_rate(speed), source=f"of {speed} operations/s, others {self.source}")
+
+    def write(self, path: str | Path) -> None:
+        """Write the rates as JSON."""
+        values = asdict(self) | {"collectives": {k: dict(v) for k, v in self.collectives.items()}}
+        Path(path).write_text(json.dumps(values, indent=1) + "\n", "utf-8")
+
+    def seconds_of(self, operators: "Operators", *, part: float = 1.0, starts: float = 1.0) -> float:
+        """Return the seconds of operators, of which a device computes a part in ``starts`` times as many."""
+        busy = torch.maximum(operators.flops / self.flops, operators.nbytes / self.bandwidth) * part
+        if self.is_ahead:
+            return float(torch.clamp(busy, min=self.start_s * starts).sum())
+        return float(busy.sum()) + self.start_s * starts * len(busy)
+
+    def seconds_for(self, transfer: Transfer, links: Links) -> float:
+        """Return the seconds of one collective."""
+        ranks, nbytes = transfer.ranks, transfer.nbytes
+        if ranks < 2:
+            return 0.0
+        measured = self.collectives.get(transfer.kind)
+        if measured:
+            nearest = min(measured, key=lambda n: abs(int(n) - ranks))
+            latency, per_byte = measured[nearest]
+            return latency + per_byte * nbytes
+        together = max(1, min(ranks, links.devices // transfer.stride))  # members of one host
+        crosses = together < ranks
+        rate = min(links.within, links.between * together) if crosses else links.within
+        latency = self.latency_s[crosses]
+        if transfer.kind == "send":
+            return latency + nbytes / (links.between if crosses else links.within)
+        once = math.ceil(math.log2(ranks)) * latency + (ranks - 1) / ranks * nbytes / rate
+        return 2 * once if transfer.kind == "all-reduce" else once
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """What the operators of a pass compute and move: two tensors of one length."""
+
+    flops: Tensor
+    nbytes: Tensor
+
+    @classmethod
+    def of(cls, log: Sequence[Operator]) -> Self:
+        """Return operators of a log."""
+        table = torch.tensor(log or [(0.0, 0.0)], dtype=torch.float64)
+        return cls(table[:, 0], table[:, 1])
+
+    def between(self, other: Self, weight: float) -> Self:
+        """Return operators at a place between these and ``other``.
+
+        Where they are not the same ones, it is a part of these and a part of those.
+        """
+        if len(self.flops) != len(other.flops):
+            both = zip((self.flops, self.nbytes), (other.flops, other.nbytes), strict=True)
+            flops, nbytes = (torch.cat([(1 - weight) * a, weight * b]) for a, b in both)
+            return type(self)(flops, nbytes)
+        return type(self)(
+            torch.lerp(self.flops, other.flops, weight), torch.lerp(self.nbytes, other.nbytes, weight)
+        )
