@@ -131,7 +131,10 @@ def pool():
     ranks.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Others are trained in tests/tp_shard/search/test_families.py, as are padded batches.
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f == "Llama" else pytest.mark.nightly) for f in FAMILIES]
+)
 def test_a_family_is_right_under_the_proposed_plan(pool, family):
     for loss, gradient, paths, same_tokens in pool.run(_compare, family):
         assert loss < 1e-6
@@ -140,6 +143,7 @@ def test_a_family_is_right_under_the_proposed_plan(pool, family):
         assert any("att" in path for path in paths), "its attention is left whole"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_padded_batches_are_right_with_fewer_key_heads_than_ranks(pool, attention):
     for errors in pool.run(_padded, attention):

@@ -138,13 +138,18 @@ def pool():
 @pytest.mark.parametrize(
     ("options", "groups"),
     [
-        (FSDP, 2),
-        (FSDP, 4),
         (FSDP, {"dp": 2, "tp": 2}),
-        (FSDP, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
         (ts.ShardOptions(data=FullyShardOptions(replicas=2)), 2),
         (ts.ShardOptions(data=FullyShardOptions(units=Block, activation_checkpointing=True)), 2),
-        (ts.ShardOptions(data=FullyShardOptions(reshard_after_forward=False, prefetch=2)), 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in [
+                (FSDP, 2),
+                (FSDP, 4),
+                (FSDP, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
+                (ts.ShardOptions(data=FullyShardOptions(reshard_after_forward=False, prefetch=2)), 2),
+            ]
+        ),
     ],
 )
 def test_training_leads_where_one_device_leads(pool, options, groups):
