@@ -54,7 +54,9 @@ def published(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in ("backend", "command") else pytest.mark.nightly) for k in KINDS]
+)
 def test_a_new_plugin_is_published_found_and_right(kind, tmp_path):
     name = f"acme-{kind}"
     found, tests = published(new_plugin(kind, name, tmp_path), tmp_path)
@@ -84,7 +86,7 @@ def test_an_example_of_a_plugin_is_published_found_and_right(name, library, brin
     assert "xfailed" not in tests
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # a type checker without its cache reads all of torch
 def test_plugins_pass_linter_and_type_checker(tmp_path, monkeypatch):
     new = [new_plugin(kind, f"acme-{kind}", tmp_path) for kind in KINDS]
     examples = [tmp_path / folder.name for folder in (ROOT / "docs/examples/plugins").iterdir()]
