@@ -163,7 +163,7 @@ COMPILER = CompileOptions(backend="aot_eager")  # torch's default one would take
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_units_are_compiled_each(pool, replicas):
     options = ts.ShardOptions(data=FullyShardOptions(units=Block, replicas=replicas))
     expected = fit(clip_norm=0.3)
