@@ -154,7 +154,7 @@ def test_ranks_build_the_model_of_one_device(pool, options, groups, make, kind):
         assert found == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_eight_ranks_in_three_dimensions_build_and_compile_the_model_of_one_device():
     """Each layer over two ranks, what these hold over two more, and all of it twice, in compiled units."""
     expected, (_, losses, _) = as_usual(), built(Net)
