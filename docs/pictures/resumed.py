@@ -112,7 +112,7 @@ def draw(path: Path, whole: dict[int, float], resumed: dict[int, float], saved: 
 
 
 def photograph(folder: Path, path: Path, profile: Path) -> None:
-    """Make the report of a run, and a picture of its head as a browser shows it."""
+    """Make the report of a run, and pictures of its head as a browser shows it, light and dark."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         raise RuntimeError("--report needs Chromium (Debian: chromium)")
@@ -120,8 +120,11 @@ def photograph(folder: Path, path: Path, profile: Path) -> None:
     subprocess.run([TP, "report", str(folder), "--out", str(page)], timeout=600, check=True)
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
     flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    flags += [f"--user-data-dir={profile}", "--window-size=1000,1080", f"--screenshot={path.resolve()}"]
-    subprocess.run([chromium, *flags, page.as_uri()], timeout=600, check=True, stderr=subprocess.DEVNULL)
+    flags += [f"--user-data-dir={profile}", "--window-size=1000,1080"]
+    for scheme, out in enumerate((path.with_stem(f"{path.stem}-dark"), path)):  # Blink's numbers of both
+        flags_of_one = [f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={out.resolve()}"]
+        command = [chromium, *flags, *flags_of_one, page.as_uri()]
+        subprocess.run(command, timeout=600, check=True, stderr=subprocess.DEVNULL)
 
 
 def main() -> None:

@@ -12,7 +12,10 @@ DOCUMENTS = [
 ]
 BANNED = {
     r"\bone's own\b|\bone's\b": "your",
-    r"\bgoes on\b": "continues",
+    r"\b(?:goes|go) on\b": "continues",
+    r"\banew\b": "again",
+    r"\bas ever\b": "as usual",
+    r"\b(?:is|are) those of\b": "equal, come from, or the noun again",
     r"\b(?:is|are) told\b": "what does it, and to what",
     r"\bso many times\b": "how many times",
     r"\bthat of\b": "a possessive, or the noun again",
@@ -42,7 +45,8 @@ LOOKED_UP = {  # tables and programs that nobody reads from top to bottom
 
 
 def turns(text):
-    """Return (line, turn, better) for each banned turn."""
+    """Return (line, turn, better) for each banned turn that is not in a program or what one prints."""
+    text = re.sub(r"^```(?!\{).*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.M | re.S)
     return [
         (number, found[0], better)
         for number, line in enumerate(text.splitlines(), start=1)

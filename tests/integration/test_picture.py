@@ -23,4 +23,8 @@ def test_a_run_resumed_on_another_number_of_processes_meets_the_uninterrupted_on
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"largest difference (\S+)", done.stdout)[1]) < 1e-5
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert not has_browser or report.read_bytes().startswith(b"\x89PNG")
+    if has_browser:
+        light, dark = report.read_bytes(), report.with_stem("report-dark").read_bytes()
+        assert light.startswith(b"\x89PNG")
+        assert dark.startswith(b"\x89PNG")
+        assert light != dark

@@ -13,6 +13,7 @@ def test_a_page_has_the_diff_and_the_notebook_of_its_step(page):
     assert (PROGRAMS / f"{page.stem}.ipynb").read_text() == notebook(page), "python -m tests.tutorial --write"
 
 
+@pytest.mark.takes(150)
 @pytest.mark.slow
 def test_the_notebooks_run_and_print_what_the_pages_show(tmp_path):
     printed = {}
