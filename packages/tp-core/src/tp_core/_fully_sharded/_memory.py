@@ -84,20 +84,21 @@ def sharded_transfers(
     """
     if job.model is None:
         return ()
-    rest, units = _gathered(job, options, job.model)
-    units = [unit for unit in [rest, *units] if unit.whole]
+    rest, inner = _gathered(job, options, job.model)
+    units = [unit for unit in [rest, *inner] if unit.whole]
     count = max(1, len(units))
-    whole, sums = (
-        int(part * sum(n)) // count for n in ((u.whole for u in units), (u.reduced for u in units))
-    )
+    whole = int(part * sum(unit.whole for unit in units)) // count
+    sums = int(part * sum(unit.reduced for unit in units)) // count
     found: list[Transfer] = []
     if ranks > 1:
         gather = Transfer(
             kind="all-gather", nbytes=whole, ranks=ranks, stride=stride, times=count, hidden_by="forward"
         )
         found.append(gather)
-        if options.reshard_after_forward is not False:
-            found.append(replace(gather, hidden_by="backward"))
+        if options.reshard_after_forward is not False and inner:
+            # Parameters in no unit stay gathered.
+            again = int(part * sum(unit.whole for unit in inner)) // len(inner)
+            found.append(replace(gather, nbytes=again, times=len(inner), hidden_by="backward"))
         # Batches that only accumulate keep whole gradients.
         found.append(replace(gather, kind="reduce-scatter", nbytes=sums, hidden_by="backward", per_step=True))
     if options.replicas > 1:

@@ -1,0 +1,111 @@
+"""The collectives of a forecast are those that a rank issues: counted in a process group that is not there.
+
+torch's fake process group does nothing and says that it is done, so that one process is any rank of 4,096.
+It is private to torch; nothing public takes its place.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from tp_core import LaunchEnvironment
+from tp_core.jobs import Footprint, Layout
+from tp_core.plugins import Job, registry
+
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+}
+
+
+class Counting(TorchDispatchMode):
+    """Counts collectives and the bytes of the whole tensor of each, by kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.times, self.nbytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, operator, _, args=(), kwargs=None):
+        name = str(operator).split(".")[1]
+        if str(operator).startswith("c10d.") and name in KINDS:
+            tensors = [
+                t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)
+            ]
+            self.times[KINDS[name]] += 1
+            self.nbytes[KINDS[name]] += max(t.nbytes for t in tensors)
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=[8, pytest.param(4096, marks=pytest.mark.slow)])
+def ranks(request):
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(3)), nn.Linear(64, 8192, bias=False))
+
+
+def forecast_of(name, plain, layout):
+    (backend,) = [c.item for c in registry.backends() if c.item.name == name]
+    nbytes = sum(p.nbytes for p in plain.parameters())
+    job = Job(
+        devices=(torch.device("cpu"),),
+        environment=LaunchEnvironment(world_size=layout.ranks, local_world_size=8),
+        model=plain,
+        options=layout.options,
+        footprint=Footprint(weights=nbytes, gradients=nbytes, optimizer=0, activations=0),
+    )
+    times, sizes = Counter(), Counter()
+    for transfer in backend.forecast(job, layout).work.transfers:
+        times[transfer.kind] += transfer.times
+        sizes[transfer.kind] += transfer.times * transfer.nbytes
+    return times, sizes
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_of_shards(ranks, again):
+    plain = model()
+    for each in plain[:3]:
+        fully_shard(each, reshard_after_forward=again)
+    fully_shard(plain)
+    counting = Counting()
+    with counting:
+        plain(torch.ones(2, 64)).sum().backward()
+    layout = Layout(
+        axes={"fsdp": ranks},
+        options={
+            "fsdp": {"reshard_after_forward": again, "activation_checkpointing": False, "offload": False}
+        },
+    )
+    times, sizes = forecast_of("fsdp", model(), layout)
+    assert times == counting.times
+    assert dict(sizes) == pytest.approx(counting.nbytes, rel=0.02)
+
+
+def test_of_copies(ranks):
+    wrapped = DistributedDataParallel(model())
+    counting = Counting()
+    for _ in range(2):  # DDP orders its buckets after the first
+        counting = Counting()
+        with counting:
+            wrapped(torch.ones(2, 64)).sum().backward()
+    _, sizes = forecast_of("ddp", model(), Layout(axes={"data": ranks}))
+    assert sizes["all-reduce"] == counting.nbytes["all-reduce"]
