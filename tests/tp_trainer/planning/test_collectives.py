@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import LaunchEnvironment
@@ -98,14 +97,3 @@ def test_of_shards(ranks, again):
     times, sizes = forecast_of("fsdp", model(), layout)
     assert times == counting.times
     assert dict(sizes) == pytest.approx(counting.nbytes, rel=0.02)
-
-
-def test_of_copies(ranks):
-    wrapped = DistributedDataParallel(model())
-    counting = Counting()
-    for _ in range(2):  # DDP orders its buckets after the first
-        counting = Counting()
-        with counting:
-            wrapped(torch.ones(2, 64)).sum().backward()
-    _, sizes = forecast_of("ddp", model(), Layout(axes={"data": ranks}))
-    assert sizes["all-reduce"] == counting.nbytes["all-reduce"]

@@ -108,6 +108,7 @@ def test_less_memory_makes_more_batches_or_computes_again(made, found):
     assert tight.time.total > roomy.time.total
 
 
+@pytest.mark.slow
 def test_slower_links_take_longer_where_layouts_exchange_more(made):
     slow, fast = (
         plan(**made, step=step, devices=4, links=f"node=4x{rate}", samples=8, backends=TWO)

@@ -84,7 +84,7 @@ def sharded_transfers(
     """
     if job.model is None:
         return ()
-    rest, inner = _gathered(job, options, job.model)
+    rest, inner = _gathered(job, options, job.model, padded_for=ranks)
     units = [unit for unit in [rest, *inner] if unit.whole]
     count = max(1, len(units))
     whole = int(part * sum(unit.whole for unit in units)) // count
@@ -222,8 +222,10 @@ def _reduced(unit: _Unit, ranks: int) -> int:
     return unit.reduced + unit.reduced // ranks
 
 
-def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_Unit, list[_Unit]]:
-    """Return the bytes of parameters in no unit, and of each unit."""
+def _gathered(
+    job: Job, options: FullyShardOptions, model: nn.Module, *, padded_for: int = 1
+) -> tuple[_Unit, list[_Unit]]:
+    """Return the bytes of parameters in no unit, and of each unit; with rows for as many ranks alike."""
     units = find_units(model, options.units).modules
     low, reduced = parameter_type(options, job), reduction_type(options, job)
     seen: set[int] = set()
@@ -234,7 +236,8 @@ def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            n = parameter.numel()
+            rows = parameter.shape[0] if parameter.dim() else 1
+            n = parameter.numel() // max(1, rows) * -(-rows // padded_for) * padded_for
             size = n * (low.itemsize if low and parameter.is_floating_point() else _size_of(job, parameter))
             whole += size
             if parameter.requires_grad:

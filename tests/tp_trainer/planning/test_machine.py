@@ -1,0 +1,45 @@
+"""The rates of a machine: measured, written, read, and what they make of operators."""
+
+import pytest
+import torch
+from tp_core.errors import ConfigError
+from tp_trainer.planning import Machine, calibrate
+from tp_trainer.planning._machine import Operators
+
+
+def test_rates_are_read_as_they_were_written(tmp_path):
+    machine = Machine(flops=1e9, collectives={"all-reduce": {"2": [1e-3, 1e-9]}})
+    machine.write(tmp_path / "rates.json")
+    found = Machine.read(tmp_path / "rates.json")
+    assert (found.flops, found.collectives) == (machine.flops, machine.collectives)
+    assert "rates.json" in found.source
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "rates.json").write_text("[]", "utf-8")
+    for name in ("rates.json", "nowhere.json"):
+        with pytest.raises(ConfigError, match="has no measured rates, as tp plan --calibrate writes them"):
+            Machine.read(tmp_path / name)
+
+
+def test_an_operator_takes_the_longer_of_its_products_and_its_memory():
+    operators = Operators.of([(100.0, 1.0), (1.0, 50.0)])
+    here = Machine(flops=10.0, bandwidth=10.0, start_s=1.0, is_ahead=False)
+    assert here.seconds_of(operators) == pytest.approx(10 + 5 + 2)
+    ahead = Machine(flops=10.0, bandwidth=10.0, start_s=6.0)
+    assert ahead.seconds_of(operators) == pytest.approx(10 + 6)
+
+
+def test_rates_of_one_rank_are_refused():
+    with pytest.raises(ConfigError, match="takes two of them or more, got 1"):
+        calibrate(1)
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured():
+    found = calibrate(2)
+    assert set(found.collectives) == {"all-reduce", "all-gather", "reduce-scatter", "send"}
+    assert min(found.flops, found.bandwidth, found.start_s) > 0
+    assert found.crowding >= 1
+    assert found.seconds_of(Operators.of([(1e9, 1e6)])) > 0
+    assert torch.tensor([found.flops]).isfinite().all()
