@@ -1,10 +1,11 @@
-"""What `tp plan` forecasts beside what is measured: python -m tests.bench.trainer.plan [memory] [order]
+"""What `tp plan` says beside what is measured: python -m tests.bench.trainer.plan [memory | order | blind]
 
 ``memory``: the fullest rank of each layout, in a fit of three steps, as ``tests.bench.trainer.memory``
 measures it. ``order``: layouts of three models on four ranks, by the plan with the rates that
 ``calibrate()`` measures first, and by the clock: Kendall's tau of both orders. The ranks take the layouts in
 turns, several rounds of them, and the fastest step of each counts, so that what else the machine does falls
-on all alike. Models are those of transformers, made small.
+on all alike. Models are those of transformers, made small. ``blind``: what torchtitan has published, beside what
+the plan says of it with rates that nothing was fitted to.
 """
 
 import os
@@ -19,9 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
+from tp_core import LaunchEnvironment
+from tp_core.jobs import Layout
+from tp_core.plugins import Job, registry
 from tp_core.testing import run_ranks
 from tp_trainer import Trainer
-from tp_trainer.planning import Machine, calibrate, plan
+from tp_trainer.planning import Links, Machine, calibrate, plan
+from tp_trainer.planning._plan import time_of
+from tp_trainer.planning._samples import Subject
 
 from tests.bench._results import Results
 from tests.bench.trainer.memory import MIB, STEPS, Samples, resident, texts, word_loss
@@ -169,8 +175,57 @@ def order(results: Results) -> None:
     results.add("Kendall's tau", tau(expected, found), "")
 
 
+# -- Predictions beside figures that others have published ------------------------------------------
+
+# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: Llama 3.1 8B, FSDP, 8,192 tokens, two
+# samples on each H100 of 96 GB, selective activation checkpointing. GiB, and tokens per second and GPU.
+PRINTED = {8: (82.4, 5762.0), 128: (67.0, 5605.0)}
+
+
+def llama_8b() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(**sizes, **heads, vocab_size=128256, max_position_embeddings=8192)
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def blind(results: Results) -> None:
+    """Forecast with tp's assumed rates of an H100: nothing is fitted to the figures."""
+    model, machine = llama_8b(), Machine()
+    tokens = torch.zeros(2, 8192, dtype=torch.long, device="meta")
+    subject = Subject(model, None, (tokens, tokens), word_loss, "bf16-mixed")
+    (fsdp,) = [c.item for c in registry.backends() if c.item.name == "fsdp"]
+    for what in ("nothing", "every block"):
+        needed = subject.measure(2, what)
+        if needed.footprint.unknown:
+            raise RuntimeError(needed.footprint.unknown)
+        for ranks, (memory, rate) in PRINTED.items():
+            options = {"reshard_after_forward": True, "activation_checkpointing": False, "offload": False}
+            layout = Layout(axes={"fsdp": ranks}, options={"fsdp": options})
+            job = Job(
+                devices=(torch.device("cpu"),),
+                environment=LaunchEnvironment(world_size=ranks, local_world_size=8),
+                model=model,
+                precision="bf16-mixed",
+                options=layout.options,
+                footprint=needed.footprint,
+                recomputation=what,
+            )
+            found = fsdp.forecast(job, layout)
+            links = Links.parse("node=8x450GB/s,between=50GB/s")
+            time = time_of(needed, found.work, 1, machine, links, trained=1 / ranks)
+            label = f"Llama 3.1 8B, fsdp {ranks}, {what} again"
+            results.add(f"{label}: predicted", found.memory.total / 2**30, "GiB", note=f"printed {memory}")
+            results.add(
+                f"{label}: predicted rate", 2 * 8192 / time.total, "tokens/s", note=f"printed {rate:,.0f}"
+            )
+
+
 def main(wanted: list[str]) -> None:
-    for name, measure in (("memory", memory), ("order", order)):
+    for name, measure in (("memory", memory), ("order", order), ("blind", blind)):
         if not wanted or name in wanted:
             with Results(f"trainer-plan-{name}") as results:
                 measure(results)
