@@ -4,8 +4,8 @@
 measures it. ``order``: layouts of three models on four ranks, by the plan with the rates that
 ``calibrate()`` measures first, and by the clock: Kendall's tau of both orders. The ranks take the layouts in
 turns, several rounds of them, and the fastest step of each counts, so that what else the machine does falls
-on all alike. Models are those of transformers, made small. ``blind``: what torchtitan has published, beside what
-the plan says of it with rates that nothing was fitted to.
+on all alike. Models are those of transformers, made small. ``blind``: what torchtitan has published, beside
+what the plan says of it with rates that nothing was fitted to.
 """
 
 import os
@@ -177,8 +177,8 @@ def order(results: Results) -> None:
 
 # -- Predictions beside figures that others have published ------------------------------------------
 
-# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: Llama 3.1 8B, FSDP, 8,192 tokens, two
-# samples on each H100 of 96 GB, selective activation checkpointing. GiB, and tokens per second and GPU.
+# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: Llama 3.1 8B, FSDP, 8,192 tokens,
+# two samples on each H100 of 96 GB, selective activation checkpointing. GiB; tokens per second and GPU.
 PRINTED = {8: (82.4, 5762.0), 128: (67.0, 5605.0)}
 
 
