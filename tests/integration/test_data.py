@@ -87,7 +87,7 @@ def test_ranks_have_parts_of_the_steps_of_one_and_either_continues_the_other(tmp
     assert torch.allclose(end, weights, atol=1e-6)
 
 
-def evaluate(backend="single", **options):
+def evaluate(backend="single", *, devices="auto", **options):
     seen = []
 
     def step(model, batch):
@@ -95,7 +95,7 @@ def evaluate(backend="single", **options):
         return {"loss": mse_loss(model(batch["x"]), batch["y"])}
 
     torch.manual_seed(0)
-    with Trainer(backend=backend) as trainer:
+    with Trainer(backend=backend, devices=devices) as trainer:
         model = trainer.prepare(nn.Linear(4, 1))
         found = trainer.evaluate(model, make(size=17, **options), step=step)
         rows = trainer.predict(model, make(size=17, **options), step=lambda model, batch: batch["id"])
@@ -110,6 +110,14 @@ def test_an_evaluation_has_each_sample_once(pair):
     assert sorted(seen) == sorted(rows) == sorted(parts[0][0] + parts[1][0]) == list(range(17))
     assert parts[0][1] == pytest.approx(loss, rel=1e-6)
     assert parts[0][2] == parts[1][2] == rows
+
+
+def test_an_evaluation_on_devices_of_one_process_has_each_sample_once():
+    seen, loss, rows = evaluate()
+    theirs = evaluate(backend="tuple", devices=["cpu", "cpu"])
+    assert sorted(theirs[0]) == sorted(seen)
+    assert theirs[1] == pytest.approx(loss, rel=1e-6)
+    assert theirs[2] == rows
 
 
 def test_a_loader_without_a_length_needs_the_number_of_steps(tmp_path):
