@@ -8,7 +8,7 @@ from tp_context import ContextOptions, attention, gather, positions
 
 # private, both: cuts of ranks that need not be started
 from tp_context._slices import Cut, Cuts, activate, find_sequences, map_sequences, work_of
-from tp_context._ways import Inputs, Rules, _blocks, _ring_blocks
+from tp_context._ways import Exchange, Inputs, Rules, _blocks, _ring_blocks
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, StepError
 from tp_core.internal import step_identity
@@ -48,7 +48,7 @@ def computed(cut, mask, way):
     """Return the pairs of a query and a key of which a rank's attention computes the product."""
     q = torch.zeros(1, 1, cut.tokens, 1)
     if way == "ring":
-        blocks = [b for s in range(cut.size) for b in _ring_blocks(cut.take(mask, 0), Rules(cut, cut), s)]
+        blocks = [b for s in range(cut.size) for b in _ring_blocks(cut.take(mask, 0), Exchange(cut, cut), s)]
     else:
         k = torch.zeros(1, 1, cut.length, 1)
         blocks = list(_blocks(Inputs(q, k, k, cut.take(mask, 0)), Rules(cut, None)))

@@ -81,6 +81,13 @@ class Rules(NamedTuple):
     by_hand: bool = False
 
 
+class Exchange(NamedTuple):
+    """The cuts of an attention of which each rank has slices of queries and of keys."""
+
+    rows: Cut
+    keys: Cut
+
+
 def attend(inputs: Inputs, rules: Rules, way: str) -> Tensor:
     """Return the attention of this rank's queries to the keys of whole sequences: as `Inputs.query`.
 
@@ -95,23 +102,25 @@ def attend(inputs: Inputs, rules: Rules, way: str) -> Tensor:
         cast = [t if t is None or not _is_cast(t) else t.to(dtype) for t in inputs[:5]]
         inputs = Inputs(*cast, inputs.sinks)  # type: ignore[arg-type,call-arg]  # as they were given
     inputs = _with_batch(inputs)
-    if rules.rows is None:
+    exchange = None if rules.rows is None or rules.keys is None else Exchange(rules.rows, rules.keys)
+    if exchange is None:
         way = "all-gather"  # each rank has all queries
-    if way == "auto":
-        way = _choose(inputs, rules)
-    problem = refusal(way, inputs, rules)
+    elif way == "auto":
+        way = _choose(inputs, rules, exchange.keys)
+    problem = "" if exchange is None else refusal(way, inputs, rules, exchange.keys.size)
     if problem:
         msg = (
             f"attention={way!r} of backend 'context' cannot do this attention: {problem}; choose 'all-gather'"
         )
         raise StepError(msg)
     with torch.autocast(device.type, enabled=False):
-        if way == "ulysses":
-            mixed = _ulysses(inputs, rules)
+        if exchange is not None and way == "ulysses":
+            mixed = _ulysses(inputs, rules, exchange)
+        elif exchange is not None and way == "ring":
+            mixed = _Ring.apply(rules, exchange, *inputs)  # type: ignore[no-untyped-call]  # torch's
         else:
-            run = _Ring if way == "ring" else _Gathered
             noise = _Noise(inputs, rules) if rules.dropout else None
-            mixed = run.apply(rules, noise, *inputs)  # type: ignore[no-untyped-call]  # torch's
+            mixed = _Gathered.apply(rules, noise, *inputs)  # type: ignore[no-untyped-call]  # torch's
     return mixed.reshape(*shape[:-1], mixed.size(-1))
 
 
@@ -136,13 +145,11 @@ def _with_batch(inputs: Inputs) -> Inputs:
     return Inputs(query, key, value, mask, bias, sinks)
 
 
-def refusal(way: str, inputs: Inputs, rules: Rules) -> str:
+def refusal(way: str, inputs: Inputs, rules: Rules, ranks: int) -> str:
     """Return why a way cannot do an attention; nothing if it can."""
     query, _, _, mask, bias, sinks = inputs
-    if way == "ulysses":
-        size = rules.keys.size if rules.keys is not None else 1
-        if query.size(1) < size:
-            return f"it splits the heads, and there are {query.size(1)} for {size} ranks"
+    if way == "ulysses" and query.size(1) < ranks:
+        return f"it splits the heads, and there are {query.size(1)} for {ranks} ranks"
     if way == "ring":
         if rules.dropout:
             return "dropout of attention weights is not in it"
@@ -522,12 +529,10 @@ def _twice(
 # -- Ulysses ----------------------------------------------------------------------------------------
 
 
-def _ulysses(inputs: Inputs, rules: Rules) -> Tensor:
+def _ulysses(inputs: Inputs, rules: Rules, exchange: Exchange) -> Tensor:
     """Attend with some heads to whole sequences, which are all here."""
     query, key, value, mask, bias, sinks = inputs
-    rows, keys = rules.rows, rules.keys
-    assert rows is not None  # noqa: S101 - `attend` sees to it
-    assert keys is not None  # noqa: S101
+    rows, keys = exchange
     heads, grouped = query.size(-3), rules.grouped
     if grouped and key.size(-3) % keys.size:  # a group may lie on two ranks
         shared, grouped = heads // key.size(-3), False
@@ -668,21 +673,21 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rules: Rules, _: None, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rules: Rules, exchange: Exchange, *tensors: Tensor | None) -> Tensor:
         inputs = Inputs(*tensors)  # type: ignore[arg-type]  # as they were given
         sums = _Sums(inputs)
-        for source, (key, value) in _rounds([inputs.key, inputs.value], rules):
+        for source, (key, value) in _rounds([inputs.key, inputs.value], exchange.keys):
             here = inputs._replace(key=key, value=value)
-            for block in _ring_blocks(inputs.mask, rules, source):
+            for block in _ring_blocks(inputs.mask, exchange, source, is_causal=rules.is_causal):
                 sums.add(block, *_partial(block.of(here), block, rules))
         out, total = sums.results()
         ctx.save_for_backward(*tensors, out, total)
-        ctx.rules = rules
+        ctx.rules, ctx.exchange = rules, exchange
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        rules, needs = ctx.rules, ctx.needs_input_grad[2:]
+        rules, exchange, needs = ctx.rules, ctx.exchange, ctx.needs_input_grad[2:]
         *tensors, out, total = ctx.saved_tensors
         inputs = Inputs(*tensors)
         if torch.is_grad_enabled():
@@ -691,9 +696,9 @@ class _Ring(torch.autograd.Function):
         total = total.nan_to_num(neginf=0.0)  # of rows that see nothing: their scores are all -inf
         own = torch.zeros_like(inputs.query, dtype=exact)
         sums = [torch.zeros_like(t, dtype=exact) for t in (inputs.key, inputs.value)]
-        for source, (key, value, *places) in _rounds([inputs.key, inputs.value], rules, sums):
+        for source, (key, value, *places) in _rounds([inputs.key, inputs.value], exchange.keys, sums):
             here = inputs._replace(key=key, value=value)
-            blocks = _ring_blocks(inputs.mask, rules, source)
+            blocks = _ring_blocks(inputs.mask, exchange, source, is_causal=rules.is_causal)
             _add_gradients(grad, here, rules, (out, total), blocks, (own, *places))
         ends = [t.to(inputs.query.dtype) for t in (own, *sums)]
         return None, None, *ends, None, None, None
@@ -704,14 +709,12 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _rounds(
-    sent: list[Tensor], rules: Rules, sums: list[Tensor] | None = None
+    sent: list[Tensor], cut: Cut, sums: list[Tensor] | None = None
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield each rank's tensors in turn, this rank's first, while the next are on the way.
 
     ``sums``, to which the caller adds in each round, travel with the tensors; they end here with this rank's.
     """
-    cut = rules.keys
-    assert cut is not None  # noqa: S101 - `attend` sees to it
     most = max(cut.counts)
     shapes = [resized(t.shape, -2, most) for t in sent]
     here, totals = _packed(sent, shapes), None if sums is None else _packed(sums, shapes)
@@ -751,12 +754,12 @@ def _pass_on(tensor: Tensor, cut: Cut) -> tuple[Tensor, list[Any]]:
     return received, dist.batch_isend_irecv([sending, receiving])
 
 
-def _ring_blocks(mask: Tensor | None, rules: Rules, source: int) -> Iterator[_Block]:
+def _ring_blocks(
+    mask: Tensor | None, exchange: Exchange, source: int, *, is_causal: bool = False
+) -> Iterator[_Block]:
     """Yield what this rank's queries see of a rank's keys; what they do not is skipped."""
-    keys, rows = rules.keys, rules.rows
-    assert keys is not None  # noqa: S101 - `attend` sees to it
-    assert rows is not None  # noqa: S101
-    if mask is None and not rules.is_causal:
+    rows, keys = exchange
+    if mask is None and not is_causal:
         yield _Block(0, rows.tokens, 0, keys.counts[source], None)
         return
     if mask is not None:
@@ -919,10 +922,9 @@ _chosen: set[tuple[str, Size]] = set()
 """What is in the log already."""
 
 
-def _choose(inputs: Inputs, rules: Rules) -> str:
+def _choose(inputs: Inputs, rules: Rules, keys: Cut) -> str:
     """Return the way that costs least of those that can do an attention, alike on all ranks."""
-    query, key, keys = inputs.query, inputs.key, rules.keys
-    assert keys is not None  # noqa: S101 - `attend` sees to it
+    query, key = inputs.query, inputs.key
     size = Size(
         query.size(0),
         query.size(1),
@@ -933,7 +935,7 @@ def _choose(inputs: Inputs, rules: Rules) -> str:
         query.element_size(),
     )
     found = costs(size, seen=0.5 if rules.is_causal else 1.0, device=query.device.type)
-    able = {way: cost for way, cost in found.items() if not refusal(way, inputs, rules)}
+    able = {way: cost for way, cost in found.items() if not refusal(way, inputs, rules, keys.size)}
     way = min(able, key=able.__getitem__)
     if (way, size) not in _chosen and keys.before is None:
         _chosen.add((way, size))
