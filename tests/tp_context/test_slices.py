@@ -8,7 +8,7 @@ from tp_context import ContextOptions, attention, gather, positions
 
 # private, both: cuts of ranks that need not be started
 from tp_context._slices import Cut, Cuts, activate, find_sequences, map_sequences, work_of
-from tp_context._ways import Exchange, Inputs, Rules, _blocks, _ring_blocks
+from tp_context._ways import Exchange, Inputs, Rules, _blocks, _choose, _ring_blocks
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, StepError
 from tp_core.internal import step_identity
@@ -225,6 +225,21 @@ def test_the_keys_that_ranks_exchange_are_in_the_estimate():
     _, passed = activations("ring")
     assert gathered == pytest.approx(whole / 4 + 2 * attended, rel=0.02)
     assert passed == pytest.approx(whole / 4 + attended, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "way"),
+    [(512, (4, 4), "all-gather"), (8192, (4, 4), "ulysses"), (8192, (8, 2), "all-gather")],
+)
+def test_the_cheapest_way_of_attention_is_chosen_and_logged_once(tokens, heads, way, caplog):
+    cut = Cut(tokens, 0, 2, None)
+    query, key = (torch.empty(1, count, cut.tokens, 32) for count in heads)
+    with caplog.at_level("INFO", "tp_context"):
+        for _ in range(2):
+            assert _choose(Inputs(query, key, key), Rules(cut, cut, is_causal=True), cut) == way
+    assert [r.getMessage().split(" (")[0] for r in caplog.records] == [
+        f"attention over {tokens} tokens on 2 ranks by {way}"
+    ]
 
 
 def test_it_fits_several_processes_and_is_chosen_after_all_others():

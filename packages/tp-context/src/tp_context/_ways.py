@@ -875,7 +875,7 @@ class _Rates(NamedTuple):
     latency_s: float
 
 
-_RATES = {"cpu": _Rates(3e10, 1.5e9, 2e-4), "cuda": _Rates(3e14, 1e11, 3e-5)}
+_RATES = {"cpu": _Rates(3e10, 1.5e9, 6e-4), "cuda": _Rates(3e14, 1e11, 3e-5)}
 
 
 class Size(NamedTuple):
@@ -900,22 +900,19 @@ def costs(size: Size, *, seen: float = 0.5, device: str = "cpu") -> dict[str, fl
     """
     rates = _RATES.get(device, _RATES["cuda"])
     pairs = size.samples * size.heads * size.tokens**2 * seen / size.ranks
-    once = (
-        4 * pairs * size.features / rates.operations
-    )  # two products of as many multiplications and additions
+    # Two products of as many multiplications and additions in forward, 2.5 times as much in backward.
+    work = 3.5 * 4 * pairs * size.features / rates.operations
     others = (size.ranks - 1) / size.ranks
     token = size.samples * size.features * size.itemsize * size.tokens * others / rates.nbytes
-    # An all-gather in forward and in backward, and a sum, which goes out and back: keys and values of all.
-    gathered = 2 * size.key_heads * token * 4 + 6 * rates.latency_s
+    both = 2 * size.key_heads * token  # the keys and values of all other ranks
+    # They are gathered in forward and in backward, and their gradients change places once.
+    gathered = 3 * both + 3 * rates.latency_s
     key_heads = size.key_heads if size.key_heads % size.ranks == 0 else size.heads
-    changed = 2 * (2 * size.heads + 2 * key_heads) * token / size.ranks + 8 * rates.latency_s
+    changed = 2 * (2 * size.heads + 2 * key_heads) * token / size.ranks + 4 * rates.latency_s
     padded = -(-size.heads // size.ranks) * size.ranks / size.heads
-    passed = 2 * size.key_heads * token * 4 + 4 * size.ranks * rates.latency_s
-    return {  # a backward pass is 2.5 forwards; all-gather computes the forward again
-        "all-gather": 4.5 * once + gathered,
-        "ulysses": 3.5 * once * padded + changed,
-        "ring": 3.5 * once + passed,
-    }
+    # Twice around with all but the last step, and gradients with all steps.
+    passed = (2 + 1 / others) * both + (3 * size.ranks - 2) * rates.latency_s
+    return {"all-gather": work + gathered, "ulysses": work * padded + changed, "ring": work + passed}
 
 
 _chosen: set[tuple[str, Size]] = set()
