@@ -1,13 +1,15 @@
 """Each way of attention on slices equals torch's function on whole sequences, or is refused by name."""
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from tp_context import attention
 
 # private: cuts of ranks, without a model and its check
-from tp_context._attention import doors
+from tp_context._attention import _of_transformers, doors
 from tp_context._slices import Cut, Cuts, activate
 from tp_core.errors import StepError
 from tp_core.testing import RankPool
@@ -58,6 +60,30 @@ def bias(tokens):
     return made(4, tokens, tokens, seed=3)
 
 
+def prefix(tokens):
+    return torch.ones(tokens, tokens, dtype=torch.bool).tril() | (torch.arange(tokens) < 5)
+
+
+def alibi(tokens):
+    """Return a causal mask with a slope for each head."""
+    at, slopes = torch.arange(tokens), 2.0 ** -torch.arange(1, 5, dtype=torch.float64)
+    hidden = torch.zeros(tokens, tokens, dtype=torch.float64).masked_fill(at[:, None] < at, -torch.inf)
+    return (at - at[:, None]).clamp(max=0) * slopes[:, None, None] + hidden
+
+
+def in_transformers(query, key, value, attn_mask=None, **scores):
+    """Call attention as a model of transformers does."""
+    mixed, _ = _of_transformers(nn.Module(), query, key, value, attn_mask, **scores)
+    return mixed.transpose(1, 2)
+
+
+# Sinks are a score for each head.
+SCORES = {
+    "soft caps": {"softcap": 0.7},
+    "sinks": {"s_aux": made(4, seed=5)},
+    "sinks of heads that do not divide": {"s_aux": made(3, seed=5), "softcap": 2.0},
+}
+
 # What is asked for: the sizes, a mask, and whether causal.
 CASES = {
     "bidirectional": ({}, None, False),
@@ -73,6 +99,11 @@ CASES = {
     "values of other sizes, documents": ({"features": (4, 6)}, documents, False),
     "crossed": ({"rows": 23}, None, False),
     "bias": ({}, bias, False),
+    "prefix": ({"shared": 2}, prefix, False),
+    "alibi": ({}, alibi, False),
+    "soft caps": ({}, window, False),
+    "sinks": ({"shared": 2}, prefix, False),
+    "sinks of heads that do not divide": ({"heads": 3, "shared": 3}, prefix, False),
     "dropout": ({"drops": 0.4}, None, True),
     "dropout, documents": ({"drops": 0.4, "heads": 3, "shared": 3}, documents, False),
     "many rows": ({"rows": 600, "keys": 600, "heads": 2, "shared": 2}, None, True),
@@ -80,6 +111,8 @@ CASES = {
 }
 REFUSED = {
     ("ring", "bias"): "this one is additive",
+    ("ring", "alibi"): "this one is additive",
+    **{("ring", name): "sinks and soft caps of scores are not in it" for name in SCORES},
     ("ring", "dropout"): "dropout of attention weights",
     ("ring", "dropout, documents"): "dropout of attention weights",
 }
@@ -141,8 +174,11 @@ def table(ways, names):
                 is_causal=causal,
                 enable_gqa=sizes.get("shared", 4) < sizes.get("heads", 4),
             )
+            if name in SCORES:
+                call = partial(in_transformers, **SCORES[name])
             try:
-                results[way, name] = compared(tensors, call, way, mask)
+                with patch.object(torch, "float32", torch.float64):  # transformers' type of weights
+                    results[way, name] = compared(tensors, call, way, mask)
             except StepError as error:
                 results[way, name] = str(error)
     return results
