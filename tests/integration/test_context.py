@@ -722,6 +722,7 @@ BAD = {  # options, the number of tokens, a model, and what is said
         Decoder,
         "names 'words' with dimension 1",
     ),
+    "compiled": ({"compiles": True}, 8, Decoder, "compile=True does not go with backend 'context'"),
     "a mask of the wrong shape": ({}, 16, Masked, "an attention mask has shape"),
     "attention past every door": ({}, 8, ByHand, r"'head' \(Linear\) computes something else"),
 }
@@ -731,11 +732,12 @@ def bad_input(cases):
     torch.set_num_threads(1)
     said = []
     for options, tokens, model_class, _ in cases:
-        model = make(model_class)
+        model, own = make(model_class), {n: v for n, v in options.items() if n != "compiles"}
         try:
             with Trainer(
-                backend="context", devices="cpu", seed=0, progress=False, options={"context": options}
-            ) as trainer:
+                backend="context", devices="cpu", seed=0, progress=False, options={"context": own},
+                compile="compiles" in options,
+            ) as trainer:  # fmt: skip
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
                 trainer.fit(model, optimizer, DataLoader(Samples(tokens), batch_size=2), step=step, epochs=1)
         except TpError as error:

@@ -27,6 +27,10 @@ from tp_core.errors import StepError
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+_TOGETHER = 2**20
+"""The most bytes of whole tensors in one message: larger ones need memory beside each other."""
+
+
 class Cut:
     """The cut of all sequences of one length over the ranks of a group.
 
@@ -105,7 +109,12 @@ class Cut:
         return self.all_gather_together([part], dim)[0]
 
     def all_gather_together(self, parts: Sequence[Tensor], dim: int) -> list[Tensor]:
-        """Return the wholes of several tensors of one type. Collective: one all-gather, of padded parts."""
+        """Return the wholes of several tensors of one type.
+
+        Collective: an all-gather of padded parts, one for each tensor if they are large.
+        """
+        if len(parts) > 1 and sum(p.nbytes // self.tokens for p in parts) * self.length > _TOGETHER:
+            return [self.all_gather(part, dim) for part in parts]
         rest = [[n for i, n in enumerate(p.shape) if i != dim % p.dim()] for p in parts]
         self.announce(("all_gather", dim, rest, str(parts[0].dtype)))
         most, dtype = max(self.counts), parts[0].dtype
@@ -163,8 +172,10 @@ class Cut:
         Each rank sends the others their parts alone, half of what an all-reduce sends. ``wholes`` is emptied:
         its tensors need no memory when sums arrive.
 
-        Collective: an all-to-all.
+        Collective: an all-to-all, one for each tensor if they are large.
         """
+        if len(wholes) > 1 and sum(w.nbytes for w in wholes) > _TOGETHER:
+            return [self.sum_and_take([wholes.pop(0)], dim)[0] for _ in range(len(wholes))]
         self.announce(("sum", dim, [list(w.shape) for w in wholes], str(wholes[0].dtype)))
         shapes = [resized(w.shape, dim, self.tokens) for w in wholes]
         sent = self.divided(wholes, dim)
