@@ -288,12 +288,36 @@ def test_the_doctor_reports_a_half_set_environment(monkeypatch):
     assert any("WORLD_SIZE" in p for p in report["problems"])
 
 
-def test_without_its_libraries_tp_says_what_to_install(tmp_path):
+def bare(tmp_path, *words):
+    """Run ``tp`` as where tp-core alone is installed."""
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
-    done = tp("doctor", env={"PYTHONPATH": str(tmp_path), "PATH": ""})
+    paths = [str(tmp_path), *filter(None, sys.path)]
+    return tp(*words, env={"PYTHONPATH": os.pathsep.join(paths), "PATH": ""})
+
+
+def test_without_its_libraries_tp_has_its_version_and_a_plain_doctor(tmp_path):
+    done = bare(tmp_path, "--version")
+    assert (done.returncode, done.stdout) == (0, f"tp {version('tp-core')}\n")
+    done = bare(tmp_path, "doctor", "--no-measure")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("python 3.")
+    assert "\ndevices: cpu" in done.stdout
+    assert "pip install 'tp-core[cli]'" in done.stderr
+
+
+def test_without_its_libraries_tp_says_what_to_install(tmp_path):
+    done = bare(tmp_path, "explain", "config-error")
     assert done.returncode == 1
     assert "tp: the command line needs typer" in done.stderr
     assert "pip install 'tp-core[cli]'" in done.stderr
+
+
+def test_the_doctor_says_what_does_not_work_on_a_platform():
+    from tp_core.cli._platform import platform_notes  # private: no other platform is at hand
+
+    assert any("engine='thread'" in note for note in platform_notes("win32"))
+    assert any("'mps' trains in one process" in note for note in platform_notes("darwin"))
+    assert platform_notes("linux") == []
 
 
 def test_tp_is_a_module_too():

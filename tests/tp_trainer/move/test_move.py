@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.tp_trainer.move.tried import TRAINS, TRIED
 
 pytestmark = pytest.mark.needs("libcst")
 
@@ -230,3 +233,13 @@ def test_a_script_that_is_missing_is_named(tmp_path):
     done = tp(tmp_path / "trian.py")
     assert done.returncode == 1
     assert "did you mean" in done.stderr
+
+
+def test_the_outcomes_of_public_scripts_are_words_of_the_command():
+    from tp_trainer._move import _facts
+
+    outcomes = [outcome for scripts in TRIED.values() for outcome in scripts.values()]
+    assert outcomes.count(TRAINS) >= 14
+    said = Path(_facts.__file__).read_text()
+    for outcome in set(outcomes) - {TRAINS}:
+        assert outcome in said or outcome.removeprefix("it uses ") in _facts._OTHER_WAYS, outcome

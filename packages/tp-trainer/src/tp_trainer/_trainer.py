@@ -81,6 +81,8 @@ T2 = TypeVar("T2")
 T3 = TypeVar("T3")
 T4 = TypeVar("T4")
 T5 = TypeVar("T5")
+Output = TypeVar("Output", bound=StepOutput)
+"""What a step returns: `trainer.run` returns the same type."""
 
 # Runs and files import their modules in the methods: a program may make a trainer without training.
 
@@ -759,7 +761,7 @@ class Trainer:
 
     # -- forward, backward and update in custom loops -------------------------------------------
 
-    def run(self, step: Callable[..., StepOutput], *models_and_batch: Any) -> StepOutput:
+    def run(self, step: Callable[..., Output], *models_and_batch: Any) -> Output:
         """Run ``step(model, batch)``, or ``step(first, second, ..., batch)``, in a custom loop.
 
         The step runs in the trainer's precision. On a backend with several devices per process it runs on
@@ -794,7 +796,7 @@ class Trainer:
             raise
         if self._shares is not None and torch.is_grad_enabled():
             self._shares.note_loss(output, batch)
-        return output
+        return output  # type: ignore[return-value]  # a backend returns what it gets, or the same of parts
 
     def backward(
         self,

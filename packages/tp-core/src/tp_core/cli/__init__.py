@@ -1,4 +1,4 @@
-"""The command ``tp``. Its libraries are the extra ``tp-core[cli]``; without them it names that extra."""
+"""The command ``tp``. Its libraries are the extra ``tp-core[cli]``, named where a command needs them."""
 
 import os
 import sys
@@ -13,6 +13,11 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
+        from tp_core.cli._plain import plain_command
+
+        command = plain_command(sys.argv[1:])
+        if command is not None:
+            sys.exit(command())
         sys.exit(
             f"tp: the command line needs {error.name}, which is not installed; "
             "install it with: pip install 'tp-core[cli]'"

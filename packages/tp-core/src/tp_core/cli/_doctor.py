@@ -14,6 +14,7 @@ from tp_core._contracts._job import Job
 from tp_core._devices._resolve import device_loads, resolve_devices
 from tp_core._launch._environment import LaunchEnvironment, check_process_count
 from tp_core._launch._output import output_console
+from tp_core.cli._platform import platform_notes
 from tp_core.discovery import CONTRACT_VERSION, PluginRegistry
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.plugins import registry
@@ -103,6 +104,7 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         for p in plugins.plugins()
         if p.contract is None
     ]
+    notes += platform_notes()
     notes += [
         f"distribution {name} has the keyword {KEYWORD!r} and brings no plugin; its pyproject.toml needs "
         f'[project.entry-points."{ENTRY_POINT_GROUP}"], and has to be installed again then'

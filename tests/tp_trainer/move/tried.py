@@ -1,0 +1,76 @@
+"""Public scripts of other projects, and what ``tp move`` makes of them; their sources are not kept here.
+
+    python -m tests.tp_trainer.move.tried FOLDER      FOLDER/OWNER+NAME is a clone
+
+What "trains" was moved without a hand, and then trained for four steps on made-up data, on the CPU: pictures
+and pairs of sentences of its shapes, small models in place of downloaded ones. The others are answered with
+these words. The command moves each again, and compares.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TRAINS = "trains"
+TRIED = {
+    "pytorch/examples": {
+        "distributed/ddp-tutorial-series/multigpu.py": TRAINS,
+        "distributed/ddp-tutorial-series/multigpu_torchrun.py": TRAINS,
+        "distributed/ddp-tutorial-series/single_gpu.py": TRAINS,
+        "dcgan/main.py": TRAINS,
+        "imagenet/main.py": TRAINS,
+        "mnist/main.py": TRAINS,
+        "mnist_rnn/main.py": TRAINS,
+        "siamese_network/main.py": TRAINS,
+        "vae/main.py": TRAINS,
+        "mnist_forward_forward/main.py": "its layers train themselves",
+        "regression/main.py": "it has no optimizer over model.parameters()",
+    },
+    "huggingface/accelerate": {
+        "examples/nlp_example.py": TRAINS,
+        "examples/by_feature/checkpointing.py": TRAINS,
+        "examples/by_feature/cross_validation.py": TRAINS,
+        "examples/by_feature/early_stopping.py": TRAINS,
+        "examples/by_feature/gradient_accumulation.py": TRAINS,
+        "examples/by_feature/multi_process_metrics.py": TRAINS,
+        "examples/by_feature/tracking.py": TRAINS,
+        "examples/by_feature/local_sgd.py": "it uses accelerate.local_sgd",
+    },
+    "Lightning-AI/pytorch-lightning": {
+        "examples/fabric/image_classifier/train_torch.py": TRAINS,
+        "examples/pytorch/basics/transformer.py": TRAINS,
+        "examples/pytorch/bug_report/bug_report_model.py": TRAINS,
+        "examples/pytorch/domain_templates/generative_adversarial_net.py": TRAINS,
+        "examples/fabric/image_classifier/train_fabric.py": "it uses lightning.fabric",
+        "examples/pytorch/basics/autoencoder.py": "it uses lightning.pytorch.cli",
+        "examples/pytorch/basics/backbone_image_classifier.py": "it uses lightning.pytorch.cli",
+    },
+    "karpathy/nanoGPT": {"train.py": "it scales its losses by GradScaler"},
+    "karpathy/minGPT": {"mingpt/trainer.py": "its sampler draws 1e10 samples"},
+}
+
+
+def differences(folder):
+    """Yield a line for each script with another outcome than the table's."""
+    from tp_core.errors import ConfigError
+    from tp_trainer._move._rewrite import moved
+
+    for repository, scripts in TRIED.items():
+        clone = Path(folder) / repository.replace("/", "+")
+        clone = clone if (clone / ".git").exists() or not (clone / "repo").exists() else clone / "repo"
+        for path, expected in scripts.items():
+            show = ["git", "-C", str(clone), "show", f"HEAD:{path}"]
+            source = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+            try:
+                compile(moved(source, path), path, "exec")
+                found = TRAINS
+            except ConfigError as error:
+                found = str(error)
+            if expected not in found:
+                yield f"{repository} {path}: expected {expected!r}, found {found!r}"
+
+
+if __name__ == "__main__":
+    found = list(differences(sys.argv[1]))
+    print("\n".join(found) or f"{sum(map(len, TRIED.values()))} scripts as in the table")
+    sys.exit(bool(found))
