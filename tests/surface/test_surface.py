@@ -66,7 +66,7 @@ def kinds(*fast):
     return [kind if kind in fast else pytest.param(kind, marks=pytest.mark.slow) for kind in RANKS]
 
 
-@pytest.mark.parametrize("kind", kinds("rich", "stream", "fsdp", "shard"))
+@pytest.mark.parametrize("kind", kinds("rich", "stream", "shard"))
 def test_a_run_of_before_goes_on_to_the_numbers_that_it_would_have_had(kind, unpacked):
     folder, before = unpacked(kind)
     files = newest(folder)

@@ -4,8 +4,6 @@ import pytest
 from tp_core.testing import WrapperConformance
 from tp_dp_gather import DataParallel
 
-pytestmark = WrapperConformance.pytestmark
-
 
 @pytest.mark.slow
 class TestCompiled(WrapperConformance):
@@ -14,7 +12,3 @@ class TestCompiled(WrapperConformance):
 
     def output(self, wrapper, x):
         return wrapper(x)
-
-
-def test_one_that_is_compiled_in_place_is_right():
-    TestCompiled().test_a_wrapper_that_is_compiled_in_place_is_right("aot_eager", force_copies=False)

@@ -254,7 +254,9 @@ def on_mesh():
         pool.close()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "check", [*CHECKS[:-1], pytest.param(CHECKS[-1], marks=pytest.mark.slow)], ids=lambda c: c.__name__
+)
 @pytest.mark.parametrize(
     "mesh", ["2x2", *(pytest.param(n, marks=pytest.mark.slow) for n in list(MESHES)[1:])]
 )
@@ -378,7 +380,7 @@ def test_files_of_the_whole_model_are_read_under_fully_shard(on_mesh, tmp_path):
     [
         a_mesh_that_mixes_shards_is_refused,
         parameters_with_marks_of_ones_own_keep_them,
-        an_overflow_anywhere_leaves_the_step_out_everywhere,
+        pytest.param(an_overflow_anywhere_leaves_the_step_out_everywhere, marks=pytest.mark.slow),
         gradients_that_differ_between_ranks_are_named,
     ],
     ids=lambda c: c.__name__,

@@ -9,7 +9,7 @@ from tp_core.testing import WrapperConformance
 from tp_tuple import TupleParallel
 
 
-@pytest.mark.slow  # tp_dp_gather has a fast one of the kit
+@pytest.mark.slow
 class TestCompiled(WrapperConformance):
     def wrap(self, module, devices):
         return TupleParallel(module, devices)
