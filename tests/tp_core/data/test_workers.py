@@ -210,7 +210,7 @@ def test_workers_that_have_ended_leave_nothing_to_the_garbage_collector():
     open_files = []
     gc.disable()
     try:
-        for _ in range(3):
+        for _ in range(6):
             assert len(list(loader)) == 4
             open_files.append(process.num_fds())
     finally:
