@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from tp_core.errors import ConfigError, ModelError, SelectionError, StepError, TpError
+from tp_core.errors import ConfigError, ModelError, StepError, TpError
 from tp_core.testing import RankPool
 from tp_trainer import Checkpoints, Trainer
 
@@ -297,19 +297,6 @@ def refusals():
             else:
                 said.append((None, "nothing", False))
     return said
-
-
-def scaled():
-    model = make(Decoder)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    options = {"backend": "pipeline", "devices": "cpu", "precision": "fp16-mixed", "progress": False}
-    with Trainer(**options) as trainer, pytest.raises(SelectionError, match="before the loss is scaled"):
-        trainer.fit(model, optimizer, DataLoader(rows(8), batch_size=8), step=step)
-    return True
-
-
-def test_scaled_losses_are_refused(pair):
-    assert pair.run(scaled) == [True, True]
 
 
 def test_what_cannot_be_cut_is_refused_with_a_reason(pair):

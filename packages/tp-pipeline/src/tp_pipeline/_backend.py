@@ -28,11 +28,6 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
                 "the model has split parameters, and each rank here has whole ones of its stages",
                 remedy="give the plain model",
             )
-        if job.precision == "fp16-mixed":
-            return Verdict.unfit(
-                "gradients are made within the step, before the loss is scaled",
-                remedy="take precision='bf16-mixed', which needs no scale",
-            )
         options, size = self.parse_options(job), job.environment.world_size
         ranks = ranks_of_a_model(options, size)
         return Verdict.fits(

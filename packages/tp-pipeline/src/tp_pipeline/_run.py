@@ -6,6 +6,7 @@
     rank 1, stage 1        F0 B0 F1 B1 F2 B2 F3 B3
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
@@ -106,6 +107,7 @@ class _StageRun:
         self.plan, self.stage, self.given, self.units = plan, stage, given, units
         self._device = device
         self.made: dict[Item, Tensor] = {}
+        self.compiled: Mapping[str, Callable[..., Any]] = {}
         self._seed, self._next = seed, 0
         self._end = plan.last_call(stage) if stage < plan.stages - 1 else len(plan.calls)
         self._wanted = {i for i in plan.sends[stage] if i not in given}
@@ -125,6 +127,8 @@ class _StageRun:
             output = self._stand_in(number, args, kwargs)
         else:
             self._draw(number, 0)
+            if not plan.replayed[number]:  # whose hooks a compiler would compile anew in each call
+                forward = self.compiled.get(name, forward)
             with self._watching(number):
                 output = forward(*args, **kwargs)
             self._note(("out", number), output, plan.calls[number].output)
@@ -281,6 +285,13 @@ class BatchRun:
         weigh: Returns the loss and the weight of a micro-batch's output.
         trained: The trained parameters that this rank has.
         uncast: Returns a context for backward passes, in which nothing is cast.
+        compiled: The compiled forwards of units, by name.
+        scale: A factor on losses, which keeps gradients in half precision from underflow.
+
+    Attributes:
+        outputs: What the step has returned for each micro-batch, on the last stage's rank.
+        weights: The weight of each micro-batch there.
+        factor: What the gradients of each micro-batch's loss were multiplied by, beside its weight.
     """
 
     def __init__(
@@ -298,10 +309,14 @@ class BatchRun:
         weigh: Callable[[Any, int], tuple[Tensor, float]],
         trained: Sequence[nn.Parameter],
         uncast: Callable[[], AbstractContextManager[Any]],
+        compiled: Mapping[str, Callable[..., Any]],
+        scale: float,
     ) -> None:
         self._step, self._model, self._parts, self._plans = step, model, parts, plans
         self._units, self._exchange, self._rank_of, self._me = dict(units), exchange, rank_of, me
         self._seed, self._weigh, self._trained, self._uncast = seed, weigh, trained, uncast
+        self._compiled, self._scale = compiled, scale
+        self.factor: float | None = None
         self._given: dict[tuple[int, int], tuple[list[Any], list[Tensor]]] = {}
         self._leaves: dict[tuple[int, int], dict[Item, Tensor]] = {}
         self._ends: dict[tuple[int, int], list[Tensor]] = {}
@@ -352,6 +367,7 @@ class BatchRun:
                 given[item] = _Given.apply(leaf) if learns else leaf  # type: ignore[no-untyped-call]
         seed = seed_of((self._seed, part))
         run = _StageRun(plan, stage, given, seed=seed, units=self._units, device=self._exchange.device)
+        run.compiled = self._compiled
         output = None
         if plan.draws:
             torch.manual_seed(seed)
@@ -410,8 +426,11 @@ class BatchRun:
         if stage == plan.stages - 1:
             (loss,) = ends
             weight = self.weights[part]
-            # A loss that counts nothing may be NaN.
-            return ([loss], [torch.full_like(loss, weight)], leaves) if weight else ([], [], leaves)
+            if not weight:  # its loss may be NaN
+                return [], [], leaves
+            if self.factor is None:  # near the mean's gradients, which half precision has the range for
+                self.factor = self._scale * near_power_of_two(1 / (weight * len(self._parts)))
+            return [loss], [torch.full_like(loss, weight * self.factor)], leaves
         waits, gradients = self._gradients.pop(key)
         for wait in waits:
             wait.wait()
@@ -429,11 +448,12 @@ class BatchRun:
         roots, gradients, leaves = self._roots(work.stage, work.part)
         inputs = [t for t in leaves.values() if t.requires_grad]
         with self._uncast():
-            if roots and inputs:
+            # A compiled unit has one node, which goes back once: to inputs and weights.
+            if roots and inputs and not self._compiled:
                 self._groups[work.stage, work.part] = _go_back_to_inputs(
                     roots, gradients, inputs, self._trained
                 )
-            elif roots:  # the first stage sends nothing back
+            elif roots:  # the first stage sends nothing back, too
                 torch.autograd.backward(roots, gradients)
         self._hand_back(work, leaves)
 
@@ -535,6 +555,11 @@ def _keeper(grads: list[Any], place: int) -> Callable[[Any], None]:
         grads[place] = found
 
     return keep
+
+
+def near_power_of_two(number: float) -> float:
+    """Return a power of two near a number: to multiply by it does not round."""
+    return math.ldexp(1.0, round(math.log2(number)))
 
 
 def weigh_output(output: Any, samples: int, *, is_sum: bool) -> tuple[Tensor, float]:

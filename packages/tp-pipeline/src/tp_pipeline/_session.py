@@ -1,5 +1,6 @@
 """The session of a rank that has some stages of the model."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from tp_core.internal import (
     split_rows,
     step_identity,
 )
+from tp_core.jobs import CompileOptions
 from tp_core.plugins import Job
 from tp_core.sessions import ProcessGroupSession, join_process_group, new_process_group
 from tp_core.state import load_whole_state, plain_state
@@ -31,7 +33,7 @@ from tp_core.tensors import TensorSlice
 
 from tp_pipeline._options import PipelineOptions
 from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
-from tp_pipeline._run import BatchRun, Exchange, StandIn, weigh_output
+from tp_pipeline._run import BatchRun, Exchange, StandIn, near_power_of_two, weigh_output
 from tp_pipeline._schedule import Orders
 
 _BUCKET_NBYTES = 25 * 2**20
@@ -46,7 +48,9 @@ class Stages:
         plans: The plans, by the form of a micro-batch.
         shapes: The whole shapes of parameters, by identity.
         holders: The ranks of the group that have each parameter, by identity; empty until the first step.
-        orders: The order in which parameters are averaged.
+        buffers: The rank that has each buffer of a unit, by identity.
+        stand_ins: Stand-ins for the parameters of other ranks, by identity.
+        compiled: The compiled forwards of units, by name.
     """
 
     def __init__(self, model: nn.Module, options: PipelineOptions) -> None:
@@ -57,7 +61,7 @@ class Stages:
         self.holders: dict[int, list[int]] = {}
         self.buffers: dict[int, int] = {}
         self.stand_ins: dict[int, nn.Parameter] = {}
-        self.steps: list[object] = []
+        self.compiled: dict[str, nn.Module] = {}
 
 
 class PipelineSession(ProcessGroupSession):
@@ -97,6 +101,8 @@ class PipelineSession(ProcessGroupSession):
         self._optimizers: list[Optimizer] = []
         self._syncs = True
         self._is_in_step = False
+        # About what the loss was last multiplied by, on which half precision's gradients depend.
+        self._scale = 2.0**16 if job.precision == "fp16-mixed" else 1.0
 
     # -- preparing ----------------------------------------------------------------------------
 
@@ -123,14 +129,13 @@ class PipelineSession(ProcessGroupSession):
         self._reductions.know(model)
         return model
 
-    def compile_model(self, model: nn.Module) -> None:  # noqa: ARG002 - contract
-        """Refuse to compile: the compiler would look past the cuts.
-
-        Raises:
-            ConfigError: Always.
-        """
-        msg = "compile= does not go with backend 'pipeline' yet; leave it out"
-        raise ConfigError(msg)
+    def compile_model(self, model: nn.Module) -> None:
+        """Compile the units, each by itself: the compiler would look past the cuts of a whole model."""
+        stages = self._stages.get(model)
+        if stages is not None:
+            for name, unit in stages.units.items():
+                stages.compiled[name] = body = _Body(unit.forward)
+                body.compile(**(self.job.compile or CompileOptions()).arguments())
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer; it steps the parameters of this rank's stages.
@@ -189,6 +194,8 @@ class PipelineSession(ProcessGroupSession):
             ),
             trained=trained,
             uncast=self._uncast,
+            compiled=stages.compiled,
+            scale=self._scale,
         )
         orders = (self.orders.learning if learns else self.orders.forwards)(len(parts))
         states = [torch.get_rng_state()]
@@ -415,7 +422,8 @@ class PipelineSession(ProcessGroupSession):
                 failure = error
         names = [n for n, p in model.named_parameters() if gradients.get(p) is not None]
         said: list[Any] = [None] * self.ranks
-        mine = (names, output, sum(work.weights), str(failure) if failure is not None else None)
+        total = sum(work.weights) if self.job.loss == "mean" else 1.0
+        mine = (names, output, total * (work.factor or 0.0), str(failure) if failure is not None else None)
         dist.all_gather_object(said, mine, group=self.group)
         if failure is not None:
             raise failure
@@ -427,9 +435,8 @@ class PipelineSession(ProcessGroupSession):
             return moved
         reached = {name for names, *_ in said for name in names}
         found = self._summed(stages, model, gradients, reached)
-        if self.job.loss == "mean":
-            for grad in found.values():
-                grad.mul_(1.0 / total if total else 0.0)
+        for grad in found.values():
+            grad.mul_(1.0 / total if total else 0.0)
         loss = moved["loss"] if isinstance(moved, Mapping) else moved
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         add = partial(self._add, stages, model, found)
@@ -487,6 +494,8 @@ class PipelineSession(ProcessGroupSession):
         if not found and not self._data_size > 1:
             return
         number = float(factor)
+        if self.job.precision == "fp16-mixed" and 0.0 < number < math.inf:
+            self._scale = near_power_of_two(number)
         for parameter, gradient in found.items():
             # A gradient that counts nothing may be NaN.
             scaled = gradient * number if number else torch.zeros_like(gradient)
@@ -636,6 +645,17 @@ class PipelineSession(ProcessGroupSession):
         self._stages.clear()
         self._optimizers.clear()
         super().close()
+
+
+class _Body(nn.Module):
+    """The forward of a unit, to compile: its own call is replaced while steps run."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
 
 
 class _WholeLoss(torch.autograd.Function):
