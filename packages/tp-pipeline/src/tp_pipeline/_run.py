@@ -9,12 +9,17 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import (  # type: ignore[attr-defined]  # torch does not export them all
+    PrefixStore,
+    ProcessGroup,
+    Store,
+)
 from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
     construct_reverse_graph,
@@ -24,11 +29,11 @@ from torch.distributed.pipelining._backward import (
 )
 from tp_core import tree_leaves, tree_map
 from tp_core.data import read_weight
-from tp_core.errors import StepError
+from tp_core.errors import RankFailedError, StepError
 from tp_core.internal import seed_of
 
 from tp_pipeline._plan import InnerCall, Item, Leaf, Output, Plan, Spec, forwards
-from tp_pipeline._schedule import Work
+from tp_pipeline._schedule import Orders, Work
 
 
 class StandIn(Tensor):
@@ -211,15 +216,24 @@ class Exchange:
 
     Args:
         group: The group.
-        rank_of: Returns the rank in the group that has a stage.
-        stages: The number of stages.
+        orders: Which rank has a stage.
         device: The device.
+        timeout_s: The seconds that a rank waits for another one.
+        store: A store of all ranks.
+
+    Attributes:
+        me: This rank in the group.
+        is_broken: Whether another rank has not sent or received what it should have.
     """
 
     def __init__(
-        self, group: ProcessGroup, rank_of: Callable[[int], int], stages: int, device: torch.device
+        self, group: ProcessGroup, orders: Orders, device: torch.device, timeout_s: float, store: Store
     ) -> None:
-        self._group, self._rank_of, self._stages, self.device = group, rank_of, stages, device
+        self._group, self.rank_of, self._stages = group, orders.rank_of, orders.stages
+        self.device, self._timeout_s = device, timeout_s
+        self.me, self._global_me = dist.get_rank(group), dist.get_rank()
+        self._store = PrefixStore(f"tp/pipeline/{group.group_name}", store)
+        self.is_broken = False
         self._sent: list[tuple[Any, Tensor]] = []
 
     def send(self, work: Work, tensors: Sequence[Tensor], to: int) -> None:
@@ -229,7 +243,7 @@ class Exchange:
             if raw.numel():
                 # Without waiting: it may come to its receive only after this rank's next work.
                 sending = dist.isend(
-                    raw, group=self._group, group_dst=self._rank_of(to), tag=self._tag(work, i)
+                    raw, group=self._group, group_dst=self.rank_of(to), tag=self._tag(work, i)
                 )
                 self._sent.append((sending, raw))
 
@@ -244,17 +258,67 @@ class Exchange:
                     dist.irecv(
                         _bytes_of(tensor),
                         group=self._group,
-                        group_src=self._rank_of(source),
+                        group_src=self.rank_of(source),
                         tag=self._tag(work, i),
                     )
                 )
         return waits, tensors
 
+    def wait(self, waits: Sequence[Any], what: str, work: Work, stage: int) -> None:
+        """Wait for tensors that come from the rank of a stage.
+
+        Raises:
+            RankFailedError: They have not come in time, or the rank has gone.
+        """
+        try:
+            for waiting in waits:
+                waiting.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            self.is_broken = True
+            if "imed out" in str(error):
+                silent = self._silent(stage)
+                how = f"for {self._timeout_s:g} s (the option timeout_s)"
+                where = f"stage {silent}, on rank {self._global(silent)}, hangs: nothing has come from it"
+            else:
+                how, where = "in vain", f"rank {self._global(stage)} has ended"
+            msg = (
+                f"stage {work.stage} has waited {how} for the {what} of micro-batch {work.part} from stage "
+                f"{stage}; {where}"
+            )
+            raise RankFailedError(msg) from error
+
+    def _global(self, stage: int) -> int:
+        return dist.get_global_rank(self._group, self.rank_of(stage))
+
+    def _silent(self, stage: int) -> int:
+        """Return the stage that all wait for, by what ranks that wait write into the store."""
+        self._store.set(str(self._global_me), str(stage))
+        seen: set[int] = set()
+        while stage not in seen:
+            seen.add(stage)
+            key = str(self._global(stage))
+            try:
+                # Those that wait, too, began a little later.
+                self._store.wait([key], timedelta(seconds=min(self._timeout_s, _CHAIN_S)))
+                stage = int(self._store.get(key))
+            except RuntimeError:  # it says nothing, or the store has gone with its rank
+                break
+        return stage
+
     def finish(self) -> None:
-        """Wait until all has been sent."""
-        for sending, _ in self._sent:
-            sending.wait()
-        self._sent.clear()
+        """Wait until all has been sent.
+
+        Raises:
+            RankFailedError: Another rank has not received it.
+        """
+        try:
+            for sending, _ in self._sent:
+                sending.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            msg = f"the rank of a neighboring stage has ended, or hangs, before it received all: {error}"
+            raise RankFailedError(msg) from error
+        finally:
+            self._sent.clear()
 
     def _tag(self, work: Work, number: int) -> int:
         is_back = work.kind.endswith("B")
@@ -279,8 +343,6 @@ class BatchRun:
         plans: The plan of each.
         units: The units of the model.
         exchange: Sends and receives.
-        rank_of: Returns the rank in the group that has a stage.
-        me: This rank in the group.
         seed: The seed of the batch's random numbers.
         weigh: Returns the loss and the weight of a micro-batch's output.
         trained: The trained parameters that this rank has.
@@ -292,6 +354,7 @@ class BatchRun:
         outputs: What the step has returned for each micro-batch, on the last stage's rank.
         weights: The weight of each micro-batch there.
         factor: What the gradients of each micro-batch's loss were multiplied by, beside its weight.
+        failure: The error that this rank's work has raised.
     """
 
     def __init__(
@@ -303,8 +366,6 @@ class BatchRun:
         *,
         units: Mapping[str, nn.Module],
         exchange: Exchange,
-        rank_of: Callable[[int], int],
-        me: int,
         seed: int,
         weigh: Callable[[Any, int], tuple[Tensor, float]],
         trained: Sequence[nn.Parameter],
@@ -313,10 +374,11 @@ class BatchRun:
         scale: float,
     ) -> None:
         self._step, self._model, self._parts, self._plans = step, model, parts, plans
-        self._units, self._exchange, self._rank_of, self._me = dict(units), exchange, rank_of, me
+        self._units, self._exchange = dict(units), exchange
         self._seed, self._weigh, self._trained, self._uncast = seed, weigh, trained, uncast
         self._compiled, self._scale = compiled, scale
         self.factor: float | None = None
+        self.failure: Exception | None = None
         self._given: dict[tuple[int, int], tuple[list[Any], list[Tensor]]] = {}
         self._leaves: dict[tuple[int, int], dict[Item, Tensor]] = {}
         self._ends: dict[tuple[int, int], list[Tensor]] = {}
@@ -328,6 +390,11 @@ class BatchRun:
 
     def perform(self, order: Sequence[Work]) -> None:
         """Do this rank's work in an order, and wait until all is sent.
+
+        After an error the others get zeros. So they come to the end of the batch, where all learn of it.
+
+        Raises:
+            RankFailedError: Another rank has gone, or not sent in time.
 
         Collective: sends and receives between the ranks of neighboring stages.
         """
@@ -342,7 +409,18 @@ class BatchRun:
             "RECV_B": self._receive_backward,
         }
         for work in order:
-            does[work.kind](work)
+            if self.failure is not None and work.kind in _COMPUTED:
+                continue
+            try:
+                does[work.kind](work)
+            except Exception as error:
+                if self._exchange.is_broken:
+                    raise
+                self.failure = error
+        for key, (waits, _) in self._given.items():  # there are some after an error alone
+            self._exchange.wait(waits, "outputs", Work("F", *key), key[0] - 1)
+        for key, (waits, _) in self._gradients.items():
+            self._exchange.wait(waits, "gradients", Work("B", *key), key[0] + 1)
         self._exchange.finish()
 
     # -- forward
@@ -359,8 +437,7 @@ class BatchRun:
         leaves: dict[Item, Tensor] = {}
         if stage:
             waits, tensors = self._given.pop(key)
-            for wait in waits:
-                wait.wait()
+            self._exchange.wait(waits, "outputs", work, stage - 1)
             for item, tensor in zip(plan.sends[stage - 1], tensors, strict=True):
                 learns = plan.specs[item].requires_grad and torch.is_grad_enabled()
                 leaves[item] = leaf = tensor.requires_grad_(learns)
@@ -400,12 +477,18 @@ class BatchRun:
         ends = [leaves[i] if i in leaves else run.made[i] for i in plan.sends[stage]]
         for item, tensor in zip(plan.sends[stage], ends, strict=True):
             _check_as_expected(item, tensor, plan)
-        if self._rank_of(stage + 1) == self._me:
+        if self._exchange.rank_of(stage + 1) == self._exchange.me:
             self._given[stage + 1, part] = [], [t.detach() for t in ends]
         self._ends[key] = ends
 
     def _send_forward(self, work: Work) -> None:
-        self._exchange.send(work, self._ends[work.stage, work.part], work.stage + 1)
+        plan = self._plans[work.part]
+        ends = self._ends.get((work.stage, work.part)) or self._zeros(plan, plan.sends[work.stage])
+        self._exchange.send(work, ends, work.stage + 1)
+
+    def _zeros(self, plan: Plan, items: Sequence[Item]) -> list[Tensor]:
+        specs = [plan.specs[item] for item in items]
+        return [torch.zeros(spec.shape, dtype=spec.dtype, device=self._exchange.device) for spec in specs]
 
     # -- backward
 
@@ -432,8 +515,7 @@ class BatchRun:
                 self.factor = self._scale * near_power_of_two(1 / (weight * len(self._parts)))
             return [loss], [torch.full_like(loss, weight * self.factor)], leaves
         waits, gradients = self._gradients.pop(key)
-        for wait in waits:
-            wait.wait()
+        self._exchange.wait(waits, "gradients", Work("B", stage, part), stage + 1)
         learning = [t for i, t in zip(plan.sends[stage], ends, strict=True) if plan.specs[i].requires_grad]
         return learning, gradients, leaves
 
@@ -467,13 +549,20 @@ class BatchRun:
             return
         sent = [leaves[i] for i in self._learning(work.stage - 1, work.part)]
         gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in sent]
-        if self._rank_of(work.stage - 1) == self._me:
+        if self._exchange.rank_of(work.stage - 1) == self._exchange.me:
             self._gradients[work.stage - 1, work.part] = [], gradients
         else:
             self._inputs[work.stage, work.part] = gradients
 
     def _send_backward(self, work: Work) -> None:
-        self._exchange.send(work, self._inputs.pop((work.stage, work.part)), work.stage - 1)
+        gradients = self._inputs.pop((work.stage, work.part), None)
+        if gradients is None:
+            gradients = self._zeros(self._plans[work.part], self._learning(work.stage - 1, work.part))
+        self._exchange.send(work, gradients, work.stage - 1)
+
+
+_CHAIN_S = 5.0  # how long a rank that has waited in vain waits for what the next one waits for
+_COMPUTED = {"F", "B", "I", "W"}
 
 
 class _Given(torch.autograd.Function):

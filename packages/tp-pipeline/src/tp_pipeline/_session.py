@@ -1,6 +1,8 @@
 """The session of a rank that has some stages of the model."""
 
 import math
+import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,13 +15,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from tp_core import tree_leaves, tree_map
 from tp_core.data import Parts, StepOutput, combine_outputs, count_samples
-from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError, TpError
+from tp_core.errors import ConfigError, DisagreementError, ModelError, RankFailedError, StepError
 from tp_core.internal import (
     PerModule,
     check_not_quantized,
     device_rng_state,
     gathers_matrices,
     length_along,
+    rendezvous_store,
     set_device_rng_state,
     split_evenly,
     split_rows,
@@ -85,10 +88,11 @@ class PipelineSession(ProcessGroupSession):
         copies = world // ranks
         mine, data = None, None
         for first in range(0, world, ranks):  # every rank makes every group, in one order
-            group = new_process_group(range(first, first + ranks))
+            group = new_process_group(range(first, first + ranks), timeout_s=options.timeout_s)
             mine = group if group is not None else mine
         for first in range(ranks):
-            group = new_process_group(range(first, world, ranks)) if copies > 1 else None
+            others = range(first, world, ranks)
+            group = new_process_group(others, timeout_s=options.timeout_s) if copies > 1 else None
             data = group if group is not None else data
         super().__init__(job, data_group=data, data_rank=rank // ranks, data_size=copies, leave=leave)
         if mine is None:
@@ -96,7 +100,9 @@ class PipelineSession(ProcessGroupSession):
             raise ConfigError(msg)
         self.options, self.ranks, self.group, self.place = options, ranks, mine, rank % ranks
         self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v, group=mine)
-        self._exchange = Exchange(mine, self.orders.rank_of, self.orders.stages, self.device)
+        self._exchange = Exchange(
+            mine, self.orders, self.device, options.timeout_s, rendezvous_store(job.environment)
+        )
         self._stages: PerModule[Stages] = PerModule()
         self._optimizers: list[Optimizer] = []
         self._syncs = True
@@ -186,8 +192,6 @@ class PipelineSession(ProcessGroupSession):
             plans,
             units=stages.units,
             exchange=self._exchange,
-            rank_of=self.orders.rank_of,
-            me=self.place,
             seed=int(torch.randint(2**62, ())) if learns else self.job.seed,
             weigh=lambda output, part: weigh_output(
                 output, parts.counts[part], is_sum=self.job.loss == "sum"
@@ -332,17 +336,10 @@ class PipelineSession(ProcessGroupSession):
                 stages=self.orders.stages,
                 device=self.device,
             )
-        except TpError as error:
+        except Exception as error:  # noqa: BLE001 - raised below, on all ranks
             failure = error
-        said: list[Any] = [None] * self.ranks
-        mine = str(failure) if failure is not None else None
-        dist.all_gather_object(said, (mine, plan and plan.describe()), group=self.group)
-        if failure is not None:
-            raise failure
-        other = next((text for text, _ in said if text is not None), None)
-        if other is not None:
-            raise ModelError(other)
-        if any(described != said[0][1] for _, described in said) or plan is None:
+        said = self._shared(plan and plan.describe(), failure)
+        if any(described != said[0] for described in said) or plan is None:
             msg = (
                 "the ranks that hold a model together find different stages in the same step; give them the "
                 "same model, step and batch"
@@ -361,6 +358,36 @@ class PipelineSession(ProcessGroupSession):
                 )
                 raise StepError(msg)
         return plan
+
+    def _shared(self, mine: Any, failure: Exception | None) -> list[Any]:
+        """Return what the ranks that hold the model have, unless one has failed.
+
+        Raises:
+            Exception: A rank has failed: its error, on all of them.
+
+        Collective: an all-gather over the ranks that hold the model.
+        """
+        said: list[Any] = [None] * self.ranks
+        told = None if failure is None else (time.time(), *_portable(failure))
+        try:
+            dist.all_gather_object(said, (mine, told), group=self.group)
+        except RuntimeError as error:
+            msg = f"a rank that holds the model with this one has ended, or hangs: {error}"
+            raise RankFailedError(msg) from error
+        failed = [(rank, *told) for rank, (_, told) in enumerate(said) if told is not None]
+        if not failed:
+            return [value for value, _ in said]
+        # What comes later may follow from the first.
+        rank, _, pickled, text = min(failed, key=lambda one: one[1])
+        if failure is not None and rank == self.place:
+            raise failure
+        where = dist.get_global_rank(self.group, rank)
+        if pickled is None:
+            msg = f"rank {where} has failed in its stages: {text}"
+            raise RankFailedError(msg)
+        theirs: Exception = pickle.loads(pickled)
+        theirs.add_note(f"It was raised in the stages of rank {where}.")
+        raise theirs
 
     def _cut(self, stages: Stages, model: nn.Module, plan: Plan) -> None:
         """Free the parameters of other ranks' stages. What no stage uses stays on all."""
@@ -413,23 +440,17 @@ class PipelineSession(ProcessGroupSession):
         gradients: dict[nn.Parameter, Tensor | None],
     ) -> StepOutput:
         is_last = self.orders.rank_of(self.orders.stages - 1) == self.place
-        output, failure = None, None
-        if is_last:
+        output, failure = None, work.failure
+        if is_last and failure is None:
             plain = [tree_map(_detached, o) for o in work.outputs]
             try:
                 output = combine_outputs(plain, parts, loss=self.job.loss, device=torch.device("cpu"))
             except StepError as error:
                 failure = error
         names = [n for n, p in model.named_parameters() if gradients.get(p) is not None]
-        said: list[Any] = [None] * self.ranks
         total = sum(work.weights) if self.job.loss == "mean" else 1.0
-        mine = (names, output, total * (work.factor or 0.0), str(failure) if failure is not None else None)
-        dist.all_gather_object(said, mine, group=self.group)
-        if failure is not None:
-            raise failure
-        _, output, total, problem = said[self.orders.rank_of(self.orders.stages - 1)]
-        if problem is not None:
-            raise StepError(problem)
+        said = self._shared((names, output, total * (work.factor or 0.0)), failure)
+        _, output, total = said[self.orders.rank_of(self.orders.stages - 1)]
         moved: StepOutput = tree_map(lambda v: v.to(self.device) if isinstance(v, Tensor) else v, output)
         if not learns:
             return moved
@@ -673,6 +694,16 @@ class _WholeLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.add(grad.sum())
         return None, None, None
+
+
+def _portable(error: Exception) -> tuple[bytes | None, str]:
+    """Return an error for other ranks: pickled where it can be, and as text."""
+    text = f"{type(error).__name__}: {error}"
+    try:
+        pickled = pickle.dumps(error)
+        return (pickled if str(pickle.loads(pickled)) == str(error) else None), text
+    except Exception:  # noqa: BLE001 - an error of any class, which may do anything when it is pickled
+        return None, text
 
 
 def _detached(value: Any) -> Any:

@@ -168,7 +168,11 @@ def join_process_group(
 
 
 def new_process_group(
-    ranks: Sequence[int] | None = None, *, backend: str = "", known_to_all: bool = True
+    ranks: Sequence[int] | None = None,
+    *,
+    backend: str = "",
+    known_to_all: bool = True,
+    timeout_s: float | None = None,
 ) -> ProcessGroup | None:
     """Return a group of some ranks, which a member may destroy at once.
 
@@ -180,6 +184,8 @@ def new_process_group(
         ranks: The members, all ranks by default.
         backend: torch's name of the communication backend; by default the default group's.
         known_to_all: Whether every rank calls this, members or not; otherwise the members alone do.
+        timeout_s: The seconds that a collective waits for the other members; ``None`` for torch's own,
+            which are not those of the default group.
 
     Returns:
         The group; ``None`` for a rank that is not a member.
@@ -188,6 +194,7 @@ def new_process_group(
     """
     group = dist.new_group(
         None if ranks is None else list(ranks),
+        timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
         backend=backend or None,
         use_local_synchronization=not known_to_all,
     )
