@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, ModelError, StepError, TpError
 from tp_core.testing import RankPool
 from tp_trainer import Checkpoints, Trainer
+from tp_trainer.callbacks import ExponentialMovingAverage
 
 from tests.integration import pipeline_families as families
 
@@ -226,6 +227,75 @@ def test_models_of_transformers_equal_one_device(pair, name, schedule):
     expected = families.train(name, "single")
     for found in pair.run(partial(families.train, name, "pipeline", schedule=schedule)):
         assert families.families.difference(found, expected) < 1e-12
+
+
+def averaged(backend, folder, **arguments):
+    """Train with averages, by which validations are computed; return the last one."""
+    torch.set_num_threads(1)
+    model = make(Decoder)
+    with Trainer(backend=backend, devices="cpu", seed=3, progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = ExponentialMovingAverage(0.5)
+        loaders = {"validation": DataLoader(rows(5), batch_size=4)}
+        if folder is not None:
+            loaders["checkpoint"] = Checkpoints(folder, every_steps=1)
+        loader = DataLoader(rows(8), batch_size=4)
+        records = trainer.fit(
+            model, optimizer, loader, step=step, callbacks=[average], epochs=3, **loaders, **arguments
+        )
+        return dict(records[-1].val) if records else None
+
+
+@pytest.mark.slow
+def test_averages_are_those_of_one_device_also_when_resumed(pair, tmp_path):
+    expected = averaged("single", None)
+    for found in pair.run(averaged, "pipeline", None):
+        assert found == pytest.approx(expected, rel=1e-12)
+    pair.run(lambda: averaged("pipeline", str(tmp_path), max_steps=3))
+    for found in pair.run(lambda: averaged("pipeline", str(tmp_path), resume="auto")):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def with_adapters(backend):
+    from peft import LoraConfig, get_peft_model
+
+    model = make(Decoder)
+    torch.manual_seed(4)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False))
+    return train(backend, model.double())
+
+
+@pytest.mark.slow
+def test_adapters_equal_one_device(pair):
+    expected = with_adapters("single")
+    for found in pair.run(with_adapters, "pipeline"):
+        assert_same(found, expected)
+
+
+def bert_losses(backend):
+    """Return the loss of each step of a decoder of 8 layers with its own loss, as a user of PiPPy has it."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    nothing = {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+    model = BertLMHeadModel(BertConfig(is_decoder=True, num_hidden_layers=8, **sizes, **nothing)).double()
+    tokens = torch.randint(50, (8, 10))
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=8)
+    options = {"pipeline": {"microbatches": 4}}
+    with Trainer(backend=backend, devices="cpu", progress=False, options=options) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        records = trainer.fit(model, optimizer, loader, step=lambda m, b: m(**b).loss, epochs=3)
+        return [record.train["loss"] for record in records]
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_model_in_micro_batches_is_the_loss_of_its_batch(pair):
+    # It was the sum of the micro-batches' losses: https://github.com/pytorch/PiPPy/issues/799
+    expected = bert_losses("single")
+    for found in pair.run(bert_losses, "pipeline"):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 # -- Refusals, before the first step --

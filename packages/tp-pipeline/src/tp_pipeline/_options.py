@@ -15,7 +15,15 @@ ScheduleName = Literal[
     "InterleavedZeroBubble",
     "ZBVZeroBubble",
     "DualPipeV",
+    "auto",
 ]
+V_SCHEDULES = frozenset({"ZBVZeroBubble", "DualPipeV"})
+"""Those in which the last rank has two stages in the middle, and the first rank the first and the last."""
+
+
+def depth_of(schedule: str) -> int:
+    """Return the number of stages of each rank by default."""
+    return 1 if schedule in {"GPipe", "1F1B"} else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,8 @@ class PipelineOptions:
     Attributes:
         ranks: The number of ranks that hold a model together, -1 for all. The others divide the samples.
         schedule: The order of the work, by torch's name: "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B",
-            "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
+            "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV"; or "auto" for the one of least predicted
+            idle time among those that keep no more activations than "1F1B".
         stages_per_rank: The number of stages of each rank; 0 takes 1 for "GPipe" and "1F1B", and 2 for the
             others.
         microbatches: The number of parts of each batch, which follow each other through the stages; 0 for
@@ -34,6 +43,8 @@ class PipelineOptions:
         cuts: The names of the modules with which stages begin, without the first stage:
             ``["layers.4", "layers.8"]``. ``None`` cuts between repeated blocks, so that the stages have about
             as many parameters.
+        trace: A file for the work of all stages in the third batch, for Perfetto (ui.perfetto.dev) and
+            chrome://tracing; ``None`` for none.
         timeout_s: How many seconds a rank waits for another one.
 
     Raises:
@@ -46,6 +57,7 @@ class PipelineOptions:
     microbatches: int = 0
     microbatch_size: int = 0
     cuts: Sequence[str] | None = None
+    trace: str | None = None
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -64,7 +76,7 @@ class PipelineOptions:
                 f"samples, and not both; got {self.microbatches} and {self.microbatch_size}"
             )
             raise ConfigError(msg)
-        if self.schedule in {"ZBVZeroBubble", "DualPipeV"} and self.stages_per_rank not in {0, 2}:
+        if self.schedule in V_SCHEDULES and self.stages_per_rank not in {0, 2}:
             msg = (
                 f"the schedule {self.schedule!r} has two stages on each rank; leave stages_per_rank out, got "
                 f"{self.stages_per_rank}"
@@ -74,6 +86,12 @@ class PipelineOptions:
             msg = (
                 f"the schedule {self.schedule!r} has one stage on each rank, got stages_per_rank="
                 f"{self.stages_per_rank}; take 'Interleaved1F1B' for several"
+            )
+            raise ConfigError(msg)
+        if self.schedule == "auto" and (self.stages_per_rank or self.cuts is not None):
+            msg = (
+                "the schedule 'auto' decides how many stages a rank has; name a schedule to give "
+                "stages_per_rank or cuts"
             )
             raise ConfigError(msg)
         if self.cuts is None:
@@ -89,9 +107,9 @@ class PipelineOptions:
     @property
     def depth(self) -> int:
         """The number of stages of each rank."""
-        return self.stages_per_rank or (1 if self.schedule in {"GPipe", "1F1B"} else 2)
+        return self.stages_per_rank or depth_of(self.schedule)
 
     @property
     def is_v(self) -> bool:
         """Whether the last rank has two stages in the middle, and the first rank the first and the last."""
-        return self.schedule in {"ZBVZeroBubble", "DualPipeV"}
+        return self.schedule in V_SCHEDULES

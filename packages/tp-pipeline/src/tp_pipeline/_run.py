@@ -7,6 +7,7 @@
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -224,6 +225,7 @@ class Exchange:
     Attributes:
         me: This rank in the group.
         is_broken: Whether another rank has not sent or received what it should have.
+        waited_s: The seconds that this rank has waited for tensors.
     """
 
     def __init__(
@@ -234,6 +236,7 @@ class Exchange:
         self.me, self._global_me = dist.get_rank(group), dist.get_rank()
         self._store = PrefixStore(f"tp/pipeline/{group.group_name}", store)
         self.is_broken = False
+        self.waited_s = 0.0
         self._sent: list[tuple[Any, Tensor]] = []
 
     def send(self, work: Work, tensors: Sequence[Tensor], to: int) -> None:
@@ -270,9 +273,11 @@ class Exchange:
         Raises:
             RankFailedError: They have not come in time, or the rank has gone.
         """
+        began = time.time()
         try:
             for waiting in waits:
                 waiting.wait(timedelta(seconds=self._timeout_s))
+            self.waited_s += time.time() - began
         except RuntimeError as error:
             self.is_broken = True
             if "imed out" in str(error):
@@ -349,12 +354,14 @@ class BatchRun:
         uncast: Returns a context for backward passes, in which nothing is cast.
         compiled: The compiled forwards of units, by name.
         scale: A factor on losses, which keeps gradients in half precision from underflow.
+        is_timed: Whether to note when what is computed.
 
     Attributes:
         outputs: What the step has returned for each micro-batch, on the last stage's rank.
         weights: The weight of each micro-batch there.
         factor: What the gradients of each micro-batch's loss were multiplied by, beside its weight.
         failure: The error that this rank's work has raised.
+        spans: What was computed, with the times at which it began and ended, if they are noted.
     """
 
     def __init__(
@@ -372,6 +379,7 @@ class BatchRun:
         uncast: Callable[[], AbstractContextManager[Any]],
         compiled: Mapping[str, Callable[..., Any]],
         scale: float,
+        is_timed: bool,
     ) -> None:
         self._step, self._model, self._parts, self._plans = step, model, parts, plans
         self._units, self._exchange = dict(units), exchange
@@ -379,6 +387,8 @@ class BatchRun:
         self._compiled, self._scale = compiled, scale
         self.factor: float | None = None
         self.failure: Exception | None = None
+        self._is_timed = is_timed
+        self.spans: list[tuple[Work, float, float]] = []
         self._given: dict[tuple[int, int], tuple[list[Any], list[Tensor]]] = {}
         self._leaves: dict[tuple[int, int], dict[Item, Tensor]] = {}
         self._ends: dict[tuple[int, int], list[Tensor]] = {}
@@ -411,12 +421,16 @@ class BatchRun:
         for work in order:
             if self.failure is not None and work.kind in _COMPUTED:
                 continue
+            began, waited_s = time.time(), self._exchange.waited_s
             try:
                 does[work.kind](work)
             except Exception as error:
                 if self._exchange.is_broken:
                     raise
                 self.failure = error
+            if self._is_timed and work.kind in _COMPUTED:
+                began += self._exchange.waited_s - waited_s  # it waits before it computes
+                self.spans.append((work, began, time.time()))
         for key, (waits, _) in self._given.items():  # there are some after an error alone
             self._exchange.wait(waits, "outputs", Work("F", *key), key[0] - 1)
         for key, (waits, _) in self._gradients.items():

@@ -1,6 +1,6 @@
 """The order of a rank's work: torch's schedules, and forwards alone where nothing is learned."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from tp_core.errors import ConfigError
+
+from tp_pipeline._options import V_SCHEDULES, depth_of
 
 
 class Work(NamedTuple):
@@ -42,6 +44,95 @@ def rank_of_stage(stage: int, ranks: int, *, is_v: bool) -> int:
     """
     lap, place = divmod(stage, ranks)
     return ranks - 1 - place if is_v and lap % 2 else place
+
+
+class Span(NamedTuple):
+    """A piece of work of a rank, with when it began and ended.
+
+    Attributes:
+        rank: The rank in the group.
+        work: The work.
+        begin: The time at which it began.
+        end: The time at which it ended.
+    """
+
+    rank: int
+    work: Work
+    begin: float
+    end: float
+
+
+COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""About how long each kind of work takes: backward has two products for each one of forward."""
+
+
+def timeline(order: Mapping[int, Sequence[Work]], last_stage: int) -> list[Span]:
+    """Return when each rank would compute what, where sending takes no time, by `COSTS`."""
+    left = {rank: [w for w in works if w.kind in COSTS] for rank, works in order.items()}
+    ended: dict[Work, float] = {}
+    clock = dict.fromkeys(left, 0.0)
+    spans: list[Span] = []
+    while any(left.values()):
+        for rank, works in left.items():
+            while works:
+                kind, stage, part = work = works[0]
+                needs = [Work("F", stage - 1, part)] if kind == "F" and stage else []
+                if kind in "BI":
+                    needs = [Work("F", stage, part)]
+                    if stage < last_stage:
+                        after = Work("I", stage + 1, part)
+                        needs.append(after if after in ended else Work("B", stage + 1, part))
+                if any(n not in ended for n in needs):
+                    break
+                begin = max([clock[rank], *(ended[n] for n in needs)])
+                clock[rank] = ended[work] = begin + COSTS[kind]
+                spans.append(Span(rank, work, begin, clock[rank]))
+                works.pop(0)
+    return spans
+
+
+def idle_share(spans: Sequence[Span]) -> float:
+    """Return which part of the time ranks compute nothing, between the first and the last work of all."""
+    whole = max(s.end for s in spans) - min(s.begin for s in spans)
+    ranks = len({s.rank for s in spans})
+    return 1.0 - sum(s.end - s.begin for s in spans) / (ranks * whole)
+
+
+def most_kept(order: Sequence[Work]) -> int:
+    """Return the most micro-batches of stages that a rank keeps activations of at once."""
+    kept = most = 0
+    for work in order:
+        kept += (work.kind == "F") - (work.kind in {"B", "W"})
+        most = max(most, kept)
+    return most
+
+
+def choose_schedule(
+    names: Sequence[str], ranks: int, parts: int, blocks: int, group: ProcessGroup
+) -> tuple[str, str]:
+    """Return the schedule of least idle time that keeps no more activations than 1F1B, and why.
+
+    Args:
+        names: The schedules.
+        ranks: The number of ranks.
+        parts: The number of micro-batches.
+        blocks: The number of blocks, of which each stage needs one.
+        group: The ranks' process group.
+    """
+    found: list[tuple[float, float, str]] = []
+    for name in names:
+        depth = depth_of(name)
+        orders = Orders(name, ranks, depth, is_v=name in V_SCHEDULES, group=group)
+        if orders.stages > blocks or not orders.is_made_of(parts):
+            continue
+        order = orders.learning(parts)
+        idle = idle_share(timeline(order, orders.stages - 1))
+        found.append((round(idle, 6), max(map(most_kept, order.values())) / depth, name))
+    most = next((kept for _, kept, name in found if name == "1F1B"), ranks)
+    fitting = [one for one in found if one[1] <= most] or [(0.0, 0.0, "1F1B")]
+    idle, kept, name = min(fitting)
+    why = f"idle {idle:.0%} of a step of {parts} micro-batches, with the activations of {kept:g} of them"
+    return name, why
 
 
 class Orders:
@@ -98,6 +189,14 @@ class Orders:
                 for r in range(self.ranks)
             }
         )
+
+    def is_made_of(self, parts: int) -> bool:
+        """Return whether the schedule can be made of so many micro-batches."""
+        try:
+            self._of_torch(parts)
+        except ValueError:
+            return False
+        return True
 
     def check(self, parts: int) -> None:
         """Check that the schedule can be made of so many micro-batches.

@@ -1,16 +1,21 @@
 """The session of a rank that has some stages of the model."""
 
+import json
+import logging
 import math
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from tp_core import tree_leaves, tree_map
@@ -34,12 +39,16 @@ from tp_core.sessions import ProcessGroupSession, join_process_group, new_proces
 from tp_core.state import load_whole_state, plain_state
 from tp_core.tensors import TensorSlice
 
-from tp_pipeline._options import PipelineOptions
+from tp_pipeline._options import PipelineOptions, ScheduleName
 from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
 from tp_pipeline._run import BatchRun, Exchange, StandIn, near_power_of_two, weigh_output
-from tp_pipeline._schedule import Orders
+from tp_pipeline._schedule import Orders, Span, choose_schedule, idle_share
+
+log = logging.getLogger("tp_pipeline")
 
 _BUCKET_NBYTES = 25 * 2**20
+_TRACED = 3
+"""The batch of a trace: the first ones are slower."""
 
 
 class Stages:
@@ -98,6 +107,8 @@ class PipelineSession(ProcessGroupSession):
         if mine is None:
             msg = "torch made no process group for this rank"
             raise ConfigError(msg)
+        if options.schedule == "auto":
+            options = _chosen(options, job, ranks, mine)
         self.options, self.ranks, self.group, self.place = options, ranks, mine, rank % ranks
         self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v, group=mine)
         self._exchange = Exchange(
@@ -107,6 +118,7 @@ class PipelineSession(ProcessGroupSession):
         self._optimizers: list[Optimizer] = []
         self._syncs = True
         self._is_in_step = False
+        self._batches = 0
         # About what the loss was last multiplied by, on which half precision's gradients depend.
         self._scale = 2.0**16 if job.precision == "fp16-mixed" else 1.0
 
@@ -200,6 +212,7 @@ class PipelineSession(ProcessGroupSession):
             uncast=self._uncast,
             compiled=stages.compiled,
             scale=self._scale,
+            is_timed=self.options.trace is not None,
         )
         orders = (self.orders.learning if learns else self.orders.forwards)(len(parts))
         states = [torch.get_rng_state()]
@@ -449,8 +462,10 @@ class PipelineSession(ProcessGroupSession):
                 failure = error
         names = [n for n, p in model.named_parameters() if gradients.get(p) is not None]
         total = sum(work.weights) if self.job.loss == "mean" else 1.0
-        said = self._shared((names, output, total * (work.factor or 0.0)), failure)
-        _, output, total = said[self.orders.rank_of(self.orders.stages - 1)]
+        said = self._shared((names, output, total * (work.factor or 0.0), work.spans), failure)
+        if learns and self.options.trace is not None:
+            self._trace([Span(rank, *span) for rank, (*_, spans) in enumerate(said) for span in spans])
+        _, output, total, _ = said[self.orders.rank_of(self.orders.stages - 1)]
         moved: StepOutput = tree_map(lambda v: v.to(self.device) if isinstance(v, Tensor) else v, output)
         if not learns:
             return moved
@@ -463,6 +478,12 @@ class PipelineSession(ProcessGroupSession):
         add = partial(self._add, stages, model, found)
         loss = _WholeLoss.apply(anchor, loss, add)  # type: ignore[no-untyped-call]  # torch's
         return {**moved, "loss": loss} if isinstance(moved, Mapping) else loss
+
+    def _trace(self, spans: Sequence[Span]) -> None:
+        self._batches += 1
+        if self._batches == _TRACED and self.rank == 0 and self.options.trace is not None:
+            _write_trace(self.options.trace, spans)
+            log.info("idle share of the ranks in batch %d: %.1f %%", _TRACED, 100 * idle_share(spans))
 
     def _summed(
         self,
@@ -666,6 +687,39 @@ class PipelineSession(ProcessGroupSession):
         self._stages.clear()
         self._optimizers.clear()
         super().close()
+
+
+def _chosen(options: PipelineOptions, job: Job, ranks: int, group: ProcessGroup) -> PipelineOptions:
+    """Return the options with a schedule in place of "auto"."""
+    blocks = ranks if job.model is None else len(find_units(job.model, None)[1])
+    names = [name for name in get_args(ScheduleName) if name != "auto"]
+    name, why = choose_schedule(names, ranks, options.microbatches or 4 * ranks, blocks, group)
+    log.info("schedule %s: %s", name, why)
+    return replace(options, schedule=name)
+
+
+def _write_trace(path: str, spans: Sequence[Span]) -> None:
+    """Write when ranks computed what, as a trace of Chrome: a row for each rank, times in microseconds."""
+    first = min(span.begin for span in spans)
+    names = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
+    events = [
+        {
+            "name": f"{names[span.work.kind]} {span.work.part}",
+            "cat": f"stage {span.work.stage}",
+            "ph": "X",
+            "ts": (span.begin - first) * 1e6,
+            "dur": (span.end - span.begin) * 1e6,
+            "pid": 0,
+            "tid": span.rank,
+            "args": {"stage": span.work.stage, "micro-batch": span.work.part},
+        }
+        for span in spans
+    ]
+    rows = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({span.rank for span in spans})
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": rows + events}))
 
 
 class _Body(nn.Module):

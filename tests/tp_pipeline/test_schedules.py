@@ -1,0 +1,85 @@
+"""The predicted idle time is that of the published formulas, and "auto" takes the least."""
+
+import json
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_core import LaunchEnvironment
+from tp_core.errors import ConfigError
+from tp_core.sessions import join_process_group, new_process_group
+from tp_core.testing import RankPool
+from tp_pipeline import PipelineOptions
+from tp_pipeline._options import V_SCHEDULES, ScheduleName, depth_of  # private: no public name simulates
+from tp_pipeline._schedule import Orders, choose_schedule, idle_share, most_kept, timeline
+from tp_trainer import Trainer
+
+SCHEDULES = [name for name in get_args(ScheduleName) if name != "auto"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def predicted(parts):
+    """Return the idle share of each schedule, the activations that it keeps, and the choice."""
+    leave = join_process_group(LaunchEnvironment.read())
+    try:
+        group, found = new_process_group(), {}
+        for name in SCHEDULES:
+            orders = Orders(name, 2, depth_of(name), is_v=name in V_SCHEDULES, group=group)
+            order = orders.learning(parts)
+            spans = timeline(order, orders.stages - 1)
+            found[name] = idle_share(spans), max(map(most_kept, order.values())), len(spans)
+        choices = [choose_schedule(SCHEDULES, 2, parts, blocks, group)[0] for blocks in (2, 8)]
+        return found, choices
+    finally:
+        leave()
+
+
+def test_idle_shares_are_those_of_the_formulas(pair):
+    found, (of_few_blocks, of_many) = pair.run(predicted, 8)[0]
+    for name in ("GPipe", "1F1B"):
+        assert found[name][0] == pytest.approx(1 / 9)  # (p - 1) / (m + p - 1)
+    for name in ("LoopedBFS", "Interleaved1F1B"):
+        assert found[name][0] == pytest.approx(1 / 17)  # (p - 1) / (2 m + p - 1)
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        assert found[name][0] < 1 / 17
+    assert [found[name][1] for name in ("GPipe", "1F1B", "ZBVZeroBubble")] == [8, 2, 4]
+    assert of_few_blocks == "1F1B"
+    assert found[of_many][0] == min(idle for idle, kept, _ in found.values() if kept <= 4)
+
+
+def traced(path, schedule):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 4)), batch_size=8)
+    options = {"pipeline": {"schedule": schedule, "trace": path}}
+    with Trainer(backend="pipeline", devices="cpu", progress=False, options=options) as trainer:
+        trainer.fit(model, optimizer, loader, step=lambda m, b: F.mse_loss(m(b[0]), b[1]))
+        return trainer.session.options.schedule
+
+
+def test_a_trace_has_the_work_of_all_stages(pair, tmp_path):
+    path = tmp_path / "trace.json"
+    first, second = pair.run(traced, str(path), "auto")
+    assert first == second != "auto"
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    forwards = {(e["args"]["stage"], e["args"]["micro-batch"]) for e in events if "forward" in e["name"]}
+    assert forwards == {(stage, part) for stage in range(2 * depth_of(first)) for part in range(8)}
+    for rank in range(2):
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == rank)
+        assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(own))
+
+
+def test_auto_takes_neither_stages_nor_cuts():
+    with pytest.raises(ConfigError, match="'auto' decides how many stages"):
+        PipelineOptions(schedule="auto", stages_per_rank=2)
