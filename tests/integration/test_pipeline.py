@@ -1,6 +1,7 @@
 """Training in stages on several ranks equals training on one device, or is refused with a reason."""
 
 import math
+import os
 import warnings
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from tp_core.errors import ConfigError, ModelError, StepError, TpError
+from tp_core.errors import ConfigError, DisagreementError, ModelError, SelectionError, StepError, TpError
 from tp_core.testing import RankPool
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage
@@ -293,9 +294,10 @@ def bert_losses(backend):
 @pytest.mark.slow
 def test_the_loss_of_a_model_in_micro_batches_is_the_loss_of_its_batch(pair):
     # It was the sum of the micro-batches' losses: https://github.com/pytorch/PiPPy/issues/799
+    # Transformers computes the loss in float32.
     expected = bert_losses("single")
     for found in pair.run(bert_losses, "pipeline"):
-        assert found == pytest.approx(expected, rel=1e-12)
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 # -- Refusals, before the first step --
@@ -331,6 +333,31 @@ class Leak(Block):
         return super().mix(x)
 
 
+class Boxing(Decoder):
+    """A block returns an object that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = Box()
+
+    def mix(self, x):
+        x = self.layers[0](x).kept
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+class Box(Block):
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return Holder(self.kept)
+
+
+class Holder:
+    def __init__(self, kept):
+        self.kept = kept
+
+
 def penalized(model, batch):
     output = step(model, batch)
     output["loss"] = output["loss"] + sum(p.square().sum() for p in model.parameters())
@@ -346,6 +373,10 @@ REFUSED = [
     (Decoder, step, {"microbatches": 9}, StepError, "has 8 samples, and .* 9 micro-batches"),
     (Decoder, step, {"cuts": ["layer.1"]}, ConfigError, "names 'layer.1', which is no module"),
     (Decoder, step, {"schedule": "DualPipeV", "microbatches": 2}, ConfigError, "cannot be made of 2"),
+    (Boxing, step, {}, ModelError, r"'layers.0' \(Box\) returns Holder beside tensors"),
+    (Decoder, step, {"schedule": "1f1b"}, SelectionError, "must be 'GPipe' or '1F1B' .* got '1f1b'"),
+    (Decoder, step, {"cuts": ["layers.1", "layers.2"]}, SelectionError, "names 2 modules .* need 1"),
+    (Decoder, step, {"cuts": "own"}, DisagreementError, "ranks disagree on"),
 ]
 
 
@@ -357,7 +388,11 @@ def refusals():
         model = make(model_class)
         before = [p.detach().clone() for p in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        chosen = {"backend": "pipeline", "options": {"pipeline": options}}
+        own = {"cuts": [f"layers.{3 + int(os.environ['RANK'])}"]}
+        chosen = {
+            "backend": "pipeline",
+            "options": {"pipeline": own if options.get("cuts") == "own" else options},
+        }
         with Trainer(devices="cpu", seed=0, progress=False, **chosen) as trainer:
             try:
                 trainer.fit(model, optimizer, DataLoader(rows(8), batch_size=8), step=body, epochs=1)

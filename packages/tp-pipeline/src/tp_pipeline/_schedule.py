@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from tp_core.errors import ConfigError
 
-from tp_pipeline._options import V_SCHEDULES, depth_of
+from tp_pipeline._options import V_SCHEDULES, ScheduleName, depth_of
 
 
 class Work(NamedTuple):
@@ -108,8 +108,8 @@ def most_kept(order: Sequence[Work]) -> int:
 
 
 def choose_schedule(
-    names: Sequence[str], ranks: int, parts: int, blocks: int, group: ProcessGroup
-) -> tuple[str, str]:
+    names: Sequence[ScheduleName], ranks: int, parts: int, blocks: int, group: ProcessGroup
+) -> tuple[ScheduleName, str]:
     """Return the schedule of least idle time that keeps no more activations than 1F1B, and why.
 
     Args:
@@ -119,7 +119,7 @@ def choose_schedule(
         blocks: The number of blocks, of which each stage needs one.
         group: The ranks' process group.
     """
-    found: list[tuple[float, float, str]] = []
+    found: list[tuple[float, float, ScheduleName]] = []
     for name in names:
         depth = depth_of(name)
         orders = Orders(name, ranks, depth, is_v=name in V_SCHEDULES, group=group)
