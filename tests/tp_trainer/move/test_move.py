@@ -231,7 +231,7 @@ def test_the_proof_shows_equal_losses(source, columns, tmp_path):
 def test_a_script_that_is_missing_is_named(tmp_path):
     (tmp_path / "train.py").write_text("")
     done = tp(tmp_path / "trian.py")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "did you mean" in done.stderr
 
 
