@@ -162,6 +162,12 @@ def test_a_backend_of_another_project_is_compared_by_its_forecast(made):
     assert best.backend == "mine"
 
 
+def test_layouts_of_packages_that_are_missing_are_named(made):
+    found = plan(**made, step=step, devices=4, links=LINKS, samples=4, backends=TWO)
+    assert found.left_out["pipeline"] == "it is not installed: pip install tp-pipeline"
+    assert "not compared: pipeline: it is not installed" in str(found)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

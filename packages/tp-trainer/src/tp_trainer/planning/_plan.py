@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from tp_core import LaunchEnvironment, resolve_devices, tree_map
 from tp_core.discovery import Contribution
 from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import KNOWN_BACKENDS
 from tp_core.jobs import Axis, Layout, MemoryNeed, Precision, Recomputation, StepWork
 from tp_core.plugins import Backend, Job, registry
 
@@ -26,6 +27,8 @@ from tp_trainer.planning._samples import Measured, Subject, with_length
 log = logging.getLogger("tp_trainer")
 
 _GB = 2**30
+_SPLITTING = ("context", "pipeline", "shard")
+"""Backends in packages of their own whose layouts are named where they are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +313,7 @@ def _ways(
     """Return the ways in which the samples divide, and the reasons why backends have none."""
     found: list[_Way] = []
     left_out: dict[str, str] = {}
+    backends = list(backends)
     for contribution in backends:
         backend = contribution.item
         try:
@@ -321,6 +325,10 @@ def _ways(
         found += [way for way in ways if way.accumulations]
         if layouts and not any(way.accumulations for way in ways):
             left_out[backend.name] = f"{samples} samples do not divide among the readers of its layouts"
+    asked = {contribution.item.name for contribution in backends}
+    left_out |= {
+        n: f"it is not installed: pip install {KNOWN_BACKENDS[n]}" for n in _SPLITTING if n not in asked
+    }
     return found, left_out
 
 
