@@ -320,6 +320,11 @@ def test_the_doctor_says_what_does_not_work_on_a_platform():
     assert platform_notes("linux") == []
 
 
+def test_a_pipe_has_the_width_that_is_asked_for():
+    done = tp("doctor", "--no-measure", env={**os.environ, "COLUMNS": "60"})
+    assert max(map(len, done.stdout.splitlines())) <= 60
+
+
 def test_tp_is_a_module_too():
     done = tp("--version")
     assert (done.returncode, done.stdout) == (0, f"tp-core {version('tp-core')}\n"), done.stderr

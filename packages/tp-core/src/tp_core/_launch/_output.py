@@ -40,10 +40,12 @@ def in_notebook() -> bool:
 
 
 def output_console() -> "Console":
-    """Return a console that prints tables on stdout; in a pipe, lines are not cut to a terminal's width."""
+    """Return a console that prints tables on stdout; in a pipe of any width, or of ``COLUMNS``."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=10_000)
+    columns = os.environ.get("COLUMNS", "")
+    asked = int(columns) if columns.isdecimal() and int(columns) else 10_000
+    return Console() if sys.stdout.isatty() else Console(width=asked)
 
 
 _MOST_LINES = 200  # each update sends all of them
