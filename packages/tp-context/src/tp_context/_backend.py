@@ -78,7 +78,7 @@ class ContextBackend(RanksBackend[ContextOptions]):
                 yield from _around(found.item.name, inner)
 
     def forecast(self, job: Job, layout: Layout) -> Forecast | None:
-        """Return slices of each sequence, and the all-gathers of keys and values of all."""
+        """Return slices of each sequence, and the exchanges of keys and values of all."""
         options, footprint = self.parse_options(job), job.footprint
         if footprint is None or not footprint.attentions:
             return None
@@ -102,7 +102,7 @@ class ContextBackend(RanksBackend[ContextOptions]):
             stride=tensor,
             times=4 * footprint.attentions,  # of keys, of values, in forward and in backward
         )
-        sums = replace(gathers, kind="all-reduce", times=2 * footprint.attentions)
+        sums = replace(gathers, kind="all-to-all", times=2 * footprint.attentions)
         work = replace(
             inner.work,
             operations=inner.work.operations / context,
@@ -167,7 +167,8 @@ def _sliced(footprint: Footprint, context: int, attention: str) -> Footprint:
     samples = math.ceil(footprint.part * context)
     part = samples / context
     # Whole keys and values with their gradients; or those of two ranks at a time, or of some heads.
-    gathered = footprint.attended * samples * 2 if context > 1 else 0
+    attended = footprint.keys // max(footprint.attentions, 1)
+    gathered = attended * samples * 2 if context > 1 else 0
     if attention in {"ulysses", "ring"}:
         gathered = 2 * gathered // context
 

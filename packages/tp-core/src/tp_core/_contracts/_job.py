@@ -33,8 +33,6 @@ class Footprint:
             gradients are allocated.
         casts: The part of the activations that are copies of weights in the dtype of a mixed precision.
         batch: The device's share of the batch itself.
-        attended: The keys and values of the largest attention, which devices with parts of sequences gather;
-            0 where torch's function is not called.
         part: The device's share of the samples, divided by the whole samples that were measured: below 1
             where a batch has too few for all devices. A device that gets parts of samples has so much.
         kept: The memory that the forward pass of each module keeps for backward, by the module's name, with
@@ -54,7 +52,6 @@ class Footprint:
     with_gradients: int = 0
     casts: int = 0
     batch: int = 0
-    attended: int = 0
     part: float = 1.0
     kept: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     passed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -91,7 +88,6 @@ class Footprint:
             alone=round(self.alone * times),
             with_gradients=self.with_gradients + more,
             batch=round(self.batch * times),
-            attended=round(self.attended * times),
             keys=round(self.keys * times),
             kept={name: round(n * times) for name, n in self.kept.items()},
             passed={name: round(n * times) for name, n in self.passed.items()},

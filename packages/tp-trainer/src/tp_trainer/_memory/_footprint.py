@@ -10,11 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import tree_leaves, tree_map
 from tp_core.data import StepOutput
@@ -217,23 +215,6 @@ class LiveBytes(TorchDispatchMode):
         self.highest_with_gradients = max(self.highest_with_gradients, self.values + self.gradients)
 
 
-class _Attention(TorchFunctionMode):
-    """Notes the bytes of keys and values of the largest attention by torch's function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.highest = 0
-
-    def __torch_function__(
-        self, function: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a function, and note what attention gets."""
-        if function is F.scaled_dot_product_attention:
-            named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            self.highest = max(self.highest, nbytes_of([named["key"], named["value"]]))
-        return function(*args, **(kwargs or {}))
-
-
 def _address(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
@@ -336,7 +317,6 @@ def _run_step(
 ) -> Footprint:
     kept: dict[str, int] = {}
     passed: dict[str, int] = {}
-    attention = _Attention()
     with ExitStack() as stack:
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
@@ -348,7 +328,7 @@ def _run_step(
         device = next(iter(model.parameters())).device
         run = in_precision(lambda s, m, b: s(m, b), precision, device)
         batch_nbytes = nbytes_of(_tensors_in(batch))
-        with live, attention:
+        with live:
             loss = loss_of(run(step, model, batch), training=True)
             casts = live.casts
             live.gradient_shapes = {
@@ -364,7 +344,6 @@ def _run_step(
         with_gradients=live.highest_with_gradients,
         casts=casts,
         batch=batch_nbytes,
-        attended=attention.highest,
         kept=kept,
         passed=passed,
         unknown="",
