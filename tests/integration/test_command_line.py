@@ -35,6 +35,7 @@ NOWHERE = {
     "launch": ["nowhere.py"],
     "logs": ["nowhere"],
     "move": ["nowhere.py"],
+    "verify": ["nowhere.py:build"],
     "explain": ["nothing"],
     "new-plugin": ["nothing", "nowhere"],
     "plan": ["nowhere.py:build"],
