@@ -68,7 +68,14 @@ class Match:
     error: float = 0.0
 
 
-def relate(exact: Tensor, locals_: Sequence[Local | None], shares: Sequence[Share], limit: float) -> Match:
+def relate(
+    exact: Tensor,
+    locals_: Sequence[Local | None],
+    shares: Sequence[Share],
+    limit: float,
+    *,
+    reorders: bool = False,
+) -> Match:
     """Return how the ranks' tensors relate to the whole one."""
     present = [(rank, one) for rank, one in enumerate(locals_) if one is not None]
     if not present:
@@ -89,11 +96,13 @@ def relate(exact: Tensor, locals_: Sequence[Local | None], shares: Sequence[Shar
         if all(len(group) > 1 for group in groups) and max(sums) <= limit * len(present):
             return Match("partial", error / max(norm_of(exact), 1e-300))
         return Match("parts", error / max(norm_of(exact), 1e-300))
-    return _relate_joined(exact, expected, parts, limit)
+    return _relate_joined(exact, expected, parts, limit, reorders=reorders)
 
 
-def _relate_joined(exact: Tensor, expected: list[Tensor], parts: list[Tensor], limit: float) -> Match:
-    """Compare parts that are slices along one dimension, in the order of ranks."""
+def _relate_joined(
+    exact: Tensor, expected: list[Tensor], parts: list[Tensor], limit: float, *, reorders: bool = False
+) -> Match:
+    """Compare parts that are slices along one dimension, in the order of ranks or in any."""
     error = 0.0
     for group in _alike(expected):
         whole, mine = expected[group[0]], [parts[i] for i in group]
@@ -102,8 +111,21 @@ def _relate_joined(exact: Tensor, expected: list[Tensor], parts: list[Tensor], l
         dims = [d for d in range(whole.dim()) if any(one.size(d) != whole.size(d) for one in mine)]
         if len(dims) != 1 or sum(one.size(dims[0]) for one in mine) != whole.size(dims[0]):
             return Match("unknown")
-        error = max(error, norm_of(torch.cat(mine, dims[0]).double() - whole))
+        joined = torch.cat(mine, dims[0]).double()
+        if reorders:
+            joined = _in_order_of(joined, whole, dims[0])
+        error = max(error, norm_of(joined - whole))
     return Match("same" if error <= limit else "parts", error / max(norm_of(exact), 1e-300))
+
+
+def _in_order_of(joined: Tensor, whole: Tensor, dim: int) -> Tensor:
+    """Return slices along a dimension in the order of the whole's nearest ones, each taken once."""
+    distances = torch.cdist(whole.transpose(0, dim).flatten(1), joined.transpose(0, dim).flatten(1))
+    order = []
+    for row in distances:
+        order.append(int(row.argmin()))
+        distances[:, order[-1]] = float("inf")
+    return joined.index_select(dim, torch.tensor(order))
 
 
 def _relate_laid_out(exact: Tensor, parts: list[Local], limit: float) -> Match:
@@ -162,11 +184,17 @@ def selected(exact: Tensor, share: Share) -> Tensor:
     return exact
 
 
-def merged(found: Mapping[Any, Local], places: Sequence[Any]) -> Local | None:
-    """Return the tensor of several calls, one for each micro-batch; ``None`` where a rank has none."""
+def merged(found: Mapping[Any, Local], places: Sequence[Any], rows: int) -> Local | None:
+    """Return the tensor of several calls, one for each micro-batch; ``None`` where a rank has none.
+
+    Calls before those that have the rows of the rank's share are left out: torch's pipelining makes one to
+    learn shapes.
+    """
     parts = [one for place in places if (one := found.get(place)) is not None]
     if not parts:
         return None
+    while len(parts) > 1 and parts[0].tensor.dim() and sum(p.tensor.size(0) for p in parts) > rows:
+        parts = parts[1:]
     if len(parts) == 1:
         return parts[0]
     is_cut = any(kind == "shard" and dim == 0 for kind, dim, _, _ in parts[0].layout)
@@ -192,6 +220,7 @@ class Comparison:
         bound: What rounding explains.
         compared: How many tensors of each kind were compared.
         unknown: Places that could not be compared, with the reason.
+        reorders: Whether parts along a dimension may be in any order.
     """
 
     exact: RunRecord
@@ -200,6 +229,7 @@ class Comparison:
     bound: Bound
     compared: dict[str, int]
     unknown: dict[str, str]
+    reorders: bool = False
 
     def first(self) -> Finding | None:
         """Return the first place where the ranks part from one device."""
@@ -216,17 +246,13 @@ class Comparison:
             found = self._step(number)
             if found:
                 return found
-        if self.exact.evaluation is None or self.near.evaluation is None:
+        exact, near = self.exact.evaluation, self.near.evaluation
+        records = [r.evaluation for r in self.ranks if r.evaluation is not None]
+        if exact is None or near is None or not records:
+            self.unknown["evaluation"] = "this way has none"
             return None
-        records = [r.evaluation for r in self.ranks]
-        return self._forward(
-            "evaluation", 0, self.exact.evaluation, self.near.evaluation, [r for r in records if r]
-        ) or self._loss(
-            "the loss of the evaluation",
-            0,
-            self.exact.evaluation,
-            self.near.evaluation,
-            [r for r in records if r],
+        return self._forward("evaluation", 0, exact, near, records) or self._loss(
+            "the loss of the evaluation", 0, exact, near, records
         )
 
     def _step(self, number: int) -> Finding | None:
@@ -273,10 +299,15 @@ class Comparison:
         shares = self._shares(step)
         matches = []
         for place, whole in exact.forward.items():
-            locals_ = [merged(r.forward, self._calls(exact.forward, r.forward, place)) for r in records]
+            rows = [_rows(whole.tensor, shares, rank) for rank in range(len(records))]
+            locals_ = [
+                merged(r.forward, self._calls(exact.forward, r.forward, place), n)
+                for r, n in zip(records, rows, strict=True)
+            ]
             match = self._relate(whole.tensor, near.forward.get(place), locals_, shares)
             if match.kind == "unknown":
-                self.unknown.setdefault(place.module or "the model", "its outputs have another shape")
+                reason = "its outputs have another shape" if any(locals_) else "no rank runs it whole"
+                self.unknown.setdefault(place.module or "the model", reason)
                 continue
             self._count("outputs of modules")
             matches.append((place, match))
@@ -297,7 +328,7 @@ class Comparison:
     ) -> Match:
         scale = norm_of(exact)
         limit = self.bound.limit(exact, None if near is None else near.tensor, scale)
-        return relate(exact, locals_, shares, limit)
+        return relate(exact, locals_, shares, limit, reorders=self.reorders)
 
     def _shares(self, step: int) -> list[Share]:
         return [r.shares[max(0, step - 1)] for r in self.ranks if r.shares]
@@ -406,7 +437,8 @@ class Comparison:
         matches: list[tuple[Place, str, Match]] = []
         for (place, side), whole in exact.backward.items():
             keys = [[(p, side) for p in self._calls(exact.forward, r.forward, place)] for r in records]
-            locals_ = [merged(r.backward, k) for r, k in zip(records, keys, strict=True)]
+            rows = [_rows(whole.tensor, shares, rank) for rank in range(len(records))]
+            locals_ = [merged(r.backward, k, n) for r, k, n in zip(records, keys, rows, strict=True)]
             if scales is None:  # of each rank's loss: found at the first gradient there is
                 scales = self._scales(whole.tensor, locals_, shares)
                 if scales is None:
@@ -493,6 +525,11 @@ class Comparison:
 
     def _count(self, kind: str, by: int = 1) -> None:
         self.compared[kind] = self.compared.get(kind, 0) + by
+
+
+def _rows(whole: Tensor, shares: Sequence[Share], rank: int) -> int:
+    expected = selected(whole, shares[rank]) if rank < len(shares) else whole
+    return expected.size(0) if expected.dim() else 1
 
 
 def _position(order: Sequence[str], name: str) -> int:

@@ -63,7 +63,7 @@ class RunRecord:
     steps: list[StepRecord] = field(default_factory=list)
     evaluation: StepRecord | None = None
     shares: list[dict[str, Selection]] = field(default_factory=list)
-    losses_with_dropout: list[float] = field(default_factory=list)
+    draws: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,7 @@ def cast(batch: Any, dtype: torch.dtype | None) -> Any:
 def run_task(task: Task, way: Way) -> RunRecord:
     """Train as a way does, and return the record of this process."""
     record = RunRecord()
-    model = way.parallelize(build_model(task))
-    optimizer = way.prepare_optimizer(model, task.make_optimizer)
+    model, optimizer = way.prepare(build_model(task), task.make_optimizer)
     record.initial = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
     model.train()
     for batch in task.batches:
@@ -128,12 +127,15 @@ def run_task(task: Task, way: Way) -> RunRecord:
     model.eval()
     record.evaluation = evaluation = StepRecord()
     share = way.share(cast(task.batches[0], task.dtype))
-    with torch.no_grad(), Recording(way, model, evaluation), NoDropout():
-        loss, evaluation.weight = loss_and_weight(task.step(model, share), share)
-    evaluation.loss = float(loss)
-    model.train()
-    if task.draws:
-        _draw(task, model, share, record)
+    with Recording(way, model, evaluation), NoDropout():
+        found = way.evaluate(model, task.step, share)
+    if found is None:
+        record.evaluation = None
+    else:
+        evaluation.loss, evaluation.weight = found
+        model.train()
+        _draw(task, way, model, share, record)
+    way.close()
     return record
 
 
@@ -191,9 +193,15 @@ def _states(way: Way, model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    tensor = getattr(tensor, "_local_tensor", tensor)
     wait = getattr(tensor, "wait", None)  # of a functional collective's result
     return (wait() if wait is not None else tensor).detach().cpu().clone()
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers; a way may run the model on stand-ins first."""
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    is_known = type(local) in (Tensor, nn.Parameter) or hasattr(local, "wait")
+    return is_known and not local.is_meta
 
 
 def _selection(way: Way, batch: Any) -> dict[str, Selection]:
@@ -218,13 +226,13 @@ def _selection(way: Way, batch: Any) -> dict[str, Selection]:
     return found
 
 
-def _draw(task: Task, model: nn.Module, share: Any, record: RunRecord) -> None:
+def _draw(task: Task, way: Way, model: nn.Module, share: Any, record: RunRecord) -> None:
     """Run the forward several times with dropout on, each time with another seed, the same on all ranks."""
     for draw in range(task.draws):
         torch.manual_seed(1000 + draw)
-        with torch.no_grad():
-            loss, _ = loss_and_weight(task.step(model, share), share)
-        record.losses_with_dropout.append(float(loss))
+        found = way.evaluate(model, task.step, share)
+        if found is not None:
+            record.draws.append(found)
 
 
 # -- What is recorded while a model runs ----------------------------------------------------------
@@ -281,7 +289,7 @@ class Recording:
             call = self._calls.get(name, 0)
             self._calls[name] = call + 1
             for place, tensor in tensors_in(output):
-                if tensor.is_floating_point():
+                if tensor.is_floating_point() and tensor.dim() and _has_values(tensor):
                     where = Place(name, call, place)
                     self._record.forward[where] = _local(tensor)
                     if tensor.requires_grad:

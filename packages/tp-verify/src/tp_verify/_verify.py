@@ -77,7 +77,7 @@ def verify(
         own = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
         near = exact if own == torch.float64 else run_task(replace(task, micro=1), OneDevice())
     records = _on_ranks(task, way, ranks, timeout_s)
-    comparison = Comparison(exact, near, records, Bound.of(own), {}, {})
+    comparison = Comparison(exact, near, records, Bound.of(own), {}, {}, way.reorders)
     finding = comparison.first()
     return Report(
         name=way.name,

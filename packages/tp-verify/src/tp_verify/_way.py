@@ -25,6 +25,10 @@ class Way:
         data: What a rank gets of each batch: "rows", its share of them, or "whole", as in tensor parallelism.
         name: The name in reports.
 
+    Attributes:
+        reorders: Whether ranks have places of a sequence in an order that :meth:`share` does not say, as
+            zigzag slices. Activations are then compared in any order.
+
     Example:
         >>> from torch.distributed.fsdp import fully_shard
         >>> class Mine(Way):
@@ -35,6 +39,7 @@ class Way:
 
     name: str = "parallel"
     data: Literal["rows", "whole"] = "rows"
+    reorders: bool = False
 
     def __init__(
         self,
@@ -63,9 +68,10 @@ class Way:
             return batch
         return rows_of(batch, dist.get_rank(), dist.get_world_size())
 
-    def prepare_optimizer(self, model: nn.Module, make: MakeOptimizer) -> Optimizer:
-        """Return the optimizer of the parallel model."""
-        return make(model)
+    def prepare(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+        """Return the parallel model and its optimizer, by default made after :meth:`parallelize`."""
+        parallel = self.parallelize(model)
+        return parallel, make(parallel)
 
     def backward(self, model: nn.Module, step: Step, parts: Sequence[Any]) -> Tensor:
         """Run the forward and backward passes of one optimizer step, and return the loss.
@@ -110,6 +116,15 @@ class Way:
         """Make the optimizer step, and drop the gradients."""
         optimizer.step()
         optimizer.zero_grad()
+
+    def evaluate(self, model: nn.Module, step: Step, share: Any) -> tuple[float, float] | None:
+        """Return the loss of an evaluation and its weight; ``None`` where the way cannot evaluate."""
+        with torch.no_grad():
+            loss, weight = loss_and_weight(step(model, share), share)
+        return float(loss), weight
+
+    def close(self) -> None:
+        """Release what the way holds, once all is recorded."""
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002 - for ways that need the name
         """Return a whole parameter, gradient or optimizer state from this rank's part of it.
