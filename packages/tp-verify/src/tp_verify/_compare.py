@@ -17,7 +17,7 @@ from tp_verify._run import Local, Place, RunRecord, Selection, StepRecord
 
 _SLACK = 6.0  # how much farther from float64 than one device of the same type: sums have another order
 _RTOL = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-_ATOL = {torch.float64: 1e-12, torch.float32: 1e-7, torch.bfloat16: 1e-5, torch.float16: 1e-6}
+_ATOL = {torch.float64: 1e-10, torch.float32: 1e-7, torch.bfloat16: 1e-5, torch.float16: 1e-6}
 
 Share = Mapping[str, Selection]
 
@@ -453,12 +453,17 @@ class Comparison:
         suffix = len(matches)
         while suffix and matches[suffix - 1][2].kind != "same":
             suffix -= 1
-        for place, side, match in matches[suffix:]:
-            if side == "input":
-                return place, match
-            if place.module:
-                break
-        return None
+        found = next(((p, match) for p, side, match in matches[suffix:] if side == "input"), None)
+        if found is None or matches[suffix][1] != "input":
+            return None
+        # Others of its parts have given their gradients since, and were right.
+        inside = f"{found[0].module}."
+        parts = [
+            (p, match)
+            for p, side, match in matches[:suffix]
+            if side == "input" and match.kind != "same" and p.module.startswith(inside)
+        ]
+        return parts[0] if parts else found
 
     def _scales(
         self, whole: Tensor, locals_: Sequence[Local | None], shares: Sequence[Share]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,7 @@ class StepRecord:
     forward: dict[Place, Local] = field(default_factory=dict)
     backward: dict[tuple[Place, str], Local] = field(default_factory=dict)
     loss: float | None = None
+    loss_type: torch.dtype | None = None
     weight: float = 0.0
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     norm: float | None = None
@@ -127,7 +128,7 @@ def run_task(task: Task, way: Way) -> RunRecord:
     model.eval()
     record.evaluation = evaluation = StepRecord()
     share = way.share(cast(task.batches[0], task.dtype))
-    with Recording(way, model, evaluation), NoDropout():
+    with Recording(way, model, evaluation), NoDropout(model):
         found = way.evaluate(model, task.step, share)
     if found is None:
         record.evaluation = None
@@ -148,10 +149,12 @@ def _one_step(task: Task, way: Way, model: nn.Module, optimizer: Optimizer, batc
 
     def step(module: nn.Module, part: Any) -> Any:
         output = task.step(module, part)
-        seen.weight += loss_and_weight(output, part)[1]
+        loss, weight = loss_and_weight(output, part)
+        seen.weight += weight
+        seen.loss_type = loss.dtype
         return output
 
-    with Recording(way, model, seen), NoDropout():
+    with Recording(way, model, seen), NoDropout(model):
         seen.loss = float(way.backward(model, step, parts))
     seen.gradients = _whole(way, {n: p.grad for n, p in model.named_parameters()})
     if task.max_norm is not None:
@@ -335,7 +338,28 @@ _DROPOUTS = {
 
 
 class NoDropout(TorchFunctionMode):
-    """A mode in which dropout of torch's own functions does nothing."""
+    """A mode in which dropout of modules, and of torch's own functions, does nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        # Rates of modules, too: a way may have a mode of its own, which draws before this one is asked.
+        self._rates = [
+            (module, key, rate)
+            for module in model.modules()
+            for key, rate in vars(module).items()
+            if type(rate) is float and ("drop" in key or (key == "p" and "Dropout" in type(module).__name__))
+        ]
+
+    def __enter__(self) -> Self:
+        for module, key, _ in self._rates:
+            setattr(module, key, 0.0)
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+        for module, key, rate in self._rates:
+            setattr(module, key, rate)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -77,7 +77,7 @@ def verify(
         own = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
         near = exact if own == torch.float64 else run_task(replace(task, micro=1), OneDevice())
     records = _on_ranks(task, way, ranks, timeout_s)
-    comparison = Comparison(exact, near, records, Bound.of(own), {}, {}, way.reorders)
+    comparison = Comparison(exact, near, records, Bound.of(_coarsest(own, exact)), {}, {}, way.reorders)
     finding = comparison.first()
     return Report(
         name=way.name,
@@ -168,6 +168,12 @@ def _not_covered(task: Task, exact: RunRecord, comparison: Comparison) -> list[s
         lines.append(f"{len(frozen)} frozen parameters, which nothing changes")
     lines += [f"{place}: {reason}" for place, reason in comparison.unknown.items()]
     return lines
+
+
+def _coarsest(own: torch.dtype, exact: RunRecord) -> torch.dtype:
+    """Return the type that bounds are for: models of transformers compute losses in float32."""
+    types = [own, *(one.loss_type for one in exact.steps if one.loss_type is not None)]
+    return max(types, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _is_zero(tensor: Tensor | None) -> bool:

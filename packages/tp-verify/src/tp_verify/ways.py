@@ -65,8 +65,8 @@ class FullyShard(Way):
 
         for block in repeated_blocks(model).values():
             fully_shard(block, **self._options)
-        sharded: nn.Module = fully_shard(model, **self._options)
-        return sharded
+        fully_shard(model, **self._options)
+        return model
 
     def sync_gradients(self, model: nn.Module, *, last: bool) -> None:
         """Reduce gradients in the last backward pass alone."""
@@ -129,7 +129,7 @@ class Transformers(Way):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Save the plain model, and load it in parts on all ranks."""
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         plain: Any = model
         with tempfile.TemporaryDirectory(prefix="tp-verify-") as own:
