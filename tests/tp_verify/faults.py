@@ -1,4 +1,4 @@
-"""Plant faults in parallel training, and see whether each is found, at the right module: ``python -m tests.tp_verify.faults``.
+"""Plant faults in parallel training, and see whether each is found: ``python -m tests.tp_verify.faults``.
 
 Beside them are ways that are right, in float32 and bfloat16, for which nothing may be said.
 """
@@ -192,6 +192,7 @@ class Sharded(ways.FullyShard):
 CLIP = {"max_norm": 0.1}
 TWICE = {"micro": 2}
 PIPE = {"inputs": lambda b: b["tokens"], "target": lambda b: b["labels"], "loss": m.loss_of}
+
 UP, DOWN = "blocks.1.mlp.up", "blocks.1.mlp.down"
 
 
@@ -219,26 +220,71 @@ FAULTS = [
     Case("one parameter ignored", Ddp("one parameter ignored"), "DDP", r"blocks\.1\.mlp\.up\.weight"),
     Case("sum in place of a mean", Ddp("sum in place of a mean"), "DDP", r"every one is 2 times"),
     Case("another seed on each rank", Ddp("another seed on each rank"), "DDP", r"before.*blocks\.0\.mlp\.up"),
-    Case("buffers of the ranks part", Ddp("buffers of the ranks part", broadcast_buffers=False), "DDP", r"buffer of seen"),
+    Case(
+        "buffers of the ranks part",
+        Ddp("buffers of the ranks part", broadcast_buffers=False),
+        "DDP",
+        r"buffer of seen",
+    ),
     Case("all ranks read the first rows", Ddp("all ranks read the first rows"), "DDP", r"the loss"),
     Case("the last row is dropped", Ddp("the last row is dropped"), "DDP", r"the loss"),
     Case("weights of one rank", Ddp("weights of one rank"), "DDP", r"change of the weight of norm\.bias"),
-    Case("means of ranks", Ddp("means of ranks"), "accumulation", r"step 1: the (loss|gradient)( of head\.weight)?:"),
-    Case("means of micro-batches", Ddp("means of micro-batches"), "accumulation", r"step 1: the (loss|gradient)", options=TWICE),
-    Case("not divided", Ddp("not divided"), "accumulation", r"every one is 2 times", batches=m.EVEN, options=TWICE),
-    Case("last micro-batch alone", Ddp("last micro-batch alone"), "accumulation", r"step 1: the (loss|gradient)", options=TWICE),
+    Case(
+        "means of ranks",
+        Ddp("means of ranks"),
+        "accumulation",
+        r"step 1: the (loss|gradient)( of head\.weight)?:",
+    ),
+    Case(
+        "means of micro-batches",
+        Ddp("means of micro-batches"),
+        "accumulation",
+        r"step 1: the (loss|gradient)",
+        options=TWICE,
+    ),
+    Case(
+        "not divided",
+        Ddp("not divided"),
+        "accumulation",
+        r"every one is 2 times",
+        batches=m.EVEN,
+        options=TWICE,
+    ),
+    Case(
+        "last micro-batch alone",
+        Ddp("last micro-batch alone"),
+        "accumulation",
+        r"step 1: the (loss|gradient)",
+        options=TWICE,
+    ),
     Case("never reduced", Ddp("never reduced"), "accumulation", r"gradient of head\.weight", options=TWICE),
     Case("gradients kept", Ddp("gradients kept"), "accumulation", r"step 2: the gradient"),
-    Case("each tensor clipped alone", Ddp("each tensor clipped alone"), "clipping", r"clipped gradient", options=CLIP),
-    Case("clipped by values", Ddp("clipped by values"), "clipping", r"clipped gradient", options={"max_norm": 0.01}),
+    Case(
+        "each tensor clipped alone",
+        Ddp("each tensor clipped alone"),
+        "clipping",
+        r"clipped gradient",
+        options=CLIP,
+    ),
+    Case(
+        "clipped by values",
+        Ddp("clipped by values"),
+        "clipping",
+        r"clipped gradient",
+        options={"max_norm": 0.01},
+    ),
     Case("norm of shards", Sharded("norm of shards"), "clipping", r"the norm that gradients", options=CLIP),
     Case("one parameter left out", Sharded("one parameter left out"), "FSDP", r"gradient of head\.weight"),
     Case("another divisor", Sharded("another divisor"), "FSDP", r"gradient of blocks\.1\."),
     Case("ties lost", Sharded("ties lost"), "FSDP", r"gradient of (embed|head)\.weight", build=m.build_tied),
-    Case("optimizer made too early", Sharded("optimizer made too early"), "states", r"change of the weight of"),
+    Case(
+        "optimizer made too early", Sharded("optimizer made too early"), "states", r"change of the weight of"
+    ),
     Case("states of shards lost", Sharded("states of shards lost"), "states", r"state of \S+ exp_avg"),
     Case("momentum lost", Ddp("momentum lost"), "states", r"state of", options={"optimizer": m.sgd}),
-    Case("buffer of one rank", Ddp("buffer of one rank", broadcast_buffers=False), "states", r"buffer of seen"),
+    Case(
+        "buffer of one rank", Ddp("buffer of one rank", broadcast_buffers=False), "states", r"buffer of seen"
+    ),
     Case("decay of all weights", Ddp("decay of all weights"), "states", r"change of the weight of"),
     Case("another rate", Ddp("another rate"), "states", r"change of the weight of"),
     Case("a group left out", Ddp("a group left out"), "states", r"change of the weight of head\.weight"),
@@ -258,10 +304,14 @@ FAULTS = [
         }.items()
     ),
     Case(
-        "torch's pipelining, uneven tokens", ways.Pipelining(**PIPE), "pipeline", r"step 1: the (loss|gradient)",
-        build=m.build_stages, batches=[m.make_batch(8, n) for n in range(3)],
+        "torch's pipelining, uneven tokens",
+        ways.Pipelining(**PIPE),
+        "pipeline",
+        r"step 1: the (loss|gradient)",
+        build=m.build_stages,
+        batches=[m.make_batch(8, n) for n in range(3)],
     ),
-]  # fmt: skip
+]
 
 PLAN = {"blocks.*.mlp.up": ColwiseParallel(), "blocks.*.mlp.down": RowwiseParallel()}
 HEADS = {f"blocks.*.attention.{n}": ColwiseParallel(use_local_output=False) for n in "qkv"}
@@ -295,12 +345,17 @@ def right_ways():
         Case("context by hand", m.Context()),
         Case("context by hand, even", m.Context(), batches=m.EVEN),
         *(
-            Case(f"pipelining, {name}", ways.Pipelining(schedule=name, **PIPE), build=m.build_stages, batches=m.EVEN)
+            Case(
+                f"pipelining, {name}",
+                ways.Pipelining(schedule=name, **PIPE),
+                build=m.build_stages,
+                batches=m.EVEN,
+            )
             for name in ("ScheduleGPipe", "Schedule1F1B")
         ),
         Case("accelerate", ways.Accelerate(), options=CLIP),
         *(Case(f"tp's {name}", ways.TpBackend(name), options=CLIP) for name in ("ddp", "fsdp", "shard")),
-    ]  # fmt: skip
+    ]
     return found
 
 
@@ -319,7 +374,7 @@ def main(only=""):
                     try:
                         report = case.run(ranks, dtype)
                         said, ok = str(report.finding or "equal"), case.is_right(report)
-                    except Exception as error:
+                    except Exception as error:  # noqa: BLE001 - it is in the table
                         said, ok = f"{type(error).__name__}: {str(error)[-200:]}", False
                     good, wrong = good + ok, wrong + (not ok)
                     place = case.kind or str(dtype).removeprefix("torch.")

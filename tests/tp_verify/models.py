@@ -235,7 +235,7 @@ class ByHand(Way):
     def hook(self, model):
         if self.fault == "norm on a slice":
             norm = model.get_submodule(self.at)
-            norm.register_forward_pre_hook(lambda m, a: (a[0] + 0.01 * dist.get_rank(),))
+            norm.register_forward_pre_hook(lambda m, a: (a[0] + 0.01 * dist.get_rank() * a[0].square(),))
         if self.fault == "gradient of a norm left out":
             model.get_submodule(self.at).weight.register_hook(lambda g: g / dist.get_world_size())
         if self.fault == "draws of one rank":
@@ -248,9 +248,7 @@ class ByHand(Way):
         for name, p in model.named_parameters():
             own = p.grad.double().square().sum()
             is_split = any(s in name for s in split)
-            if self.fault == "norm counts copies":
-                dist.all_reduce(own)
-            elif is_split and self.fault != "norm of one rank":
+            if self.fault == "norm counts copies" or (is_split and self.fault != "norm of one rank"):
                 dist.all_reduce(own)
             total += own
         norm = total.sqrt()

@@ -175,6 +175,8 @@ class Trainer:
         self._shares: BatchShares | None = None  # with several data ranks
         self._epochs: Epochs | None = None  # from the first fit() on
         self._scaler = LossScaler() if precision == "fp16-mixed" else None
+        if devices in (None, "auto") and (named := os.environ.get("TP_DEVICES")):
+            devices = named.split(",")
         explicit = devices not in (None, "auto")
         self._devices = _devices_here(devices, self.environment, explicit=explicit)
         job = Job(
@@ -687,8 +689,15 @@ class Trainer:
     ) -> "LoopSettings":
         """Return the checked arguments of ``fit`` and ``loop`` that are alike, each as its object."""
         from tp_trainer._running._callbacks import CompileMonitor, Events, find_callbacks
-        from tp_trainer._running._settings import LogOptions, LoopSettings, Validation, check_state
+        from tp_trainer._running._settings import (
+            LogOptions,
+            LoopSettings,
+            Validation,
+            check_state,
+            from_environment,
+        )
 
+        limits, checkpoint, resume = from_environment(limits, checkpoint, resume)
         if validation is not None and not isinstance(validation, Validation):
             validation = Validation(validation)
         found = find_callbacks(callbacks, self._lazy.plugins)

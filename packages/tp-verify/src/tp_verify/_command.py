@@ -13,6 +13,7 @@ from tp_core.errors import ConfigError
 from tp_core.internal import load_function
 
 from tp_verify._report import Report, as_page
+from tp_verify._script import verify_script
 from tp_verify._verify import verify
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -20,18 +21,26 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _TYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@app.command("verify")
+@app.command("verify", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def verify_command(
-    program: Annotated[str, typer.Argument(help="file.py:function, which returns verify()'s arguments.")],
+    context: typer.Context,
+    program: Annotated[str, typer.Argument(help="file.py:function, or a script of tp with its arguments.")],
     *,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="How many processes.")] = 2,
     dtype: Annotated[list[str] | None, typer.Option(help="float64, float32 or bfloat16; repeatable.")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run of a script.")] = 30,
+    timeout_s: Annotated[
+        float, typer.Option(min=1, max=86_400, help="Seconds that each run may take.")
+    ] = 600.0,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Train on one device and in parallel, and name the first number that differs.
 
-    The function takes no arguments. It returns a dict with "build", "batches", "step" and "parallel", and any
+    A script of tp trains whole; then it gets a SIGTERM, and is resumed; then on each backend that fits. Its
+    numbers are compared. It runs in this folder, and writes what it writes.
+
+    A function takes no arguments. It returns a dict with "build", "batches", "step" and "parallel", and any
     other argument of tp_verify.verify(); or a list of such dicts. The exit status is 0 only if all are equal.
     """
     types = dtype or ["float64"]
@@ -40,9 +49,15 @@ def verify_command(
         msg = f"--dtype is one of {', '.join(_TYPES)}, got {unknown[0]!r}"
         raise ConfigError(msg)
     with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the report
-        made = load_function(program, example="cases")()
-        cases = [made] if isinstance(made, Mapping) else list(made)
-        reports = [_verified(case, ranks, _TYPES[name]) for case in cases for name in types]
+        if ":" not in program:
+            reports = verify_script(Path(program), context.args, steps=steps, timeout_s=timeout_s)
+        elif context.args:
+            msg = f"{context.args[0]!r} is no option of tp verify; arguments are those of a script"
+            raise ConfigError(msg)
+        else:
+            made = load_function(program, example="cases")()
+            cases = [made] if isinstance(made, Mapping) else list(made)
+            reports = [_verified(case, ranks, _TYPES[name]) for case in cases for name in types]
     ok = all(report.ok for report in reports)
     if page is not None:
         page.write_text(as_page(reports))

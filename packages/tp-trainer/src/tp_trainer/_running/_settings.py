@@ -375,6 +375,28 @@ def limits_of(given: Limits | None, *, epochs: int | None, max_steps: int | None
     return replace(limits, epochs=1) if ends == (None, None, None) else limits
 
 
+def from_environment(
+    limits: Limits,
+    checkpoint: Checkpoints | str | os.PathLike[str] | None,
+    resume: str | os.PathLike[str] | None,
+) -> tuple[Limits, Checkpoints | str | os.PathLike[str] | None, str | os.PathLike[str] | None]:
+    """Return the arguments of a run as ``TP_MAX_STEPS`` and ``TP_CHECKPOINT`` change them, for trials.
+
+    Raises:
+        ConfigError: ``TP_MAX_STEPS`` is not a number above zero.
+    """
+    most, folder = os.environ.get("TP_MAX_STEPS"), os.environ.get("TP_CHECKPOINT")
+    if most:
+        if not most.isdecimal() or not int(most):
+            msg = f"the variable TP_MAX_STEPS has to be a number of steps above zero, got {most!r}"
+            raise ConfigError(msg)
+        limits = replace(limits, max_steps=int(most))
+    if folder:
+        checkpoint = replace(checkpoint, folder=folder) if isinstance(checkpoint, Checkpoints) else folder
+        resume = "auto"
+    return limits, checkpoint, resume
+
+
 def check_state(state: object) -> dict[str, Any]:
     """Return the dict that was given as ``state=``, an empty one for ``None``.
 
