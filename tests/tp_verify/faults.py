@@ -84,7 +84,7 @@ class Ddp(ways.DataParallel):
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hook
 
             def total(state, bucket):
-                return hook.allreduce_hook(state, bucket).then(lambda f: f.value()[0] * 2)
+                return hook.allreduce_hook(state, bucket).then(lambda f: f.value() * 2)
 
             wrapped.register_comm_hook(None, total)
         return wrapped

@@ -116,12 +116,13 @@ def cast(batch: Any, dtype: torch.dtype | None) -> Any:
     return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def run_task(task: Task, way: Way) -> RunRecord:
+def run_task(task: Task, way: Way, *, seed: int = 0) -> RunRecord:
     """Train as a way does, and return the record of this process."""
     record = RunRecord()
     model, optimizer = way.prepare(build_model(task), task.make_optimizer)
     record.initial = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
     model.train()
+    torch.manual_seed(seed)
     for batch in task.batches:
         record.shares.append(_selection(way, batch))
         record.steps.append(_one_step(task, way, model, optimizer, cast(batch, task.dtype)))

@@ -76,6 +76,7 @@ def verify(
         exact = run_task(replace(task, dtype=torch.float64, micro=1), OneDevice())
         own = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
         near = exact if own == torch.float64 else run_task(replace(task, micro=1), OneDevice())
+        _check_losses(task, exact)
     records = _on_ranks(task, way, ranks, timeout_s)
     comparison = Comparison(exact, near, records, Bound.of(_coarsest(own, exact)), {}, {}, way.reorders)
     finding = comparison.first()
@@ -124,6 +125,22 @@ def _check(task: Task, way: Way, count: int) -> None:
                 "torch.manual_seed; draw all values with torch, without a generator of your own"
             )
             raise ModelError(msg)
+
+
+def _check_losses(task: Task, exact: RunRecord) -> None:
+    """Check that another seed gives the same first loss, once dropout is left out.
+
+    Raises:
+        ModelError: It does not.
+    """
+    one = replace(task, dtype=torch.float64, micro=1, batches=task.batches[:1])
+    again = run_task(one, OneDevice(), seed=1).steps[0].loss
+    if again != exact.steps[0].loss:
+        msg = (
+            f"the loss is random without dropout: {exact.steps[0].loss:.6g} and {again:.6g} after two seeds; "
+            "draw nothing in the step and the forward, or draw it into the batches"
+        )
+        raise ModelError(msg)
 
 
 def _proven(task: Task, exact: RunRecord) -> list[str]:

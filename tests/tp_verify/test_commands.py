@@ -1,0 +1,132 @@
+"""``tp verify`` on a command line, and the fixture of pytest in a project of others."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+CASES = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def build():
+    return nn.Linear(3, 1)
+
+
+def step(model, batch):
+    return model(batch).square().mean()
+
+
+def unchanged(model):
+    return model
+
+
+def cases():
+    given = {"build": build, "batches": [torch.ones(4, 3).cumsum(0)], "step": step}
+    return [{**given, "parallel": DistributedDataParallel}, {**given, "parallel": unchanged}]
+
+
+def half():
+    return {"build": build, "step": step}
+"""
+
+
+def tp_verify(folder, *arguments):
+    command = [sys.executable, "-m", "tp_core.cli", "verify", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800, check=False)
+
+
+@pytest.mark.slow
+def test_the_command_proves_and_names(tmp_path):
+    (tmp_path / "mine.py").write_text(CASES)
+    done = tp_verify(tmp_path, "mine.py:cases", "--json", "--html", "page.html")
+    assert done.returncode == 1, done.stderr
+    first, second = json.loads(done.stdout)["reports"]
+    assert (first["ok"], second["ok"]) == (True, False)
+    assert second["finding"]["what"] == "the gradient"
+    assert "parts from one device" in (tmp_path / "page.html").read_text()
+    done = tp_verify(tmp_path, "mine.py:half")
+    assert "has to return a dict with 'batches', 'parallel', too" in done.stderr
+    done = tp_verify(tmp_path, "mine.py:cases", "--dtype", "int8")
+    assert "--dtype is one of float64, float32, bfloat16, got 'int8'" in done.stderr
+
+
+TEST = """
+from mine import build, step, unchanged
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+BATCHES = [torch.ones(4, 3).cumsum(0)]
+
+
+def test_proven(tp_verify):
+    assert tp_verify(build, BATCHES, parallel=DistributedDataParallel, step=step)
+
+
+def test_parts(tp_verify):
+    tp_verify(build, BATCHES, parallel=unchanged, step=step)
+"""
+
+
+@pytest.mark.slow
+def test_the_fixture_fails_a_test_with_the_report(tmp_path):
+    (tmp_path / "mine.py").write_text(CASES)
+    (tmp_path / "test_mine.py").write_text(TEST)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert "1 failed, 1 passed" in done.stdout
+    assert "unchanged on 2 ranks, float64: parts from one device" in done.stdout
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_trainer import Trainer
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+draws = {draws}
+
+
+def step(model, batch):
+    return nn.functional.mse_loss(model(batch[0]) + draws(), batch[1])
+
+
+Trainer(seed=0, progress=False).fit(
+    model, optimizer, DataLoader(data, batch_size=4, shuffle=True), step=step, epochs=3
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.takes(40)
+def test_a_script_is_stopped_resumed_and_tried_on_each_backend(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.format(draws="lambda: 0.0"))
+    done = tp_verify(tmp_path, "train.py", "--steps", "8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of which a SIGTERM ended the run after 3" in done.stdout
+    for backend in ("tuple", "dp-gather", "ddp", "fsdp"):
+        assert f"backend {backend} on" in done.stdout
+    (tmp_path / "train.py").write_text(SCRIPT.format(draws="__import__('random').SystemRandom().random"))
+    done = tp_verify(tmp_path, "train.py", "--steps", "8", "--json")
+    report = json.loads(done.stdout)["reports"][0]
+    assert report["finding"]["what"] == "the weight", "draws of the system cannot be resumed"
+    assert done.returncode == 1
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path):
+    done = tp_verify(tmp_path, "nothing.py")
+    assert "there is no script 'nothing.py'; a function is written file.py:function" in done.stderr
