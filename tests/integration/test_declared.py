@@ -19,7 +19,11 @@ ELSEWHERE = {
     "tp-context": {"transformers": "whoever hands over a model of it has it"},
     "tp-runner": {"numpy": "work that asks for a generator of it has it"},
     "tp-shard": {"typer": "its command is loaded by tp alone, which cannot start without it"},
-    "tp-verify": {"pytest": "pytest alone loads its plugin"},
+    "tp-verify": {
+        "accelerate": "whoever verifies it has it",
+        "pytest": "pytest alone loads its plugin",
+        "transformers": "whoever verifies a model of it has it",
+    },
     "tp-trainer": {"markupsafe": "jinja2, of the extra report, is made of it"},
 }
 DYNAMIC = {"import_module", "__import__"}

@@ -1,7 +1,7 @@
 """Training on one process, with a record of everything that is compared."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from tp_core.internal import is_dtensor
 
-from tp_verify._way import MakeOptimizer, Step, Way, loss_and_weight, mapped, tensors_in
+from tp_verify._way import MakeOptimizer, Step, Way, loss_and_weight, mapped, rows_of, tensors_in
 
 
 class Place(NamedTuple):
@@ -67,6 +67,13 @@ class RunRecord:
     draws: list[tuple[float, float]] = field(default_factory=list)
 
 
+class Followed(NamedTuple):
+    """The weights before a step and the gradients of its update, as ranks had them, in whole tensors."""
+
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Task:
     """What a process trains: the plain model's builder, whole batches, and how."""
@@ -78,7 +85,8 @@ class Task:
     micro: int
     max_norm: float | None
     dtype: torch.dtype | None
-    draws: int
+    draws: int = 0
+    follow: Sequence[Followed] = ()
 
 
 class OneDevice(Way):
@@ -123,9 +131,12 @@ def run_task(task: Task, way: Way, *, seed: int = 0) -> RunRecord:
     record.initial = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
     model.train()
     torch.manual_seed(seed)
-    for batch in task.batches:
+    for number, batch in enumerate(task.batches):
         record.shares.append(_selection(way, batch))
-        record.steps.append(_one_step(task, way, model, optimizer, cast(batch, task.dtype)))
+        followed = task.follow[number] if task.follow else None
+        if followed is not None:
+            _put(model, followed.weights, lambda parameter: parameter.data)
+        record.steps.append(_one_step(task, way, model, optimizer, cast(batch, task.dtype), followed))
     model.eval()
     record.evaluation = evaluation = StepRecord()
     share = way.share(cast(task.batches[0], task.dtype))
@@ -141,9 +152,22 @@ def run_task(task: Task, way: Way, *, seed: int = 0) -> RunRecord:
     return record
 
 
-def _one_step(task: Task, way: Way, model: nn.Module, optimizer: Optimizer, batch: Any) -> StepRecord:
-    from tp_verify._way import rows_of
+def _put(model: nn.Module, values: dict[str, Tensor], place: Callable[[nn.Parameter], Tensor | None]) -> None:
+    """Copy whole values into the parameters of a plain model, or into their gradients."""
+    for name, parameter in model.named_parameters():
+        into = place(parameter)
+        if into is not None and name in values:
+            into.copy_(values[name])
 
+
+def _one_step(
+    task: Task,
+    way: Way,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    followed: Followed | None,
+) -> StepRecord:
     seen = StepRecord()
     share = way.share(batch)
     parts = [rows_of(share, n, task.micro) for n in range(task.micro)] if task.micro > 1 else [share]
@@ -162,6 +186,8 @@ def _one_step(task: Task, way: Way, model: nn.Module, optimizer: Optimizer, batc
         norm = way.clip(model, task.max_norm)
         seen.norm = float(norm.full_tensor() if is_dtensor(norm) else norm)
         seen.clipped = _whole(way, {n: p.grad for n, p in model.named_parameters()})
+    if followed is not None:
+        _put(model, followed.gradients, lambda parameter: parameter.grad)
     way.update(model, optimizer)
     seen.weights = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
     seen.states = _states(way, model, optimizer)

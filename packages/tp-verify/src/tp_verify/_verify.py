@@ -1,7 +1,7 @@
 """`verify`: the reference on one process, the way on real ranks, and the comparison."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from tp_core.internal import RankPool
 
 from tp_verify._compare import Bound, Comparison
 from tp_verify._report import Report
-from tp_verify._run import OneDevice, RunRecord, Task, build_model, one_thread, run_task
+from tp_verify._run import Followed, OneDevice, RunRecord, Task, build_model, one_thread, run_task
 from tp_verify._way import Step, Way, row_count
 
 Parallel = Way | Callable[[nn.Module], nn.Module | None]
@@ -70,14 +70,20 @@ def verify(
     began = time.perf_counter()
     way = parallel if isinstance(parallel, Way) else Way(parallel)
     count = ranks if isinstance(ranks, int) else ranks.processes
-    task = Task(build, batches, step, optimizer, micro, max_norm, dtype, 0)
+    task = Task(build, batches, step, optimizer, micro, max_norm, dtype)
     _check(task, way, count)
     with one_thread(), torch.random.fork_rng(devices=[]):
         exact = run_task(replace(task, dtype=torch.float64, micro=1), OneDevice())
         own = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
-        near = exact if own == torch.float64 else run_task(replace(task, micro=1), OneDevice())
+        near = exact
         _check_losses(task, exact)
-    records = _on_ranks(task, way, ranks, timeout_s)
+        records = _on_ranks(task, way, ranks, timeout_s)
+        if _coarsest(own, exact) != torch.float64:
+            # Each step begins with the ranks' weights and updates with their gradients: by rounding alone
+            # two trainings in a low precision part, as Adam divides by what may be all but zero.
+            task = replace(task, micro=1, follow=_followed(exact, records, task))
+            exact = run_task(replace(task, dtype=torch.float64), OneDevice())
+            near = run_task(task, OneDevice())
     comparison = Comparison(exact, near, records, Bound.of(_coarsest(own, exact)), {}, {}, way.reorders)
     finding = comparison.first()
     return Report(
@@ -125,6 +131,32 @@ def _check(task: Task, way: Way, count: int) -> None:
                 "torch.manual_seed; draw all values with torch, without a generator of your own"
             )
             raise ModelError(msg)
+
+
+def _followed(exact: RunRecord, records: Sequence[RunRecord], task: Task) -> list[Followed]:
+    """Return the ranks' weights before each step, and the gradients that they updated with."""
+    found = []
+    for number in range(len(task.batches)):
+        before = [r.steps[number - 1].weights if number else r.initial for r in records]
+        steps = [r.steps[number] for r in records]
+        after = [one.gradients if task.max_norm is None else one.clipped for one in steps]
+        found.append(Followed(_joined(exact.initial, before), _joined(exact.initial, after)))
+    return found
+
+
+def _joined(like: Mapping[str, Tensor], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return whole tensors of those that ranks have whole, or in slices along one dimension."""
+    whole = {}
+    for name, tensor in like.items():
+        parts = [one[name] for one in ranks if one.get(name) is not None]
+        if parts and parts[0].shape == tensor.shape:
+            whole[name] = parts[0]
+        elif parts and parts[0].dim() == tensor.dim():
+            dims = [d for d in range(tensor.dim()) if parts[0].size(d) != tensor.size(d)]
+            joined = torch.cat(parts, dims[0])
+            if joined.shape == tensor.shape:
+                whole[name] = joined
+    return whole
 
 
 def _check_losses(task: Task, exact: RunRecord) -> None:
