@@ -147,6 +147,19 @@ def test_a_loop_with_ddp():
     assert "init_process_group(" not in moved(PARALLEL)
 
 
+def test_a_distributed_sampler_with_a_name_goes():
+    named = PARALLEL.replace(
+        "    return DataLoader(dataset, batch_size=batch_size, shuffle=False, sampler=DistributedSampler(dataset))",
+        "    own = DistributedSampler(dataset, shuffle=False) if dist.is_initialized() else None\n"
+        "    return DataLoader(dataset, batch_size=batch_size, shuffle=own is None, sampler=own)",
+    )
+    assert added(named)[-4:-1] == [
+        "own = None",
+        "# tp: batch_size is now the batch size of all ranks together",
+        "return tp.prepare(DataLoader(dataset, batch_size=batch_size, shuffle=False))",
+    ]
+
+
 def test_imports_of_accelerate_and_lightning():
     assert added(ACCELERATED) == [
         "from accelerate import DistributedType",

@@ -151,6 +151,7 @@ class _Loop(cst.CSTTransformer):
         self._ranks: set[str] = (
             {"rank", "gpu", "gpu_id", "local_rank", "gpu_ids"} if facts.is_parallel else set()
         )
+        self._samplers: dict[str, bool] = {}  # names of distributed samplers, and whether they shuffle
         self._functions: list[str] = []
         self._notes: list[str] = []  # comments for the present statement
         self._after: list[str] = []  # statements after it
@@ -190,6 +191,9 @@ class _Loop(cst.CSTTransformer):
         target = updated_node.targets[0].target
         name, value = _name_of(target), updated_node.value
         last = name.rpartition(".")[2]
+        if _makes_sampler(value):
+            self._samplers[last] = _shuffles(value)
+            return updated_node.with_changes(value=_expression("None"))  # the script may ask whether it is None
         if last == "device" and _names_accelerators(value):
             return updated_node.with_changes(value=_expression(f"{self.tp}.device"))
         for variable in _OF_RANKS:
@@ -309,10 +313,10 @@ class _Loop(cst.CSTTransformer):
         """Return a loader without its DistributedSampler: tp splits the batches."""
         kept, shuffles = [], None
         for argument in call.args:
-            word = argument.keyword.value if argument.keyword else ""
-            sampler = word == "sampler" and "DistributedSampler" in _code(argument.value)
-            if sampler:
-                shuffles = "shuffle=False" not in _code(argument.value).replace(" ", "")
+            word, value = argument.keyword.value if argument.keyword else "", argument.value
+            known = self._samplers.get(_name_of(value).rpartition(".")[2])
+            if word == "sampler" and (known is not None or _makes_sampler(value)):
+                shuffles = _shuffles(value) if known is None else known
                 self._note("batch_size is now the batch size of all ranks together")
             else:
                 kept.append(argument)
@@ -322,6 +326,17 @@ class _Loop(cst.CSTTransformer):
         order = cst.Arg(_expression(str(shuffles)), keyword=cst.Name("shuffle"), equal=_tight())
         kept = [*(a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in kept), order]
         return cst.ensure_type(_expression(_code(call.with_changes(args=kept))), cst.Call)
+
+
+def _makes_sampler(value: cst.BaseExpression) -> bool:
+    """Return whether a value is a DistributedSampler, or may be."""
+    if isinstance(value, cst.IfExp):
+        return _makes_sampler(value.body) or _makes_sampler(value.orelse)
+    return isinstance(value, cst.Call) and _name_of(value.func).rpartition(".")[2] == "DistributedSampler"
+
+
+def _shuffles(sampler: cst.BaseExpression) -> bool:
+    return "shuffle=False" not in _code(sampler).replace(" ", "")
 
 
 def _tight() -> cst.AssignEqual:
