@@ -149,7 +149,8 @@ def test_a_loop_with_ddp():
 
 def test_a_distributed_sampler_with_a_name_goes():
     named = PARALLEL.replace(
-        "    return DataLoader(dataset, batch_size=batch_size, shuffle=False, sampler=DistributedSampler(dataset))",
+        "    return DataLoader(dataset, batch_size=batch_size, shuffle=False, "
+        "sampler=DistributedSampler(dataset))",
         "    own = DistributedSampler(dataset, shuffle=False) if dist.is_initialized() else None\n"
         "    return DataLoader(dataset, batch_size=batch_size, shuffle=own is None, sampler=own)",
     )

@@ -193,7 +193,8 @@ class _Loop(cst.CSTTransformer):
         last = name.rpartition(".")[2]
         if _makes_sampler(value):
             self._samplers[last] = _shuffles(value)
-            return updated_node.with_changes(value=_expression("None"))  # the script may ask whether it is None
+            # Not removed: the script may ask whether it is None.
+            return updated_node.with_changes(value=_expression("None"))
         if last == "device" and _names_accelerators(value):
             return updated_node.with_changes(value=_expression(f"{self.tp}.device"))
         for variable in _OF_RANKS:
