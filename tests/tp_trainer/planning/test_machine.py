@@ -3,8 +3,10 @@
 import pytest
 import torch
 from tp_core.errors import ConfigError
+from tp_core.jobs import Footprint
 from tp_trainer.planning import Machine, calibrate
 from tp_trainer.planning._machine import Operators
+from tp_trainer.planning._samples import Measured, between
 
 
 def test_rates_are_read_as_they_were_written(tmp_path):
@@ -43,3 +45,20 @@ def test_this_machine_is_measured():
     assert found.crowding >= 1
     assert found.seconds_of(Operators.of([(1e9, 1e6)])) > 0
     assert torch.tensor([found.flops]).isfinite().all()
+
+
+def test_what_lies_between_two_measurements_grows_in_a_straight_line():
+    low, high = (
+        Measured(
+            Footprint(weights=8, gradients=8, activations=n, alone=n, kept={"block": n}),
+            *[Operators.of([(n, n)])] * 3,
+        )
+        for n in (10, 30)
+    )
+    found = between(low, high, 0.5)
+    assert (found.footprint.weights, found.footprint.activations, found.footprint.kept) == (
+        8,
+        20,
+        {"block": 20},
+    )
+    assert found.forward.flops.tolist() == [20.0]

@@ -16,7 +16,8 @@ from tp_trainer._memory._operators import OperatorLog
 from tp_trainer._memory._requirements import resized
 from tp_trainer.planning._machine import Operators
 
-_GROWING = ("activations", "alone", "with_gradients", "casts", "batch", "keys", "attended")
+_SAME = {"weights", "gradients", "optimizer", "update", "attentions"}
+"""What does not grow with the samples."""
 _SLOW_S = 1.5
 """Seconds of a measurement from which on the sizes between two are computed from these."""
 
@@ -78,7 +79,7 @@ class Subject:
         for what in sorted(recomputations, key=lambda way: way == "every 2nd block"):
             if is_slow and what == "every 2nd block" and (wanted[0], "every block") in found:
                 for n in wanted:
-                    found[n, what] = _between(found[n, "nothing"], found[n, "every block"], 0.5)
+                    found[n, what] = between(found[n, "nothing"], found[n, "every block"], 0.5)
                 continue
             began = perf_counter()
             first = self.measure(wanted[0], what)
@@ -93,26 +94,22 @@ class Subject:
                     found[samples, what] = ends[samples]
                 elif is_slow and not first.footprint.unknown:
                     weight = (samples - wanted[0]) / (wanted[-1] - wanted[0])
-                    found[samples, what] = _between(first, ends[wanted[-1]], weight)
+                    found[samples, what] = between(first, ends[wanted[-1]], weight)
                 else:
                     found[samples, what] = self.measure(samples, what)
         return found
 
 
-def _between(low: Measured, high: Measured, weight: float) -> Measured:
+def between(low: Measured, high: Measured, weight: float) -> Measured:
     """Return what lies between two measurements: all of it grows in a straight line."""
-    a, b = low.footprint, high.footprint
 
-    def mean(name: str) -> int:
-        first, last = getattr(a, name) or 0, getattr(b, name) or 0
-        return round(first + (last - first) * weight)
+    def mean(first: Any, last: Any) -> Any:
+        if isinstance(first, Mapping):
+            return {key: mean(n, last.get(key, n)) for key, n in first.items()}
+        return round(first + (last - first) * weight) if isinstance(first, int) else first
 
-    def means(name: str) -> Mapping[str, int]:
-        first, last = getattr(a, name), getattr(b, name)
-        return {key: round(n + (last.get(key, n) - n) * weight) for key, n in first.items()}
-
-    numbers = {n: mean(n) for n in _GROWING}
-    footprint = replace(a, **numbers, kept=means("kept"), passed=means("passed"))  # type: ignore[arg-type]
+    a, b = low.footprint.to_dict(), high.footprint.to_dict()
+    footprint = Footprint(**{name: a[name] if name in _SAME else mean(a[name], b[name]) for name in a})
     return Measured(
         footprint,
         low.forward.between(high.forward, weight),
