@@ -62,7 +62,7 @@ nitpick_ignore_regex = [
     # The same, as modules write them that import them for type checkers alone.
     ("py:class", r"DeviceMesh|Figure|Optimizer|Path|ProcessGroup|Tensor|nn\.Module|(np|pd|random)\.[\w.]+"),
     ("py:class", r"object \| ~collections\.abc\..*"),  # a union is cut at its commas
-    ("py:class", r"tp_[\w.]+\.(OptionsT|State|R|T\d?)|P|_pickle\..*"),
+    ("py:class", r"tp_[\w.]+\.(OptionsT|Output|State|R|T\d?)|P|_pickle\..*"),
 ]
 nitpick_ignore = [
     # What arguments are whose values only other packages of ours make.
@@ -76,6 +76,8 @@ nitpick_ignore = [
     ("py:class", "tp_shard.nn._sequence.SequenceState"),
     ("py:class", "tp_trainer.compat.accelerate.Loader"),
     ("py:class", "tp_trainer.compat.lightning._LoggerView"),
+    ("py:class", "tp_trainer.planning._machine.Operators"),
+    ("py:class", "tuple[float"),  # an attribute's type in a docstring is cut at its comma
     ("py:class", "tp_trainer.testing._conformance.Outcome"),
 ]
 

@@ -272,7 +272,7 @@ class Trainer:
 
     @property
     def loggers(self) -> list[Any]:
-        """Lightning's loggers, of which there are none here: those of tp take numbers alone."""
+        """Return no loggers, as tp's take numbers alone."""
         return []
 
     @property
