@@ -73,7 +73,7 @@ class Report:
     def __str__(self) -> str:
         """Return the report as text."""
         head = f"{self.name} on {self.ranks} ranks, {self.dtype}: "
-        lines = [head + ("equal to one device" if self.ok else f"parts from one device\n  {self.finding}")]
+        lines = [head + _outcome(self) + ("" if self.ok else f"\n  {self.finding}")]
         lines += [f"  proven for {line}" for line in self.proven]
         lines += [f"  not covered: {line}" for line in self.not_covered]
         return "\n".join(lines)
@@ -89,6 +89,12 @@ class Report:
     def to_html(self) -> str:
         """Return the report as one page of HTML, without scripts."""
         return as_page([self])
+
+
+def _outcome(report: Report) -> str:
+    if not report.ok:
+        return "parts from one device"
+    return "equal to one device" if report.compared else "not tried"
 
 
 _STYLE = (
@@ -108,8 +114,7 @@ def as_page(reports: Sequence[Report]) -> str:
 
 def _section(report: Report) -> str:
     state = "ok" if report.ok else "parts"
-    said = "equal to one device" if report.ok else "parts from one device"
-    title = f"{report.name}, {report.ranks} ranks, {report.dtype}: {said}"
+    title = f"{report.name}, {report.ranks} ranks, {report.dtype}: {_outcome(report)}"
     rows = "".join(f"<tr><td>{html.escape(k)}<td>{v}" for k, v in report.compared.items())
     lists = (("Proven for", report.proven), ("Not covered", report.not_covered))
     return (

@@ -64,7 +64,6 @@ class RunRecord:
     steps: list[StepRecord] = field(default_factory=list)
     evaluation: StepRecord | None = None
     shares: list[dict[str, Selection]] = field(default_factory=list)
-    draws: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Followed(NamedTuple):
@@ -85,7 +84,6 @@ class Task:
     micro: int
     max_norm: float | None
     dtype: torch.dtype | None
-    draws: int = 0
     follow: Sequence[Followed] = ()
 
 
@@ -146,8 +144,6 @@ def run_task(task: Task, way: Way, *, seed: int = 0) -> RunRecord:
         record.evaluation = None
     else:
         evaluation.loss, evaluation.weight = found
-        model.train()
-        _draw(task, way, model, share, record)
     way.close()
     return record
 
@@ -254,15 +250,6 @@ def _selection(way: Way, batch: Any) -> dict[str, Selection]:
                 places = local[0] % row
             found[place] = Selection(shape, rows, places)
     return found
-
-
-def _draw(task: Task, way: Way, model: nn.Module, share: Any, record: RunRecord) -> None:
-    """Run the forward several times with dropout on, each time with another seed, the same on all ranks."""
-    for draw in range(task.draws):
-        torch.manual_seed(1000 + draw)
-        found = way.evaluate(model, task.step, share)
-        if found is not None:
-            record.draws.append(found)
 
 
 # -- What is recorded while a model runs ----------------------------------------------------------

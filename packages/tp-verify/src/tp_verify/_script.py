@@ -120,7 +120,7 @@ def _run(
     ended = time.time()
     paths = [folder / f"rank{rank}.pt" for rank in range(ranks)]
     if not all(path.is_file() for path in paths) or (stop and done.returncode != _SAVED):
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        lines = [line.strip() for line in done.stderr.splitlines() if any(map(str.isalpha, line))]
         said = (
             lines[-1] if lines else f"it ended with status {done.returncode}, and no trainer's run was seen"
         )

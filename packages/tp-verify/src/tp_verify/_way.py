@@ -146,24 +146,6 @@ class Way:
             name = "" if name == wrapper[:-1] else name.removesuffix(f".{wrapper[:-1]}")
         return name
 
-    def save(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
-        """Write a checkpoint that any number of ranks can read, by default with torch's own."""
-        from torch.distributed.checkpoint import state_dict_saver
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        states = get_state_dict(model, optimizer)
-        state_dict_saver.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
-
-    def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
-        """Read what :meth:`save` wrote, on another number of ranks."""
-        from torch.distributed.checkpoint import state_dict_loader
-        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-        states = get_state_dict(model, optimizer)
-        found: dict[str, Any] = {"model": states[0], "optimizer": states[1]}
-        state_dict_loader.load(found, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-
 
 # -- Batches and the outputs of steps -------------------------------------------------------------
 
