@@ -32,11 +32,6 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-def is_torchs_own(module: nn.Module) -> bool:
-    """Return whether torch has written a module's forward pass, as that of a Sequential."""
-    return type(module).forward.__module__.startswith("torch.")
-
-
 def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks that a model of Hugging Face names in ``_no_split_modules``."""
     kinds = {

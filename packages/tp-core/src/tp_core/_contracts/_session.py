@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tp_core._contracts._blocks import is_torchs_own, repeated_blocks
+from tp_core._contracts._blocks import repeated_blocks
 from tp_core._contracts._job import CompileOptions, Job
 from tp_core._devices._transfer import move_module, recursive_to
 from tp_core.data._batches import Share
 from tp_core.data._loader import PreparedLoader
 from tp_core.data._step_outputs import StepOutput
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
+from tp_core.replicas._compiler import compile_in_place
 from tp_core.tensors._slices import (
     TensorSlice,
     check_initialized,
@@ -178,15 +179,7 @@ class Session:
 
     def _compile(self, module: nn.Module, options: CompileOptions) -> None:
         """Compile a module in place, as a whole."""
-        if not is_torchs_own(module):
-            module.compile(**options.arguments())
-            return
-
-        # torch compiles nothing that begins in files of its own, as a Sequential's call does.
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)
-
-        module._compiled_call_impl = torch.compile(call, **options.arguments())
+        compile_in_place(module, **options.arguments())
 
     def refresh(self, model: nn.Module) -> None:
         """Update a backend's copies of a prepared model; without copies, do nothing.

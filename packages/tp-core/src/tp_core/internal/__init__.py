@@ -76,8 +76,8 @@ if TYPE_CHECKING:
     from tp_core.data._workers import start as start
     from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
     from tp_core.plugins._select import check_backend_name as check_backend_name
+    from tp_core.replicas._compiler import not_compiled_alone as not_compiled_alone
     from tp_core.replicas._random import is_random_op as is_random_op
-    from tp_core.replicas._random import not_compiled_alone as not_compiled_alone
     from tp_core.replicas._replicas import leave_to_others as leave_to_others
     from tp_core.state._files import slice_of as slice_of
     from tp_core.state._optimizers import is_zero_redundancy as is_zero_redundancy
@@ -176,7 +176,8 @@ else:
             ],
             "tp_core.plugins._select": ["KNOWN_BACKENDS", "check_backend_name"],
             "tp_core.replicas._replicas": ["leave_to_others"],
-            "tp_core.replicas._random": ["is_random_op", "not_compiled_alone"],
+            "tp_core.replicas._compiler": ["not_compiled_alone"],
+            "tp_core.replicas._random": ["is_random_op"],
             "tp_core.state._files": ["slice_of"],
             "tp_core.state._optimizers": ["is_zero_redundancy"],
         },

@@ -5,8 +5,9 @@ the same code. `ReplicaWrapper` is the base of modules that run replicas. Mark o
 them as `untraced`.
 """
 
+from tp_core.replicas._compiler import untraced
 from tp_core.replicas._random import has_modes
-from tp_core.replicas._replicas import Replicas, untraced
+from tp_core.replicas._replicas import Replicas
 from tp_core.replicas._wrapper import ReplicaWrapper
 
 __all__ = ["ReplicaWrapper", "Replicas", "has_modes", "untraced"]

@@ -8,18 +8,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import Context, copy_context
 from functools import lru_cache, partial
 from types import FrameType, GeneratorType, TracebackType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tp_core.errors import ModelError
+from tp_core.replicas._compiler import not_compiled_alone
 
 # -- Random numbers in activation checkpoints -----------------------------------------------------
 # ``torch.utils.checkpoint`` saves the generator's state before a forward, to draw the same numbers again
@@ -181,7 +181,6 @@ def _is_random_inside(function: Callable[..., Any]) -> bool:
 
 
 _CPU = torch.device("cpu")
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Streams:
@@ -236,18 +235,6 @@ class Streams:
     def lock(self) -> AbstractContextManager[Any]:
         """The lock that a replica holds while it draws: a generator has one state for all threads."""
         return self._lock
-
-
-def not_compiled_alone(function: Function) -> Function:
-    """Keep the compiler from compiling a function by itself; it may trace through it as part of a model.
-
-    It is for a mode's `__torch_function__`, which runs once for each operator after a graph break. torch 2.13
-    would compile that, and its guards then pass for other operators: ``x.dim()`` returned a dtype. No public
-    function does only this: ``torch.compiler.disable`` would break the graph of the model at each operator.
-    """
-    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, default))
-    return function
 
 
 class SerializedRng(TorchFunctionMode):

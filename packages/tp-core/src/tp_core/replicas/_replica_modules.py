@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from tp_core.errors import ModelError
+from tp_core.replicas._compiler import compile_in_place
 from tp_core.replicas._mirror import Contents, OriginalBuffers, OwnBuffers, same_objects
 from tp_core.tensors._slices import is_sharded
 
@@ -447,7 +448,7 @@ class ReplicaModules:
         self._containers.refill()
         if compile_options is not None:
             # Last, as children may be compiled, too.
-            self.root.compile(**compile_options)
+            compile_in_place(self.root, **compile_options)
             root = next(t for t in self._replicas if t.module is self.root)
             root.own["_compiled_call_impl"] = vars(self.root)["_compiled_call_impl"]
         self._watch()

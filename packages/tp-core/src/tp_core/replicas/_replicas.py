@@ -3,11 +3,10 @@
 import copy
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core._devices._tree import containers
 from tp_core.errors import ConfigError, ModelError
 from tp_core.replicas._cache import ForceCopies, ReplicaCache
+from tp_core.replicas._compiler import compile_in_place, untraced
 from tp_core.replicas._mirror import LINK
 from tp_core.replicas._random import Caller, Streams, on_device
 from tp_core.replicas._replica_modules import call_as_replica
@@ -105,29 +105,7 @@ def _nodes_of(value: Any) -> list[Any]:
 # -- Replicas of one module on several devices of one process -------------------------------------
 
 
-P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``torch.compile`` call the function as it is, without tracing into it.
-
-    ``torch.compiler.disable`` imports the compiler, which takes a second. So it is applied only once the
-    compiler has been imported.
-    """
-    disabled: Callable[P, R] | None = None
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal disabled
-        if disabled is None:
-            if "torch._dynamo" not in sys.modules:
-                return function(*args, **kwargs)
-            disable: Callable[..., Any] = torch.compiler.disable  # which torch leaves untyped
-            disabled = disable(function)
-        return disabled(*args, **kwargs)
-
-    return call
 
 
 class Replicas:
@@ -276,7 +254,7 @@ class Replicas:
         Args:
             **options: As :func:`torch.compile` takes them.
         """
-        self.module.compile(**options)
+        compile_in_place(self.module, **options)
         self._cache = self._fresh_cache(options)
 
     def refresh(self) -> None:
