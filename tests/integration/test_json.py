@@ -29,12 +29,21 @@ def with_batch():
 def upper(text):
     print("of the runner")
     return text.upper()
+
+def cases():
+    return {
+        "build": lambda: nn.Linear(2, 1),
+        "batches": [torch.ones(4, 2)],
+        "step": lambda model, batch: model(batch).square().mean(),
+        "parallel": nn.parallel.DistributedDataParallel,
+    }
 """
 # Those that have none, and the reason that the page gives.
 WITHOUT = {
     "explain": "is a page",
     "launch": "its script's",
     "logs": "its script's",
+    "move": "is a diff",
     "train": "its function's",
 }
 # How each of the others is called, where a run, a job and a few files are.
@@ -53,6 +62,7 @@ CALLS = {
     "shard verify": ["things.py:build"],
     "stop": ["last"],
     "test": ["--backend", "single"],
+    "verify": ["things.py:cases"],
 }
 # What is wrong with a call, its status, and the page that explains it.
 MISTAKES = {
@@ -71,6 +81,7 @@ MISTAKES = {
     "shard verfy": (2, "UsageError", "Did you mean 'verify'?", None),
     "stop nobody": (2, "ConfigError", "there is no job 'nobody'", "errors#config-error"),
     "test --backend sigle": (2, "SelectionError", "did you mean 'single'?", "errors#selection-error"),
+    "verify --dtyp float32": (2, "NoSuchOption", "--dtype", None),
 }
 
 
@@ -133,7 +144,7 @@ def test_every_command_has_it_or_there_is_a_reason():
         assert re.search(rf"`tp {name}`[^.]* {reason}", text)
 
 
-def keys_of(value, named=("versions", "brings", "backends")):
+def keys_of(value, named=("versions", "brings", "backends", "compared")):
     """Yield the keys of a document, but those that are names of things."""
     if isinstance(value, dict):
         for key, below in value.items():
@@ -145,10 +156,11 @@ def keys_of(value, named=("versions", "brings", "backends")):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "test" else ()) for n in sorted(CALLS)]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in ("test", "verify") else ()) for n in sorted(CALLS)],
 )
 def test_it_is_one_document_with_the_keys_of_the_page_and_a_status_as_without(name, tp):
-    status, out, _ = tp(*name.split(), *CALLS[name], "--json")
+    status, out, _ = tp(*name.split(), "--json", *CALLS[name])
     assert status == 0
     found = json.loads(out)
     keys = {tuple(each) for each in found} if isinstance(found, list) else {tuple(found)}

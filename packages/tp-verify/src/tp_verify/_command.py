@@ -21,10 +21,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _TYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@app.command("verify", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+# Parsing ends at the program: the rest is a script's own arguments.
+@app.command("verify", context_settings={"allow_interspersed_args": False})
 def verify_command(
-    context: typer.Context,
-    program: Annotated[str, typer.Argument(help="file.py:function, or a script of tp with its arguments.")],
+    program: Annotated[str, typer.Argument(help="file.py:function, or a script of tp.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The arguments of the script.")] = None,
     *,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="How many processes.")] = 2,
     dtype: Annotated[list[str] | None, typer.Option(help="float64, float32 or bfloat16; repeatable.")] = None,
@@ -50,9 +51,9 @@ def verify_command(
         raise ConfigError(msg)
     with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the report
         if ":" not in program:
-            reports = verify_script(Path(program), context.args, steps=steps, timeout_s=timeout_s)
-        elif context.args:
-            msg = f"{context.args[0]!r} is no option of tp verify; arguments are those of a script"
+            reports = verify_script(Path(program), arguments or [], steps=steps, timeout_s=timeout_s)
+        elif arguments:
+            msg = f"{arguments[0]!r} follows a function, which takes no arguments; options stand before it"
             raise ConfigError(msg)
         else:
             made = load_function(program, example="cases")()

@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 
 class Operator(NamedTuple):
@@ -40,6 +39,8 @@ class OperatorLog:
         name = str(operator)
         moved = sum(t.numel() * t.element_size() for t in _tensors((args, outputs)))
         if "scaled_dot_product" not in name:
+            from torch.utils.flop_counter import flop_registry
+
             count = flop_registry.get(operator.overloadpacket)
             flops = 0 if count is None else count(*args, **kwargs, out_val=outputs)
             self.phase.append(Operator(flops, moved))

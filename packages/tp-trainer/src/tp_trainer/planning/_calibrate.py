@@ -4,7 +4,6 @@ Ranks of this host compute and exchange together, as they do in training. One bl
 forward and backward, says what training reaches of the rates of single operators.
 """
 
-import statistics
 from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
@@ -91,7 +90,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
         work()
         _wait(device)
         times.append(perf_counter() - began)
-    return statistics.median(times[1:])
+    return torch.tensor(times[1:], dtype=torch.float64).median().item()
 
 
 def _alone(work: Callable[[], object], device: torch.device) -> float:
@@ -104,7 +103,7 @@ def _alone(work: Callable[[], object], device: torch.device) -> float:
             _wait(device)
             times.append(perf_counter() - began)
     dist.barrier()
-    found = torch.tensor(statistics.median(times[1:] or times), device=device)
+    found = torch.tensor(times[1:] or times, device=device).median()
     dist.broadcast(found, src=0)
     return float(found)
 
