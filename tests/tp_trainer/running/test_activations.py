@@ -255,3 +255,53 @@ def test_a_policy_that_does_not_exist_is_refused():
         checkpoint_activations(network(), every=0)
     with pytest.raises(ConfigError, match="keep must be 'inputs' or 'matmuls', got 'all'"):
         checkpoint_activations(network(), keep="all")
+
+
+# -- Caches of transformers, which a second forward pass would append to ---------------------------
+
+
+def of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "Llama": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+        "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
+        "T5": {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+    }[name]
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    head = "ForConditionalGeneration" if name == "T5" else "ForCausalLM" if name == "Llama" else "LMHeadModel"
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(vocab_size=19, **sizes, **ends)
+    return getattr(transformers, f"{name}{head}")(config).double()
+
+
+@pytest.mark.parametrize(
+    ("name", "keep"), [("Llama", "matmuls"), ("Llama", "inputs"), ("GPT2", "matmuls"), ("T5", "inputs")]
+)
+def test_models_that_would_cache_are_trained_the_same(name, keep):
+    def gradients(**policy):
+        model = of_transformers(name)
+        if policy:
+            checkpoint_activations(model, **policy)
+        torch.manual_seed(1)
+        ids = torch.arange(14).view(2, 7) % 19
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    torch.testing.assert_close(gradients(keep=keep), gradients())
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # by later ones than we require
+def test_a_cache_with_keys_is_refused():
+    model = of_transformers("Llama")
+    ids = torch.arange(14).view(2, 7) % 19
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :3], use_cache=True).past_key_values
+    checkpoint_activations(model)
+    with pytest.raises(ModelError, match="LlamaDecoderLayer gets a cache with keys and values"):
+        model(input_ids=ids[:, 3:], past_key_values=cache)

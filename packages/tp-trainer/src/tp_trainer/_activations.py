@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import repeated_blocks
+from tp_core.internal import repeated_blocks, without_cache
 from tp_core.jobs import Recomputation
 
 Keep = Literal["inputs", "matmuls"]
@@ -50,8 +50,12 @@ def checkpoint_activations(
             the results of matrix products, convolutions and attention: about half the memory, for a few
             percent of the time. A module may not change such a result in place then; torch raises an error.
 
+    A model of Hugging Face gets no cache of keys and values for these modules in training, even if its
+    ``use_cache`` is true: their second forward pass would append to it.
+
     Raises:
-        ModelError: The model has no module of a class, or no blocks.
+        ModelError: The model has no module of a class, or no blocks; in a step, a module gets a cache that is
+            not empty.
         ConfigError: An argument has another value.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; for "matmuls" Korthikanti
@@ -109,6 +113,8 @@ def _checkpointed(kind: type[nn.Module], keep: Keep) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *args, **kwargs)
+        args = tuple(without_cache(self, value) for value in args)
+        kwargs = {name: without_cache(self, value) for name, value in kwargs.items()}
         return checkpoint(kind.forward, self, *args, **options, **kwargs)
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}

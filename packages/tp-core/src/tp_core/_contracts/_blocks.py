@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -74,3 +75,23 @@ def _is_block(module: nn.Module) -> bool:
     return type(module) is not nn.Sequential and any(
         next(child.parameters(), None) is not None for child in module.children()
     )
+
+
+def without_cache(module: nn.Module, value: Any) -> Any:
+    """Return an argument of a module that runs its forward pass twice, or ``None`` for a cache of transformers.
+
+    The second pass would append to what the first one has left there.
+
+    Raises:
+        ModelError: The cache is not empty.
+    """
+    if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+        return value
+    layer = next((m.layer_idx for m in module.modules() if hasattr(m, "layer_idx")), 0)
+    if value.get_seq_length(layer):
+        msg = (
+            f"{type(module).__name__} gets a cache with keys and values, to which its second forward pass "
+            "would append; call the model without the cache, or do not checkpoint this class"
+        )
+        raise ModelError(msg)
+    return None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tp_core._contracts._blocks import without_cache
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import PerModule
 from tp_core._fully_sharded._optimizers import WholeParameters
@@ -276,6 +277,10 @@ def _checkpoint_activations(module: nn.Module) -> None:
     forward = module.forward
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args = tuple(without_cache(module, value) for value in args)
+        kwargs = {name: without_cache(module, value) for name, value in kwargs.items()}
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     module.forward = checkpointed

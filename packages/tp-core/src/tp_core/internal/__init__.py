@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tp_core._contracts._backend import RanksBackend as RanksBackend
     from tp_core._contracts._backend import check_above_zero as check_above_zero
     from tp_core._contracts._blocks import repeated_blocks as repeated_blocks
+    from tp_core._contracts._blocks import without_cache as without_cache
     from tp_core._contracts._job import whole_model_arguments as whole_model_arguments
     from tp_core._contracts._layout import averaged_gradients as averaged_gradients
     from tp_core._contracts._layout import divisors as divisors
@@ -100,7 +101,7 @@ else:
         __name__,
         {
             "tp_core._builders": ["call_builder", "load_function"],
-            "tp_core._contracts._blocks": ["repeated_blocks"],
+            "tp_core._contracts._blocks": ["repeated_blocks", "without_cache"],
             "tp_core._contracts._backend": ["DevicesBackend", "RanksBackend", "check_above_zero"],
             "tp_core._contracts._job": ["whole_model_arguments"],
             "tp_core._contracts._layout": ["averaged_gradients", "divisors"],
