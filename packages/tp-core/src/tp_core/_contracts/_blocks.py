@@ -78,7 +78,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def without_cache(module: nn.Module, value: Any) -> Any:
-    """Return an argument of a module that runs its forward pass twice, or ``None`` for a cache of transformers.
+    """Return an argument of a module that runs its forward twice, or ``None`` for a cache of transformers.
 
     The second pass would append to what the first one has left there.
 
