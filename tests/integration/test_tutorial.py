@@ -14,7 +14,7 @@ def test_a_page_has_the_diff_and_the_notebook_of_its_step(page):
 
 
 @pytest.mark.takes(150)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebooks_run_and_print_what_the_pages_show(tmp_path):
     printed = {}
     for page in PAGES:

@@ -150,7 +150,7 @@ def test_a_rank_that_fails_ends_all_with_its_cause():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "shard", "pipeline", "context"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "shard"])
 def test_the_backends_of_tp_are_proven(name, ranks):
     report = verify(
         m.build,
@@ -173,6 +173,22 @@ def llama():
 
 def own_loss(model, batch):
     return model(input_ids=batch["tokens"], labels=batch["labels"], use_cache=False).loss
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("name", ["pipeline", "context"])  # which have parts of samples: no positions from 0
+def test_backends_that_split_samples_are_proven(name, ranks):
+    report = verify(
+        llama,
+        m.EVEN,
+        parallel=ways.TpBackend(name),
+        step=own_loss,
+        optimizer=m.adamw,
+        ranks=ranks,
+        max_norm=0.1,
+    )
+    assert report.ok, str(report)
 
 
 @pytest.mark.slow

@@ -158,7 +158,8 @@ class Plan:
         """Return a table of the first rows of those that fit, and of those that do not."""
         of_tokens = f" of {self.tokens} tokens" if self.tokens else ""
         what = f"{self.samples} samples{of_tokens} in a step, {self.precision}"
-        lines = [f"{self.devices} devices, {what}; rates {self.machine.source}"]
+        each = f"{'tokens' if self.tokens else 'samples'}/s of one device"
+        lines = [f"{self.devices} devices, {what}; rates {self.machine.source}; {each}"]
         fitting = [found for found in self.layouts if not found.lacks]
         lacking = [found for found in self.layouts if found.lacks]
         lines += _rows(fitting[:rows], self)
