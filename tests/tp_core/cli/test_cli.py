@@ -313,7 +313,7 @@ def test_without_its_libraries_tp_says_what_to_install(tmp_path):
 
 
 def test_the_doctor_says_what_does_not_work_on_a_platform():
-    from tp_core.cli._platform import platform_notes  # private: no other platform is at hand
+    from tp_core.cli._plain import platform_notes  # private: no other platform is at hand
 
     assert any("engine='thread'" in note for note in platform_notes("win32"))
     assert any("'mps' trains in one process" in note for note in platform_notes("darwin"))

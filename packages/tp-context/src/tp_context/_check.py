@@ -2,9 +2,8 @@
 
 Every rank runs the step on the whole piece, then on its slice, and compares the loss, the outputs and the
 gradients. A difference is named by the first module with another output. So what crosses positions outside
-of
-attention is found (convolutions, state-space layers, norms over the sequence, positions that begin at 0), and
-what cannot be proved is refused.
+of attention is found (convolutions, state-space layers, norms over the sequence, positions that begin at 0),
+and what cannot be proved is refused.
 """
 
 import math

@@ -2,8 +2,7 @@
 
 The model's own forward runs on every rank. Its *units* are the modules between which it can be cut: the
 blocks that repeat, and what stands beside them (embeddings, norms, heads). A stage computes the calls of its
-own
-units. What runs between the calls ("glue": masks, positions, sums) runs everywhere, as it costs little.
+own units. What runs between the calls ("glue": masks, positions, sums) runs everywhere, as it costs little.
 
 Which tensors cross a cut is seen in the run on stand-ins. There a unit computes on fake tensors, which have
 no memory, and its outputs are replaced by random ones of known *sources*: every operator passes the

@@ -381,13 +381,13 @@ class PipelineSession(ProcessGroupSession):
         Collective: an all-gather over the ranks that hold the model.
         """
         said: list[Any] = [None] * self.ranks
-        told = None if failure is None else (time.time(), *_portable(failure))
+        reported = None if failure is None else (time.time(), *_portable(failure))
         try:
-            dist.all_gather_object(said, (mine, told), group=self.group)
+            dist.all_gather_object(said, (mine, reported), group=self.group)
         except RuntimeError as error:
             msg = f"a rank that holds the model with this one has ended, or hangs: {error}"
             raise RankFailedError(msg) from error
-        failed = [(rank, *told) for rank, (_, told) in enumerate(said) if told is not None]
+        failed = [(rank, *reported) for rank, (_, reported) in enumerate(said) if reported is not None]
         if not failed:
             return [value for value, _ in said]
         # What comes later may follow from the first.

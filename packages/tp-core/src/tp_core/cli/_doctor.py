@@ -14,7 +14,7 @@ from tp_core._contracts._job import Job
 from tp_core._devices._resolve import device_loads, resolve_devices
 from tp_core._launch._environment import LaunchEnvironment, check_process_count
 from tp_core._launch._output import output_console
-from tp_core.cli._platform import platform_notes
+from tp_core.cli._plain import platform_notes
 from tp_core.discovery import CONTRACT_VERSION, PluginRegistry
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.plugins import registry

@@ -1,5 +1,6 @@
-"""``tp --version`` and ``tp doctor`` in plain lines, where the command line's libraries are missing."""
+"""What ``tp`` says without the command line's libraries: version, a plain doctor, notes on the platform."""
 
+import importlib.util
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ def _doctor() -> int:
     import torch
 
     from tp_core import available_devices
-    from tp_core.cli._platform import platform_notes
     from tp_core.plugins import registry
 
     print(f"python {platform.python_version()}, torch {torch.__version__}, tp-core {version('tp-core')}")
@@ -38,3 +38,25 @@ def _doctor() -> int:
         print(f"problem: {line}")
     print("the whole report, with measurements, needs: pip install 'tp-core[cli]'", file=sys.stderr)
     return 1 if problems else 0
+
+
+def platform_notes(name: str = sys.platform) -> list[str]:
+    """Return what does not work here, and what to take instead.
+
+    Args:
+        name: The platform, as ``sys.platform`` has it.
+
+    Example:
+        >>> platform_notes("linux")
+        []
+    """
+    notes = []
+    if name == "win32":
+        if importlib.util.find_spec("tp_runner") is not None:
+            notes.append(
+                "worker processes of tp-runner do not run on Windows: take engine='thread', 'inline' or 'ray'"
+            )
+        notes.append("on Windows ranks meet over gloo alone: NCCL is on Linux; WSL has it")
+    elif name == "darwin":
+        notes.append("on macOS ranks meet over gloo, on the CPU: 'mps' trains in one process")
+    return notes
