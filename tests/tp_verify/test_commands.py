@@ -127,6 +127,27 @@ def test_a_script_is_stopped_resumed_and_tried_on_each_backend(tmp_path):
     assert done.returncode == 1
 
 
+@pytest.mark.slow
+@pytest.mark.takes(40)
+def test_a_backend_that_fails_is_a_finding_and_one_that_refuses_is_not(tmp_path):
+    fails = "lambda: 1 / 0 if __import__('os').environ.get('RANK') == '1' else 0.0"
+    (tmp_path / "train.py").write_text(SCRIPT.format(draws=fails))
+    # 6 of 15 steps are an epoch: the resumed run has no metrics of the first one.
+    done = tp_verify(tmp_path, "train.py", "--steps", "15", "--json")
+    assert done.returncode == 1, done.stderr
+    reports = {report["name"]: report for report in json.loads(done.stdout)["reports"]}
+    assert reports["stopped by SIGTERM and resumed"]["ok"], reports
+    assert reports["backend tuple"]["ok"]
+    for backend in ("ddp", "fsdp"):
+        assert reports[f"backend {backend}"]["finding"]["said"] == "ZeroDivisionError: division by zero"
+    refused = reports["backend shard"]
+    assert refused["ok"]
+    (said,) = refused["not_covered"]
+    assert "backend 'shard' (asked for by TP_BACKEND) does not fit: the model has no split para" in said
+
+
 def test_a_script_that_is_not_there_is_named(tmp_path):
     done = tp_verify(tmp_path, "nothing.py")
     assert "there is no script 'nothing.py'; a function is written file.py:function" in done.stderr
+    done = tp_verify(tmp_path, "train.py", "--epochs", "2")
+    assert "no such option --epochs; a script's own arguments follow --" in " ".join(done.stderr.split())

@@ -11,6 +11,7 @@ import torch
 import typer
 from tp_core.errors import ConfigError
 from tp_core.internal import load_function
+from typer.core import TyperCommand
 
 from tp_verify._report import Report, as_page
 from tp_verify._script import verify_script
@@ -21,11 +22,26 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _TYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-# Parsing ends at the program: the rest is a script's own arguments.
-@app.command("verify", context_settings={"allow_interspersed_args": False})
+class _Command(TyperCommand):
+    """A command whose error for an unknown option says where a script's own options stand."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # By name: newer typers have a click of their own.
+            if type(error).__name__ == "NoSuchOption":
+                name = getattr(error, "option_name", "")
+                ctx.fail(f"no such option {name}; a script's own arguments follow --: train.py -- {name}")
+            raise
+
+
+@app.command("verify", cls=_Command)
 def verify_command(
     program: Annotated[str, typer.Argument(help="file.py:function, or a script of tp.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="The arguments of the script.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own arguments; its options follow --.")
+    ] = None,
     *,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="How many processes.")] = 2,
     dtype: Annotated[list[str] | None, typer.Option(help="float64, float32 or bfloat16; repeatable.")] = None,
@@ -39,7 +55,8 @@ def verify_command(
     """Train on one device and in parallel, and name the first number that differs.
 
     A script of tp trains whole; then it gets a SIGTERM, and is resumed; then on each backend that fits. Its
-    numbers are compared. It runs in this folder, and writes what it writes.
+    numbers are compared. It runs in this folder, and writes what it writes; checkpoints go elsewhere.
+    A script's own options follow --: tp verify train.py --steps 20 -- --epochs 2
 
     A function takes no arguments. It returns a dict with "build", "batches", "step" and "parallel", and any
     other argument of tp_verify.verify(); or a list of such dicts. The exit status is 0 only if all are equal.
@@ -53,7 +70,7 @@ def verify_command(
         if ":" not in program:
             reports = verify_script(Path(program), arguments or [], steps=steps, timeout_s=timeout_s)
         elif arguments:
-            msg = f"{arguments[0]!r} follows a function, which takes no arguments; options stand before it"
+            msg = f"{arguments[0]!r} follows a function, which takes no arguments"
             raise ConfigError(msg)
         else:
             made = load_function(program, example="cases")()

@@ -1,16 +1,51 @@
-"""The recorder of a script's run: it joins the run, writes what was trained, and may send it a SIGTERM."""
+"""A script's run in a process: a recorder joins it, writes what was trained, and may send it a SIGTERM."""
 
 import json
+import multiprocessing
 import os
+import runpy
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tp_core.errors import ConfigError, LoaderError, ModelError, SelectionError, StepError
 from tp_core.internal import is_dtensor
 from tp_core.plugins import Callback, RunView
+
+_REFUSALS = (ConfigError, LoaderError, ModelError, SelectionError, StepError)
+"""The errors of what a backend cannot prepare as it is; any other one, or one after a step, is a failure."""
+
+
+def run_script(script: str, arguments: list[str], folder: Path, is_launched: bool) -> int:
+    """Run a script as Python's own command line does, and return its exit status.
+
+    What it prints goes to ``output{rank}`` in the folder, the reason of a failure to ``error{rank}.json``.
+    """
+    rank = os.environ["RANK"]
+    if not is_launched:
+        for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    multiprocessing.current_process().daemon = False  # those have no loader workers
+    descriptor = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):  # also of native code: the report alone is for this command's own output
+        os.dup2(descriptor, standard)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).absolute().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        is_refused = isinstance(error, _REFUSALS) and not (folder / f"stepped{rank}").exists()
+        said = first if is_refused else f"{type(error).__name__}: {first}"
+        (folder / f"error{rank}.json").write_text(json.dumps({"failed": said, "is_refused": is_refused}))
+        raise
+    return 0
 
 
 class Recorder(Callback):
@@ -22,13 +57,16 @@ class Recorder(Callback):
 
     def __init__(self) -> None:
         self._settings: dict[str, Any] = json.loads(os.environ["TP_VERIFY"])
+        self._folder = Path(self._settings["folder"])
+        self._is_drawn = False
         self._rows: list[list[float]] = []
-        self._metrics: list[dict[str, float]] = []
+        self._metrics: dict[int, dict[str, float]] = {}
 
     def on_fit_start(self, run: RunView) -> None:
         """Watch the rows that the model gets."""
         torch.set_num_threads(1)  # with more, sums have another order
         for name, module in run.model.named_modules():
+            self._is_drawn |= _is_drawn(module)
             if self._settings["plain"]:
                 _leave_out(module)
             if not name:
@@ -42,13 +80,15 @@ class Recorder(Callback):
 
     def on_step_end(self, run: RunView) -> None:
         """Send the signal after its step."""
-        if run.step == self._settings.get("stop") and run.is_main:
-            (Path(self._settings["folder"]) / "stopped").write_text(repr(time.time()))
+        if run.step == 1:
+            (self._folder / f"stepped{run.rank}").touch()
+        if run.step == self._settings["stop"] and run.is_main:
+            (self._folder / "stopped").write_text(repr(time.time()))
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_epoch_end(self, run: RunView) -> None:
         """Keep the metrics of the epoch."""
-        self._metrics.append(dict(run.metrics))
+        self._metrics[run.epoch] = dict(run.metrics)
 
     def on_interruption(self, run: RunView, signal_number: int) -> None:  # noqa: ARG002 - contract
         """Write what there is."""
@@ -64,30 +104,40 @@ class Recorder(Callback):
         for parameter, state in run.optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and id(parameter) in names:
-                    states[f"{names[id(parameter)]}:{key}"] = _whole(value)
+                    states[f"{names[id(parameter)]}:{key}"] = value
         record = {
             "step": run.step,
-            "weights": {n: _whole(p) for n, p in run.model.named_parameters()},
-            "buffers": {n: _whole(b) for n, b in run.model.named_buffers()},
-            "states": states,
+            "weights": _own(dict(run.model.named_parameters())),
+            "buffers": _own(dict(run.model.named_buffers())),
+            "states": _own(states),
             "rows": self._rows,
-            "metrics": [*self._metrics, dict(run.metrics)],
+            "metrics": {**self._metrics, run.epoch: dict(run.metrics)},
+            "is_drawn": self._is_drawn,
             "random": torch.get_rng_state(),
         }
-        torch.save(record, Path(self._settings["folder"]) / f"rank{run.rank}.pt")
+        torch.save(record, self._folder / f"rank{run.rank}.pt")
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a whole tensor; of a DTensor an all-gather, on all ranks alike."""
-    found = tensor.full_tensor() if is_dtensor(tensor) else tensor
-    return found.detach().cpu().clone()
+def _own(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """Return copies of the tensors that this rank has itself; of DTensors the checkpoint has the whole."""
+    return {name: t.detach().cpu().clone() for name, t in tensors.items() if not is_dtensor(t)}
+
+
+def _is_drawn(module: nn.Module) -> bool:
+    """Return whether parts of a batch do otherwise than the whole: dropout, and batch statistics."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or bool(_rates(module))
+
+
+def _rates(module: nn.Module) -> list[str]:
+    """Return the names of a module's dropout rates above zero."""
+    is_dropout = "Dropout" in type(module).__name__
+    rates = {key: value for key, value in vars(module).items() if type(value) is float and value}
+    return [key for key in rates if "drop" in key or (key == "p" and is_dropout)]
 
 
 def _leave_out(module: nn.Module) -> None:
-    """Leave out what parts of a batch may do otherwise than the whole: dropout and batch statistics."""
-    for key, value in list(vars(module).items()):
-        if type(value) is float and ("drop" in key or (key == "p" and "Dropout" in type(module).__name__)):
-            setattr(module, key, 0.0)
+    for key in _rates(module):
+        setattr(module, key, 0.0)
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         module.eval()
         module.train = lambda mode=True: module  # type: ignore[method-assign]  # noqa: ARG005 - it stays so

@@ -2,41 +2,131 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError
-from tp_core.plugins import registry
+from tp_core.internal import RankOutcome, rank_outcomes
+from tp_core.plugins import Backend, Job, registry
+from tp_core.state import open_tensors
 
 from tp_verify._compare import Bound, norm_of
+from tp_verify._recorder import run_script
 from tp_verify._report import Finding, Report
 
-_SETUPS = {  # devices of one process, and processes
-    "tuple": ("cpu,cpu", 1),
-    "dp-gather": ("cpu,cpu", 1),
-    "ddp": ("cpu", 2),
-    "fsdp": ("cpu", 2),
-    "shard": ("cpu", 2),
-}
 _SAVED = 128 + 15  # the exit status of a run that a SIGTERM has ended
+_AT_ONCE = 2  # runs at the same time
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the script, and what its ranks have recorded; ``failed`` says why one did not train."""
+    """A run of the script, and what its ranks have recorded.
 
-    records: list[dict[str, Any]]
+    Attributes:
+        records: The record of each rank.
+        saved: The tensors of the last checkpoint, whole.
+        failed: The reason for which it did not train to its end; may be empty.
+        is_refused: Whether tp refused to begin it, as the backend does not fit the script.
+        seconds: The time that it took.
+        stop_s: The time from the SIGTERM to its end.
+    """
+
+    records: Sequence[dict[str, Any]]
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
     failed: str = ""
+    is_refused: bool = False
     seconds: float = 0.0
     stop_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The runs of one script, each in processes of its own and for a number of optimizer steps.
+
+    Attributes:
+        script: The script.
+        arguments: Its arguments.
+        folder: The folder of all records and checkpoints.
+        steps: The optimizer steps of each run.
+        timeout_s: The deadline of each run.
+    """
+
+    script: Path
+    arguments: Sequence[str]
+    folder: Path
+    steps: int
+    timeout_s: float
+
+    def run(
+        self,
+        label: str,
+        backend: str = "single",
+        *,
+        ranks: int = 1,
+        devices: int = 1,
+        stop: int = 0,
+        resumes: str = "",
+        plain: bool = False,
+    ) -> Run:
+        """Run the script, and return what its ranks recorded.
+
+        Args:
+            label: The name of the run.
+            backend: The backend.
+            ranks: The number of processes.
+            devices: The number of devices of each process.
+            stop: The step after which it gets a SIGTERM; 0 for none.
+            resumes: The name of the run whose checkpoints it continues.
+            plain: Whether dropout and the statistics of batches are left out.
+        """
+        folder = self.folder / label
+        folder.mkdir()
+        # Also for scripts that save nothing: no run may find the checkpoints of another one.
+        saved = self.folder / (resumes or label) / "checkpoints"
+        environ = {
+            **{name: value for name, value in os.environ.items() if name.startswith("TP_")},
+            "TP_VERIFY": json.dumps({"folder": str(folder), "stop": stop, "plain": plain}),
+            "TP_BACKEND": backend,
+            "TP_DEVICES": ",".join(["cpu"] * devices),
+            "TP_MAX_STEPS": str(self.steps),
+            "TP_CHECKPOINT": str(saved),
+        }
+        began = time.time()
+        outcomes = rank_outcomes(
+            run_script,
+            ranks,
+            str(self.script),
+            list(self.arguments),
+            folder,
+            ranks > 1,
+            timeout_s=self.timeout_s,
+            environ=environ,
+            together=True,
+        )
+        ended = time.time()
+        failed = _first_failed(outcomes, _SAVED if stop else 0)
+        if failed is not None:
+            return _failed(failed, folder, self.timeout_s)
+        paths = [folder / f"rank{rank}.pt" for rank in range(ranks)]
+        if not all(path.is_file() for path in paths):
+            return Run([], failed="it ended, and no trainer's run was seen")
+        records = [torch.load(path, weights_only=False) for path in paths]
+        when = folder / "stopped"
+        stop_s = ended - float(when.read_text()) if when.is_file() else 0.0
+        return Run(records, _read_newest(saved), seconds=ended - began, stop_s=stop_s)
+
+    def run_stopped(self) -> tuple[Run, Run]:
+        """Run the script until a SIGTERM, and resume it."""
+        stopped = self.run("stopped", stop=max(1, self.steps * 2 // 5))
+        return stopped, stopped if stopped.failed else self.run("resumed", resumes="stopped")
 
 
 def verify_script(script: Path, arguments: Sequence[str], *, steps: int, timeout_s: float) -> list[Report]:
@@ -49,86 +139,80 @@ def verify_script(script: Path, arguments: Sequence[str], *, steps: int, timeout
         timeout_s: The deadline of each run.
 
     Raises:
-        ConfigError: There is no such script, it does not train, or no trainer is installed.
+        ConfigError: There is no such script, or it does not train on one device.
     """
     if not script.is_file():
         msg = f"there is no script {str(script)!r}; a function is written file.py:function"
         raise ConfigError(msg)
-    installed = {contribution.item.name for contribution in registry.backends()}
-    command = [str(script), *arguments]
-    with tempfile.TemporaryDirectory(prefix="tp-verify-") as name:
-        folder = Path(name)
-
-        def run(label: str, backend: str, **more: Any) -> Run:
-            return _run(command, folder / label, backend, steps=steps, timeout_s=timeout_s, **more)
-
-        whole = run("whole", "single")
+    layouts = {found.item.name: layout for found in registry.backends() if (layout := _layout_of(found.item))}
+    with (
+        tempfile.TemporaryDirectory(prefix="tp-verify-") as folder,
+        ThreadPoolExecutor(_AT_ONCE) as pool,
+    ):
+        trials = Trials(script, arguments, Path(folder), steps, timeout_s)
+        first, interrupted = pool.submit(trials.run, "whole"), pool.submit(trials.run_stopped)
+        whole = first.result()
         if whole.failed:
             msg = f"{script} does not train on the backend 'single': {whole.failed}"
             raise ConfigError(msg)
-        saved = folder / "checkpoints"
-        stopped = run("stopped", "single", stop=max(1, steps * 2 // 5), checkpoint=saved)
-        resumed = run("resumed", "single", checkpoint=saved)
-        reports = [_resumed(whole, stopped, resumed, steps)]
-        plain = run("plain", "single", plain=True)
-        for backend, (devices, ranks) in _SETUPS.items():
-            if backend in installed:
-                other = run(backend, backend, plain=True, devices=devices, ranks=ranks)
-                reports.append(_compared(plain, other, backend, ranks, steps))
+        # What parts of a batch do otherwise than the whole is left out, where there is any.
+        again = pool.submit(trials.run, "plain", plain=True) if whole.records[0]["is_drawn"] else first
+        others = {
+            backend: pool.submit(trials.run, backend, backend, ranks=ranks, devices=devices, plain=True)
+            for backend, (ranks, devices) in layouts.items()
+        }
+        reports = [_resumed(whole, *interrupted.result(), steps)]
+        plain = again.result()
+        for backend, other in others.items():
+            reports.append(_compared(plain, other.result(), backend, layouts[backend][0], steps))
     return reports
 
 
-def _run(
-    command: Sequence[str],
-    folder: Path,
-    backend: str,
-    *,
-    steps: int,
-    timeout_s: float,
-    stop: int = 0,
-    checkpoint: Path | None = None,
-    plain: bool = False,
-    devices: str = "cpu",
-    ranks: int = 1,
-) -> Run:
-    """Run the script in processes of its own, and return what they recorded."""
-    folder.mkdir()
-    settings = {"folder": str(folder), "stop": stop, "plain": plain}
-    environ = {
-        **os.environ,
-        "TP_VERIFY": json.dumps(settings),
-        "TP_BACKEND": backend,
-        "TP_DEVICES": devices,
-        "TP_MAX_STEPS": str(steps),
-        "OMP_NUM_THREADS": "1",
-        **({"TP_CHECKPOINT": str(checkpoint)} if checkpoint is not None else {}),
+def _layout_of(backend: Backend[Any]) -> tuple[int, int] | None:
+    """Return the ranks and the devices of each for a trial on the CPU; ``None`` for one device alone."""
+    for ranks, devices in ((1, 2), (2, 1)):
+        job = Job(
+            devices=(torch.device("cpu"),) * devices,
+            environment=LaunchEnvironment(world_size=ranks, local_world_size=ranks),
+            explicit_devices=True,
+        )
+        if backend.assess(job).is_fit:
+            return ranks, devices
+    return None
+
+
+def _read_newest(checkpoints: Path) -> dict[str, Tensor]:
+    """Return the tensors of the newest checkpoint; none where none was written."""
+    if not checkpoints.is_dir():
+        return {}
+    stored = open_tensors(max(checkpoints.glob("step-*")))
+    tensors = {
+        name: torch.empty(info.shape, dtype=info.dtype)
+        for name, info in stored.infos.items()
+        if name != "optimizer.values"  # bytes: of learning rates and the like
     }
-    launcher = [] if ranks == 1 else ["-m", "tp_core.cli", "launch", "-n", str(ranks)]
-    began = time.time()
-    try:
-        done = subprocess.run(
-            [sys.executable, *launcher, *command],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        return Run([], f"it had not ended after {timeout_s:g} s")
-    ended = time.time()
-    paths = [folder / f"rank{rank}.pt" for rank in range(ranks)]
-    if not all(path.is_file() for path in paths) or (stop and done.returncode != _SAVED):
-        lines = [line.strip() for line in done.stderr.splitlines() if any(map(str.isalpha, line))]
-        said = (
-            lines[-1] if lines else f"it ended with status {done.returncode}, and no trainer's run was seen"
-        )
-        return Run([], said)
-    records = [torch.load(path, weights_only=False) for path in paths]
-    when = folder / "stopped"
-    stop_s = ended - float(when.read_text()) if when.is_file() else 0.0
-    return Run(records, "", ended - began, stop_s)
+    stored.fill(tensors)
+    return tensors
+
+
+def _first_failed(outcomes: Sequence[RankOutcome], status: int) -> RankOutcome | None:
+    """Return the rank that explains most why not all have ended with ``status``."""
+    failed = [one for one in outcomes if not one.ok or one.value != status]
+    return min(failed, key=lambda one: (one.error is None, one.exitcode in (None, 0)), default=None)
+
+
+def _failed(outcome: RankOutcome, folder: Path, timeout_s: float) -> Run:
+    error = folder / f"error{outcome.rank}.json"
+    if error.is_file():
+        return Run([], **json.loads(error.read_text()))
+    if outcome.ok:
+        output = (folder / f"output{outcome.rank}").read_text(errors="replace")
+        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
+        said = f"it ended with status {outcome.value}" + (f": {last}" if last else "")
+        return Run([], failed=said)
+    if outcome.exitcode in (None, -9):  # killed by the parent
+        return Run([], failed=f"it had not ended after {timeout_s:g} s")
+    return Run([], failed=str(outcome))
 
 
 def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
@@ -149,7 +233,11 @@ def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
             said = f"{len(rows)} batches were seen, and {len(first['rows'])} without a stop"
             finding = Finding("the order of samples", "", 0, said)
     compared["batches"] = len(first["rows"])
-    finding = finding or _first_apart(first, second, compared, exact=True)
+    finding = (
+        finding
+        or _first_apart(first, second, compared, exact=True)
+        or _first_saved_apart(whole, resumed, steps, compared, exact=True)
+    )
     if finding is None and not torch.equal(first["random"], second["random"]):
         finding = Finding("the random numbers", "", steps, "the generator is in another state")
     at = stopped.records[0]["step"]
@@ -173,25 +261,30 @@ def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
 def _compared(plain: Run, other: Run, backend: str, ranks: int, steps: int) -> Report:
     """Compare a run on another backend with the one on one device, up to rounding."""
     name = f"backend {backend}"
+    if other.is_refused:
+        return Report(name, ranks, "its own", None, {}, [], [f"it refused: {other.failed}"])
     if other.failed:
-        return Report(name, ranks, "its own", None, {}, [], [f"it did not run: {other.failed}"])
+        failure = Finding("the run", "", 0, other.failed)
+        return Report(name, ranks, "its own", failure, {}, [], [])
     compared: dict[str, int] = {}
-    finding = None
+    finding: Finding | None = None
     for rank, record in enumerate(other.records):
-        finding = _first_apart(plain.records[0], record, compared, exact=False)
-        if finding is not None:
-            finding = Finding(
-                finding.what, finding.module, finding.step, f"rank {rank}: {finding.said}", finding.tensor
-            )
+        found = _first_apart(plain.records[0], record, compared, exact=False)
+        if found is not None:
+            finding = replace(found, said=f"rank {rank}: {found.said}")
             break
+    finding = finding or _first_saved_apart(plain, other, steps, compared, exact=False)
+    left_out = "dropout and the statistics of batch norms, which were left out of this comparison"
     return Report(
         name,
         ranks,
         "its own",
         finding,
         compared,
-        [f"{steps} steps: weights, optimizer state and metrics, up to rounding"] if finding is None else [],
-        ["dropout and the statistics of batch norms, which were left out of this comparison"],
+        [f"{steps} steps: weights, optimizer state, metrics and the checkpoint, up to rounding"]
+        if finding is None
+        else [],
+        [left_out] if plain.records[0]["is_drawn"] else [],
         seconds=other.seconds,
     )
 
@@ -206,24 +299,42 @@ def _first_apart(
     for what, kind in (("the weight", "weights"), ("the buffer", "buffers"), ("the state", "states")):
         scale = max((norm_of(t) for t in first[kind].values()), default=0.0)
         for name, tensor in first[kind].items():
+            other = second[kind].get(name)
+            if other is None or other.shape != tensor.shape:
+                continue  # a rank has a part of it, or nothing; the checkpoint has all
             compared[kind] = compared.get(kind, 0) + 1
-            said = _difference(tensor, second[kind].get(name), scale, exact=exact)
+            said = _difference(tensor, other, scale, exact=exact)
             if said:
                 path, _, key = name.partition(":")
                 module, _, parameter = path.rpartition(".")
                 return Finding(what, module, steps, said, f"{parameter} {key}".strip())
-    for epoch, (one, other) in enumerate(zip(first["metrics"], second["metrics"], strict=False), 1):
-        for name, value in one.items():
+    for epoch, values in second["metrics"].items():  # of a resumed run, those since it was stopped
+        for name, value in first["metrics"].get(epoch, {}).items():
             compared["metrics"] = compared.get("metrics", 0) + 1
-            if name not in other or abs(other[name] - value) > (0.0 if exact else 1e-4 * max(1, abs(value))):
-                got = other.get(name)
+            got = values.get(name)
+            if got is None or abs(got - value) > (0.0 if exact else 1e-4 * max(1, abs(value))):
                 return Finding("the metric", name, steps, f"of epoch {epoch} is {got}, and not {value}")
     return None
 
 
-def _difference(tensor: Tensor, other: Tensor | None, scale: float, *, exact: bool) -> str:
-    if other is None:
-        return "it is missing"
+def _first_saved_apart(
+    first: Run, second: Run, steps: int, compared: dict[str, int], *, exact: bool
+) -> Finding | None:
+    """Return the first tensor of the last checkpoint that differs."""
+    for prefix, what in (("model.", "the saved weight"), ("optimizer.", "the saved state")):
+        tensors = {n: t for n, t in first.saved.items() if n.startswith(prefix)}
+        scale = max((norm_of(t) for t in tensors.values()), default=0.0)
+        for name, tensor in tensors.items():
+            other = second.saved.get(name)
+            compared["saved"] = compared.get("saved", 0) + 1
+            said = "it is missing" if other is None else _difference(tensor, other, scale, exact=exact)
+            if said:
+                module, _, key = name.removeprefix(prefix).rpartition(".")
+                return Finding(what, module, steps, said, key)
+    return None
+
+
+def _difference(tensor: Tensor, other: Tensor, scale: float, *, exact: bool) -> str:
     if other.shape != tensor.shape:
         return f"it has the shape {tuple(other.shape)}, and not {tuple(tensor.shape)}"
     if exact:

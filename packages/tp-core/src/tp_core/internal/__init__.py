@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     from tp_core._launch._process_group import has_exited as has_exited
     from tp_core._launch._process_group import new_process_group as new_process_group
     from tp_core._launch._process_group import rendezvous_store as rendezvous_store
+    from tp_core._launch._ranks import RankOutcome as RankOutcome
     from tp_core._launch._ranks import RankPool as RankPool
+    from tp_core._launch._ranks import rank_outcomes as rank_outcomes
     from tp_core._lazy import lazy_exports as lazy_exports
     from tp_core._messages import check_installed as check_installed
     from tp_core._messages import did_you_mean as did_you_mean
@@ -157,7 +159,7 @@ else:
                 "new_process_group",
                 "rendezvous_store",
             ],
-            "tp_core._launch._ranks": ["RankPool"],
+            "tp_core._launch._ranks": ["RankOutcome", "RankPool", "rank_outcomes"],
             "tp_core._lazy": ["lazy_exports"],
             "tp_core._messages": ["check_installed", "did_you_mean", "file_meant", "raised_where"],
             "tp_core._pickling": ["dumps_by_value"],
