@@ -471,11 +471,9 @@ class PipelineSession(ProcessGroupSession):
             return moved
         reached = {name for names, *_ in said for name in names}
         found = self._summed(stages, model, gradients, reached)
-        for grad in found.values():
-            grad.mul_(1.0 / total if total else 0.0)
         loss = moved["loss"] if isinstance(moved, Mapping) else moved
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        add = partial(self._add, stages, model, found)
+        add = partial(self._add, stages, model, found, total)
         loss = _WholeLoss.apply(anchor, loss, add)  # type: ignore[no-untyped-call]  # torch's
         return {**moved, "loss": loss} if isinstance(moved, Mapping) else loss
 
@@ -527,9 +525,14 @@ class PipelineSession(ProcessGroupSession):
 
     @torch.no_grad()
     def _add(
-        self, stages: Stages, model: nn.Module, found: dict[nn.Parameter, Tensor], factor: Tensor
+        self,
+        stages: Stages,
+        model: nn.Module,
+        found: dict[nn.Parameter, Tensor],
+        total: float,
+        factor: Tensor,
     ) -> None:
-        """Add gradients times a factor to those that are there, and average them over the data ranks.
+        """Add gradients, divided by the total weight, times a factor, and average them over the data ranks.
 
         Collective: all-reduces over the data ranks, unless inside :meth:`no_sync`.
         """
@@ -538,13 +541,14 @@ class PipelineSession(ProcessGroupSession):
         number = float(factor)
         if self.job.precision == "fp16-mixed" and 0.0 < number < math.inf:
             self._scale = near_power_of_two(number)
+        scale = number / total if total else 0.0
         for parameter, gradient in found.items():
-            # A gradient that counts nothing may be NaN.
-            scaled = gradient * number if number else torch.zeros_like(gradient)
+            if not scale:  # a gradient that counts nothing may be NaN
+                gradient.zero_()
             if parameter.grad is None:
-                parameter.grad = scaled
+                parameter.grad = gradient.mul_(scale)
             else:
-                parameter.grad.add_(scaled)
+                parameter.grad.add_(gradient, alpha=scale)
         found.clear()
         if self._data_size > 1 and self._syncs:
             self._average(stages, model)
