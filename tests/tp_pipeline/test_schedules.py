@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError
-from tp_core.sessions import join_process_group, new_process_group
 from tp_core.testing import RankPool
 from tp_pipeline import PipelineOptions
 from tp_pipeline._options import V_SCHEDULES, ScheduleName, depth_of  # private: no public name simulates
@@ -28,23 +26,19 @@ def pair():
 
 
 def predicted(parts):
-    """Return the idle share of each schedule, the activations that it keeps, and the choice."""
-    leave = join_process_group(LaunchEnvironment.read())
-    try:
-        group, found = new_process_group(), {}
-        for name in SCHEDULES:
-            orders = Orders(name, 2, depth_of(name), is_v=name in V_SCHEDULES, group=group)
-            order = orders.learning(parts)
-            spans = timeline(order, orders.stages - 1)
-            found[name] = idle_share(spans), max(map(most_kept, order.values())), len(spans)
-        choices = [choose_schedule(SCHEDULES, 2, parts, blocks, group)[0] for blocks in (2, 8)]
-        return found, choices
-    finally:
-        leave()
+    """Return the idle share of each schedule on two ranks, and the activations that it keeps."""
+    found = {}
+    for name in SCHEDULES:
+        orders = Orders(name, 2, depth_of(name), is_v=name in V_SCHEDULES)
+        order = orders.learning(parts)
+        spans = timeline(order, orders.stages - 1)
+        found[name] = idle_share(spans), max(map(most_kept, order.values()))
+    return found
 
 
-def test_idle_shares_are_those_of_the_formulas(pair):
-    found, (of_few_blocks, of_many) = pair.run(predicted, 8)[0]
+def test_idle_shares_are_those_of_the_formulas():
+    found = predicted(8)
+    of_few_blocks, of_many = (choose_schedule(SCHEDULES, 2, 8, blocks)[0] for blocks in (2, 8))
     for name in ("GPipe", "1F1B"):
         assert found[name][0] == pytest.approx(1 / 9)  # (p - 1) / (m + p - 1)
     for name in ("LoopedBFS", "Interleaved1F1B"):
@@ -53,7 +47,7 @@ def test_idle_shares_are_those_of_the_formulas(pair):
         assert found[name][0] < 1 / 17
     assert [found[name][1] for name in ("GPipe", "1F1B", "ZBVZeroBubble")] == [8, 2, 4]
     assert of_few_blocks == "1F1B"
-    assert found[of_many][0] == min(idle for idle, kept, _ in found.values() if kept <= 4)
+    assert found[of_many][0] == min(idle for idle, kept in found.values() if kept <= 4)
 
 
 def traced(path, schedule):

@@ -88,8 +88,7 @@ def times(
                 dist.barrier()
                 if number >= 3:  # the first ones warm up
                     seconds.append(time.perf_counter() - begin)
-        group = session.group
-        orders = Orders(name, ranks, options.depth, is_v=options.is_v, group=group)
+        orders = Orders(name, ranks, options.depth, is_v=options.is_v)
         return *found, idle_share(timeline(orders.learning(parts), orders.stages - 1))
 
 

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     _Action,
@@ -108,7 +106,7 @@ def most_kept(order: Sequence[Work]) -> int:
 
 
 def choose_schedule(
-    names: Sequence[ScheduleName], ranks: int, parts: int, blocks: int, group: ProcessGroup
+    names: Sequence[ScheduleName], ranks: int, parts: int, blocks: int
 ) -> tuple[ScheduleName, str]:
     """Return the schedule of least idle time that keeps no more activations than 1F1B, and why.
 
@@ -117,12 +115,11 @@ def choose_schedule(
         ranks: The number of ranks.
         parts: The number of micro-batches.
         blocks: The number of blocks, of which each stage needs one.
-        group: The ranks' process group.
     """
     found: list[tuple[float, float, ScheduleName]] = []
     for name in names:
         depth = depth_of(name)
-        orders = Orders(name, ranks, depth, is_v=name in V_SCHEDULES, group=group)
+        orders = Orders(name, ranks, depth, is_v=name in V_SCHEDULES)
         if orders.stages > blocks or not orders.is_made_of(parts):
             continue
         order = orders.learning(parts)
@@ -143,12 +140,11 @@ class Orders:
         ranks: The number of ranks.
         depth: The number of stages of each rank.
         is_v: Whether stages go back over the ranks, as `PipelineOptions.is_v` says.
-        group: The ranks' process group.
     """
 
-    def __init__(self, schedule: str, ranks: int, depth: int, *, is_v: bool, group: ProcessGroup) -> None:
+    def __init__(self, schedule: str, ranks: int, depth: int, *, is_v: bool) -> None:
         self.schedule, self.ranks, self.stages = schedule, ranks, ranks * depth
-        self._is_v, self._depth, self._group = is_v, depth, group
+        self._is_v, self._depth = is_v, depth
         self.learning = lru_cache(maxsize=64)(self._learning)
         self.forwards = lru_cache(maxsize=64)(self._forwards)
 
@@ -219,11 +215,19 @@ class Orders:
             # Not torch's description of it, which leaves the last rank's first forward out (2.13).
             return {rank: _one_forward_one_backward(rank, self.ranks, parts) for rank in range(self.ranks)}
         kind: Any = get_schedule_class(self.schedule)
-        me = torch.distributed.get_rank(self._group)
-        stages = [
-            PipelineStage(nn.Identity(), s, self.stages, torch.device("cpu"), group=self._group)
+        # What torch reads of its stages to order their work; its own ones need a process group.
+        stages: Any = [
+            SimpleNamespace(
+                num_stages=self.stages,
+                stage_index=s,
+                group_size=self.ranks,
+                group_rank=0,
+                is_first=s == 0,
+                is_last=s == self.stages - 1,
+                submod=nn.Identity(),
+            )
             for s in range(self.stages)
-            if self.rank_of(s) == me
+            if self.rank_of(s) == 0
         ]
         made = kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts)
         return {rank: list(order) for rank, order in made.pipeline_order.items()}

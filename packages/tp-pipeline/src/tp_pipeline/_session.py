@@ -15,7 +15,6 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from tp_core import tree_leaves, tree_map
@@ -108,9 +107,9 @@ class PipelineSession(ProcessGroupSession):
             msg = "torch made no process group for this rank"
             raise ConfigError(msg)
         if options.schedule == "auto":
-            options = _chosen(options, job, ranks, mine)
+            options = _chosen(options, job, ranks)
         self.options, self.ranks, self.group, self.place = options, ranks, mine, rank % ranks
-        self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v, group=mine)
+        self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
         self._exchange = Exchange(
             mine, self.orders, self.device, options.timeout_s, rendezvous_store(job.environment)
         )
@@ -693,11 +692,11 @@ class PipelineSession(ProcessGroupSession):
         super().close()
 
 
-def _chosen(options: PipelineOptions, job: Job, ranks: int, group: ProcessGroup) -> PipelineOptions:
+def _chosen(options: PipelineOptions, job: Job, ranks: int) -> PipelineOptions:
     """Return the options with a schedule in place of "auto"."""
     blocks = ranks if job.model is None else len(find_units(job.model, None)[1])
     names = [name for name in get_args(ScheduleName) if name != "auto"]
-    name, why = choose_schedule(names, ranks, options.microbatches or 4 * ranks, blocks, group)
+    name, why = choose_schedule(names, ranks, options.microbatches or 4 * ranks, blocks)
     log.info("schedule %s: %s", name, why)
     return replace(options, schedule=name)
 
