@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
-from tp_core.internal import averaged_gradients, divisors
+from tp_core.internal import BUCKET_NBYTES, averaged_gradients, divisors
 from tp_core.jobs import Footprint, Forecast, Layout, MemoryNeed, StepWork, Transfer
 from tp_core.plugins import Job
 
@@ -102,7 +102,7 @@ def _need(
         weights=max(weights, at_start),
         gradients=gradients,
         optimizer=optimizer,
-        communication=min(gradients, 25 * 2**20) if copies > 1 else 0,
+        communication=min(gradients, BUCKET_NBYTES) if copies > 1 else 0,
         activations=activations + footprint.batch,
         free=job.free_nbytes,
         device=str(job.devices[0]),

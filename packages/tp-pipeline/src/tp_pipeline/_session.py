@@ -21,6 +21,7 @@ from tp_core import tree_leaves, tree_map
 from tp_core.data import Parts, StepOutput, combine_outputs, count_samples
 from tp_core.errors import ConfigError, DisagreementError, ModelError, RankFailedError, StepError
 from tp_core.internal import (
+    BUCKET_NBYTES,
     PerModule,
     check_not_quantized,
     device_rng_state,
@@ -45,7 +46,6 @@ from tp_pipeline._schedule import Orders, Span, choose_schedule, idle_share
 
 log = logging.getLogger("tp_pipeline")
 
-_BUCKET_NBYTES = 25 * 2**20
 _TRACED = 3
 """The batch of a trace: the first ones are slower."""
 
@@ -564,7 +564,7 @@ class PipelineSession(ProcessGroupSession):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if bucket and (
-                bucket[0].dtype != parameter.grad.dtype or sum(g.nbytes for g in bucket) > _BUCKET_NBYTES
+                bucket[0].dtype != parameter.grad.dtype or sum(g.nbytes for g in bucket) > BUCKET_NBYTES
             ):
                 self._average_bucket(bucket)
                 bucket = []

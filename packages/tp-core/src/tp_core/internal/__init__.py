@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tp_core._contracts._blocks import repeated_blocks as repeated_blocks
     from tp_core._contracts._blocks import without_cache as without_cache
     from tp_core._contracts._job import whole_model_arguments as whole_model_arguments
+    from tp_core._contracts._layout import BUCKET_NBYTES as BUCKET_NBYTES
     from tp_core._contracts._layout import averaged_gradients as averaged_gradients
     from tp_core._contracts._layout import divisors as divisors
     from tp_core._contracts._session import PerModule as PerModule
@@ -106,7 +107,7 @@ else:
             "tp_core._contracts._blocks": ["repeated_blocks", "without_cache"],
             "tp_core._contracts._backend": ["DevicesBackend", "RanksBackend", "check_above_zero"],
             "tp_core._contracts._job": ["whole_model_arguments"],
-            "tp_core._contracts._layout": ["averaged_gradients", "divisors"],
+            "tp_core._contracts._layout": ["BUCKET_NBYTES", "averaged_gradients", "divisors"],
             "tp_core._contracts._session": ["PerModule"],
             "tp_core.data._batches": ["Envelope", "split_evenly"],
             "tp_core.data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
