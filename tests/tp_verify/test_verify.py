@@ -150,7 +150,7 @@ def test_a_rank_that_fails_ends_all_with_its_cause():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "shard"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "shard", "pipeline"])
 def test_the_backends_of_tp_are_proven(name, ranks):
     report = verify(
         m.build,
@@ -177,7 +177,7 @@ def own_loss(model, batch):
 
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
-@pytest.mark.parametrize("name", ["pipeline", "context"])  # which have parts of samples: no positions from 0
+@pytest.mark.parametrize("name", ["pipeline", "context"])  # which has parts of sequences: no positions from 0
 def test_backends_that_split_samples_are_proven(name, ranks):
     report = verify(
         llama,

@@ -278,7 +278,7 @@ class Recording:
 
     def _before(self, name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if _in_backward():
+            if _in_backward() or self._is_on_stand_ins():
                 return None
             call = self._calls.get(name, 0)
 
@@ -301,7 +301,7 @@ class Recording:
 
     def _after(self, name: str) -> Any:
         def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-            if _in_backward():  # recomputed for a checkpoint
+            if _in_backward() or self._is_on_stand_ins():  # recomputed for a checkpoint, or planned
                 return
             call = self._calls.get(name, 0)
             self._calls[name] = call + 1
@@ -313,6 +313,11 @@ class Recording:
                         self._watch(tensor, where, "output")
 
         return hook
+
+    def _is_on_stand_ins(self) -> bool:
+        """Return whether a way runs the model to plan: what it computes from real inputs is no result."""
+        first = next(self._model.parameters(), None)
+        return type(first).__name__ == "FakeTensor"  # torch has no public name for it
 
     def _watch(self, tensor: Tensor, place: Place, side: str) -> None:
         def hook(gradient: Tensor) -> None:
