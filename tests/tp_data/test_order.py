@@ -12,7 +12,8 @@ SHUFFLES = st.builds(Shuffle, buffer=st.none() | st.integers(1, 40), blocks=st.n
 
 def drawn(stream, stop, epoch=0, start=0):
     """Return (source, index) of positions."""
-    return stream.order(epoch).locate(range(start, stop))
+    sources, indices = stream.order(epoch).locate(range(start, stop))
+    return list(zip(sources.tolist(), indices.tolist(), strict=True))
 
 
 @given(st.integers(1, 200), SHUFFLES | st.booleans(), st.integers(0, 2**40))

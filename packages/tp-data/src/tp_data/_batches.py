@@ -161,7 +161,7 @@ class Batcher:
 
         Args:
             rows: The rows of one rank, at least one.
-            samples: The samples in them, by their positions.
+            samples: The samples in them, by their positions, in the order of the rows.
         """
         raise NotImplementedError
 
@@ -233,8 +233,10 @@ class BatchSize(Batcher):
         Raises:
             ConfigError: Rows that count nothing are asked for, and the samples are not dicts.
         """
-        at = rows.positions if isinstance(rows, WholeSamples) else [row.pieces[0].position for row in rows]
-        chosen = [samples[position] for position in at]
+        if isinstance(rows, WholeSamples):
+            chosen = list(samples.values())
+        else:
+            chosen = [samples[row.pieces[0].position] for row in rows]
         batch = self._collate(chosen)
         if self.last != "pad":
             return batch

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tp_data._order import key_of
+from tp_data._order import Places, groups, key_of
 from tp_data._sources import Source
 
 _NBYTES = 4
@@ -35,13 +35,17 @@ class Costs:
                 file.truncate(_NBYTES * len(source))  # what is new in it reads as 0
             self._noted.append(np.memmap(path, "<u4", "r+", shape=(len(source),)))
 
-    def find(self, places: Sequence[tuple[int, int]]) -> list[int] | None:
-        """Return the costs at places, (source, index) each; ``None`` if one of them is not known."""
-        noted = self._noted
-        found = [int(noted[number][index]) for number, index in places]
-        return [cost - 1 for cost in found] if all(found) else None
+    def find(self, places: Places) -> list[int] | None:
+        """Return the costs at places; ``None`` if one of them is not known."""
+        sources, indices = places
+        found = np.empty(len(sources), np.int64)
+        for number, at in groups(sources):
+            found[at] = self._noted[number][indices[at]]
+        return (found - 1).tolist() if found.all() else None
 
-    def note(self, places: Sequence[tuple[int, int]], costs: Sequence[int]) -> None:
+    def note(self, places: Places, costs: Sequence[int]) -> None:
         """Note the costs at places."""
-        for (number, index), cost in zip(places, costs, strict=True):
-            self._noted[number][index] = cost + 1
+        sources, indices = places
+        known = np.asarray(costs)
+        for number, at in groups(sources):
+            self._noted[number][indices[at]] = known[at] + 1

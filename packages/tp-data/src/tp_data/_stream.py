@@ -9,7 +9,7 @@ from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.internal import seed_everything, seed_of
 
 from tp_data._files import Access
-from tp_data._order import Order, Shuffle, check_mixture
+from tp_data._order import Order, Shuffle, check_mixture, groups
 from tp_data._sources import Source, source_of
 
 _MOST_SKIPPED = 1000  # one behind the other
@@ -191,14 +191,13 @@ class Stream:
 
     def _load_together(self, order: Order, sources: list[Source], positions: Sequence[int]) -> dict[int, Any]:
         """Return samples that draw no random numbers, those of a source read together."""
-        places = order.places(positions)
+        of, indices = order.places(positions)
         if len(sources) == 1:
-            return dict(zip(positions, sources[0].__getitems__([index for _, index in places]), strict=True))
+            return dict(zip(positions, sources[0].__getitems__(indices.tolist()), strict=True))
         found: dict[int, Any] = {}
-        for number in {number for number, _ in places}:
-            mine = [(p, index) for p, (of, index) in zip(positions, places, strict=True) if of == number]
-            samples = sources[number].__getitems__([index for _, index in mine])
-            found.update(zip((position for position, _ in mine), samples, strict=True))
+        for number, at in groups(of):
+            samples = sources[number].__getitems__(indices[at].tolist())
+            found.update(zip((positions[i] for i in at.tolist()), samples, strict=True))
         return found
 
     def _load(self, source: Source, index: int, epoch: int, position: int) -> Any:

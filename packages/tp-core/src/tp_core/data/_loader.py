@@ -17,6 +17,7 @@ from tp_core.data._streams import Stream, split_stream
 from tp_core.data._user_loaders import (
     ElasticLoader,
     PartsOfElastic,
+    batches_in,
     cannot_shard,
     copy_loader,
     drawing,
@@ -191,8 +192,7 @@ class PreparedLoader:
             raise LoaderError(msg)
         if isinstance(source, Sized):
             try:
-                batches_in: Callable[[int], int] | None = getattr(self._source, "batches_in", None)
-                return len(source) if batches_in is None else batches_in(self._epoch)
+                return len(source) if self._batches is not None else batches_in(self._source, self._epoch)
             except TypeError:  # a DataLoader over an iterable dataset without length
                 pass
         msg = (

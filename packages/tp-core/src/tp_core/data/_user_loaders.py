@@ -81,19 +81,14 @@ class PartsOfElastic:
         self.share: Share | None = None
         self.number = -1
 
-    def for_rank(self, rank: int, size: int, *, stand_ins: bool = True) -> "PartsOfElastic":
-        """Refuse: these are a rank's parts already."""
-        raise NotImplementedError
-
     def set_epoch(self, epoch: int) -> None:
         """Set the pass of the next iteration."""
         for loader in self._parts:
             loader.set_epoch(epoch)
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in {"batches_in"}:  # of those that not every elastic loader has
-            raise AttributeError(name)
-        return getattr(self._parts[0], name)
+    def batches_in(self, epoch: int) -> int:
+        """Return the number of batches of an epoch, which is the same in all parts."""
+        return batches_in(self._parts[0], epoch)
 
     def __len__(self) -> int:
         return len(self._parts[0])  # type: ignore[arg-type]  # raises TypeError, as a stream's does
@@ -127,8 +122,18 @@ class PartsOfElastic:
 
 
 def is_elastic(loader: object) -> TypeGuard[ElasticLoader]:
-    """Return whether a loader divides its batches over the ranks itself."""
-    return callable(getattr(loader, "for_rank", None))
+    """Return whether a loader divides its batches over the ranks itself, or is the parts of one."""
+    return isinstance(loader, PartsOfElastic) or callable(getattr(loader, "for_rank", None))
+
+
+def batches_in(loader: Any, epoch: int) -> int:
+    """Return the number of batches of an epoch, in which those of some elastic loaders differ.
+
+    Raises:
+        TypeError: It is not known.
+    """
+    own = getattr(loader, "batches_in", None)
+    return len(loader) if own is None else int(own(epoch))
 
 
 def position_holder(loader: object) -> Any:

@@ -529,7 +529,7 @@ class Loop:
         """
         limits, ticker, steps = self._limits, self._ticker, self._steps
         if ticker is not None and time.monotonic() >= ticker.next_update:
-            ticker.update(done, self.meter.last_loss)
+            ticker.update(done, self.meter.last_loss, self._measured_here())
         step, looks = self.step, [math.inf]
         self._run_state.step, self._is_in_step = step, False
         if self._logs.is_on:
@@ -656,19 +656,23 @@ class Loop:
         state.records.append(record)
         self._say(f"{self._epoch_label()}  {record}")
 
+    def _measured_here(self) -> dict[str, float]:
+        """Return what the loader measured of this rank's batches since the epoch began here."""
+        before = self._measured[1]
+        return {name: value - before.get(name, 0.0) for name, value in self._train.measured().items()}
+
     def _data(self) -> dict[str, float]:
         """Return what the loader measured since the epoch began here, over all data ranks.
 
         Collectives: one gather of objects and one all-reduce, for a loader that measures.
         """
-        session, (began, before) = self._session, self._measured
-        mine = self._train.measured()
+        session, mine = self._session, self._measured_here()
         if not mine:
             return {}
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - self._measured[0]
         # A rank without a sample so far may lack names.
         names = sorted({name for theirs in session.gather_objects(sorted(mine)) for name in theirs})
-        sums = [mine.get(name, 0.0) - before.get(name, 0.0) for name in names]
+        sums = [mine.get(name, 0.0) for name in names]
         totals = session.reduce(torch.tensor(sums, dtype=torch.float64))
         found = dict(zip(names, totals.tolist(), strict=True))
         if "wait_s" in found:

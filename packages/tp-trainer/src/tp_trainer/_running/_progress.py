@@ -3,13 +3,13 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from tp_core.internal import NotebookOutput, in_notebook, shows_progress
 from tp_core.internal import Progress as Shown
 
-Show = Callable[[int, float | None], None]
+Show = Callable[[int, str], None]
 
 _BAR_INTERVAL_S = 0.1
 _NOTEBOOK_INTERVAL_S = 0.5
@@ -39,13 +39,7 @@ class Reporter:
         """
         if self._notebook is not None:
             move = self._notebook.bar(label, steps)
-            yield Ticker(
-                label,
-                steps,
-                _NOTEBOOK_INTERVAL_S,
-                lambda done, loss: move(done, _worded(loss).strip()),
-                first=first,
-            )
+            yield Ticker(label, steps, _NOTEBOOK_INTERVAL_S, move, first=first)
             self._notebook.remove_bar()
             return
         if not self._on_terminal:
@@ -64,14 +58,14 @@ class Reporter:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[words]}"),
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(label, total=steps, completed=first, loss="")
+            task = bar.add_task(label, total=steps, completed=first, words="")
 
-            def show(done: int, loss: float | None) -> None:
-                bar.update(task, completed=done, loss=_worded(loss).strip())
+            def show(done: int, words: str) -> None:
+                bar.update(task, completed=done, words=words)
 
             yield Ticker(label, steps, _BAR_INTERVAL_S, show, first=first)
 
@@ -100,19 +94,31 @@ class Ticker:
         self._began = time.monotonic()
         self.next_update = self._began + interval_s
 
-    def update(self, done: int, loss: float | None) -> None:
-        """Show that ``done`` steps are done, and set the time of the next update."""
+    def update(self, done: int, loss: float | None, data: Mapping[str, float] | None = None) -> None:
+        """Show that ``done`` steps are done, and set the time of the next update.
+
+        Args:
+            done: The number of steps.
+            loss: The last loss.
+            data: What the loader measured since the epoch began here, as in `EpochRecord.data`.
+        """
         now = time.monotonic()
         self.next_update = now + self._interval_s
+        words = _worded(loss, data or {}, now - self._began)
         if self._show is not None:
-            self._show(done, loss)
+            self._show(done, words.strip())
         else:
             per_step = (now - self._began) / max(done - self._first, 1)
             speed = f"{1 / per_step:,.1f} steps/s" if per_step < 1 else f"{per_step:,.1f} s per step"
-            line = f"{self._label}  step {done}/{self._steps}{_worded(loss)}  {speed}"
+            line = f"{self._label}  step {done}/{self._steps}{words}  {speed}"
             print(line, file=sys.stderr, flush=True)
 
 
-def _worded(loss: float | None) -> str:
-    """Return the text for a loss; empty before the first one."""
-    return "" if loss is None else f"  loss={loss:.4g}"
+def _worded(loss: float | None, data: Mapping[str, float], seconds: float) -> str:
+    """Return the text for a loss and what a loader measured; empty before the first one."""
+    words = "" if loss is None else f"  loss={loss:.4g}"
+    if data.get("padded_tokens"):
+        words += f"  fill={data['tokens'] / data['padded_tokens']:.3g}"
+    if "wait_s" in data and seconds:
+        words += f"  wait={data['wait_s'] / seconds:.0%}"
+    return words
