@@ -13,6 +13,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from torch.utils.data import get_worker_info
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_data import Access, BatchSize, Iterables, JsonLines, Loader, Parquet, Stream, TarShards, TextLines
 
@@ -140,6 +141,17 @@ def test_hugging_faces_datasets_are_sequences_and_iterables():
     streamed = mapped.to_iterable_dataset(num_shards=2)
     source = Stream(streamed).sources["data"]
     assert [source[i] for i in (0, 1, 2, 5, 4, 6, 3)] == [ROWS[i] for i in (0, 1, 2, 5, 4, 6, 3)]
+
+
+def of_this_worker(shard):
+    info = get_worker_info()
+    count, number = (1, 0) if info is None else (info.num_workers, info.id)
+    return (10 * shard + i for i in range(5) if i % count == number)
+
+
+def test_iterators_that_leave_samples_to_other_workers_leave_none():
+    loader = Loader(Stream(Iterables(of_this_worker, 2)), BatchSize(3, collate=list), workers=2)
+    assert list(loader) == [[0, 1, 2], [3, 4, 10], [11, 12, 13], [14]]
 
 
 class Counting:

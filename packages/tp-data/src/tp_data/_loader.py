@@ -134,7 +134,8 @@ class Loader:
         share: The rows of this rank, and of all ranks, in the batch that was yielded last; 0 of this rank for
             a stand-in, where there are fewer rows than ranks.
         number: The number of that batch in its epoch, from 0; -1 before the first.
-        stats: Sums over the batches that were yielded.
+        stats: Sums over the batches that were yielded, also by loaders of :meth:`for_rank`, as a trainer has
+            them.
 
     Example:
         >>> loader = Loader(Stream(range(10), shuffle=True), 4)
@@ -192,6 +193,7 @@ class Loader:
         self.stream = stream
         self.batcher = batch if isinstance(batch, Batcher) else BatchSize(batch)
         self.stats = Stats()
+        self._counted = [self.stats]
         self._workers, self._prefetch, self._skips = workers, prefetch, errors == "skip"
         self._timeout_s, self._pin_memory, self._context = timeout_s, pin_memory, multiprocessing_context
         known = costs if self.batcher.cost is not None else None
@@ -216,6 +218,7 @@ class Loader:
         own = copy.copy(self)
         own._rank, own._size, own._stand_ins = rank, size, stand_ins
         own.stats = Stats()
+        own._counted = [*self._counted, own.stats]
         return own
 
     def __len__(self) -> int:
@@ -452,14 +455,14 @@ class Loader:
             raise LoaderError(msg) from error
 
     def _count(self, done: _Done, share: Share, waited_s: float) -> None:
-        stats = self.stats
-        stats.batches += 1
-        stats.rows += share.samples
-        stats.wait_s += waited_s
-        stats.skipped += len(done.skipped)
-        stats.errors += done.skipped[: _MOST_ERRORS - len(stats.errors)]
-        for name, value in done.measured.items():
-            stats.measured[name] = stats.measured.get(name, 0.0) + value
+        for stats in self._counted:
+            stats.batches += 1
+            stats.rows += share.samples
+            stats.wait_s += waited_s
+            stats.skipped += len(done.skipped)
+            stats.errors += done.skipped[: _MOST_ERRORS - len(stats.errors)]
+            for name, value in done.measured.items():
+                stats.measured[name] = stats.measured.get(name, 0.0) + value
 
 
 def _launched() -> tuple[int, int]:

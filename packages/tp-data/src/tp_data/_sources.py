@@ -7,12 +7,14 @@ import tarfile
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from torch.utils.data._utils import worker as torch_worker
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.internal import check_installed
 
@@ -366,15 +368,16 @@ class Iterables(Source):
         at = index - (self._ends[shard - 1] if shard else 0)
         start, iterator = self._reading.pop(shard, (at + 1, iter(())))
         noted = at // self._every if self._states[shard][0] is not None else 0
-        if not noted * self._every <= start <= at:
-            iterable: Any = self._factory(shard)
-            start = noted * self._every
-            if start:
-                iterable.load_state_dict(self._states[shard][noted])
-            iterator = iter(iterable)
-        for sample in itertools.islice(iterator, at - start, None):
-            self._reading[shard] = at + 1, iterator
-            return sample
+        with _outside_workers():
+            if not noted * self._every <= start <= at:
+                iterable: Any = self._factory(shard)
+                start = noted * self._every
+                if start:
+                    iterable.load_state_dict(self._states[shard][noted])
+                iterator = iter(iterable)
+            for sample in itertools.islice(iterator, at - start, None):
+                self._reading[shard] = at + 1, iterator
+                return sample
         msg = f"{self.where(index)}: the shard ended before it, and had more when it was counted"
         raise LoaderError(msg)
 
@@ -387,6 +390,19 @@ class Iterables(Source):
     def digest(self) -> str:
         """A digest of the numbers of samples."""
         return f"{key_of(self._ends):016x}"
+
+
+@contextmanager
+def _outside_workers() -> Iterator[None]:
+    """Hide from iterators in a worker that it is one: they would leave samples to the others.
+
+    Hugging Face's iterable datasets and WebDataset look. The name is private: torch has no other way.
+    """
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
 
 
 def _state_of(iterable: Any) -> Any:

@@ -155,7 +155,7 @@ class Stream:
     def load(
         self, positions: Sequence[int], epoch: int, skip: Callable[[LoaderError], None] | None = None
     ) -> dict[int, Any]:
-        """Return samples by their positions; random numbers are seeded for each, and left so.
+        """Return samples by their positions, in this order; random numbers are seeded for each, and left so.
 
         Args:
             positions: The positions.
@@ -194,11 +194,12 @@ class Stream:
         of, indices = order.places(positions)
         if len(sources) == 1:
             return dict(zip(positions, sources[0].__getitems__(indices.tolist()), strict=True))
-        found: dict[int, Any] = {}
+        found: list[Any] = [None] * len(positions)
         for number, at in groups(of):
             samples = sources[number].__getitems__(indices[at].tolist())
-            found.update(zip((positions[i] for i in at.tolist()), samples, strict=True))
-        return found
+            for place, sample in zip(at.tolist(), samples, strict=True):
+                found[place] = sample
+        return dict(zip(positions, found, strict=True))
 
     def _load(self, source: Source, index: int, epoch: int, position: int) -> Any:
         if self._draws or source.draws:
