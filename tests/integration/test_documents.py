@@ -10,10 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
-    # In tests/tp_runner the code of its README is compared with its comments.
+    # In tests/tp_runner the code of its pages is compared with its comments.
     *sorted(p for p in ROOT.glob("packages/*/README.md") if p.parent.name != "tp-runner"),
     # Examples of plugins have libraries of their own, and tests of their own. So has the tutorial.
-    *sorted(p for p in ROOT.glob("docs/**/*.md") if not {"_build", "examples", "tutorial"} & set(p.parts)),
+    *sorted(
+        p
+        for p in ROOT.glob("docs/**/*.md")
+        if not {"_build", "examples", "runner", "tutorial"} & set(p.parts)
+    ),
 ]
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

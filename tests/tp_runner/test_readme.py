@@ -10,8 +10,9 @@ import pytest
 
 from tests.own_words import own_words
 
-README = Path(__file__).parents[2] / "packages" / "tp-runner" / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "packages" / "tp-runner" / "README.md", *sorted(ROOT.glob("docs/runner/*.md"))]
+BLOCKS = [code for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 def test_there_is_code_to_run():
@@ -36,7 +37,9 @@ def test_the_command_classifies_a_folder_of_pictures(tmp_path):
     from PIL import Image
 
     (code,) = [block for block in BLOCKS if "class Classifier" in block]
-    (command,) = re.findall(r"^    tp (run classify.*)$", README.read_text(), re.MULTILINE)
+    (command,) = re.findall(
+        r"^    tp (run classify.*)$", (ROOT / "docs/runner/command.md").read_text(), re.MULTILINE
+    )
     (tmp_path / "classify.py").write_text(code)
     (tmp_path / "photos").mkdir()
     colors = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}

@@ -38,7 +38,9 @@ def lazy_exports(
             return _version_of(package)
         if name not in modules:
             msg = f"module {package!r} has no attribute {name!r}"
-            raise AttributeError(msg)
+            rooms = ", ".join(room for room, module in modules.items() if module == package)
+            msg += f"; look in its modules {rooms}" if rooms else ""
+            raise AttributeError(msg, name=name, obj=sys.modules[package])  # Python adds the nearest name
         module = modules[name]
         if module == package:
             return importlib.import_module(f"{package}.{name}")  # which makes it an attribute of the package

@@ -86,6 +86,7 @@ ATTRIBUTES = {
     "load_state": 'fit(checkpoint="run", resume="auto")',
     "local_process_index": "trainer.local_rank",
     "log": 'fit(log="tensorboard")',
+    "logger": 'fit(log="tensorboard")',
     "num_processes": "trainer.world_size",
     "print": "if trainer.is_main: print(loss)",
     "process_index": "trainer.rank",

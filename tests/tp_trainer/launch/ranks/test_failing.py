@@ -93,6 +93,26 @@ def test_a_rank_that_leaves_before_the_job_starts_is_named_at_once(tp):
 
 
 @pytest.mark.slow
+def test_ranks_with_different_samples_show_the_line_of_the_script_once_and_a_sentence(tp):
+    script = tp.script(
+        """
+        import os
+        from torch.nn import Linear
+        from torch.utils.data import DataLoader
+        from tp_trainer import Trainer
+        mine = range(int(os.environ["RANK"]), 8, 2)
+        Trainer(devices="cpu", progress=False).prepare(Linear(1, 1), DataLoader(mine))
+        """
+    )
+    done = tp("launch", "-n", "2", script, timeout_s=800)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == done.stderr.count(", line ") == 1
+    assert "prepare(Linear(1, 1), DataLoader(mine))" in done.stderr
+    for text in (done.stderr, _block(done.stderr)):
+        assert "give every rank the whole dataset, in the same order" in text
+
+
+@pytest.mark.slow
 def test_a_rank_that_failed_ends_although_it_has_a_thread(tp):
     script = tp.script(
         """

@@ -279,7 +279,10 @@ def _stderr_tail(rank: Rank, code: int) -> tuple[str, bool, bool]:
         # A killed rank prints nothing: a traceback in its log is of an exception that it survived.
         found = _native_stack(text)
     if found:
-        return _shortened(found), True, bool(_CONSEQUENCE.search(_exception_of(found)))
+        exception = _exception_of(found)
+        if exception.startswith("tp_core.errors.DisagreementError"):
+            return exception, True, False  # which line it was is shown above, and any rank's would do
+        return _shortened(found), True, bool(_CONSEQUENCE.search(exception))
     tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
     return tail, False, False
 

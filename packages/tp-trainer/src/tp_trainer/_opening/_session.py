@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from tp_core.discovery import PluginRegistry, Selection, select
-from tp_core.errors import ConfigError, ModelError, PluginError, SelectionError
+from tp_core.errors import ConfigError, DisagreementError, ModelError, PluginError, SelectionError
 from tp_core.internal import PerModule, check_backend_name
 from tp_core.plugins import Backend, Job, NoOptions, Session
 
@@ -258,7 +258,11 @@ def _end_after_failure() -> None:
 
 
 class _Hook:
-    """An excepthook that shows the exception as before, and gives the process 15 seconds to exit."""
+    """An excepthook that shows the exception as before, and gives the process 15 seconds to exit.
+
+    All ranks raise a ``DisagreementError``: the first of each host shows the script's line, the others the
+    message alone.
+    """
 
     def __init__(self, show: Callable[..., Any]) -> None:
         self._show = show
@@ -266,7 +270,22 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # A daemon: another thread would itself keep the process alive.
         threading.Thread(target=_end, name="tp-failed-end", daemon=True).start()
+        if isinstance(error, DisagreementError):
+            trace = _without_own_frames(trace) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+            error.__traceback__ = trace  # Python's own hook reads this one
         self._show(kind, error, trace)
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a copy of a traceback without the frames of tp's packages."""
+    steps = []
+    while trace is not None:
+        if not trace.tb_frame.f_globals.get("__name__", "").startswith("tp_"):
+            steps.append(trace)
+        trace = trace.tb_next
+    for step in reversed(steps):
+        trace = TracebackType(trace, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return trace
 
 
 def _end() -> None:

@@ -234,7 +234,8 @@ class Meter:
                 what = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
             msg = (
                 f"the step's {name!r} must be a number or a scalar tensor, of which means are made, got "
-                f"{type(value).__name__}: {what:.200}; return its mean, or a pair (mean, weight)"
+                f"{type(value).__name__}: {what:.200}; return its mean, or a pair (mean, weight); "
+                "of a model's output, return the loss alone: output.loss"
             )
             raise StepError(msg)
         total, before = others.get(name, (0.0, 0))
