@@ -27,7 +27,7 @@ GUIDES = [
     *ROOT.glob("docs/*.md"),
     *(
         p
-        for folder in ("trainer", "resuming", "fsdp", "plugins", "runner", "tutorial")
+        for folder in ("trainer", "resuming", "fsdp", "plugins", "runner", "context", "tutorial")
         for p in ROOT.glob(f"docs/{folder}/*.md")
     ),
 ]
