@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -118,6 +119,62 @@ class Line(Plain):
 
 def batches():
     return DataLoader(torch.ones(6, dtype=torch.float32), 2)
+
+
+@pytest.mark.needs("lightning")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"monitor": "val_loss", "patience": 2},
+        {"monitor": "valid_loss", "mode": "max", "patience": 3},
+        {"monitor": "train_loss", "patience": 1, "min_delta": 0.05},
+    ],
+)
+def test_early_stopping_of_lightning_ends_at_lightnings_epoch(options):
+    lightning = importlib.import_module("lightning")
+
+    class Down(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0))
+
+        def training_step(self, batch, index):
+            loss = (self.weight - batch.mean()).square()
+            self.log("train_loss", loss, on_epoch=True, on_step=False)
+            return loss
+
+        def validation_step(self, batch, index):
+            self.log_dict({name: (self.weight - 1.3).abs() for name in ("val_loss", "valid_loss")})
+
+        def configure_optimizers(self):
+            return SGD([self.weight], lr=0.1)
+
+    def steps(make, **others):
+        stopping = lightning.pytorch.callbacks.EarlyStopping(**options)
+        trainer = make(**QUIET, max_epochs=12, callbacks=[stopping], **others)
+        trainer.fit(Down(), batches(), batches())
+        return trainer.global_step
+
+    theirs = steps(lightning.Trainer, logger=False, enable_checkpointing=False, num_sanity_val_steps=0)
+    assert steps(Trainer) == theirs < 36
+
+
+@pytest.mark.needs("lightning")
+def test_options_of_lightnings_callbacks_are_kept_or_refused(tmp_path):
+    theirs = importlib.import_module("lightning.pytorch.callbacks")
+
+    def kept(**options):
+        return make(callbacks=[theirs.ModelCheckpoint(tmp_path, **options)])._checkpoint
+
+    found = kept(monitor="val_loss", save_top_k=-1, every_n_train_steps=5)
+    assert (found.every_steps, found.every_epochs, found.best) == (5, None, "val_loss")
+    assert found.keep > 10**6
+    assert kept(every_n_epochs=2).every_epochs == 2
+    assert kept(train_time_interval=timedelta(minutes=1)).every_s == 60
+    assert kept(save_top_k=0) is None
+    with pytest.raises(ConfigError, match=r"EarlyStopping\(stopping_threshold=0.2\) .* call run.stop\(\)"):
+        make(callbacks=[theirs.EarlyStopping("val_loss", stopping_threshold=0.2)])
 
 
 def test_callbacks_have_lightnings_hooks_or_tps():

@@ -16,6 +16,7 @@ as everywhere in tp, so that the numbers are those of one device on any number o
 import inspect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -1242,18 +1243,50 @@ def _sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Checkpoints 
         elif not kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
             theirs.append(one)
         elif kind.__name__ == "EarlyStopping":
-            ours.append(
-                EarlyStopping(one.monitor, patience=one.patience, mode=one.mode, min_delta=abs(one.min_delta))
-            )
+            ours.append(_early_stopping(one))
         elif kind.__name__ == "ModelCheckpoint":
-            folder = one.dirpath or "checkpoints"
-            checkpoints = Checkpoints(folder, best=one.monitor, mode=one.mode, keep=max(1, one.save_top_k))
+            checkpoints = _checkpoints(one)
         elif not kind.__name__.endswith(_NOT_NEEDED):
             known = {"Timer": "Trainer(max_time=...)", "Callback": "a class of your own"}
             instead = known.get(kind.__name__, "one of tp_trainer.callbacks")
             msg = f"Lightning's callback {kind.__name__} is not here; with tp, write {instead}"
             raise ConfigError(msg)
     return theirs, ours, checkpoints
+
+
+def _early_stopping(theirs: Any) -> EarlyStopping:
+    """Return tp's early stopping for Lightning's.
+
+    Raises:
+        ConfigError: It has a threshold.
+    """
+    for name in ("stopping_threshold", "divergence_threshold"):
+        if getattr(theirs, name) is not None:
+            msg = (
+                f"EarlyStopping({name}={getattr(theirs, name)!r}) is not here; with tp, call run.stop() in "
+                "the on_validation_end of a tp_trainer.Callback"
+            )
+            raise ConfigError(msg)
+    # There the sign of min_delta depends on the mode.
+    return EarlyStopping(
+        theirs.monitor, patience=theirs.patience, mode=theirs.mode, min_delta=abs(theirs.min_delta)
+    )
+
+
+def _checkpoints(theirs: Any) -> Checkpoints | None:
+    """Return tp's checkpoints for Lightning's; its names of files are tp's own."""
+    if theirs.save_top_k == 0:
+        return None
+    interval = theirs._train_time_interval  # Lightning has the times in private fields alone; 0 is never
+    return Checkpoints(
+        theirs.dirpath or "checkpoints",
+        every_steps=theirs._every_n_train_steps or None,
+        every_s=interval and interval.total_seconds(),
+        every_epochs=theirs._every_n_epochs or None,
+        keep=sys.maxsize if theirs.save_top_k == -1 else theirs.save_top_k,
+        best=theirs.monitor,
+        mode=theirs.mode,
+    )
 
 
 def _loggers(given: Any) -> list[Any]:
