@@ -594,7 +594,7 @@ FAULTS = {
     "positions from 0 on each rank": (Counting, step, r"'places' \(Embedding\)"),
     "a window cut at the seam": (Cut, step, r"'head' \(Linear\)"),
     "a missing factor in a mean": (Decoder, miscounting, "a mean over something else"),
-    "gradients of keys not summed": (Detaching, step, "the gradient of .* is not that of the whole"),
+    "gradients of keys not summed": (Detaching, step, "the gradient of .* differs from the whole"),
     "dropout unlike": (Dropping, step, r"'head' \(Linear\)"),
     "the mask of another slice": (SeeingOthers, step, r"'head' \(Linear\)"),
     "a document mixed with its neighbor": (Mixed, step, r"'head' \(Linear\)"),

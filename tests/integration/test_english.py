@@ -1,4 +1,4 @@
-"""Turns of phrase that the documents do without: plain words say the same sooner."""
+"""Turns of phrase that documents, docstrings and messages do without: plain words say the same sooner."""
 
 import re
 from pathlib import Path
@@ -23,6 +23,7 @@ BANNED = {
     r"\bshall\b": "must, or the imperative",
 }
 
+SOURCES = [*ROOT.glob("packages/*/src/**/*.py")]
 GUIDES = [
     *ROOT.glob("docs/*.md"),
     *(
@@ -46,6 +47,8 @@ LOOKED_UP = {  # tables and programs that nobody reads from top to bottom
 
 def turns(text):
     """Return (line, turn, better) for each banned turn that is not in a program or what one prints."""
+    if not re.search("|".join(BANNED), text, re.IGNORECASE):
+        return []
     text = re.sub(r"^```(?!\{).*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.M | re.S)
     return [
         (number, found[0], better)
@@ -69,8 +72,9 @@ def test_no_sentence_of_the_documents_is_endless():
     assert {page: long for page, long in found.items() if long} == {}
 
 
-def test_documents_have_no_banned_turn():
-    found = [(str(p.relative_to(ROOT)), *turn) for p in DOCUMENTS for turn in turns(p.read_text())]
+def test_documents_docstrings_and_messages_have_no_banned_turn():
+    texts = [*DOCUMENTS, *SOURCES]
+    found = [(str(p.relative_to(ROOT)), *turn) for p in texts for turn in turns(p.read_text())]
     assert found == []
 
 

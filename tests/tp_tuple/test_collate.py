@@ -165,9 +165,9 @@ def test_a_container_of_ones_own_is_split_by_select():
         (lambda: tp_collate(2, weights=[1]), r"2 parts need 2 weights, got 1: \[1\]"),
         (lambda: tp_collate(2, weights=[1, 0]), r"weights must be positive numbers, got \[1, 0\]"),
         (lambda: tp_collate(2, weights="fast"), "weights must be numbers, 'memory', 'auto' .* got 'fast'"),
-        (lambda: tp_collate(2, weights=Speeds(3)), "speeds are those of 3 devices, and there are 2"),
+        (lambda: tp_collate(2, weights=Speeds(3)), "speeds are of 3 devices, and there are 2"),
         (lambda: split([], 2), "a batch of no items"),
-        (lambda: split([1, -1], 2, cost=float), "that of item 1 is -1"),
+        (lambda: split([1, -1], 2, cost=float), "for item 1 it is -1"),
         (lambda: restore_order([1], (0, 1)), "the order is one of 2 rows, and there are 1"),
         (lambda: Speeds(0), "expected parts >= 1"),
         (

@@ -161,5 +161,5 @@ def test_a_container_without_rows_by_number_asks_for_select(items):
 
 @pytest.mark.parametrize("cost", [lambda _: None, lambda _: "many", lambda _: [1, 2]])
 def test_a_cost_that_is_no_number_is_refused(cost):
-    with pytest.raises(ConfigError, match="must be a number, not below 0; that of item 0 is"):
+    with pytest.raises(ConfigError, match="must be a number, not below 0; for item 0 it is"):
         tp_collate(2, cost=cost)(torch.tensor)([1, 2])

@@ -168,7 +168,7 @@ def test_a_split_stream_goes_on_and_is_put_where_it_stood():
 def test_what_cannot_be_split_says_what_it_takes():
     with pytest.raises(LoaderError, match=r"iterable one with shard\(index, count\).*shard=False"):
         PreparedLoader(DataLoader(NoShares(), batch_size=2), size=2)
-    with pytest.raises(LoaderError, match="batch_size=3, that of the whole job, is not a multiple"):
+    with pytest.raises(LoaderError, match="batch_size=3, the whole job's, is not a multiple"):
         PreparedLoader(DataLoader(Numbers(8), batch_size=3), size=2)
     with pytest.raises(LoaderError, match="length of a stream says nothing of the shares of 2 ranks"):
         len(PreparedLoader(DataLoader(Numbers(8), batch_size=2), size=2))

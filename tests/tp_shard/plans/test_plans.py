@@ -222,7 +222,7 @@ def dropout_differs_between_ranks_and_follows_torchs_generator():
     masks = d.gather(first.unsqueeze(0), 0)
     assert len({tuple(row) for row in masks.tolist()}) == d.get_world_size()
     assert torch.equal(drop.eval()(ones), ones)
-    with pytest.raises(RuntimeError, match="random state is that of rank"):
+    with pytest.raises(RuntimeError, match="random state is from rank"):
         tracker.load_state_dict({**tracker.state_dict(), "rank": 99})
 
 

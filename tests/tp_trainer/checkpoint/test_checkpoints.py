@@ -212,7 +212,7 @@ def test_a_folder_with_the_checkpoints_of_another_run_is_refused(tmp_path):
     with pytest.raises(StoppedError):
         fit(Checkpoints(tmp_path / "run", every_steps=2, keep=9), stop_at=8)
     before = names(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"step-0000000006, and the run begins anew: give resume='auto'"):
+    with pytest.raises(ConfigError, match=r"step-0000000006, and the run begins again: give resume='auto'"):
         fit(tmp_path / "run")
     older = tmp_path / "run" / "step-0000000004"
     with pytest.raises(ConfigError, match=r"has step-0000000005, step-\d*6, and the run begins after step 4"):

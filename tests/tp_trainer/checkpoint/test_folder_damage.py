@@ -245,7 +245,7 @@ def test_a_run_that_begins_anew_says_so(tmp_path, log):
     leave(tmp_path, 4, keep=2)
     damage_all(tmp_path)
     assert same(train(tmp_path), train(None))
-    assert f"{tmp_path} had 2 checkpoints and none is whole: the run begins anew" in log.text
+    assert f"{tmp_path} had 2 checkpoints and none is whole: the run begins again" in log.text
     assert "the run resumes from" not in log.text
 
 
@@ -273,7 +273,7 @@ def test_checkpoints_that_changed_their_names_are_damaged(tmp_path):
     older.rename(tmp_path / "x")
     newer.rename(older)
     (tmp_path / "x").rename(newer)
-    with pytest.raises(StateError, match=r"step-0000000004 is damaged: manifest.json is that of step 3"):
+    with pytest.raises(StateError, match=r"step-0000000004 is damaged: its manifest.json is from step 3"):
         train(tmp_path, resume=newer)
     assert same(train(tmp_path), train(None))
 

@@ -231,7 +231,7 @@ def check(original, folder, expected, caplog, seed):
     for step, path in there.items():
         if step > begins:
             assert str(path) in caplog.text, said
-    assert ("none is whole: the run begins anew" in caplog.text) == (not good and bool(there)), said
+    assert ("none is whole: the run begins again" in caplog.text) == (not good and bool(there)), said
     assert same(train(folder, **settings), expected), said
     assert whole(folder) >= {8, 9, 10}, said
 

@@ -127,7 +127,7 @@ def batches():
     "options",
     [
         {"monitor": "val_loss", "patience": 2},
-        {"monitor": "valid_loss", "mode": "max", "patience": 3},
+        {"monitor": "valid_loss", "mode": "max", "patience": 2},
         {"monitor": "train_loss", "patience": 1, "min_delta": 0.05},
     ],
 )

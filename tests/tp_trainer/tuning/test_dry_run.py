@@ -33,7 +33,7 @@ def history_after(backend, *, dry, folder=None):
             before = copy.deepcopy((model.state_dict(), scheduler.state_dict(), torch.get_rng_state()))
             found = dry_run(trainer, model, optimizer, train, folder=folder, **arguments)
             assert found.checkpoint_nbytes > found.exported_nbytes > 0
-            assert list(found.seconds) == ["train, validate and save", "resume and go on", "export"]
+            assert list(found.seconds) == ["train, validate and save", "resume and continue", "export"]
             after = model.state_dict(), scheduler.state_dict(), torch.get_rng_state()
             assert all(torch.equal(v, after[0][name]) for name, v in before[0].items())
             assert before[1] == after[1]

@@ -199,7 +199,7 @@ def ranks_of_a_sequence(options: ContextOptions, size: int) -> int:
     context = size if options.context == -1 else options.context
     if size % context:
         msg = (
-            f"the option context={context} of backend 'context' shares each sequence among so many ranks, "
+            f"the option context={context} of backend 'context' shares each sequence among this many ranks, "
             f"and {size} ranks are not a multiple of it"
         )
         raise ConfigError(msg)

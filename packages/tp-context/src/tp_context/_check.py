@@ -70,7 +70,7 @@ class Ranks(NamedTuple):
         return 0 if self.group is None else int(dist.get_global_rank(self.group, 0))
 
     def of_sequence(self, value: object) -> list[Any]:
-        """Return the objects of the ranks of this rank's sequence. Collective: that of :meth:`all_gather`."""
+        """Return the objects of the ranks of this rank's sequence. Collective: :meth:`all_gather`'s."""
         return [v for sequence, v in self.all_gather((self.sequence, value)) if sequence == self.sequence]
 
 
@@ -320,7 +320,7 @@ def _compare_gradients(model: nn.Module, whole: _Run, mean: Tensor, part: _Run) 
     for (name, (product, norm)), found in zip(whole.gradients.items(), total, strict=True):
         if not abs(found - product) <= limit * (norm + 1e-2 * most) * 10:
             return len(whole.outputs), (
-                f"the gradient of {name!r} is not that of the whole sequence, though the loss is: something "
+                f"the gradient of {name!r} differs from the whole sequence's, though the loss is: something "
                 "differentiates through tokens of other ranks, outside of attention"
             )
     return 0, ""

@@ -34,7 +34,7 @@ class Way(NamedTuple):
             ("mask"); as the model's embedding makes them from the tokens ("tokens"); those that embeddings of
             positions take, as BART's ("modules"); or none of ours ("own").
         shifts: Whether the model's loss compares with the label of the next token.
-        packs: Whether position numbers that begin anew begin a document, as in most decoders of transformers.
+        packs: Whether position numbers that begin again begin a document, as in most models of transformers.
     """
 
     positions: Positions

@@ -59,7 +59,7 @@ class ContextSession(SessionWrapper):
     """One rank of a job in which groups of ranks share each sequence.
 
     Consecutive data ranks of the session that holds the weights share the sequences. A step runs on this
-    rank's slices. Its loss counts by its "weight", and comes back as that of the whole sequences.
+    rank's slices. Its loss counts by its "weight", and comes back as the whole sequences' loss.
     Gradients are averaged over all ranks, so that each adds what its slices contribute.
 
     Args:

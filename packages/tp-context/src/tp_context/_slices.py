@@ -302,7 +302,7 @@ class Cuts:
             before(what)
 
     def of_slice(self, tokens: int) -> Cut | None:
-        """Return the cut with so many tokens on this rank."""
+        """Return the cut with this many tokens on this rank."""
         found = self._by_tokens.get(tokens)
         if (
             self._unclear
@@ -534,7 +534,7 @@ def take_slices(batch: Any, found: Found, cuts: Cuts) -> Any:
     part = map_sequences(batch, found, taken)
     if isinstance(part, CountedBatch):
         own = part.weight
-        # Where the model compares with the next label, a slice does not have that of its last token.
+        # Where the model compares with the next label, a slice lacks the label of its last token.
         part.weight = lambda: own() if cuts.units is None else cuts.units  # type: ignore[method-assign]
     return part
 

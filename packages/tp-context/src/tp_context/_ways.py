@@ -459,7 +459,7 @@ def _add_gradients(
 def _again(
     grad: Tensor, inputs: Inputs, rules: Rules, noise: Tensor | None, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return gradients from attention that is computed anew, block by block."""
+    """Return gradients from attention that is computed again, block by block."""
     sums = [
         torch.zeros_like(t) if t is not None and needed else None
         for t, needed in zip(inputs, needs, strict=True)
@@ -879,7 +879,7 @@ _RATES = {"cpu": _Rates(3e10, 1.5e9, 6e-4), "cuda": _Rates(3e14, 1e11, 3e-5)}
 
 
 class Size(NamedTuple):
-    """The size of an attention: heads are those of queries, and ``itemsize`` the bytes of a number."""
+    """The size of an attention: heads are the queries', and ``itemsize`` the bytes of a number."""
 
     samples: int
     heads: int

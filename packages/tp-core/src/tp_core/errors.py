@@ -57,7 +57,7 @@ class TpError(Exception):
     """The root of all errors that the tp packages raise on purpose."""
 
     def __init__(self, *args: object) -> None:
-        # Not super's: an error that is of the type of a user's exception, too, would call that one's.
+        # Not super's: an error that is of the type of a user's exception, too, would call the other __init__.
         Exception.__init__(self, *args)
         page, _, name = self.anchor().partition("#")
         self.add_note(f"More: {DOCUMENTS}/{page}.html#{name}" if DOCUMENTS else f"More: tp explain {name}")

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     Attributes:
         position: The sample's place in the global order.
         start: The first token of it, or whatever the batcher counts.
-        stop: The end of the part; ``None`` for that of the sample.
+        stop: The end of the part; ``None`` for the sample's end.
     """
 
     position: int
@@ -111,7 +111,7 @@ class ItemsInOrder(Iterator[Item]):
         return Item(taken[0])
 
     def take(self, number: int) -> range:
-        """Return the positions of so many samples, or of those that are left."""
+        """Return the positions of this many samples, or of those that are left."""
         taken, self.positions = self.positions[:number], self.positions[number:]
         return taken
 
@@ -174,12 +174,12 @@ class Batcher:
         return {}
 
     def length(self, samples: int) -> int | None:  # noqa: ARG002 - the contract
-        """Return the number of batches that so many samples make; ``None`` where that is not known."""
+        """Return the number of batches that this many samples make; ``None`` where that is not known."""
         return None
 
 
 class BatchSize(Batcher):
-    """Batches of so many samples, over all ranks together.
+    """Batches of this many samples, over all ranks together.
 
     Example:
         >>> BatchSize(64, last="drop").length(1000)

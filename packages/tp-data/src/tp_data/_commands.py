@@ -56,7 +56,7 @@ def _look(
 ) -> None:
     """Show how many samples there are, how long they are, and some of them.
 
-    Lengths are those of texts, lists and bytes; of a dict without --field, of its JSON. Of many samples ten
+    Texts, lists and bytes have a length; of a dict without --field, of its JSON. Of many samples ten
     thousand are looked at, chosen at random.
     """
     stream = _stream(files, cache, shuffle=True)

@@ -6,7 +6,7 @@ An index is made once for each file, and serves all runs and processes::
     https://host/a.jsonl.gz          CACHE/3f0c...-a.jsonl, and its index   a copy: read once, decompressed
 
 A file is what it was if its size and its time of change are; of a remote one its tag, too. Else the index is
-made anew. Only one process makes it, and the others wait; it appears whole, or not at all.
+made again. Only one process makes it, and the others wait; it appears whole, or not at all.
 """
 
 import glob
@@ -390,7 +390,7 @@ class IndexedFile:
             os.close(number)
             msg = (
                 f"{self.url} has changed since its index was made: it had {self._stat[0]} bytes and has "
-                f"{now.st_size}; begin again, and the index is made anew"
+                f"{now.st_size}; begin again, and the index is made again"
             )
             raise LoaderError(msg)
         while len(_open) >= _MOST_OPEN:
@@ -461,7 +461,7 @@ class _ZstdFile:
         self._left = b""  # what was read behind its end
 
     def read(self, nbytes: int) -> bytes:
-        """Return some bytes, about so many before they are decompressed; none at the end.
+        """Return some bytes, about this many before they are decompressed; none at the end.
 
         Raises:
             EOFError: The file ends within a frame.
@@ -486,7 +486,7 @@ class _ZstdFile:
         return b""
 
     def seek(self, position: int) -> None:
-        """Skip so many decompressed bytes, of a file that was just opened."""
+        """Skip this many decompressed bytes, of a file that was just opened."""
         while position > 0:
             found = self.read(min(position, _CHUNK_NBYTES))
             position -= len(found)

@@ -28,7 +28,7 @@ _LEAST_WEIGHT = 1e-5
 _BLOCK = 256  # positions among which a mixture has its exact shares, where no weight is small
 _KEPT_BLOCKS = 8
 _AT_ONCE = 4096  # places that are computed together
-_LEAST_PART = 16  # a process computes places ahead if it takes one in so many
+_LEAST_PART = 16  # a process computes places ahead if it takes one in this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Shuffle:
     """How samples are shuffled; without numbers, all of an epoch.
 
     Attributes:
-        buffer: Mixes samples within windows of so many, for sources that are read best in their order.
-        blocks: Keeps so many neighbors together, and shuffles these blocks: one read serves several samples.
+        buffer: Mixes samples within windows of this many, for sources that are read best in their order.
+        blocks: Keeps this many neighbors together, and shuffles the blocks: one read serves several samples.
             With ``buffer``, the blocks are shuffled first, and then the samples within each window.
 
     Example:
@@ -79,8 +79,8 @@ def permute(index: Numbers, size: Numbers, key: Numbers, *, inverse: bool = Fals
 
     Args:
         index: The numbers, (n).
-        size: The size of each one's permutation, (n) or (1).
-        key: The key of each one's permutation, (n) or (1).
+        size: The size of each permutation, (n) or (1).
+        key: The key of each permutation, (n) or (1).
         inverse: Return where each number came from.
     """
     bits = np.frexp((size - np.uint64(1)).astype(np.float64))[1].astype(np.uint64)
@@ -192,7 +192,7 @@ class Order:
             epoch: The epoch.
             mixture: The weights of the sources from a position on.
             caps: The most samples of a source.
-            repeat: Whether sources begin anew.
+            repeat: Whether sources begin again.
             until: Which source's end ends the epoch.
         """
         self._names, self._sizes = tuple(sizes), tuple(sizes.values())

@@ -4,7 +4,7 @@ A row with documents of 3 and 2 tokens, and one token of padding::
 
     input_ids     5  8  2 | 7  4 | 0
     documents     0  0  0 | 1  1 | -1
-    position_ids  0  1  2 | 0  1 | 0          begins anew
+    position_ids  0  1  2 | 0  1 | 0          begins again
     labels        .  8  2 | .  4 | .          -100: no label is predicted from another document
     cu_seqlens    0, 3, 5, 6                  where documents begin, in all rows of a batch one after the
     other
@@ -157,7 +157,7 @@ class RowForm:
 
     - ``"mask"``: ``attention_mask``, (rows, 1, tokens, tokens), of bool. For any model of transformers with
       ``sdpa``, and for torch's own attention.
-    - ``"positions"``: nothing. Decoders of transformers find documents where positions begin anew, if they
+    - ``"positions"``: nothing. Decoders of transformers find documents where positions begin again, if they
       keep no cache, so ``use_cache`` is false.
     - ``"flash"``: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``, which
       transformers passes to ``flash_attention_2`` and its like.

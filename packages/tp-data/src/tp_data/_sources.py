@@ -333,7 +333,7 @@ class Iterables(Source):
             factory: Returns the samples of a shard, the same ones each time, of which there is an end.
             shards: The number of shards.
             every: The samples between two noted states.
-            name: The name in messages; that of the factory by default.
+            name: The name in messages; the factory's by default.
 
         Raises:
             ConfigError: There is no shard, or no sample.

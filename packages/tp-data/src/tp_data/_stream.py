@@ -69,7 +69,7 @@ class Stream:
             temperature: Makes the shares of the mixture, or the sizes of the sources without one, more equal
                 above 1: each is raised to ``1 / temperature``.
             caps: The most samples of a source, in an epoch, or at all with ``repeat``.
-            repeat: Whether sources begin anew at their end, in another order: the stream has no end then.
+            repeat: Whether sources begin again at their end, in another order: the stream has no end then.
             until: Whether an epoch of a mixture ends with the ``"first"`` source that ends, or when ``"all"``
                 have. Those that are left divide the shares of the others, and each sample comes once.
             transform: Is applied to each sample where it is loaded. Its random numbers, by ``random``,
@@ -252,7 +252,7 @@ class Stream:
                 what = f"a source {name!r} with other samples (this one has {self._sizes[name]})"
             msg = (
                 f"the state stands at position {position} of epoch {epoch} of a stream with {what}: what "
-                "came before would be another order; give the sources of the run that saved it, or begin anew"
+                "came before would be another order; give the sources of the run that saved it, or start over"
             )
             raise StateError(msg)
         if mine["order"] != state["order"]:

@@ -134,7 +134,7 @@ class _Windowed(Batcher):
 class TokenBudget(_Windowed):
     """Batches by their number of tokens, padding included, of samples with about the same length.
 
-    A window of samples is sorted by length and cut into batches of at most so many tokens, which come in a
+    A window of samples is sorted by length and cut into batches of at most this many tokens, which come in a
     mixed order. A sample is a dict with its tokens as ``"input_ids"``, or another one with a number of them.
     Samples without a token are left out.
 
@@ -149,7 +149,7 @@ class TokenBudget(_Windowed):
         window: The number of samples that are sorted together: a larger one has less padding.
         buckets: Lengths to pad to, so that batches have few different shapes; ``None`` for the longest of
             each.
-        multiple: Batches have a multiple of so many samples where as many fit.
+        multiple: Batches have a multiple of this many samples where as many fit.
         speeds: The relative speed of each rank, where devices differ: each gets tokens accordingly.
         last: What becomes of samples that are left at the end: ``"spread"`` makes a smaller batch of them,
             ``"drop"`` leaves them out.
@@ -301,7 +301,7 @@ class Packed(_Windowed):
         arguments: The form in which the model gets the documents: see `RowForm`.
         causal: Whether the model predicts each token from those before it. ``False`` is for models such as
             BERT:
-            labels are those of their own token, and each token sees its whole document.
+            labels belong to their own token, and each token sees its whole document.
         padding: The token that fills up rows.
         check: Whether `Trainer.fit` calls `check_packing` before its first step. Switch it off for a loss
             that is no mean or sum over labels, once the model alone has passed.

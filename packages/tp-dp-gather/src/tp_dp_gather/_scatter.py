@@ -25,8 +25,8 @@ from tp_core.internal import Envelope, containers, is_array, length_along, seede
 
 log = logging.getLogger("tp_dp_gather")
 
-_LOOKED_AT = 8  # so many entries say what a list holds: each step looks, so not at all of them
-_BATCHES = 8  # so many batches stay known: one step may take batches of several loaders
+_LOOKED_AT = 8  # this many entries say what a list holds: each step looks, so not at all of them
+_BATCHES = 8  # this many batches stay known: one step may take batches of several loaders
 
 Path = tuple[str, ...]
 Layout = Mapping[Path, tuple[bool, ...] | None]
@@ -198,7 +198,7 @@ class Marker:
         self._layout: Layout = {}
 
     def mark(self, batch: Any, samples: int, layout: Layout | None) -> Any:
-        """Return a batch of so many samples with its lists of samples marked."""
+        """Return a batch of this many samples with its lists of samples marked."""
         if layout:
             self._layout = layout
         samples = _count_samples(batch, samples)

@@ -76,7 +76,7 @@ def ranks_of_a_model(options: PipelineOptions, size: int) -> int:
     ranks = size if options.ranks == -1 else options.ranks
     if size % ranks:
         msg = (
-            f"the option ranks={ranks} of backend 'pipeline' puts each model on so many ranks, and {size} "
+            f"the option ranks={ranks} of backend 'pipeline' puts each model on this many ranks, and {size} "
             "ranks are not a multiple of it"
         )
         raise ConfigError(msg)

@@ -153,7 +153,7 @@ class Orders:
         return rank_of_stage(stage, self.ranks, is_v=self._is_v)
 
     def _learning(self, parts: int) -> dict[int, list[Work]]:
-        """Return the work of each rank to learn from so many micro-batches.
+        """Return the work of each rank to learn from this many micro-batches.
 
         Where they are too few for the schedule, as in the last batch of an epoch, all go forward before the
         first goes back: the numbers are the same.
@@ -187,7 +187,7 @@ class Orders:
         )
 
     def is_made_of(self, parts: int) -> bool:
-        """Return whether the schedule can be made of so many micro-batches."""
+        """Return whether the schedule can be made of this many micro-batches."""
         try:
             self._of_torch(parts)
         except ValueError:
@@ -195,7 +195,7 @@ class Orders:
         return True
 
     def check(self, parts: int) -> None:
-        """Check that the schedule can be made of so many micro-batches.
+        """Check that the schedule can be made of this many micro-batches.
 
         Raises:
             ConfigError: It cannot; the message is torch's.
@@ -206,7 +206,7 @@ class Orders:
             msg = (
                 f"the schedule {self.schedule!r} of backend 'pipeline' cannot be made of {parts} micro-"
                 f"batches on {self.ranks} ranks with {self._depth} stages each: {error}; give another "
-                "number: options={'pipeline': {'microbatches': ...}}, and batches of at least so many samples"
+                "number: options={'pipeline': {'microbatches': ...}}, and batches of at least as many samples"
             )
             raise ConfigError(msg) from error
 

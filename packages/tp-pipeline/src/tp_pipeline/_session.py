@@ -270,7 +270,7 @@ class PipelineSession(ProcessGroupSession):
 
         Raises:
             StepError: The batch has fewer samples than it takes, or a tensor with other rows than samples.
-            ConfigError: The schedule cannot be made of so many parts.
+            ConfigError: The schedule cannot be made of this many parts.
         """
         samples, options = count_samples(batch), self.options
         if options.microbatch_size:

@@ -188,7 +188,7 @@ class _Runner:
         """End every stream: a thread that waits for its results gets ``RunCancelledError``.
 
         Args:
-            kill_after_s: Wait so many seconds for workers that are busy with items of those streams, then
+            kill_after_s: Wait this many seconds for workers that are busy with items of those streams, then
                 kill and replace them; the others keep their states. By default they finish their items.
 
         Raises:

@@ -137,7 +137,7 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
         """Stop, from any thread: a thread that waits for a result gets ``RunCancelledError``.
 
         Args:
-            kill_after_s: Wait so many seconds for workers that are busy with items of this stream, then kill
+            kill_after_s: Wait this many seconds for workers that are busy with this stream's items, then kill
                 and replace them; the others keep their states. By default such a worker finishes its item.
 
         Raises:

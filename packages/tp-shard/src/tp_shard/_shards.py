@@ -372,7 +372,7 @@ class ParallelLayer(nn.Module):
         if self.group.size > 1 and self.splits and _is_norm(transform):
             msg = (
                 f"{type(transform).__name__.strip('_')} of {type(self).__name__}({self.extra_repr()}) would "
-                "take the norm of this rank's shard for that of the whole weight; apply it to layers that "
+                "take the norm of this rank's shard for the whole weight's; apply it to layers that "
                 "are not split"
             )
             raise ModelError(msg)

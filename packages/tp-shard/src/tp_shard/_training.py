@@ -94,7 +94,7 @@ def total_grad_norm(
 ) -> Tensor:
     """Return the norm of the whole gradient, the same on all ranks.
 
-    Arguments and collectives are those of :func:`clip_grad_norm_`.
+    Arguments and collectives are as for :func:`clip_grad_norm_`.
     """
     parameters = list(parameters)
     ranks = as_group(group)

@@ -77,7 +77,7 @@ def _convert(
     """
     if ranks is not None:
         msg = (
-            "a checkpoint need not be written anew for another number of ranks: resume= and load_model() "
+            "a checkpoint need not be written again for another number of ranks: resume= and load_model() "
             "read it on any number, whatever number wrote it"
         )
         raise ConfigError(msg)
@@ -153,7 +153,7 @@ def _plan(
     """Print which layouts a job fits in, the fastest first, and how to start them.
 
     For example: tp plan model.py:build --devices 64 --memory 80GB --links node=8x450GB/s,between=50GB/s
-    --batch 1024 --length 8192. The builder is that of tp estimate. Nothing is computed, and the devices need
+    --batch 1024 --length 8192. The builder is as for tp estimate. Nothing is computed, and the devices need
     not exist. The exit status is 0 if a layout fits.
     """
     planning = tp_trainer.planning

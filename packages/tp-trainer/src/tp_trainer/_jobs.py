@@ -212,7 +212,7 @@ def load_job(directory: Path) -> Job:
         request = read_request(values.get("request"))
         kept = check_fields(Job, {**values, "request": request, "directory": directory}, what="the job")
         if kept["id"] != directory.name:
-            msg = f"id of the job must be that of its directory, got {kept['id']!r:.80}"
+            msg = f"id of the job must be its directory's, got {kept['id']!r:.80}"
             raise StateError(msg)
         check_time("created of the job", kept["created"])
         return Job(**kept)
@@ -602,7 +602,7 @@ def _jobs(
 
 def _logs(
     job: Annotated[str, typer.Argument(help=_REF)],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
     lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines.")] = None,
 ) -> None:
     """Print what a detached job has written."""

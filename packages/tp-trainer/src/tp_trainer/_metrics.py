@@ -561,7 +561,7 @@ class Evaluator:
                 which = f" {prefix.rstrip('/')!r}" if prefix else ""
                 msg = (
                     f"the validation's loader{which} has yielded no sample, so there is no result; an "
-                    "iterator, such as a generator, is gone through once: give what begins anew, such as a "
+                    "iterator, such as a generator, is gone through once: give what begins again, such as a "
                     "list or a DataLoader"
                 )
                 raise LoaderError(msg)

@@ -125,7 +125,7 @@ class HardExit:
             raise OSError(msg)
 
     def set(self, seconds: float) -> None:
-        """End the process so many seconds from now."""
+        """End the process this many seconds from now."""
         whole = int(seconds)
         spec = _TimerSpec(value=_TimeSpec(whole, int((seconds - whole) * 1e9)))
         self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)

@@ -115,7 +115,7 @@ def resolve_weights(
         return None
     if isinstance(weights, Speeds):
         if weights.parts != count:
-            msg = f"the speeds are those of {weights.parts} devices, and there are {count}"
+            msg = f"the speeds are of {weights.parts} devices, and there are {count}"
             raise ConfigError(msg)
         return weights
     if isinstance(weights, str):
@@ -199,7 +199,7 @@ def balanced_rows(costs: Sequence[float], parts: int, weights: Sequence[float] |
     """
     for i, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):
-            msg = f"the cost of an item must be a number, not below 0; that of item {i} is {cost!r}"
+            msg = f"the cost of an item must be a number, not below 0; for item {i} it is {cost!r}"
             raise ConfigError(msg)
     parts = min(parts, len(costs))
     speeds = [1.0] * parts if weights is None else list(weights[:parts])

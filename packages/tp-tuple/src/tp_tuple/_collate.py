@@ -123,7 +123,7 @@ def _number(cost: Any, item: int) -> float:
     try:
         return float(cost)
     except (TypeError, ValueError) as error:
-        msg = f"the cost of an item must be a number, not below 0; that of item {item} is {cost!r:.80}"
+        msg = f"the cost of an item must be a number, not below 0; for item {item} it is {cost!r:.80}"
         raise ConfigError(msg) from error
 
 

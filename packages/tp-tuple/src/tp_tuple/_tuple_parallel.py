@@ -61,7 +61,7 @@ class TupleParallel(ReplicaWrapper):
 
     Raises:
         DeviceError: ``device_ids`` or ``output_device`` names a device that this process does not have.
-        ConfigError: An option is unknown, ``reduction`` is not a function, ``speeds`` are those of another
+        ConfigError: An option is unknown, ``reduction`` is not a function, ``speeds`` are of another
             number of devices, or a subclass overrides ``scatter`` or ``gather``.
 
     Example:
@@ -95,7 +95,7 @@ class TupleParallel(ReplicaWrapper):
         self.speeds = speeds
         count = len(self.device_ids)
         if speeds is not None and speeds.parts != count:
-            msg = f"the speeds are those of {speeds.parts} devices, and there are {count}"
+            msg = f"the speeds are of {speeds.parts} devices, and there are {count}"
             raise ConfigError(msg)
         use_module_names(self)
 

@@ -41,7 +41,7 @@ class Selection(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """What one process has seen of one optimizer step, or of an evaluation. Orders are those of time."""
+    """What one process has seen of one optimizer step, or of an evaluation. Orders are in time."""
 
     forward: dict[Place, Local] = field(default_factory=dict)
     backward: dict[tuple[Place, str], Local] = field(default_factory=dict)

@@ -55,7 +55,7 @@ def verify(
         micro: The micro-batches into which each rank cuts its share of a batch.
         max_norm: The global norm to which gradients are clipped; by default they are not.
         dtype: The type in which the ranks compute; ``None`` for the model's own. The reference is in float64,
-            and bounds are those of one device in that type.
+            and bounds are one device's in that type.
         timeout_s: The deadline of the ranks.
 
     Raises:

@@ -1,6 +1,6 @@
 """What a backend says of its layouts before anything starts: its axes, its work and its collectives.
 
-A layout puts a job on ranks. A backend lists those that it can make of so many ranks, and forecasts for
+A layout puts a job on ranks. A backend lists those that it can make of this many ranks, and forecasts for
 each the memory of the fullest rank and what a rank does in a step. It says sizes; links and rates, which
 make seconds of them, belong to the machine.
 """

@@ -124,7 +124,7 @@ def _rebuild_structseq(old: Any, values: list[Any]) -> Any:
 
 
 def _values(mapping: Mapping[Any, Any]) -> Collection[Any]:
-    return list(mapping.values())  # some mappings make their values anew at each request
+    return list(mapping.values())  # some mappings make their values again at each request
 
 
 def _keys(mapping: Mapping[Any, Any]) -> Iterable[str]:

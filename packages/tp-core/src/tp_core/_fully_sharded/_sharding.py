@@ -38,7 +38,7 @@ class Sharding:
         options: The options of the sharding.
         make_mesh: Returns the mesh: an axis of the ranks that hold a model together, after an axis of copies
             where there are any. It is called for the first model.
-        group: The ranks of that mesh, which all start with the first one's weights; ``None`` for all ranks.
+        group: The ranks of that mesh, which all start with the first rank's weights; ``None`` for all ranks.
         share: Called with each module on its device, before it is sharded. A tensor-parallel backend makes
             its ranks agree there on the tensors that they do not split.
 
@@ -454,7 +454,7 @@ class WriteWatch:
             f"the forward pass wrote the parameter {names[changed.index(True)]!r} of the model's "
             f"{self._class}, which each rank has gathered for this pass "
             "alone: fully sharded, what is written is lost. Change weights between two steps, on what "
-            "model.parameters() gives then, compute the changed weight anew in each forward pass "
+            "model.parameters() gives then, compute the changed weight again in each forward pass "
             "(torch.nn.utils.parametrize), or take the backend 'ddp', also for a step that asks "
             "torch.autograd.grad for gradients"
         )

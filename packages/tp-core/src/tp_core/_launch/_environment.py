@@ -344,7 +344,7 @@ def _check(environment: LaunchEnvironment, read: VariableReader, names: tuple[st
     for small, small_name, large, large_name in (
         (environment.rank, rank, environment.world_size, world_size),
         (environment.local_rank, local_rank, environment.local_world_size, local_world_size),
-        (environment.host_rank, "the number of this host", environment.hosts, "that of all hosts"),
+        (environment.host_rank, "the number of this host", environment.hosts, "the number of all hosts"),
     ):
         if small >= large:
             msg = f"{small_name} ({small}) must be less than {large_name} ({large})"

@@ -144,7 +144,7 @@ def join_process_group(
         backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(
         backend or None,
-        # A prefix for each group: a second group of this process would hang on the first one's keys.
+        # A prefix for each group: a second group of this process would hang on keys of the first.
         store=PrefixStore(f"tp/group/{next(_joined)}", _meeting_point(environment, timeout_s)),
         rank=environment.rank,
         world_size=environment.world_size,

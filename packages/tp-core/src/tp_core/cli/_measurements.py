@@ -90,7 +90,7 @@ def _seconds(tensor: torch.Tensor) -> float:
 
 
 def _skews(rank: int, hosts: list[tuple[int, str]]) -> dict[str, dict[str, float]]:
-    """Return by how much the clock of each other host is before that of rank 0's, and how sure that is.
+    """Return by how much the clock of each other host is before rank 0's, and how sure that is.
 
     Cristian's algorithm (1989): the other clock is read between two looks at this one.
     """

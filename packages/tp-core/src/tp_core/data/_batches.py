@@ -232,7 +232,7 @@ def _digest_of(order: list[list[Any]]) -> str:
 
 
 def _joined_ends(sizes: list[int], least: int) -> list[int]:
-    """Return the ends of groups of batches with at least ``least`` samples each, where there are so many.
+    """Return the ends of groups of batches with at least ``least`` samples each, where there are this many.
 
     Example:
         >>> _joined_ends([8, 8, 1], 2), _joined_ends([1, 1, 1], 2), _joined_ends([1], 2)
@@ -281,7 +281,7 @@ class Envelope:
 class CountedBatch(dict[str, Any]):
     """Named values of a batch that knows what its loss is a mean over.
 
-    Where a step returns no "weight", `Trainer.fit` takes that of the batch, and it calls :meth:`check` before
+    Where a step returns no "weight", `Trainer.fit` takes the batch's, and it calls :meth:`check` before
     the first step. A subclass overrides both.
 
     Example:

@@ -345,7 +345,7 @@ class PreparedLoader:
         if stream is None or not self.continues_stream:
             yield
             return
-        self.stream = own = stream.anew()
+        self.stream = own = stream.again()
         self.continues_stream = False
         try:
             yield

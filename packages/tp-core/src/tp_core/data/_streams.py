@@ -71,7 +71,7 @@ def split_stream(loader: Iterable[Any], rank: int, size: int) -> DataLoader[Any]
         if loader.batch_size is None or loader.batch_size % size:
             msg = (
                 f"the batches of a stream are split over {size} ranks, and batch_size={loader.batch_size}, "
-                f"that of the whole job, is not a multiple of it; give one that is, such as {8 * size}"
+                f"the whole job's, is not a multiple of it; give one that is, such as {8 * size}"
             )
             raise LoaderError(msg)
         own = loader.batch_size // size
@@ -98,7 +98,7 @@ class _Shard(IterableDataset[Any]):
         return iter(self._share())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the next pass of the dataset, and take the share anew."""
+        """Set the next pass of the dataset, and take the share again."""
         if hasattr(self._whole, "set_epoch"):
             self._whole.set_epoch(epoch)
         self._own = None
@@ -207,7 +207,7 @@ class Stream:
         """Drop the current iteration, so that its workers end unless a later epoch continues it."""
         self._left = None
 
-    def anew(self) -> "Stream":
+    def again(self) -> "Stream":
         """Return a stream from the same beginning, with its own iteration and workers."""
         loader = self.loader
         if isinstance(loader, DataLoader):

@@ -45,7 +45,7 @@ class ElasticLoader(Protocol):
         Args:
             rank: The data rank.
             size: The number of data ranks.
-            stand_ins: Whether a rank without a sample of a batch gets another one's, with a share of 0, so
+            stand_ins: Whether a rank without a sample of a batch gets another rank's, with a share of 0, so
                 that all take the same steps; else it has no such batch.
         """
 

@@ -368,7 +368,7 @@ def _warn_slow(info: PluginInfo, doing: str) -> None:
 
 # Both the stream and the descriptor are the process's, and several threads may redirect them at once: the
 # first one in redirects, the last one out restores. Without the lock and the count, a thread that leaves
-# early would send another one's output to stdout, and one that leaves late would keep stdout redirected.
+# early would send another's output to stdout, and one that leaves late would keep stdout redirected.
 _lock = threading.Lock()
 _inside = 0  # threads in the block
 _stream: TextIO | None = None  # the real sys.stdout, while redirected

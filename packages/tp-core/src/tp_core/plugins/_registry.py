@@ -67,7 +67,7 @@ def find_entry_points() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
 def _with_info(point: EntryPoint) -> tuple[PluginInfo, EntryPoint]:
     if point.dist is None:
         return PluginInfo(point.name, point.name, ""), point
-    found = point.dist.metadata  # once: each question for `name` or `version` parses the file anew
+    found = point.dist.metadata  # once: each question for `name` or `version` parses the file again
     return PluginInfo(point.name, found["Name"] or point.name, found["Version"] or ""), point
 
 
@@ -144,7 +144,7 @@ class NameConflict:
         if self.kept is not None:
             return (
                 f"the {self.kind} {self.name!r} of plugin {theirs} is left out: {self.kept} brings one of "
-                f"that name; give that of {theirs} another name, uninstall it, or block it with {blocks}"
+                f"that name; rename the one in {theirs}, uninstall it, or block it with {blocks}"
             )
         return (
             f"{len(self.left_out)} {self.kind}s are called {self.name!r}, of the plugins {theirs}, and all "

@@ -33,7 +33,7 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
 
 
 def is_torchs_own(module: nn.Module) -> bool:
-    """Return whether torch has written a module's forward pass, as that of a Sequential."""
+    """Return whether torch has written a module's forward pass, as for a Sequential."""
     return type(module).forward.__module__.startswith("torch.")
 
 

@@ -38,7 +38,7 @@ class Contents:
         self.read()
 
     def read(self) -> None:
-        """Take the snapshot anew."""
+        """Take the snapshot again."""
         rows = self._rows
         self._sizes = list(map(len, rows))
         self._names = list(chain.from_iterable(rows))
@@ -411,7 +411,7 @@ class _Sum:
 
     def _add(self, positions: list[int], gradients: list[Tensor], *, are_new: bool) -> None:
         in_place: list[tuple[int, Tensor, Tensor]] = []
-        anew: list[tuple[int, Tensor, Tensor]] = []
+        again: list[tuple[int, Tensor, Tensor]] = []
         for i, gradient in zip(positions, gradients, strict=True):
             held = self.values[i]
             if held is None:
@@ -423,13 +423,13 @@ class _Sum:
             elif i in self._own and not torch.is_grad_enabled():  # double backward records the sum
                 in_place.append((i, held, gradient))
             else:
-                anew.append((i, held, gradient))
+                again.append((i, held, gradient))
         # One kernel for all tensors of a kind: one each would cost a launch per parameter.
         if in_place:
             torch._foreach_add_([held for _, held, _ in in_place], [g for _, _, g in in_place])
-        if anew:
-            sums = torch._foreach_add([held for _, held, _ in anew], [g for _, _, g in anew])
-            for (i, _, _), added in zip(anew, sums, strict=True):
+        if again:
+            sums = torch._foreach_add([held for _, held, _ in again], [g for _, _, g in again])
+            for (i, _, _), added in zip(again, sums, strict=True):
                 self.values[i] = added
                 self._own.add(i)
 
@@ -462,7 +462,7 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 SMALL_NUMEL = 65_536
-"""Buffers of at most so many elements are copied in doubt: a needless copy is better than a stale one."""
+"""Buffers of at most this many elements are copied in doubt: a needless copy is better than a stale one."""
 
 _COUNTS = (_BatchNorm.forward, SyncBatchNorm.forward)
 

@@ -392,7 +392,7 @@ class ReplicaModules:
     """The modules of one replica.
 
     Each has the class and the attributes of the real module, updated by `sync`, and children and buffers
-    of its own. Its parameters are those of the real module, or the last ones of `give_parameters`.
+    of its own. Its parameters are the real module's, or the last ones of `give_parameters`.
 
     Args:
         structure: The real modules.

@@ -124,7 +124,7 @@ def _collect_optimizer(
 
 
 # Quantized state, as of torchao's 8-bit optimizers: in a file are its values, which can be cut anywhere.
-# Where the blocks of the quantization are others afterwards, it is quantized anew.
+# Where the blocks of the quantization are others afterwards, it is quantized again.
 
 
 def _sign_of_quantized(name: str, value: Tensor) -> bool | None:
@@ -190,7 +190,7 @@ def restore_state(
 
     Names, shapes and settings are looked at before anything is changed. What the model holds is then read
     into its own memory, so that it is there once: whether the files are what was written is to be known
-    before (their digests); after an error of the disk the model is to be loaded anew.
+    before (their digests); after an error of the disk the model is to be loaded again.
 
     Args:
         model: The user's own module.
@@ -322,7 +322,7 @@ def _optimizer_values(stored: StoredTensors, prefix: str) -> OptimizerValues:
         others = sorted({name for name in stored.infos if name.startswith(_OPTIMIZERS)})
         if others:
             names = dict.fromkeys(name.split(".")[1] for name in others)
-            msg += f"; it has that of the optimizers {', '.join(names)}"
+            msg += f"; it has the state of the optimizers {', '.join(names)}"
         elif any(name.startswith(_OPTIMIZER) for name in stored.infos):
             msg += "; what it has of one was written by another program, or by an earlier version of this one"
         raise StateError(msg)

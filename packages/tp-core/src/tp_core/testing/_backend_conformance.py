@@ -268,7 +268,7 @@ class BackendConformance(ConformanceKit):
                 # A backend may distribute the samples of a batch over its parts in any order.
                 together = torch.cat([found[rank][number][index] for rank in sorted(found)])
                 is_it = together.shape == rows.shape and torch.equal(sorted_rows(together), sorted_rows(rows))
-                assert is_it, f"batch {index} of epoch {number} is not that of (seed, epoch)"
+                assert is_it, f"batch {index} of epoch {number} is not the one for (seed, epoch)"
 
     # -- Later optimizers, several optimizers, and frozen models --
 

@@ -489,7 +489,7 @@ def _open(path: str) -> Any:
 
 
 def require_apart(source: str, folder: Path, taken: dict[Path, str]) -> None:
-    """Refuse a source if another one's picture is saved to the same file, and would be lost.
+    """Refuse a source if another source's picture is saved to the same file, and would be lost.
 
     Raises:
         ConfigError: Another source is there.

@@ -175,7 +175,7 @@ class Scheduler:
         """Hand out chunks, one of each run in turn, as long as workers take more."""
         fleet, assignments, runs = self.fleet, self._assignments, self.runs
         most = fleet.most_credits
-        idle = 0  # so many runs in a row had nothing to hand out
+        idle = 0  # this many runs in a row had nothing to hand out
         is_news = False  # a run changes here, and another thread may wait for it
         while idle < len(runs) and not self.is_paused:
             run = runs[0]

@@ -19,13 +19,13 @@ from tp_runner._workers._pickling import explain_not_picklable, short_repr
 
 
 MOST_DEATHS = 3
-"""After so many deaths of workers at work on it, an item is not tried again."""
+"""After this many deaths of workers at work on it, an item is not tried again."""
 
 MOST_DELAYS = 16
 """The longest rest of an item, in multiples of ``retry_delay_s``."""
 
 MOST_FAILED_STARTS = 3
-"""After so many ends in a row before it was ready, a worker is not started again."""
+"""After this many ends in a row before it was ready, a worker is not started again."""
 
 
 class Part(NamedTuple):
@@ -163,7 +163,7 @@ FLOOR_S = 2e-4
 MOST_BYTES = 1 << 20
 """With more, a chunk would no longer stay in the caches of the processor that works on it."""
 FEW = 3
-"""So many large items still travel together, if they have no more than four times as many bytes: they share
+"""This many large items still travel together, if they have no more than four times as many bytes: they share
 the cost of the journey beyond the copying."""
 MOST_ITEMS = 8192
 LONG_S = 5e-3
@@ -171,13 +171,13 @@ LONG_S = 5e-3
 JOURNEY_MATTERS_S = 50e-3
 """With more work, half a millisecond of waiting for the next chunk does not matter."""
 FAR_FROM_END = 8
-"""With so many chunks left for each worker, one behind a slow item is done before the others end."""
+"""With this many chunks left for each worker, one behind a slow item is done before the others end."""
 SLOW_CONSUMER = 0.9
 """With this share of the time spent by the consumer, larger chunks would gain nothing."""
 
 
 CHUNKS_PER_WORKER = 16
-"""So many chunks may be on their way or waiting for their turn, for each worker: enough to keep the
+"""This many chunks may be on their way or waiting for their turn, for each worker: enough to keep the
 workers busy while a slow item holds up the results behind it."""
 FEW_CHUNKS = 4
 """The same while everybody waits for the consumer."""
@@ -188,7 +188,7 @@ class Flow:
 
     def __init__(self, settings: Settings, n_workers: int, most_items: int | None = None) -> None:
         self.n_chunks = 0  # how many chunks are on their way, or wait for their turn
-        # items travel in multiples of so many: in batches, where there are some
+        # items travel in multiples of this many: in batches, where there are some
         self.whole = settings.batching.size if settings.batching else 1
         self.size = self.whole  # how many items the next chunk should have
         self._n_items = 0

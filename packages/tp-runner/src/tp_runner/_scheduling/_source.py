@@ -62,9 +62,9 @@ class Source(abc.ABC):
         An incomplete batch is returned when no more items will come, or after ``max_wait_s``.
 
         Args:
-            n_items: So many at most, and at least ``whole``.
+            n_items: This many at most, and at least ``whole``.
             whole: The size of a batch.
-            fitting: So many may be returned and read ahead together.
+            fitting: This many may be returned and read ahead together.
         """
 
     def seconds_until_due(self) -> float | None:

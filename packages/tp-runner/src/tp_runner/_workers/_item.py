@@ -269,7 +269,7 @@ def set_current_task(task: Task, *, of_process: bool = False) -> None:
 
 # -- The search for generators that are copied to workers -------------------------------------
 
-_MOST = 50  # so many functions are inspected, so that a start of workers does not take long
+_MOST = 50  # this many functions are inspected, so that a start of workers does not take long
 _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - it is compared as text
 
 
@@ -339,7 +339,7 @@ class _GeneratorSearch:
 def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the values that a function refers to: globals, attributes of modules, closures, defaults."""
     for code in _codes(function.__code__):
-        # Its names are those of attributes, too: only an instruction says that one is a global's.
+        # Its names include attributes: only an instruction says that one is a global's.
         for name in {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}:
             value = function.__globals__.get(name)
             yield name, value

@@ -103,7 +103,7 @@ def _importable(module: types.ModuleType) -> bool:
 
 
 LARGE = 64 << 10
-"""Buffers of at least so many bytes are kept apart."""
+"""Buffers of at least this many bytes are kept apart."""
 
 
 def large_buffers_into(buffers: list[memoryview], large: int) -> Callable[[pickle.PickleBuffer], bool]:

@@ -300,7 +300,7 @@ _STATUS = struct.Struct("<ii")
 ANSWER_S = 300.0
 """Limit for an answer, for a server that was stopped (SIGSTOP), say."""
 MOST_SERVERS = 3
-"""After so many servers that were killed before they forked a worker, a start is an error."""
+"""After this many servers that were killed before they forked a worker, a start is an error."""
 _MOST_DESCRIPTORS = 250  # a little less than Linux passes with one message, 253
 MOST_PASSED = _MOST_DESCRIPTORS - 7
 """The most descriptors of the program beside a worker's own five, its standard output and its error."""

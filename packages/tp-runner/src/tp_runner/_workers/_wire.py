@@ -456,14 +456,14 @@ class GarbledError(Exception):
 
 
 INLINE = 16 << 10
-"""Requests of up to so many bytes go through the pipe. Three of them fit into the 64 KiB of a pipe, and no
+"""Requests of up to this many bytes go through the pipe. Three of them fit into the 64 KiB of a pipe, and no
 worker has more chunks at a time: so the parent never waits in a write."""
 
 MOST_NBYTES = 1 << 40
 """No message is longer: a larger number comes from bytes that are no message."""
 
 OUT_OF_BAND = 2048
-"""Buffers of at least so many bytes are kept apart; smaller ones cost less inside the pickle."""
+"""Buffers of at least this many bytes are kept apart; smaller ones cost less inside the pickle."""
 
 # From the parent: how to start, a chunk of items, the end.
 START, WORK, END = 1, 2, 3

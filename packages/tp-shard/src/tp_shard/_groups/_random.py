@@ -82,7 +82,7 @@ class RandomTracker:
             StateError: The state is another rank's.
         """
         if state["rank"] != self.group.rank:
-            msg = f"the random state is that of rank {state['rank']}, and this is rank {self.group.rank}"
+            msg = f"the random state is from rank {state['rank']}, and this is rank {self.group.rank}"
             raise StateError(msg)
         self.seed = state["seed"]
 

@@ -119,7 +119,7 @@ def _names(kind: type[nn.Module]) -> list[str]:
 def count_local_groups(attention: nn.Module, style: Style, group: Group) -> None:
     """Set the number of this rank's query heads that share a key head, in an attention of transformers.
 
-    The attention repeats key heads so many times. With fewer key heads than ranks the number is not the one
+    The attention repeats key heads this many times. With fewer key heads than ranks the number is not the one
     of the whole model.
     """
     if not isinstance(style, Column) or style.holds != "kv" or style.heads is None or style.kv_heads is None:

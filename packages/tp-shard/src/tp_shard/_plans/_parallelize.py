@@ -149,7 +149,7 @@ def parallelize(
     weights without calling their layers. Between column and row layers each rank draws its own random
     numbers, for dropout and the like. Elsewhere all ranks draw the same numbers.
 
-    Names are those of ``model.named_modules()``. In a pattern ``*`` stands for one part of a name (or some
+    Names are as in ``model.named_modules()``. In a pattern ``*`` stands for one part of a name (or some
     letters in it), ``**`` for any number of parts. The first pattern that fits counts.
 
     Args:

@@ -244,7 +244,7 @@ def _proposals(model: nn.Module, region: Region, call: Call, ranks: int) -> Iter
 def _first_right(
     model: nn.Module, container: str, proposals: Iterator[dict[str, Style]], calls: list[Call], ranks: int
 ) -> tuple[dict[str, Style] | None, str | None]:
-    """Return the first plan for a module that changes no number of it; its names are those of the model."""
+    """Return the first plan for a module that changes no number of it; its names are the model's."""
     module = model.get_submodule(container)
     reason = None
     wholes: list[tuple[Run, Call]] = []

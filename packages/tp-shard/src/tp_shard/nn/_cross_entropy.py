@@ -1197,7 +1197,7 @@ class ParallelCrossEntropyLoss(nn.Module):
     """A ``torch.nn.CrossEntropyLoss`` for logits with classes that may be split over ranks.
 
     Collectives: forward an all-gather of 3 or 4 numbers per row, backward none; none at all for whole logits.
-    The options are those of :func:`functional.parallel_cross_entropy`, which explains them.
+    :func:`functional.parallel_cross_entropy` explains the options.
 
     Raises:
         ConfigError: An option has a value that is not listed here.

@@ -88,7 +88,7 @@ def section_ranges(size: int, sections: int, ranks: int) -> tuple[Ranges, ...]:
     """Return for each rank its features of ``sections`` equal sections one after another.
 
     Raises:
-        ConfigError: The features cannot be divided into so many equal sections.
+        ConfigError: The features cannot be divided into this many equal sections.
     """
     width, rest = divmod(size, sections)
     if rest:

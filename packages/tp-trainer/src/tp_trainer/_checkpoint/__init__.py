@@ -19,9 +19,9 @@ class Checkpoints:
     Attributes:
         folder: Holds one folder for each checkpoint. All ranks must see it, and one run at a time writes
             there. A relative path starts at the working folder of the call of `fit`.
-        every_steps: Save after every so many optimizer steps.
-        every_s: Save when the last checkpoint is so many seconds old.
-        every_epochs: Save after every so many epochs; ``None`` for never. The end is always saved.
+        every_steps: Save every this many optimizer steps.
+        every_s: Save when the last checkpoint is this many seconds old.
+        every_epochs: Save every this many epochs; ``None`` for never. The end is always saved.
         keep: How many of the newest checkpoints to keep; damaged ones do not count.
         best: A metric of validation or training, such as "val_loss" or "accuracy". The checkpoint with its
             best value is kept beside the newest.

@@ -219,7 +219,7 @@ def export_merged(
 ) -> None:
     """Write a model's weights without adapters: those that are active are merged, as peft merges them.
 
-    The names are those of the model before peft. One adapted layer at a time is whole in memory.
+    The names are the model's before peft. One adapted layer at a time is whole in memory.
 
     Raises:
         ConfigError: The model has no adapters, or ones that are in no weight; or a weight is quantized; on

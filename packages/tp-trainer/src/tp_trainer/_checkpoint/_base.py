@@ -146,7 +146,7 @@ class FrozenWeights:
     def base(self, model: nn.Module) -> Base:
         """Return the weights that a checkpoint leaves out now: those that are frozen, and unchanged so far.
 
-        A frozen weight may change without gradients, as that of a momentum encoder does. Version counters
+        A frozen weight may change without gradients, as in a momentum encoder. Version counters
         show that, unless it is written through ``.data``: so the first checkpoint compares digests, too.
 
         Collectives: one gather of names; the first time one of digests, too.
@@ -326,7 +326,7 @@ def _factors(start: int, length: int, dim: int, device: torch.device) -> Tensor:
 
 def _versions(tensor: Tensor) -> tuple[tuple[int, int], ...]:
     """Return what changes when a parameter is written, or gets other memory."""
-    if not isinstance(tensor, nn.Parameter):  # made anew in each state, as the scales of bitsandbytes are
+    if not isinstance(tensor, nn.Parameter):  # made again in each state, as the scales of bitsandbytes are
         return ()
     with torch.no_grad():
         held = [tensor.to_local()] if is_dtensor(tensor) else quantized_parts(tensor) or [tensor]

@@ -252,7 +252,7 @@ class Checkpointer:
         later = [path.name for path in self._folder.committed() if step_of(path) > step]
         later = self._session.broadcast(later)
         if later:
-            begins = f"begins after step {step}" if step else "begins anew"
+            begins = f"begins after step {step}" if step else "begins again"
             msg = (
                 f"{self._folder.path} has {', '.join(sorted(later))}, and the run {begins}: give "
                 "resume='auto' to continue from the newest, or another folder, or delete what is not needed "
@@ -398,7 +398,7 @@ class Writer:
             return False
         if self._lock.is_held() and not isinstance(error, FileNotFoundError):
             return False
-        # As long as the lock is there the deletion may go on, and would take the new folder, too.
+        # As long as the lock is there the deletion may continue, and would take the new folder, too.
         deadline = time.monotonic() + _DELETING_S
         while self._lock.is_held() and time.monotonic() < deadline:
             time.sleep(_RETRY_S)

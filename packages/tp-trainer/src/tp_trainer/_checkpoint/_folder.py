@@ -225,7 +225,7 @@ class RunFolder:
             return path
         if is_main and damaged:
             log.warning(
-                "%s had %d checkpoints and none is whole: the run begins anew, from its first step",
+                "%s had %d checkpoints and none is whole: the run begins again, from its first step",
                 self.path,
                 damaged,
             )
@@ -316,7 +316,7 @@ def _files_of(path: Path) -> Mapping[str, FileRecord]:
         return read_digests(path)
     manifest = read_manifest(path)
     if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
-        msg = f"checkpoint {path} is damaged: {MANIFEST} is that of step {manifest.step}"
+        msg = f"checkpoint {path} is damaged: its {MANIFEST} is from step {manifest.step}"
         raise StateError(msg)
     return manifest.files
 

@@ -58,7 +58,7 @@ def _patch(owner: Any, name: str, call: Any) -> None:
 
 
 def _record(losses: list[float]) -> None:
-    """Record the loss of each backward pass; of a loss on tp's trainer that of all ranks."""
+    """Record the loss of each backward pass; on tp's trainer, the loss of all ranks."""
     within = False
 
     def of_tensor(own: Any, loss: Tensor, *args: Any, **options: Any) -> Any:

@@ -394,7 +394,7 @@ class LazySession:
         seed = torch.initial_seed() if self._seed is None else self._seed
         job = replace(self._job, model=joined(models), seed=seed)
         jobs: Iterable[Job] = [job]
-        # Every rank knows the size without an exchange; that of a small model is not worth a measurement.
+        # Every rank knows the size without an exchange; for a small model a measurement is not worth it.
         is_small = job.traits is None or job.traits.nbytes < MEASURED_NBYTES
         if estimate is not None and job.traits and not (is_small and job.recomputation is None):
             jobs = estimate(job)

@@ -28,7 +28,7 @@ class CompileMonitor(Callback):
     """Logs "first_step_s", the seconds of the first step, and "compiled_graphs", then and after each epoch.
 
     It joins the runs of compiled models. Graphs that are added later come from new shapes, or from code that
-    is compiled anew for each value.
+    is compiled again for each value.
     """
 
     def __init__(self) -> None:

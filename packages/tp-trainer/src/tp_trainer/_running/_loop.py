@@ -497,8 +497,8 @@ class Loop:
                 give = f"give Limits(steps_per_epoch={done}), or a loader that has as many batches as it says"
                 if not done:
                     give = (
-                        "an iterator, such as a generator, is gone through once: give what begins anew, such "
-                        "as a list or a DataLoader, or look at why it has no batch"
+                        "an iterator or a generator is gone through once: give what begins again, a list or "
+                        "a DataLoader, or look at why it has no batch"
                     )
                 msg = f"the loader ended after {done} of {steps} batches; {give}"
                 raise LoaderError(msg)
@@ -588,7 +588,7 @@ class Loop:
         saving, now = self._saving, time.monotonic()
         stop = self._stop_reason or (f"max_time={self._limits.max_time}" if now >= self._ends_at else None)
         is_old = saving is not None and self._done > 0 and now >= saving.checkpointer.due_at
-        self._due_at = math.inf  # asked for now; `_at_boundary` sets it anew
+        self._due_at = math.inf  # asked for now; `_at_boundary` sets it again
         decision = self._signals.decide(due=is_old, stop=stop, save=self._save_requested)
         self._save_requested = False
         if not at_epoch:

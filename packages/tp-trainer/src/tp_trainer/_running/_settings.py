@@ -51,10 +51,10 @@ class Limits:
             batches as the trainer accumulates.
         max_time: How long this call trains: seconds, or text such as "1h30m".
         steps_per_epoch: The number of batches in an epoch; needed for a loader without length.
-        overfit_batches: Train on the first so many batches alone, the same in every epoch.
+        overfit_batches: Train on the first this many batches alone, the same in every epoch.
         restart_stream: Whether every epoch restarts a stream (iterable data); else it continues the stream.
-        step_timeout_s: After a step of so many seconds every rank writes its Python stack to stderr, and the
-            job ends with status 124. Waiting for a batch counts; writing a checkpoint does not. The first
+        step_timeout_s: After a step of this many seconds every rank writes its Python stack to stderr, and
+            the job ends with status 124. Waiting for a batch counts; writing a checkpoint does not. The first
             step may have to compile.
 
     Raises:
@@ -93,7 +93,7 @@ class Validation:
         step: The step for the validation; by default the step of the training.
         metrics: Metrics of the whole validation set, as for `Trainer.evaluate`; scalar results are among the
             validation's. In training, the step's values under their names are ignored.
-        every_steps: Validate after every so many optimizer steps, too.
+        every_steps: Validate every this many optimizer steps, too.
         sanity_batches: How many batches to validate on before the first step. Above 0, a function is called
             once.
 

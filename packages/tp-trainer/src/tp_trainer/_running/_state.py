@@ -557,7 +557,7 @@ class RunState:
         self.meter_state = _share_of_sums(session.data_rank, ranks)
         log.warning(
             "%s is of %d ranks, and these are %d (with %d and %d shares of the data): model, optimizer and "
-            "position are those of the checkpoint, the random generators are seeded anew",
+            "position come from the checkpoint, the random generators are seeded again",
             path,
             common["world_size"],
             session.world_size,

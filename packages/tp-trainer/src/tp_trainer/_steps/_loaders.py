@@ -22,7 +22,7 @@ from tp_trainer._steps._step import RunStep, Step
 T = TypeVar("T")
 
 _NO_BATCH = object()
-_MANY = 64  # notes are sorted into the dict in groups of so many
+_MANY = 64  # notes are sorted into the dict in groups of this many
 
 
 class BatchShares:

@@ -221,7 +221,7 @@ def guard_stop_iteration() -> Iterator[None]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         msg = (
             f"StopIteration was raised in {last.name} ({last.filename}, line {last.lineno}): next() was "
-            "called on an iterator that has ended; begin it anew there, as in itertools.cycle(loader), or "
+            "called on an iterator that has ended; begin it again there, as in itertools.cycle(loader), or "
             "give next() a default"
         )
         raise StepError(msg) from error
@@ -280,7 +280,7 @@ def run_watched(
     if any(old is not None and new is None for old, new in zip(before, after, strict=True)):
         msg = (
             "the step has cleared the gradients of the batches before it, of which fit() makes one optimizer "
-            "step with this one's; leave zero_grad() to fit()"
+            "step with this loss; leave zero_grad() to fit()"
         )
         raise StepError(msg)
     if before != after:

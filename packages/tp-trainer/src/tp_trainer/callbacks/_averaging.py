@@ -122,7 +122,7 @@ class ExponentialMovingAverage(_AveragedWeights):
 
     Args:
         decay: The part of the average that stays, from 0 up to but not including 1.
-        every_steps: Update the average after every so many steps of the run.
+        every_steps: Update the average every this many steps of the run.
         validate: Whether validations use the averaged weights instead of the model's.
 
     Raises:

@@ -7,7 +7,7 @@
         backward()    Trainer.backward, of a loss divided by the batches of an optimizer step
         step()        of optimizer and scheduler: nothing, unless the batch ends an optimizer step
 
-A batch size is that of one process, as Accelerate has it, unless ``split_batches`` is true. Of a last batch
+A batch size counts for one process, as Accelerate has it, unless ``split_batches`` is true. Of a last batch
 that is not full each sample counts once, where Accelerate repeats samples to fill it.
 """
 
@@ -94,7 +94,7 @@ class Accelerator:
     """Runs the training loop of an Accelerate script on one device, or on one process per device.
 
     Args:
-        split_batches: Whether the loaders' batch sizes are those of all processes together.
+        split_batches: Whether the loaders' batch sizes count for all processes together.
         mixed_precision: "no" or "bf16".
         gradient_accumulation_steps: The number of batches in an optimizer step.
         cpu: Whether to train on the CPU where there is an accelerator.
@@ -848,7 +848,7 @@ class _NoTracker:
 
 
 class _Joined:
-    """A batch sampler whose batches are those of all processes together.
+    """Makes the batches of all processes together.
 
     Args:
         inner: A batch sampler of one process's batches.

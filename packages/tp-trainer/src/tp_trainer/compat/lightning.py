@@ -10,7 +10,7 @@
         validation_step, ...     after an epoch, or between two steps; each sample counts once
 
 Nothing is imported from Lightning: any module with these methods is trained. A batch size is the whole job's,
-as everywhere in tp, so that the numbers are those of one device on any number of them.
+as everywhere in tp, so that any number of devices gives the numbers of one.
 """
 
 import inspect
@@ -107,8 +107,8 @@ class Trainer:
         limit_test_batches: As for training, of each loader of a test.
         limit_predict_batches: As for training, of each loader of predictions.
         overfit_batches: The number of batches that each epoch repeats.
-        val_check_interval: Validate after so many batches, or after a fraction of an epoch.
-        check_val_every_n_epoch: Validate after every so many epochs.
+        val_check_interval: Validate after this many batches, or after a fraction of an epoch.
+        check_val_every_n_epoch: Validate every this many epochs.
         num_sanity_val_steps: How many batches to validate before training; 0 here.
         log_every_n_steps: How often loggers get numbers.
         enable_checkpointing: ``False`` writes no checkpoints.

@@ -30,7 +30,7 @@ class DryRun:
     """The results of a dry run.
 
     Attributes:
-        seconds: The seconds of each part, by name: "train, validate and save", "resume and go on", "export".
+        seconds: The seconds of each part: "train, validate and save", "resume and continue", "export".
         checkpoint_nbytes: The size of a checkpoint, in bytes.
         exported_nbytes: The size of the exported weights, in bytes.
     """
@@ -109,7 +109,7 @@ def dry_run(
         }
         with _part("train, validate and save", seconds):
             trainer.fit(model, optimizer, _one_batch(train_loader), epochs=1, **run)
-        with _part("resume and go on", seconds):
+        with _part("resume and continue", seconds):
             trainer.fit(model, optimizer, _one_batch(train_loader), epochs=2, resume="auto", **run)
         with _part("export", seconds):
             trainer.export(model, place / "model.safetensors")

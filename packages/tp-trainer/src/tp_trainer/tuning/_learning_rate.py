@@ -76,7 +76,7 @@ def learning_rate_range_test(
         lowest: The first rate.
         highest: The last rate.
         steps: The number of steps.
-        stop_at: End if the smoothed loss exceeds so many times its least value. A NaN or infinite loss
+        stop_at: End if the smoothed loss exceeds this many times its least value. A NaN or infinite loss
             always ends the test.
 
     Raises:

@@ -43,7 +43,7 @@ class MyPluginCallback(Callback):
         return {"largest": list(self.largest), "highest": self._highest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with it."""
+        """Continue with it."""
         self.largest, self._highest = list(state["largest"]), state["highest"]
 
 
