@@ -101,8 +101,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """
     if is_zero_redundancy(optimizer):
         msg = (
-            "the state of ZeroRedundancyOptimizer cannot be saved in a checkpoint: each rank keeps the "
-            "state of its own share of the parameters; take the optimizer that it wraps (its optimizer_class), or a "
+            "the state of ZeroRedundancyOptimizer cannot be saved in a checkpoint: each rank keeps the state "
+            "of its own parameters; take the optimizer that it wraps (its optimizer_class), or a "
             "backend that splits parameters and state, or train without checkpoint="
         )
         raise ConfigError(msg)
