@@ -17,7 +17,10 @@ ELSEWHERE = {
         "datasets": "looked at where a user hands one over, who has it then",
     },
     "tp-context": {"transformers": "whoever hands over a model of it has it"},
-    "tp-runner": {"numpy": "work that asks for a generator of it has it"},
+    "tp-runner": {
+        "numpy": "work that asks for a generator of it has it",
+        "typing_extensions": "type checkers alone read it, and bring it",
+    },
     "tp-shard": {"typer": "its command is loaded by tp alone, which cannot start without it"},
     "tp-verify": {
         "accelerate": "whoever verifies it has it",

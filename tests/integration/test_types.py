@@ -43,11 +43,11 @@ launch(work, 2, "no", y=2)  # type: ignore[arg-type]
 RUNNER = """
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import assert_type
+from typing import Any, assert_type
 
 import tp_runner
 from torch.utils.data import Dataset
-from tp_runner import Executor, ResultStream, WorkerError
+from tp_runner import Executor, OrderedRunner, ResultStream, WorkerError
 
 def half(x: int) -> float:
     return x / 2
@@ -57,6 +57,19 @@ def load(device: str) -> str:
 
 def count(model: str, x: int) -> int:
     return len(model) + x
+
+class Halves(OrderedRunner[float]):
+    @staticmethod
+    def producer_work(device: str, cfg: Any, data: int) -> float:
+        return half(data)
+
+class Unnamed(OrderedRunner):
+    pass
+
+assert_type(list(Halves().stream([1])), list[float])
+assert_type(Halves().submit(1), Future[float])
+assert_type(Unnamed().submit(1), Future[Any])
+Halves().submit(1).result().no  # type: ignore[attr-defined]
 
 def check(executor: Executor, other: ThreadPoolExecutor, data: Dataset[int]) -> None:
     assert_type(executor.submit(half, 1), Future[float])
