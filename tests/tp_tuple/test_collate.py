@@ -172,7 +172,7 @@ def test_a_container_of_ones_own_is_split_by_select():
         (lambda: Speeds(0), "expected parts >= 1"),
         (
             lambda: TupleParallel(nn.Identity(), ["cpu"], speeds=Speeds(2)),
-            "those of 2 devices, and there are 1",
+            "are of 2 devices, and there are 1",
         ),
     ],
 )
