@@ -62,6 +62,12 @@ def test_a_run_on_a_loader_continues_in_the_middle_of_an_epoch(tmp_path):
     assert torch.equal(weights, again)
 
 
+def test_the_stats_of_a_loader_are_there_after_fit(tmp_path):
+    loader = make()
+    fit(tmp_path, loader=loader)
+    assert (loader.stats.batches, loader.stats.rows) == (8, 60)
+
+
 def test_the_epochs_of_an_endless_stream_continue_it(tmp_path):
     def run(folder, **options):
         return fit(folder, loader=make(repeat=True), epochs=3, steps_per_epoch=3, **options)
@@ -121,7 +127,7 @@ def test_an_evaluation_on_devices_of_one_process_has_each_sample_once():
 
 
 def test_a_loader_without_a_length_needs_the_number_of_steps(tmp_path):
-    with pytest.raises(LoaderError, match=r"the loader \(Loader\) has no length; give the number of batches"):
+    with pytest.raises(LoaderError, match=r"\(Loader\) has no length: .* has no end.*; give the number of"):
         fit(tmp_path, loader=make(repeat=True))
 
 

@@ -22,3 +22,10 @@ def test_steps_of_the_run_before_do_not_count_as_fast_ones(clock, capsys):
     clock[0] = 62.0
     ticker.update(601, None)
     assert capsys.readouterr().err == "epoch 2/3  step 601/1000  1.6 steps/s\n"
+
+
+def test_what_a_loader_measured_is_shown(clock, capsys):
+    ticker = _progress.Ticker("epoch 1", 10, 30.0)
+    clock[0] = 40.0
+    ticker.update(4, 0.5, {"tokens": 900.0, "padded_tokens": 1000.0, "wait_s": 10.0})
+    assert "step 4/10  loss=0.5  fill=0.9  wait=25%  10.0 s per step" in capsys.readouterr().err

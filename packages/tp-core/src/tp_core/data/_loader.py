@@ -183,7 +183,7 @@ class PreparedLoader:
         Raises:
             LoaderError: The user's loader has no length.
         """
-        source = self.loader if self._batches is None else self._batches
+        source, why = self.loader if self._batches is None else self._batches, ""
         if self._is_split:
             msg = (
                 f"the length of a stream says nothing of the shares of {self._size} ranks; give the number "
@@ -193,11 +193,11 @@ class PreparedLoader:
         if isinstance(source, Sized):
             try:
                 return len(source) if self._batches is not None else batches_in(self._source, self._epoch)
-            except TypeError:  # a DataLoader over an iterable dataset without length
-                pass
+            except TypeError as error:  # a DataLoader over an iterable dataset without length, or
+                why = f": {error}" if is_elastic(self.loader) else ""  # the elastic loader's own remedy
         msg = (
-            f"the loader ({type(self.loader).__name__}) has no length; give the number of batches that make "
-            "an epoch: Limits(steps_per_epoch=...)"
+            f"the loader ({type(self.loader).__name__}) has no length{why}; give the number of batches that "
+            "make an epoch: Limits(steps_per_epoch=...)"
         )
         raise LoaderError(msg)
 
