@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 from tp_core.errors import ConfigError, StepError
-from tp_core.testing import RankPool
 from tp_trainer import DdpOptions, Limits, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor")
@@ -367,16 +366,23 @@ def test_the_batches_of_a_stream_are_cut_where_its_samples_are(name):
     torch.testing.assert_close(found, trained(case, "single", data=Stream)[1], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["dp-gather", "tuple"])
-@pytest.mark.parametrize("name", ["texts", "packed sequences", "sequences alone"])
+def paired(names):
+    """Return each name with a backend, in turn; the other pairs of the product are nightly."""
+    return [
+        pytest.param(name, backend, marks=pytest.mark.slow if (number + turn) % 2 else pytest.mark.nightly)
+        for number, name in enumerate(names)
+        for turn, backend in enumerate(["dp-gather", "tuple"])
+    ]
+
+
+@pytest.mark.parametrize(("name", "backend"), paired(["texts", "packed sequences", "sequences alone"]))
 def test_the_batches_of_workers_are_cut_alike(name, backend):
     same(trained(CASES[name], backend, workers=2), trained(CASES[name], "single"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["dp-gather", "tuple"])
-@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.gather is None and c.parts is None])
+@pytest.mark.parametrize(
+    ("name", "backend"), paired(n for n, c in CASES.items() if c.gather is None and c.parts is None)
+)
 def test_three_devices_cut_into_uneven_parts(name, backend):
     same(trained(CASES[name], backend, devices=("cpu",) * 3), trained(CASES[name], "single"))
 
@@ -396,19 +402,13 @@ def losses_on_a_rank(backend, names):
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2, timeout_s=120) as pool:
-        yield pool
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kinds", [0, 1])
-def test_ranks_train_as_one_device(ranks, backend, kinds):
+def test_ranks_train_as_one_device(two_ranks, backend, kinds):
     names = [n for n, case in CASES.items() if case.parts != "different"]
     names = names[:3] if kinds == 0 else names[3:]
-    everyones = ranks.run(losses_on_a_rank, backend, names)
+    everyones = two_ranks.run(losses_on_a_rank, backend, names)
     for name in names:
         expected = trained(CASES[name], "single")[0]
         for found in everyones:

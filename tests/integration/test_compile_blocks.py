@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, ModelError
 from tp_core.jobs import CompileOptions
-from tp_core.testing import RankPool
 from tp_trainer import FsdpOptions, Trainer, checkpoint_activations
 
 from tests.tp_trainer.callback_run import BACKENDS, Spy
@@ -129,13 +128,6 @@ def check(found, accumulate=1, *, watched=False):
         assert (first, end) == (accumulate, 2)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    ranks = RankPool(2)
-    yield ranks
-    ranks.close()
-
-
 @pytest.mark.slow
 def test_a_class_of_blocks_is_compiled_once_for_all_lengths():
     check(compare("single"))
@@ -153,21 +145,21 @@ def test_blocks_are_compiled_with_checkpointed_activations(policy):
     ("backend", "options"),
     [("ddp", None), ("shard", None), ("fsdp", FsdpOptions(units=Block))],
 )
-def test_blocks_are_compiled_on_ranks(pool, backend, options, accumulate):
-    for found in pool.run(functools.partial(compare, backend, options=options, accumulate=accumulate)):
+def test_blocks_are_compiled_on_ranks(two_ranks, backend, options, accumulate):
+    for found in two_ranks.run(functools.partial(compare, backend, options=options, accumulate=accumulate)):
         # Split layers look for random numbers in their first passes, between which graphs break.
         check(found, accumulate, watched=backend == "shard")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["ddp", "shard", "fsdp"])
-def test_blocks_are_compiled_with_checkpointed_activations_on_ranks(pool, backend):
+def test_blocks_are_compiled_with_checkpointed_activations_on_ranks(two_ranks, backend):
     options = FsdpOptions(units=Block) if backend == "fsdp" else None
-    for found in pool.run(functools.partial(compare, backend, options=options, policy={})):
+    for found in two_ranks.run(functools.partial(compare, backend, options=options, policy={})):
         check(found)
     if backend == "fsdp":
         options = FsdpOptions(units=Block, activation_checkpointing=True)
-        for found in pool.run(functools.partial(compare, backend, options=options)):
+        for found in two_ranks.run(functools.partial(compare, backend, options=options)):
             check(found)
 
 
@@ -177,21 +169,28 @@ def test_a_model_of_torchs_own_class_is_compiled():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "shard", "fsdp"])
-def test_a_model_of_torchs_own_class_is_compiled_on_ranks(pool, backend):
-    for found in pool.run(functools.partial(compare, backend, WHOLE, make=whole)):
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "shard",
+        pytest.param("ddp", marks=pytest.mark.nightly),
+        pytest.param("fsdp", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_model_of_torchs_own_class_is_compiled_on_ranks(two_ranks, backend):
+    for found in two_ranks.run(functools.partial(compare, backend, WHOLE, make=whole)):
         check(found)
 
 
 @pytest.mark.slow
-def test_torchs_own_blocks_are_compiled(pool):
+def test_torchs_own_blocks_are_compiled(two_ranks):
     for found in (
         compare("single", make=Torchs),
-        *pool.run(functools.partial(compare, "ddp", make=Torchs)),
+        *two_ranks.run(functools.partial(compare, "ddp", make=Torchs)),
         compare("tuple", WHOLE, make=Torchs),
-        *pool.run(functools.partial(compare, "shard", make=Torchs)),
-        *pool.run(functools.partial(compare, "fsdp", make=Torchs)),
-        *pool.run(functools.partial(compare, "fsdp", WHOLE, make=Torchs)),  # unit by unit
+        *two_ranks.run(functools.partial(compare, "shard", make=Torchs)),
+        *two_ranks.run(functools.partial(compare, "fsdp", make=Torchs)),
+        *two_ranks.run(functools.partial(compare, "fsdp", WHOLE, make=Torchs)),  # unit by unit
     ):
         difference, ((_, first), (_, epoch), (_, end)) = found
         assert difference < 1e-6

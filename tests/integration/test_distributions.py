@@ -26,7 +26,13 @@ def _build(folder, out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", PACKAGES, ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(p, id=p.name, marks=() if p.name in ("tp-core", "tp-trainer") else pytest.mark.nightly)
+        for p in PACKAGES
+    ],
+)
 def test_a_distribution_is_the_same_whenever_it_is_built(folder, tmp_path):
     first, second = _build(folder, tmp_path / "first"), _build(folder, tmp_path / "second")
     assert {name.rsplit(".", 1)[1] for name in first} == {"whl", "gz"}

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from tp_core.testing import RankPool
 from tp_trainer import Checkpoints, FunctionMetric, SchedulerOptions, Trainer, Validation
 from tp_trainer.callbacks import EarlyStopping, ExponentialMovingAverage
 
@@ -142,7 +141,9 @@ def check_text_job(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=pytest.mark.nightly if p == "tuple" else ()) for p in PLACES]
+)
 def test_a_classifier_of_texts_is_as_by_hand_and_resumed(tmp_path, place):
     whole = text_job(PLACES[place])
     check_text_job(whole)
@@ -158,13 +159,6 @@ def _text_job_on_a_rank(where, folder):
     text_job(where, folder=folder, max_steps=4, workers=1)
     parts = text_job(where, folder=folder, workers=1)
     return whole, bool(torch.equal(parts[0], whole[0])) and parts[1:] == whole[1:]
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    """Ranks that import what the jobs need once for all backends."""
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.slow
@@ -225,7 +219,9 @@ def picture_job(where, *, folder=None, max_steps=None, workers=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=() if p == "tuple" else pytest.mark.nightly) for p in PLACES]
+)
 def test_a_classifier_of_pictures_is_that_of_one_device_and_resumed(tmp_path, place):
     whole, expected = picture_job(PLACES[place]), picture_job(PLACES["single"])
     for found, wanted in zip(whole[:2], expected[:2], strict=True):

@@ -403,13 +403,18 @@ def check_stream(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", IN_ONE_PROCESS)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(p, marks=pytest.mark.nightly if p == "dp-gather" else ()) for p in IN_ONE_PROCESS],
+)
 def test_a_stream_is_as_by_hand_and_resumed(tmp_path, place):
     check_stream([_stream_whole_and_resumed(IN_ONE_PROCESS[place], tmp_path)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ON_RANKS)
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=pytest.mark.nightly if p == "ddp" else ()) for p in ON_RANKS]
+)
 def test_a_stream_is_as_by_hand_and_resumed_on_two_ranks(tmp_path, place):
     call = functools.partial(_stream_whole_and_resumed, ON_RANKS[place], tmp_path)
     found = run_ranks(call, 2)

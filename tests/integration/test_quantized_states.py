@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StateError
-from tp_core.testing import RankPool
 from tp_trainer import FsdpOptions, Trainer
 
 ts = pytest.importorskip("tp_shard")
@@ -170,13 +169,6 @@ def fit(make, backend="single", epochs=2, folder=None):
             ts.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def pool():
-    ranks = RankPool(2)
-    yield ranks
-    ranks.close()
-
-
 def assert_same(found, expected, *, within):
     assert found[1:] == expected[1:]
     for name, tensor in expected[0].items():
@@ -184,34 +176,34 @@ def assert_same(found, expected, *, within):
 
 
 @pytest.mark.slow
-def test_quantized_states_are_sharded_and_resumed_on_other_backends(pool, tmp_path):
+def test_quantized_states_are_sharded_and_resumed_on_other_backends(two_ranks, tmp_path):
     expected = fit(AdamW8bit, epochs=4)
     assert expected[1] == ["Quantized"]
     # The blocks of shards along the first dimension are those of the whole.
-    for found in pool.run(fit, AdamW8bit, "fsdp", 4):
+    for found in two_ranks.run(fit, AdamW8bit, "fsdp", 4):
         assert_same(found, expected, within=1e-6)
     fit(AdamW8bit, "single", 1, tmp_path)
-    pool.run(fit, AdamW8bit, "fsdp", 2, tmp_path)
-    pool.run(fit, AdamW8bit, "shard", 3, tmp_path)
+    two_ranks.run(fit, AdamW8bit, "fsdp", 2, tmp_path)
+    two_ranks.run(fit, AdamW8bit, "shard", 3, tmp_path)
     assert_same(fit(AdamW8bit, "single", 4, tmp_path), expected, within=5e-3)  # as of a step's last bits
 
 
 @pytest.mark.slow
-def test_quantized_states_of_split_layers_are_those_of_other_blocks(pool):
+def test_quantized_states_of_split_layers_are_those_of_other_blocks(two_ranks):
     expected = fit(AdamW8bit)
-    for found in pool.run(fit, AdamW8bit, "shard"):
+    for found in two_ranks.run(fit, AdamW8bit, "shard"):
         assert_same(found, expected, within=5e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fsdp", "shard"])
-def test_lower_states_are_those_of_one_device_and_are_resumed(pool, tmp_path, backend):
+def test_lower_states_are_those_of_one_device_and_are_resumed(two_ranks, tmp_path, backend):
     expected = fit(LowAdamW, epochs=3)
     assert expected[2] == {"torch.bfloat16"}
-    for found in pool.run(fit, LowAdamW, backend, 3):
+    for found in two_ranks.run(fit, LowAdamW, backend, 3):
         assert_same(found, expected, within=1e-6)
     fit(LowAdamW, "single", 1, tmp_path)
-    pool.run(fit, LowAdamW, backend, 2, tmp_path)
+    two_ranks.run(fit, LowAdamW, backend, 2, tmp_path)
     assert_same(fit(LowAdamW, "single", 3, tmp_path), expected, within=1e-6)
 
 

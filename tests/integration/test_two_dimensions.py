@@ -162,8 +162,8 @@ def test_training_leads_where_one_device_leads(pool, options, groups):
 COMPILER = CompileOptions(backend="aot_eager")  # torch's default one would take many seconds
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.nightly
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_units_are_compiled_each(pool, replicas):
     options = ts.ShardOptions(data=FullyShardOptions(units=Block, replicas=replicas))
     expected = fit(clip_norm=0.3)
@@ -233,7 +233,7 @@ def test_accumulated_batches_and_clipped_values(pool):
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_goes_on_each_time(tmp_path):
+def test_another_number_of_ranks_goes_on_each_time(pool, tmp_path):
     """Sharded over two, in two dimensions over four, on one device, split over two."""
     expected = fit(epochs=5)
     ways = [
@@ -246,7 +246,7 @@ def test_another_number_of_ranks_goes_on_each_time(tmp_path):
     checkpoint = Checkpoints(tmp_path, every_epochs=1, keep=99)
     for epochs, (processes, way) in enumerate(ways, 1):
         run = functools.partial(fit, epochs=epochs, checkpoint=checkpoint, resume="auto", **way)
-        for found in [run()] if processes == 1 else run_ranks(run, processes):
+        for found in [run()] if processes == 1 else pool.run(run) if processes == 4 else run_ranks(run, 2):
             assert len(found[0]) == epochs
     assert_close(found, expected)
 

@@ -119,16 +119,9 @@ def assert_same(found, expected):
     assert found[1] == expected[1]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    ranks = RankPool(2)
-    yield ranks
-    ranks.close()
-
-
-def test_muon_over_shards_is_muon_on_one_device(pool):
+def test_muon_over_shards_is_muon_on_one_device(two_ranks):
     expected = fit("Muon")
-    for found in pool.run(fit, "Muon", "fsdp"):
+    for found in two_ranks.run(fit, "Muon", "fsdp"):
         assert_same(found, expected)
         assert found[2] < 0.7 * expected[2]  # its state is sharded
 
@@ -136,9 +129,9 @@ def test_muon_over_shards_is_muon_on_one_device(pool):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["fsdp", "shard"])
-def test_every_kind_is_that_of_one_device_on_two_ranks(pool, name, way):
+def test_every_kind_is_that_of_one_device_on_two_ranks(two_ranks, name, way):
     expected = fit(name)
-    for found in pool.run(fit, name, way):
+    for found in two_ranks.run(fit, name, way):
         assert_same(found, expected)
 
 
@@ -157,13 +150,13 @@ def test_every_kind_is_that_of_one_device_on_four_ranks(name, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Muon", "Shampoo"])
-def test_a_run_is_resumed_on_another_backend(pool, tmp_path, name):
+def test_a_run_is_resumed_on_another_backend(two_ranks, tmp_path, name):
     expected = fit(name, epochs=4)
     for epochs, way in enumerate(["fsdp", "shard", "single", "fsdp"], start=1):
         if way == "single":
             fit(name, way, epochs, tmp_path)
         else:
-            found = pool.run(fit, name, way, epochs, tmp_path)
+            found = two_ranks.run(fit, name, way, epochs, tmp_path)
     for each in found:
         assert_same(each, expected)
 
@@ -186,8 +179,8 @@ def refusals():
 
 
 @pytest.mark.slow
-def test_a_step_without_preparation_or_with_a_closure_is_refused(pool):
-    for unprepared, closure in pool.run(refusals):
+def test_a_step_without_preparation_or_with_a_closure_is_refused(two_ranks):
+    for unprepared, closure in two_ranks.run(refusals):
         assert "Muon computes with whole matrices" in unprepared
         assert "give it to fit(), or to trainer.prepare(model, optimizer)" in unprepared
         assert "compute the loss and its gradients before step()" in closure

@@ -17,12 +17,6 @@ from tp_core.testing import RankPool
 TOKENS = 13
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 def made(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -200,8 +194,8 @@ def check(results):
 
 
 @pytest.mark.parametrize("names", [["causal", "documents"], pytest.param([*CASES], marks=pytest.mark.slow)])
-def test_each_way_equals_attention_on_one_device(pair, names):
-    check(pair.run(table, WAYS, names))
+def test_each_way_equals_attention_on_one_device(two_ranks, names):
+    check(two_ranks.run(table, WAYS, names))
 
 
 @pytest.mark.slow

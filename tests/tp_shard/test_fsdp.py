@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from tp_core.errors import ConfigError, DisagreementError, StateError
 from tp_core.testing import RankPool
 
+pytestmark = pytest.mark.slow  # all on four ranks
+
 d = ts.distributed
 
 MESHES = {
@@ -254,11 +256,9 @@ def on_mesh():
         pool.close()
 
 
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize(
-    "check", [*CHECKS[:-1], pytest.param(CHECKS[-1], marks=pytest.mark.slow)], ids=lambda c: c.__name__
-)
-@pytest.mark.parametrize(
-    "mesh", ["2x2", *(pytest.param(n, marks=pytest.mark.slow) for n in list(MESHES)[1:])]
+    "mesh", ["2x2", *(pytest.param(n, marks=pytest.mark.nightly) for n in list(MESHES)[1:])]
 )
 def test_on_a_mesh(on_mesh, mesh, check):
     on_mesh(mesh, check)
@@ -271,15 +271,14 @@ def starts(on_mesh, on_ranks):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writers", "readers"),
     [
         ("2x2", (1, "2x2")),
         ("2x2", (2, 3, 4)),
         (3, ("2x2", "2x1x2")),
-        ("2x2x1", (1, "1x2x2")),
-        ("1x2x2", (3, "2x2x1")),
+        pytest.param("2x2x1", (1, "1x2x2"), marks=pytest.mark.nightly),
+        pytest.param("1x2x2", (3, "2x2x1"), marks=pytest.mark.nightly),
     ],
 )
 def test_what_is_saved_is_resumed_on_any_number_of_ranks(on_mesh, on_ranks, tmp_path, writers, readers):
@@ -380,7 +379,7 @@ def test_files_of_the_whole_model_are_read_under_fully_shard(on_mesh, tmp_path):
     [
         a_mesh_that_mixes_shards_is_refused,
         parameters_with_marks_of_ones_own_keep_them,
-        pytest.param(an_overflow_anywhere_leaves_the_step_out_everywhere, marks=pytest.mark.slow),
+        an_overflow_anywhere_leaves_the_step_out_everywhere,
         gradients_that_differ_between_ranks_are_named,
     ],
     ids=lambda c: c.__name__,

@@ -87,10 +87,9 @@ def wait_until_gone(*pids):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "forkserver"))]
-)
-@pytest.mark.parametrize("kept", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("kept", [False, True])
 def test_an_own_loop_whose_group_is_signalled_goes_on_with_its_workers(start, method, kept):
     process = start(
         """

@@ -12,10 +12,15 @@ def call(replica, part):
     return replica(part)
 
 
+FAST = {(3, False), (3, True), (2, "flat")}
+
+
 @pytest.mark.parametrize(
     ("count", "force_copies"),
     [
-        pytest.param(n, c, marks=() if (n, c) in {(3, False), (3, True), (2, "flat")} else pytest.mark.slow)
+        pytest.param(
+            n, c, marks=() if (n, c) in FAST else pytest.mark.slow if n == 4 else pytest.mark.nightly
+        )
         for n in (1, 2, 3, 4)
         for c in (False, True, "flat")
     ],

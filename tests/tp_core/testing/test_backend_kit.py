@@ -18,6 +18,8 @@ from tp_core.plugins import Backend, Session, Verdict
 from tp_core.sessions import ProcessGroupSession, join_process_group
 from tp_core.testing import BackendConformance
 
+from tests.tp_core.testing.altered import each_check_once
+
 
 class TrueSession(ProcessGroupSession):
     """One rank of a data-parallel job."""
@@ -549,13 +551,7 @@ def kit_of(altered):
     return Kit()
 
 
-FIRST = {test: altered for altered, test, *_ in reversed(CAUGHT)}
-
-
-@pytest.mark.parametrize(
-    ("altered", "test", "arguments"),
-    [pytest.param(a, t, r, marks=() if FIRST[t] is a else pytest.mark.slow) for a, t, *r in CAUGHT],
-)
+@pytest.mark.parametrize(("altered", "test", "arguments"), each_check_once(CAUGHT))
 def test_an_altered_backend_is_caught_by(altered, test, arguments, ranks, tmp_path):
     kit = kit_of(altered)
     if test == "test_a_barrier_waits_for_every_rank":

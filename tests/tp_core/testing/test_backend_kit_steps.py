@@ -4,14 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tp_core.errors import RankFailedError
-from tp_core.plugins import Backend, Verdict
-from tp_core.sessions import ProcessGroupSession, join_process_group
-from tp_core.testing import BackendConformance
+from tp_core.sessions import join_process_group
 
-
-class TrueSession(ProcessGroupSession):
-    def prepare_model(self, model):
-        return self.average_gradients(model, find_unused_parameters=True)
+from tests.tp_core.testing.altered import TrueSession, each_check_once, kit_of
 
 
 class EvaluatesAlways(TrueSession):
@@ -180,33 +175,7 @@ CAUGHT = [
 SPOILERS = {JoinsAnew, LeavesForTheProgram}
 
 
-def kit_of(altered):
-    class Altered(Backend):
-        name = "altered"
-
-        def assess(self, job):
-            return Verdict.fits(1, "it is for tests")
-
-        def open(self, job):
-            self.parse_options(job)
-            leave = join_process_group(job.environment, device=job.devices[0])
-            return altered(job, leave=leave)
-
-    class Kit(BackendConformance):
-        __test__ = False
-        backend = Altered
-        processes = 2
-
-    return Kit()
-
-
-FIRST = {test: altered for altered, test, *_ in reversed(CAUGHT)}
-
-
-@pytest.mark.parametrize(
-    ("altered", "test", "arguments"),
-    [pytest.param(a, t, r, marks=() if FIRST[t] is a else pytest.mark.slow) for a, t, *r in CAUGHT],
-)
+@pytest.mark.parametrize(("altered", "test", "arguments"), each_check_once(CAUGHT))
 def test_an_altered_backend_is_caught_by(altered, test, arguments, ranks):
     with pytest.raises((AssertionError, RankFailedError)):
         getattr(kit_of(altered), test)(*arguments)

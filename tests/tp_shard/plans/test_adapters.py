@@ -20,6 +20,12 @@ from tests.adapters import KINDS as ADAPTERS
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
 KINDS = ("lora", "rslora", "dora", "ia3")
+DIFFERENT = [
+    "lora",
+    "dora",
+    "ia3",
+    pytest.param("rslora", marks=pytest.mark.nightly),
+]  # "lora" by another factor
 HEADS = {"heads": 4, "kv_heads": 2}
 LLAMA = {
     "**.q_proj": ts.Column(**HEADS),
@@ -171,7 +177,7 @@ def switches(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIFFERENT)
 def test_adapters_are_switched_merged_and_disabled_like_on_one_device(on_ranks, kind):
     on_ranks(2, lambda: switches(kind))
 
@@ -294,7 +300,7 @@ def test_trained_biases_of_a_key_head_that_ranks_share_are_right(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIFFERENT)
 def test_joined_outputs_of_adapted_layers_are_right(kind):
     joined = {"**.k_proj": ts.Column(gather_output=True), "**.v_proj": ts.Column(gather_output=True)}
     ts.verify(adapted("llama", kind), joined, inputs("llama")).assert_ok()

@@ -194,7 +194,8 @@ def test_on_ranks(on_ranks, world, check):
     on_ranks(world, check)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_blocks_on_parts_are_equal_in_every_number(ranks):
     torch.manual_seed(0)
     model, batch = Coder(), (torch.randint(0, 40, (2, 9)), torch.randint(0, 40, (2, 5)))

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
-from tp_core.testing import RankPool
 from tp_trainer import FsdpOptions, Trainer
 
 
@@ -42,26 +41,19 @@ def fit(backend, epochs=2, folder=None):
         return [p.detach().clone() for p in held], torch.rand(3)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    ranks = RankPool(2)
-    yield ranks
-    ranks.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_ranks_keep_the_same_weights(pool, backend):
-    (first, drawn), (second, others) = pool.run(fit, backend)
+def test_ranks_keep_the_same_weights(two_ranks, backend):
+    (first, drawn), (second, others) = two_ranks.run(fit, backend)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not torch.equal(drawn, others)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_draws_what_one_without_a_break_does(pool, tmp_path):
-    expected = pool.run(fit, "ddp", 3)
-    pool.run(fit, "ddp", 1, tmp_path)
-    for (found, _), (weights, _) in zip(pool.run(fit, "ddp", 3, tmp_path), expected, strict=True):
+def test_a_resumed_run_draws_what_one_without_a_break_does(two_ranks, tmp_path):
+    expected = two_ranks.run(fit, "ddp", 3)
+    two_ranks.run(fit, "ddp", 1, tmp_path)
+    for (found, _), (weights, _) in zip(two_ranks.run(fit, "ddp", 3, tmp_path), expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
 
 
@@ -92,6 +84,6 @@ def scaled(model, batch):
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "shard"])
-def test_draws_that_would_part_what_ranks_have_in_common_are_refused(pool, backend):
-    for message in pool.run(uneven, backend):
+def test_draws_that_would_part_what_ranks_have_in_common_are_refused(two_ranks, backend):
+    for message in two_ranks.run(uneven, backend):
         assert message.startswith("Noisy draws random numbers, and here another number of them on each rank")

@@ -8,14 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StepError
-from tp_core.testing import RankPool
 from tp_trainer import Checkpoints, Trainer
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2, timeout_s=120.0) as pool:
-        yield pool
 
 
 class Block(nn.Module):
@@ -67,16 +60,16 @@ def trained(backend, *, accumulate=1, folder=None, max_steps=None):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_scalars_and_empty_parameters_train_as_on_one_device(ranks, accumulate):
+def test_scalars_and_empty_parameters_train_as_on_one_device(two_ranks, accumulate):
     alone = trained("single", accumulate=accumulate)
-    for found in ranks.run(partial(trained, "fsdp", accumulate=accumulate)):
+    for found in two_ranks.run(partial(trained, "fsdp", accumulate=accumulate)):
         torch.testing.assert_close(found, alone)
 
 
-def test_they_are_resumed(ranks, tmp_path):
+def test_they_are_resumed(two_ranks, tmp_path):
     alone = trained("single")
-    ranks.run(partial(trained, "fsdp", folder=tmp_path, max_steps=4))
-    for found in ranks.run(partial(trained, "fsdp", folder=tmp_path)):
+    two_ranks.run(partial(trained, "fsdp", folder=tmp_path, max_steps=4))
+    for found in two_ranks.run(partial(trained, "fsdp", folder=tmp_path)):
         torch.testing.assert_close(found, alone)
 
 
@@ -122,10 +115,10 @@ def _writing(write, *, in_a_unit):
 
 
 @pytest.mark.parametrize("in_a_unit", [False, True])
-def test_a_forward_pass_that_writes_weights_is_refused(ranks, in_a_unit):
+def test_a_forward_pass_that_writes_weights_is_refused(two_ranks, in_a_unit):
     name = "'linear.weight' of the model's Writes" if in_a_unit else "'0.linear.weight' of the model's Seq"
     for write in (in_place, data_replaced, data_written):
-        for message in ranks.run(partial(_writing, write, in_a_unit=in_a_unit)):
+        for message in two_ranks.run(partial(_writing, write, in_a_unit=in_a_unit)):
             assert message is not None, write
             assert f"the forward pass wrote the parameter {name}" in message
-    assert ranks.run(partial(_writing, nothing, in_a_unit=in_a_unit)) == [None, None]
+    assert two_ranks.run(partial(_writing, nothing, in_a_unit=in_a_unit)) == [None, None]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import TpError
 from tp_core.jobs import CompileOptions
-from tp_core.testing import RankPool, run_ranks
+from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, FsdpOptions, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
 
@@ -78,13 +78,6 @@ def assert_close(found, expected, *, rtol=1e-8, atol=1e-10):
         torch.testing.assert_close(found[1][name], tensor, rtol=rtol, atol=atol)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    ranks = RankPool(2)
-    yield ranks
-    ranks.close()
-
-
 # -- resumed elsewhere ------------------------------------------------------------------------------
 
 
@@ -148,10 +141,10 @@ def averaged_in_two_runs(folder, swa):
 
 
 @pytest.mark.parametrize("swa", [False, True])
-def test_an_average_is_that_of_the_whole_model_resumed_too(pool, tmp_path, swa):
+def test_an_average_is_that_of_the_whole_model_resumed_too(two_ranks, tmp_path, swa):
     expected = averaged("single", swa=swa)
-    whole = pool.run(functools.partial(averaged, swa=swa))
-    for found in [*whole, *pool.run(averaged_in_two_runs, tmp_path, swa)]:
+    whole = two_ranks.run(functools.partial(averaged, swa=swa))
+    for found in [*whole, *two_ranks.run(averaged_in_two_runs, tmp_path, swa)]:
         assert_close(found, expected)
 
 
@@ -164,13 +157,14 @@ def compiled(options):
     return fit(options=options, trainer={"compile": compiler}, clip_norm=0.5)
 
 
-def test_several_units_are_compiled_each(pool):
+def test_several_units_are_compiled_each(two_ranks):
     run = functools.partial(compiled, FsdpOptions(units=Block))
     expected = fit("single", clip_norm=0.5)
-    for found in pool.run(run):
+    for found in two_ranks.run(run):
         assert_close(found, expected)
 
 
+@pytest.mark.nightly
 def test_copies_of_shards_are_compiled_too():
     run = functools.partial(compiled, FsdpOptions(units=Block, replicas=2))
     expected = fit("single", clip_norm=0.5)
@@ -184,10 +178,10 @@ def small_step(model, batch):
 
 
 @pytest.mark.parametrize("precision", ["fp16-mixed", "bf16-mixed"])
-def test_lower_precision_over_several_units_leads_close_and_alike_on_all_ranks(pool, precision):
+def test_lower_precision_over_several_units_leads_close_and_alike_on_all_ranks(two_ranks, precision):
     arguments = {"trainer": {"precision": precision}, "dtype": torch.float32, "run": small_step}
     expected = fit("single", **arguments)
-    found = pool.run(functools.partial(fit, options=FsdpOptions(units=Block), **arguments))
+    found = two_ranks.run(functools.partial(fit, options=FsdpOptions(units=Block), **arguments))
     for mine in found:
         assert_close(mine, expected, rtol=0.05, atol=0.03)
         assert all(torch.equal(mine[1][name], tensor) for name, tensor in found[0][1].items())
@@ -212,8 +206,8 @@ def of_another_model(model):
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "ddp"])
-def test_an_optimizer_with_a_parameter_of_another_model_is_refused(pool, backend):
-    for kind, message in pool.run(refusal, (Net, of_another_model, {"backend": backend})):
+def test_an_optimizer_with_a_parameter_of_another_model_is_refused(two_ranks, backend):
+    for kind, message in two_ranks.run(refusal, (Net, of_another_model, {"backend": backend})):
         assert kind == "ConfigError"
         assert "is not the model's" in message
 
@@ -234,8 +228,8 @@ def with_an_inner_first_fsdp():
 
 @pytest.mark.parametrize("make", [in_the_first_fsdp, with_an_inner_first_fsdp])
 @pytest.mark.parametrize("backend", ["fsdp", "ddp"])
-def test_a_model_in_torchs_first_fsdp_is_refused(pool, backend, make):
-    for kind, message in pool.run(refusal, (make, adam, {"backend": backend})):
+def test_a_model_in_torchs_first_fsdp_is_refused(two_ranks, backend, make):
+    for kind, message in two_ranks.run(refusal, (make, adam, {"backend": backend})):
         assert kind in {"ModelError", "SelectionError"}
         assert "FullyShardedDataParallel" in message
 
@@ -246,8 +240,8 @@ def sharded_alone():
     return fully_shard(Net())
 
 
-def test_a_model_that_is_fully_sharded_is_refused_by_ddp(pool):
-    for _, message in pool.run(refusal, (sharded_alone, adam, {"backend": "ddp"})):
+def test_a_model_that_is_fully_sharded_is_refused_by_ddp(two_ranks):
+    for _, message in two_ranks.run(refusal, (sharded_alone, adam, {"backend": "ddp"})):
         assert "DTensor" in message
 
 

@@ -98,9 +98,9 @@ def fit(backend="fsdp", *, options=None, run=step, make=adam, trainer=None, **ar
         return [(r.train, r.val) for r in history], state
 
 
-def assert_as_on_one_device(pool, **kwargs):
+def assert_as_on_one_device(two_ranks, **kwargs):
     losses, state = fit("single", **{k: v for k, v in kwargs.items() if k != "options"})
-    for found, weights in pool.run(functools.partial(fit, **kwargs)):
+    for found, weights in two_ranks.run(functools.partial(fit, **kwargs)):
         for record, expected in zip(found, losses, strict=True):
             for part, wanted in zip(record, expected, strict=True):
                 assert part == pytest.approx(wanted, rel=1e-9)
@@ -109,15 +109,8 @@ def assert_as_on_one_device(pool, **kwargs):
             torch.testing.assert_close(weights[name], tensor, rtol=1e-8, atol=1e-10)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    ranks = RankPool(2)
-    yield ranks
-    ranks.close()
-
-
-def test_a_step_may_use_methods_parts_and_parameters_of_the_module(pool):
-    assert_as_on_one_device(pool, run=with_methods)
+def test_a_step_may_use_methods_parts_and_parameters_of_the_module(two_ranks):
+    assert_as_on_one_device(two_ranks, run=with_methods)
 
 
 @pytest.mark.slow
@@ -132,8 +125,8 @@ def test_a_step_may_use_methods_parts_and_parameters_of_the_module(pool):
     ],
     ids=["kept", "checkpointed", "prefetch", "nested", "copies"],
 )
-def test_every_option_leads_to_the_same_weights(pool, options):
-    assert_as_on_one_device(pool, options=options, clip_norm=0.5)
+def test_every_option_leads_to_the_same_weights(two_ranks, options):
+    assert_as_on_one_device(two_ranks, options=options, clip_norm=0.5)
 
 
 @pytest.mark.slow
@@ -146,14 +139,14 @@ def test_every_option_leads_to_the_same_weights(pool, options):
         (sgd, {"foreach": True}),
     ],
 )
-def test_optimizers_that_treat_each_element_by_itself_do_what_they_do_on_one_device(pool, make, kwargs):
-    assert_as_on_one_device(pool, make=functools.partial(make, **kwargs))
+def test_optimizers_that_treat_each_element_by_itself_do_what_they_do_on_one_device(two_ranks, make, kwargs):
+    assert_as_on_one_device(two_ranks, make=functools.partial(make, **kwargs))
 
 
 @pytest.mark.slow
-def test_accumulation_and_clipping_together(pool):
+def test_accumulation_and_clipping_together(two_ranks):
     assert_as_on_one_device(
-        pool, trainer={"accumulate": 3}, clip_norm=0.3, gradients=GradientRules(clip_value=0.1)
+        two_ranks, trainer={"accumulate": 3}, clip_norm=0.3, gradients=GradientRules(clip_value=0.1)
     )
 
 
@@ -181,9 +174,9 @@ def count_exchanges(accumulate):
 
 
 @pytest.mark.slow
-def test_accumulated_batches_reduce_their_gradients_once(pool):
-    assert pool.run(count_exchanges, 1) == [4 * 4, 4 * 4]  # batches, units with the model itself
-    assert pool.run(count_exchanges, 4) == [4, 4]
+def test_accumulated_batches_reduce_their_gradients_once(two_ranks):
+    assert two_ranks.run(count_exchanges, 1) == [4 * 4, 4 * 4]  # batches, units with the model itself
+    assert two_ranks.run(count_exchanges, 4) == [4, 4]
 
 
 # -- optimizers -----------------------------------------------------------------------------------
@@ -266,9 +259,9 @@ def optimizer_made_after():
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_has_a_state_keeps_it(pool):
+def test_an_optimizer_that_has_a_state_keeps_it(two_ranks):
     expected = optimizer_with_a_state("single")
-    for state in pool.run(optimizer_with_a_state):
+    for state in two_ranks.run(optimizer_with_a_state):
         for name, tensor in expected.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
 
@@ -294,12 +287,12 @@ def living_weights():
     return found
 
 
-def test_whole_weights_of_a_unit_are_freed_before_the_next_one_is_sharded(pool):
-    for found in pool.run(living_weights):
+def test_whole_weights_of_a_unit_are_freed_before_the_next_one_is_sharded(two_ranks):
+    for found in two_ranks.run(living_weights):
         assert found == [10, 6, 2, 0]
 
 
-def test_an_optimizer_may_be_made_after_the_model_was_prepared(pool):
+def test_an_optimizer_may_be_made_after_the_model_was_prepared(two_ranks):
     model = Net()
     with trainer_of("single") as trainer:
         optimizer, batches = adam(model), trainer.prepare(loader())
@@ -307,7 +300,7 @@ def test_an_optimizer_may_be_made_after_the_model_was_prepared(pool):
             optimizer.zero_grad()
             step(model, batch).backward()
             optimizer.step()
-    for state in pool.run(optimizer_made_after):
+    for state in two_ranks.run(optimizer_made_after):
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
 
@@ -340,8 +333,8 @@ def out_of_memory(options):
 
 
 @pytest.mark.slow
-def test_where_memory_is_not_enough_the_error_says_what_helps(pool):
-    for forward, backward, update in pool.run(out_of_memory, FsdpOptions(reshard_after_forward=False)):
+def test_where_memory_is_not_enough_the_error_says_what_helps(two_ranks):
+    for forward, backward, update in two_ranks.run(out_of_memory, FsdpOptions(reshard_after_forward=False)):
         assert forward == backward
         first, table = forward
         assert "more ranks; reshard_after_forward=True; activation_checkpointing=True; offload=True" in first
@@ -374,7 +367,7 @@ def averages_and_hooks():
 
 
 @pytest.mark.slow
-def test_averages_of_weights_and_hooks_on_gradients(pool):
+def test_averages_of_weights_and_hooks_on_gradients(two_ranks):
     model, seen = Net(), []
     model.out.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -384,7 +377,7 @@ def test_averages_of_weights_and_hooks_on_gradients(pool):
     )
     with trainer_of("single") as trainer:
         trainer.fit(model, optimizer, loader(8), step=step)
-    for found, gradients in pool.run(averages_and_hooks):
+    for found, gradients in two_ranks.run(averages_and_hooks):
         for name, tensor in average.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(gradients, seen, rtol=1e-8, atol=1e-10)
@@ -434,8 +427,8 @@ def refused_steps():
     return found
 
 
-def test_penalties_over_shards_and_steps_that_go_back_are_refused_with_what_to_write(pool):
-    for found in pool.run(refused_steps):
+def test_penalties_over_shards_and_steps_that_go_back_are_refused_with_what_to_write(two_ranks):
+    for found in two_ranks.run(refused_steps):
         for message in found[:2]:
             assert "parameter.grad.add_(parameter.sign(), alpha=...)" in message
         for message in found[2:]:
@@ -443,9 +436,9 @@ def test_penalties_over_shards_and_steps_that_go_back_are_refused_with_what_to_w
 
 
 @pytest.mark.slow
-def test_a_penalty_that_is_written_so_is_that_of_one_device(pool):
+def test_a_penalty_that_is_written_so_is_that_of_one_device(two_ranks):
     _, expected = fit("single", run=with_l1)
-    for _, weights in pool.run(functools.partial(fit, callbacks=[AddL1()])):
+    for _, weights in two_ranks.run(functools.partial(fit, callbacks=[AddL1()])):
         for name, tensor in weights.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-8, atol=1e-10)
 
@@ -475,15 +468,15 @@ def copied_models():
         return found, all(p is not q and p.full_tensor().equal(q.full_tensor()) for p, q in pairs)
 
 
-def test_copies_of_a_sharded_model_are_refused_with_what_to_do(pool):
-    for messages, is_apart in pool.run(copied_models):
+def test_copies_of_a_sharded_model_are_refused_with_what_to_do(two_ranks):
+    for messages, is_apart in two_ranks.run(copied_models):
         assert all("callbacks, ExponentialMovingAverage and Stochastic" in text for text in messages)
         assert is_apart
 
 
-def test_a_model_in_channels_last_is_that_of_one_device(pool):
+def test_a_model_in_channels_last_is_that_of_one_device(two_ranks):
     expected = convolutions("single")
-    for state in pool.run(convolutions):
+    for state in two_ranks.run(convolutions):
         for name, tensor in state.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-8, atol=1e-10)
 
@@ -504,8 +497,8 @@ def outside_of_a_unit():
 
 
 @pytest.mark.slow
-def test_a_step_that_uses_a_units_parameter_outside_of_it_is_told_so(pool):
-    for message in pool.run(outside_of_a_unit):
+def test_a_step_that_uses_a_units_parameter_outside_of_it_is_told_so(two_ranks):
+    for message in two_ranks.run(outside_of_a_unit):
         assert "outside of the unit's forward pass" in message
 
 
@@ -539,9 +532,9 @@ def fit_given(shard):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", [shard_all, shard_blocks])
-def test_a_model_that_fully_shard_has_sharded_is_taken_over(pool, shard):
+def test_a_model_that_fully_shard_has_sharded_is_taken_over(two_ranks, shard):
     _, state = fit("single")
-    for name, found in pool.run(fit_given, shard):
+    for name, found in two_ranks.run(fit_given, shard):
         assert name == "fsdp"
         for key, tensor in state.items():
             torch.testing.assert_close(found[key], tensor, rtol=1e-8, atol=1e-10)
@@ -595,33 +588,33 @@ def refused(shard):
         (flat, "is a FullyShardedDataParallel"),
     ],
 )
-def test_a_model_that_is_split_otherwise_is_refused(pool, shard, words):
-    for message in pool.run(refused, shard):
+def test_a_model_that_is_split_otherwise_is_refused(two_ranks, shard, words):
+    for message in two_ranks.run(refused, shard):
         assert words in message
 
 
 @pytest.mark.slow
-def test_optimizers_that_need_whole_matrices_are_refused_by_name(pool):
+def test_optimizers_that_need_whole_matrices_are_refused_by_name(two_ranks):
     words = (
         "LBFGS computes with whole matrices",
         "no fused SGD for DTensors",
         "ZeroRedundancyOptimizer",
     )
-    for found in pool.run(refused_optimizers):
+    for found in two_ranks.run(refused_optimizers):
         for word, prepared, made_after in zip(words, found[::2], found[1::2], strict=True):
             assert word in prepared
             assert word in made_after
 
 
-def test_an_optimizer_from_before_the_preparation_that_was_not_given_to_it_is_refused(pool):
-    for found in pool.run(stale_optimizer):
+def test_an_optimizer_from_before_the_preparation_that_was_not_given_to_it_is_refused(two_ranks):
+    for found in two_ranks.run(stale_optimizer):
         assert all("AdamW was made before the model was prepared" in message for message in found)
 
 
 @pytest.mark.slow
-def test_lbfgs_is_that_of_one_device_where_all_shards_are_of_one_size(pool):
+def test_lbfgs_is_that_of_one_device_where_all_shards_are_of_one_size(two_ranks):
     expected = even_lbfgs("single")
-    for state in pool.run(even_lbfgs):
+    for state in two_ranks.run(even_lbfgs):
         for name, tensor in state.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-8, atol=1e-10)
 
@@ -634,13 +627,13 @@ def resumed_elsewhere(folder, backend, epochs):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_other_backends_and_numbers_of_ranks(pool, tmp_path):
+def test_a_run_goes_on_on_other_backends_and_numbers_of_ranks(two_ranks, tmp_path):
     resumed_elsewhere(tmp_path, "single", 1)
-    pool.run(resumed_elsewhere, tmp_path, "fsdp", 2)
-    pool.run(resumed_elsewhere, tmp_path, "ddp", 3)
+    two_ranks.run(resumed_elsewhere, tmp_path, "fsdp", 2)
+    two_ranks.run(resumed_elsewhere, tmp_path, "ddp", 3)
     run_ranks(resumed_elsewhere, 4, tmp_path, "fsdp", 4)
     resumed_elsewhere(tmp_path, "single", 5)
-    found = pool.run(resumed_elsewhere, tmp_path, "fsdp", 6)
+    found = two_ranks.run(resumed_elsewhere, tmp_path, "fsdp", 6)
     expected = resumed_elsewhere(tmp_path / "other", "single", 6)
     for state in found:
         for name, tensor in expected.items():

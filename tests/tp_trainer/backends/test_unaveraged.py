@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ModelError, SelectionError, StepError
-from tp_core.testing import RankPool
 from tp_trainer import Trainer
 
 
@@ -81,26 +80,20 @@ def one_more_layer(trainer, model, prepared, optimizer, batches):
         optimizer.step()
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2, timeout_s=120.0) as pool:
-        yield pool
-
-
-def test_a_second_pass_through_gradients_that_have_been_averaged_is_refused(ranks):
-    for message, _ in ranks.run(partial(refused, two_passes, "ddp")):
+def test_a_second_pass_through_gradients_that_have_been_averaged_is_refused(two_ranks):
+    for message, _ in two_ranks.run(partial(refused, two_passes, "ddp")):
         assert message.startswith("a second backward pass came to a parameter within one step")
 
 
-def test_a_model_of_another_type_than_when_it_was_prepared_is_refused(ranks):
-    for message, _ in ranks.run(partial(refused, another_type, "ddp")):
+def test_a_model_of_another_type_than_when_it_was_prepared_is_refused(two_ranks):
+    for message, _ in two_ranks.run(partial(refused, another_type, "ddp")):
         assert message.startswith("'0.weight' of the model was torch.float64 when it was prepared")
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 @pytest.mark.parametrize("body", [one_more_parameter, one_more_parameter_later, one_more_layer])
-def test_an_optimizer_with_parameters_of_no_prepared_model_is_refused(ranks, body, backend):
-    for message, is_untouched in ranks.run(partial(refused, body, backend)):
+def test_an_optimizer_with_parameters_of_no_prepared_model_is_refused(two_ranks, body, backend):
+    for message, is_untouched in two_ranks.run(partial(refused, body, backend)):
         assert "parameter(s) that no prepared model has (shape (" in message
         assert is_untouched
 
@@ -122,8 +115,8 @@ def _of_its_own():
     return lines
 
 
-def test_an_optimizer_that_was_not_prepared_for_a_model_that_was_not_is_told_once(ranks):
-    for lines in ranks.run(_of_its_own):
+def test_an_optimizer_that_was_not_prepared_for_a_model_that_was_not_is_told_once(two_ranks):
+    for lines in two_ranks.run(_of_its_own):
         assert len(lines) == 1
         assert "SGD, was not prepared, and steps parameters of no prepared model" in lines[0]
 
@@ -144,9 +137,9 @@ def _several_losses_of_two_models():
     return [p.detach() for model in (first, second) for p in model.parameters()]
 
 
-def test_several_passes_with_a_forward_pass_each_are_those_of_one_device(ranks):
+def test_several_passes_with_a_forward_pass_each_are_those_of_one_device(two_ranks):
     alone = _several_losses_of_two_models()
-    for found in ranks.run(_several_losses_of_two_models):
+    for found in two_ranks.run(_several_losses_of_two_models):
         torch.testing.assert_close(found, alone)
 
 
@@ -161,8 +154,8 @@ def _max_norm(backend):
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_an_embedding_that_scales_its_rows_is_refused(ranks, backend):
-    for message in ranks.run(partial(_max_norm, backend)):
+def test_an_embedding_that_scales_its_rows_is_refused(two_ranks, backend):
+    for message in two_ranks.run(partial(_max_norm, backend)):
         assert "the model's '0' (EmbeddingBag) has max_norm=0.5" in message
         assert "torch.renorm(weight.data, 2, 0, 0.5)" in message
 
@@ -174,8 +167,8 @@ def _frozen_with_max_norm():
         return trainer.prepare(model) is not None
 
 
-def test_one_that_is_not_trained_is_taken(ranks):
-    assert ranks.run(_frozen_with_max_norm) == [True, True]
+def test_one_that_is_not_trained_is_taken(two_ranks):
+    assert two_ranks.run(_frozen_with_max_norm) == [True, True]
 
 
 def _prepared_in_evaluation_mode(backend, devices):
@@ -184,8 +177,8 @@ def _prepared_in_evaluation_mode(backend, devices):
         return trainer.prepare(model).training, model.training
 
 
-def test_a_model_that_is_in_evaluation_mode_is_so_when_it_is_prepared(ranks):
-    assert ranks.run(partial(_prepared_in_evaluation_mode, "ddp", "cpu")) == [(False, False)] * 2
+def test_a_model_that_is_in_evaluation_mode_is_so_when_it_is_prepared(two_ranks):
+    assert two_ranks.run(partial(_prepared_in_evaluation_mode, "ddp", "cpu")) == [(False, False)] * 2
     for backend in ("tuple", "dp-gather"):
         assert _prepared_in_evaluation_mode(backend, ["cpu", "cpu"]) == (False, False)
 
@@ -209,8 +202,8 @@ def beside_another_trainer():
     return told
 
 
-def test_two_trainers_that_are_open_know_each_others_optimizers(ranks):
-    assert ranks.run(beside_another_trainer) == [[], []]
+def test_two_trainers_that_are_open_know_each_others_optimizers(two_ranks):
+    assert two_ranks.run(beside_another_trainer) == [[], []]
 
 
 def converted(dtype):
@@ -226,8 +219,8 @@ def converted(dtype):
     return next(model.parameters()).dtype, None
 
 
-def test_a_model_that_fsdp_has_prepared_is_converted_before(ranks):
-    for found, message in ranks.run(converted, torch.float32):
+def test_a_model_that_fsdp_has_prepared_is_converted_before(two_ranks):
+    for found, message in two_ranks.run(converted, torch.float32):
         assert found is torch.float32
         assert message.startswith("the model was converted to another type after it was prepared: its shards")
-    assert ranks.run(converted, torch.float64) == [(torch.float64, None)] * 2
+    assert two_ranks.run(converted, torch.float64) == [(torch.float64, None)] * 2

@@ -8,14 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import DisagreementError, RankFailedError
-from tp_core.testing import RankPool
 from tp_trainer import Trainer
-
-
-@pytest.fixture
-def ranks():
-    with RankPool(2) as pool:
-        yield pool
 
 
 def rank():
@@ -106,39 +99,39 @@ def _they_broadcast_at_two_places():
             return str(error)
 
 
-def test_a_broadcast_that_was_not_asked_for_is_told_to_whom_it_comes(ranks):
-    first, second = ranks.run(_they_broadcast_at_two_places)
+def test_a_broadcast_that_was_not_asked_for_is_told_to_whom_it_comes(two_ranks):
+    first, second = two_ranks.run(_they_broadcast_at_two_places)
     assert first == 7
     assert "(in tp_place_0.call); rank 1 at" in second
     assert "(in tp_place_1.call)" in second
 
 
-def test_the_lines_of_the_program_are_named(ranks):
-    for message in ranks.run(_one_evaluates_and_one_trains):
+def test_the_lines_of_the_program_are_named(two_ranks):
+    for message in two_ranks.run(_one_evaluates_and_one_trains):
         assert "rank 0 at " in message
         assert "trainer.evaluate(model, loader, step=step)" in message
         assert "trainer.fit(model, optimizer, loader, step=step, epochs=1)" in message
         assert "test_rank_calls.py:" in message
 
 
-def test_a_validation_on_one_rank_is_told(ranks):
-    for message in ranks.run(_one_validates):
+def test_a_validation_on_one_rank_is_told(two_ranks):
+    for message in two_ranks.run(_one_validates):
         assert "ranks are at different places" in message
         assert "validation=val_loader" in message
 
 
-def test_what_ranks_compare_is_named(ranks):
-    for message in ranks.run(_they_compare_something_else):
+def test_what_ranks_compare_is_named(two_ranks):
+    for message in two_ranks.run(_they_compare_something_else):
         assert "rank 0 compares the classes, rank 1 compares the size of the vocabulary" in message
 
 
-def test_code_of_others_may_exchange_objects_wherever_it_is(ranks):
-    for message in ranks.run(_own_exchanges_at_two_places):
+def test_code_of_others_may_exchange_objects_wherever_it_is(two_ranks):
+    for message in two_ranks.run(_own_exchanges_at_two_places):
         assert "ranks disagree on the epochs" in message
 
 
-def test_an_error_of_rank_0_reaches_ranks_that_wait_for_its_decision(ranks):
-    assert ranks.run(_rank_0_cannot_measure) == [
+def test_an_error_of_rank_0_reaches_ranks_that_wait_for_its_decision(two_ranks):
+    assert two_ranks.run(_rank_0_cannot_measure) == [
         "ValueError: no weights",
         "RankFailedError: rank 0 could not decide: ValueError: no weights",
     ]

@@ -9,16 +9,9 @@ import torch
 from torch.utils import data
 from torch.utils.data import DataLoader
 from tp_core.errors import DisagreementError
-from tp_core.testing import RankPool
 from tp_trainer import Trainer
 
 NUMBERS = list(range(20))
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2) as pool:
-        yield pool
 
 
 def own():
@@ -81,8 +74,8 @@ def refused(make):
         (more_samples_on_one_rank, r"rank 0 has '20 samples .* rank 1 has '19 samples"),
     ],
 )
-def test_what_ranks_would_draw_apart_is_told(ranks, make, words):
-    for message in ranks.run(partial(refused, make)):
+def test_what_ranks_would_draw_apart_is_told(two_ranks, make, words):
+    for message in two_ranks.run(partial(refused, make)):
         assert re.search(rf"ranks disagree on what a loader draws: .*{words}", message)
 
 
@@ -90,8 +83,8 @@ def split_alike():
     return DataLoader(data.random_split(NUMBERS, [16, 4], generator=torch.Generator())[0], batch_size=4)
 
 
-def test_a_split_from_one_seed_is_drawn_once(ranks):
-    (first, second) = ranks.run(partial(prepared, split_alike))
+def test_a_split_from_one_seed_is_drawn_once(two_ranks):
+    (first, second) = two_ranks.run(partial(prepared, split_alike))
     assert first == second == sorted(set(first))
     assert len(first) == 16
 
@@ -128,8 +121,8 @@ def trained_on_own_parts(backend):
 
 
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_loaders_with_samples_of_their_own_train_what_one_device_trains_on_all(ranks, backend):
+def test_loaders_with_samples_of_their_own_train_what_one_device_trains_on_all(two_ranks, backend):
     state, numbers = trained("single", [X[:4], X[4:8], X[8:]], [X])
-    for own_state, own_numbers in ranks.run(trained_on_own_parts, backend):
+    for own_state, own_numbers in two_ranks.run(trained_on_own_parts, backend):
         torch.testing.assert_close(own_state, state)
         torch.testing.assert_close(own_numbers, numbers)

@@ -10,16 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import DisagreementError
-from tp_core.testing import RankPool
 from tp_trainer import Callback, Checkpoints, Trainer
 
 STEPS = 3  # of an epoch
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2) as pool:
-        yield pool
 
 
 def rank():
@@ -78,20 +71,20 @@ def rounded(parameters):
         (own_sign, r"the setting 'maximize' of parameter group 0"),
     ],
 )
-def test_optimizers_that_differ_are_told_before_the_first_step(ranks, make, words):
-    for message, done in ranks.run(partial(fit, make, "ddp")):
+def test_optimizers_that_differ_are_told_before_the_first_step(two_ranks, make, words):
+    for message, done in two_ranks.run(partial(fit, make, "ddp")):
         assert re.search(words, message)
         assert done == 0
 
 
-def test_shards_are_held_to_it_too(ranks):
-    for message, done in ranks.run(partial(fit, own_rate, "fsdp")):
+def test_shards_are_held_to_it_too(two_ranks):
+    for message, done in two_ranks.run(partial(fit, own_rate, "fsdp")):
         assert "ranks disagree on the setting 'lr'" in message
         assert done == 0
 
 
-def test_rates_that_differ_by_rounding_are_the_same(ranks):
-    assert ranks.run(partial(fit, rounded, "ddp")) == [(None, 2 * STEPS)] * 2
+def test_rates_that_differ_by_rounding_are_the_same(two_ranks):
+    assert two_ranks.run(partial(fit, rounded, "ddp")) == [(None, 2 * STEPS)] * 2
 
 
 class Lower(Callback):
@@ -112,9 +105,9 @@ def lowered(folder):
 
 
 def test_a_rate_that_one_rank_lowers_is_told_before_a_step_is_made_with_it_and_nothing_is_saved(
-    ranks, tmp_path
+    two_ranks, tmp_path
 ):
-    for message, done, saved in ranks.run(partial(lowered, tmp_path)):
+    for message, done, saved in two_ranks.run(partial(lowered, tmp_path)):
         assert "ranks disagree on the setting 'lr'" in message
         assert done == STEPS
         assert not [name for name in saved if name.startswith("step-")]
@@ -132,8 +125,8 @@ def in_own_places(option, root):
     ("option", "words"),
     [("checkpoint", "the checkpoints' folder"), ("resume", "the resume")],
 )
-def test_a_path_made_from_the_rank_is_an_error_before_the_first_step(ranks, tmp_path, option, words):
-    for message, steps, left in ranks.run(in_own_places, option, tmp_path):
+def test_a_path_made_from_the_rank_is_an_error_before_the_first_step(two_ranks, tmp_path, option, words):
+    for message, steps, left in two_ranks.run(in_own_places, option, tmp_path):
         assert re.search(f"ranks disagree on {words}: rank 0 has '.*rank-0', rank 1 has '.*rank-1'", message)
         assert (steps, left) == (0, [])
 
@@ -150,5 +143,5 @@ def with_own_buffer(backend):
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_buffers_of_other_shapes_are_an_error_when_the_model_is_prepared(ranks, backend):
-    assert ranks.run(with_own_buffer, backend) == [True, True]
+def test_buffers_of_other_shapes_are_an_error_when_the_model_is_prepared(two_ranks, backend):
+    assert two_ranks.run(with_own_buffer, backend) == [True, True]

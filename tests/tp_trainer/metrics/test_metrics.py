@@ -163,13 +163,6 @@ class Batches:
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
-    """Ranks that all of these tests share."""
-    with RankPool(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def four_ranks():
     with RankPool(4) as ranks:
         yield ranks
