@@ -31,12 +31,6 @@ NIGHTLY = [
 TOKENS, ROWS, VOCABULARY, WIDTH = 13, 2, 11, 8
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 class Samples(Dataset):
     """Rows of tokens; in some, labels count in the middle alone, which one rank of two has."""
 
@@ -202,10 +196,10 @@ def assert_same(found, expected):
         torch.testing.assert_close(found[3], expected[3], rtol=1e-12, atol=1e-13)
 
 
-def test_a_decoder_on_slices_equals_one_device(pair):
+def test_a_decoder_on_slices_equals_one_device(two_ranks):
     arguments = {"predicts": True}
     expected = train("single", make(Decoder), **arguments)
-    for found in pair.run(lambda: train("context", make(Decoder), **arguments)):
+    for found in two_ranks.run(lambda: train("context", make(Decoder), **arguments)):
         assert_same(found, expected)
 
 
@@ -227,9 +221,9 @@ def test_a_decoder_on_slices_equals_one_device(pair):
         ((Decoder, 0.4, True), "ulysses"),
     ],
 )
-def test_every_door_on_slices_equals_one_device(pair, model, way):
+def test_every_door_on_slices_equals_one_device(two_ranks, model, way):
     expected = train("single", make(*model))
-    for found in pair.run(lambda: train("context", make(*model), options={"attention": way})):
+    for found in two_ranks.run(lambda: train("context", make(*model), options={"attention": way})):
         assert_same(found, expected)
 
 
@@ -247,9 +241,9 @@ class Weighing(Encoder):
 
 
 @pytest.mark.slow
-def test_weights_of_attention_with_dropout_equal_those_of_one_device(pair):
+def test_weights_of_attention_with_dropout_equal_those_of_one_device(two_ranks):
     expected = train("single", make(Weighing))
-    for found in pair.run(lambda: train("context", make(Weighing))):
+    for found in two_ranks.run(lambda: train("context", make(Weighing))):
         assert_same(found, expected)
 
 
@@ -281,9 +275,9 @@ def of_two_runs(backend, *, recomputes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_one_backward_pass_follows_several_runs_of_any_length(pair, recomputes):
+def test_one_backward_pass_follows_several_runs_of_any_length(two_ranks, recomputes):
     expected = of_two_runs("single", recomputes=recomputes)
-    for found in pair.run(partial(of_two_runs, "context", recomputes=recomputes)):
+    for found in two_ranks.run(partial(of_two_runs, "context", recomputes=recomputes)):
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-13)
 
@@ -302,9 +296,9 @@ def predict(backend):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_flex_attention_on_slices_equals_one_device(pair):
+def test_flex_attention_on_slices_equals_one_device(two_ranks):
     expected, said = predict("single")
-    for rows, text in pair.run(predict, "context"):
+    for rows, text in two_ranks.run(predict, "context"):
         torch.testing.assert_close(rows, expected, rtol=1e-12, atol=1e-13)
         assert said.splitlines()[0] in text
 
@@ -421,7 +415,7 @@ def test_a_run_is_resumed_beside_other_dimensions(four, tmp_path, layout, others
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_on_other_layouts(pair, tmp_path):
+def test_a_run_is_resumed_on_other_layouts(two_ranks, tmp_path):
     def begun(backend, folder):
         train(backend, make(Decoder), checkpoint=Checkpoints(folder, every_steps=1), max_steps=2)
 
@@ -429,10 +423,10 @@ def test_a_run_is_resumed_on_other_layouts(pair, tmp_path):
         return train(backend, make(Decoder), checkpoint=Checkpoints(folder, every_steps=1), resume="auto")
 
     expected = train("single", make(Decoder))
-    pair.run(begun, "context", str(tmp_path / "one"))
+    two_ranks.run(begun, "context", str(tmp_path / "one"))
     assert_same(ended("single", str(tmp_path / "one")), expected)
     begun("single", str(tmp_path / "two"))
-    for found in pair.run(ended, "context", str(tmp_path / "two")):
+    for found in two_ranks.run(ended, "context", str(tmp_path / "two")):
         assert_same(found, expected)
 
 
@@ -642,8 +636,8 @@ def refusals(cases, tokens=TOKENS, **options):
 
 
 @pytest.mark.parametrize("cases", [REFUSED[:3], pytest.param(REFUSED[3:], marks=pytest.mark.slow)])
-def test_what_crosses_the_slices_outside_of_attention_is_refused_by_name(pair, cases):
-    said = pair.run(refusals, [(m, s) for m, s, _ in cases])
+def test_what_crosses_the_slices_outside_of_attention_is_refused_by_name(two_ranks, cases):
+    said = two_ranks.run(refusals, [(m, s) for m, s, _ in cases])
     assert said[0] == said[1], "all ranks say the same"
     for (kind, text), (model, body, expected) in zip(said[0], cases, strict=True):
         assert kind == "ModelError", (model, body, text)
@@ -651,9 +645,9 @@ def test_what_crosses_the_slices_outside_of_attention_is_refused_by_name(pair, c
 
 
 @pytest.mark.slow
-def test_planted_faults_are_found_and_what_is_right_trains(pair):
+def test_planted_faults_are_found_and_what_is_right_trains(two_ranks):
     right = [(m, step) for m in (Decoder, OwnAttention, Seeing, Documents)]
-    said = pair.run(refusals, [(m, s) for m, s, _ in FAULTS.values()] + right)
+    said = two_ranks.run(refusals, [(m, s) for m, s, _ in FAULTS.values()] + right)
     assert said[0] == said[1]
     for (fault, (_, _, pattern)), (kind, text) in zip(FAULTS.items(), said[0], strict=False):
         assert kind == "ModelError", (fault, text)
@@ -693,8 +687,8 @@ def on_different_batches(rank_of):
 
 
 @pytest.mark.slow
-def test_ranks_of_a_sequence_with_different_batches_are_refused(pair):
-    same, other = pair.run(on_different_batches, None)[0]
+def test_ranks_of_a_sequence_with_different_batches_are_refused(two_ranks):
+    same, other = two_ranks.run(on_different_batches, None)[0]
     assert "of [13] tokens on the first, of [13]" in same
     assert "of [13] tokens on the first, of [15]" in other
 
@@ -713,7 +707,7 @@ BAD = {  # options, the number of tokens, a model, and what is said
         {"weights": "halves"},
         8,
         Decoder,
-        "or a backend whose ranks can share samples",
+        "or a backend with ranks that can share samples",
     ),
     "unfit weights": ({"weights": "shard"}, 8, Decoder, "weights='shard': the model has no split parameters"),
     "no such sequence": (
@@ -746,8 +740,8 @@ def bad_input(cases):
 
 
 @pytest.mark.slow
-def test_bad_input_is_one_sentence_on_all_ranks(pair):
-    said = pair.run(bad_input, list(BAD.values()))
+def test_bad_input_is_one_sentence_on_all_ranks(two_ranks):
+    said = two_ranks.run(bad_input, list(BAD.values()))
     assert said[0] == said[1]
     for text, (what, (*_, pattern)) in zip(said[0], BAD.items(), strict=True):
         assert re.search(pattern, text), (what, text)
@@ -780,8 +774,8 @@ def test_models_of_transformers_equal_one_device(name, mask):
         pytest.param("vit", "not clear what in the batch has the sequence", marks=pytest.mark.nightly),
     ],
 )
-def test_models_of_transformers_that_cannot_be_split_are_refused(pair, name, said):
-    result, text = families.outcome(name, "none", pair)
+def test_models_of_transformers_that_cannot_be_split_are_refused(two_ranks, name, said):
+    result, text = families.outcome(name, "none", two_ranks)
     assert result == "refused"
     assert re.search(said, text)
 
@@ -811,9 +805,9 @@ def adapted(backend):
 @pytest.mark.slow
 @pytest.mark.needs("peft", "transformers")
 @pytest.mark.filterwarnings("ignore")  # between these two libraries
-def test_adapters_train_on_slices_and_the_model_generates_on_each_rank(pair):
+def test_adapters_train_on_slices_and_the_model_generates_on_each_rank(two_ranks):
     expected = adapted("single")
-    for found in pair.run(adapted, "context"):
+    for found in two_ranks.run(adapted, "context"):
         assert families.difference(found[:2], expected[:2]) < 1e-12
         assert found[2] == expected[2]
 
@@ -838,8 +832,8 @@ def asked_for_weights():
 
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
-def test_weights_of_attention_are_refused(pair):
-    for said in pair.run(asked_for_weights):
+def test_weights_of_attention_are_refused(two_ranks):
+    for said in two_ranks.run(asked_for_weights):
         assert "attention weights (output_attentions=True) are not there" in said
 
 
@@ -878,14 +872,14 @@ def on_batches(backend, name, batcher):
     [Packed(32, rows=2, arguments="positions"), Packed(32, rows=2), TokenBudget(90, multiple=1)],
     ids=["packed by positions", "packed by masks", "by tokens"],
 )
-def test_batches_of_documents_equal_one_device(pair, batcher):
+def test_batches_of_documents_equal_one_device(two_ranks, batcher):
     expected = on_batches("single", "llama", batcher)
-    for found in pair.run(on_batches, "context", "llama", batcher):
+    for found in two_ranks.run(on_batches, "context", "llama", batcher):
         assert families.difference(found, expected) < 1e-12
 
 
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
-def test_a_model_that_mixes_packed_documents_is_refused(pair):
-    for said in pair.run(on_batches, "context", "opt", Packed(32, rows=2, arguments="positions")):
+def test_a_model_that_mixes_packed_documents_is_refused(two_ranks):
+    for said in two_ranks.run(on_batches, "context", "opt", Packed(32, rows=2, arguments="positions")):
         assert re.match(r"this model mixes up the documents of packed rows: .*self_attn", said), said

@@ -614,5 +614,5 @@ def test_a_run_whose_folder_is_not_text_is_logged_and_reported(tmp_path, monkeyp
     assert run(["report", str(place), "--out", str(place / "page.html")]) == 0
     assert "finished" in (place / "page.html").read_text()
     assert [*tmp_path.glob("events/events.*")]
-    with pytest.raises(ConfigError, match="TensorBoard writes to no folder whose name"):
+    with pytest.raises(ConfigError, match="TensorBoard writes to no folder with bytes in its name"):
         TensorBoardLogger(place).open(RunInfo())

@@ -157,7 +157,7 @@ def test_outside_of_a_split_step_everything_is_torchs_own():
 def test_positions_are_those_of_the_whole_sequence():
     with activate(Cuts([Cut(8, 1, 2, None)])):
         assert positions(4).tolist() == [2, 3, 4, 5]
-        with pytest.raises(StepError, match=r"whose dimension 1 is no slice.*\[4\] tokens"):
+        with pytest.raises(StepError, match=r"its dimension 1 is no slice.*\[4\] tokens"):
             gather(torch.zeros(1, 5))
 
 

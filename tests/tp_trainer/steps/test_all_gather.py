@@ -179,7 +179,7 @@ def test_what_is_gathered_must_have_rows():
     with Trainer(devices="cpu", progress=False) as trainer:
         trainer.prepare(nn.Linear(1, 1))
         for wrong, what in ((torch.tensor(1.0), "a scalar"), ([1.0], "list")):
-            with pytest.raises(StepError, match=f"first dimension goes over samples, got {what}"):
+            with pytest.raises(StepError, match=f"first dimension over samples, got {what}"):
                 trainer.all_gather(wrong)
 
 

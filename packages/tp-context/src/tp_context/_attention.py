@@ -103,7 +103,7 @@ def _whole_mask(mask: Tensor | None, rows: Cut, keys: Cut, is_causal: bool) -> t
         "on this "
         f"rank, with {keys.length} keys: it was made for the slice alone. Use is_causal=True; or give the "
         "mask "
-        "(..., tokens, tokens) in the batch, whose rows are split; or make it from tp_context.positions()"
+        "(..., tokens, tokens) in the batch, which splits its rows; or make it from tp_context.positions()"
     )
     raise StepError(msg)
 

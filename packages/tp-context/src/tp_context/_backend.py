@@ -143,7 +143,7 @@ class ContextBackend(RanksBackend[ContextOptions]):
         if backend is None:
             msg = (
                 f"the option weights={options.weights!r} of backend 'context' must be 'whole' or a backend "
-                "whose ranks can share samples; of these are installed: "
+                "with ranks that can share samples; of these are installed: "
                 f"{', '.join(sorted(repr(item.name) for item in others)) or 'none'}"
             )
             raise ConfigError(msg)

@@ -288,7 +288,7 @@ class Cuts:
     def _refuse(self, remedy: str) -> NoReturn:
         msg = (
             f"sequences of {' and '.join(map(str, self._by_length))} tokens have slices of the same length "
-            f"on a rank, so that they cannot be told apart; {remedy}"
+            f"on a rank, which cannot be distinguished; {remedy}"
         )
         raise StepError(msg)
 
@@ -366,7 +366,7 @@ def gather(slices: Tensor, dim: int = 1) -> Tensor:
     cut = cuts.of_slice(slices.size(dim))
     if cut is None:
         msg = (
-            f"gather() got a tensor of shape {tuple(slices.shape)}, whose dimension {dim} is no slice of the "
+            f"gather() got a tensor of shape {tuple(slices.shape)}; its dimension {dim} is no slice of the "
             f"batch's sequences: these have {sorted(cuts._by_tokens)} tokens here"
         )
         raise StepError(msg)

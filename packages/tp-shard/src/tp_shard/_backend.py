@@ -51,8 +51,8 @@ class ShardOptions:
             raise ConfigError(msg)
         if self.find_unused_parameters or self.bucket_cap_mb is not None:
             msg = (
-                "the options find_unused_parameters and bucket_cap_mb of backend 'shard' are for data='ddp', "
-                "whose buckets and unused parameters fully sharded data does not have; leave them out"
+                "the options find_unused_parameters and bucket_cap_mb of backend 'shard' are for data='ddp': "
+                "fully sharded data has no buckets or unused parameters; leave them out"
             )
             raise ConfigError(msg)
 

@@ -125,7 +125,7 @@ class DdpBackend(RanksBackend[DdpOptions]):
             )
         if traits is not None and traits.has_sharded_parameters:
             return Verdict.unfit(
-                "the model has sharded parameters, whose gradients must not be averaged",
+                "the model has sharded parameters: their gradients must not be averaged",
                 remedy="pip install tp-shard",
             )
         return Verdict.fits(

@@ -100,8 +100,8 @@ def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
     for name, parameter in inspect.signature(function).parameters.items():
         if is_dataclass(parameter.default) and not hasattr(parameter.default, "__dict__"):
             msg = (
-                f"the parameter {name!r} of {target} has a dataclass with slots as its default, whose values "
-                "jsonargparse cannot read; make the class without slots=True"
+                f"the parameter {name!r} of {target} has a dataclass with slots as its default: jsonargparse "
+                "cannot read its values; make the class without slots=True"
             )
             raise ConfigError(msg)
     try:

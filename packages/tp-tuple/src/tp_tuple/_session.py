@@ -182,7 +182,7 @@ class TupleSession(Session):
             msg = (
                 f"{what} was called within the step, which 'tuple' runs on each device's part of the batch; "
                 "call it on what trainer.run() returns, which is of the whole batch, give metrics= to fit() "
-                "or evaluate(), or take Trainer(backend='dp-gather'), whose steps see the whole batch"
+                "or evaluate(), or take Trainer(backend='dp-gather'): its steps see the whole batch"
             )
             raise StepError(msg)
 

@@ -82,8 +82,8 @@ class WholeSteps:
         self._after(optimizer)  # a step that raised an error has left its groups
         if any(callable(value) for value in (*args, *kwargs.values())):
             msg = (
-                f"{type(optimizer).__name__} steps gathered matrices here, whose gradients a closure would "
-                "compute too late; compute the loss and its gradients before step(), and call it without"
+                f"{type(optimizer).__name__} steps gathered matrices here; a closure would compute their "
+                "gradients too late; compute the loss and its gradients before step(), and call it without"
             )
             raise ConfigError(msg)
         self._groups = [(group, group["params"]) for group in optimizer.param_groups]

@@ -251,7 +251,7 @@ def short_repr(obj: Any, limit: int = 200) -> str:
     try:
         text = repr(obj)
     except Exception as error:  # noqa: BLE001 - a user's __repr__ may do anything
-        text = f"<{_type_name(obj)} whose repr raised {type(error).__name__}>"
+        text = f"<{_type_name(obj)}: its repr raised {type(error).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -88,7 +88,7 @@ def check_pairs(model: nn.Module, chosen: dict[str, tuple[nn.Module, Style]], gr
             if takers:
                 before = f"{path}." if path else ""
                 msg = (
-                    f"{before}{name} is {style}, whose outputs are split, and {before}{takers[-1]} beside it "
+                    f"{before}{name} is {style} and splits its outputs, and {before}{takers[-1]} beside it "
                     f"would take all {width} of them: give that one Row(), or {name} "
                     "Column(gather_output=True)"
                 )

@@ -313,7 +313,7 @@ def _shard_of(name: str, key: str, value: Any, table: ShardTable) -> Shard | Non
         return None
     if value.shape != shard.tensor.shape:
         msg = (
-            f"the optimizer keeps {key} of shape {tuple(value.shape)} of {name}, whose shard has shape "
+            f"the optimizer keeps {key} of shape {tuple(value.shape)} of {name}; its shard has shape "
             f"{tuple(shard.tensor.shape)}: how it would be cut is not known"
         )
         raise StateError(msg)

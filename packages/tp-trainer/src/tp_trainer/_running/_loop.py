@@ -692,7 +692,7 @@ class Loop:
         state = self._run_state
         state.weighs, state.seconds = self.meter.weighs, 0.0
         seconds = time.perf_counter() - self._began_epoch
-        data = self._data()  # before the validation, whose time does not count
+        data = self._data()  # before the validation: its time does not count
         optimizer = next(iter(self.optimizers.values()), None)
         rate = math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
         if self._logs.is_on:

@@ -313,7 +313,7 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             msg = (
-                "what is gathered must be tensors whose first dimension goes over samples, alone or in "
+                "what is gathered must be tensors with a first dimension over samples, alone or in "
                 f"dicts, lists and tuples; got {type(leaf).__name__}: {leaf!r:.80}"
             )
             raise StepError(msg)
@@ -349,7 +349,7 @@ def gather_with_gradients(session: Session, rows: Tensor, *, is_nothing: bool) -
     """
     if not isinstance(rows, Tensor) or rows.dim() == 0:
         what = "a scalar" if isinstance(rows, Tensor) else type(rows).__name__
-        msg = f"all_gather() takes a tensor whose first dimension goes over samples, got {what}"
+        msg = f"all_gather() takes a tensor with a first dimension over samples, got {what}"
         raise StepError(msg)
     if session.runs_step_in_parts:
         rows = session.gather_parts(rows)

@@ -54,7 +54,7 @@ class TensorBoardLogger(Logger):
             folder = self._place.path
             if _as_text(folder) != str(folder):
                 msg = (
-                    "TensorBoard writes to no folder whose name has bytes that are no text: "
+                    "TensorBoard writes to no folder with bytes in its name that are no text: "
                     f"{_as_text(folder)}; give TensorBoardLogger(folder)"
                 )
                 raise ConfigError(msg)
