@@ -19,7 +19,7 @@ class TestCompiled(WrapperConformance):
 
     @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-    @pytest.mark.parametrize("force_copies", [False, True])
+    @pytest.mark.parametrize("force_copies", [True, pytest.param(False, marks=pytest.mark.nightly)])
     def test_machine_code_is_right(self, force_copies):
         torch.compiler.reset()
         module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
