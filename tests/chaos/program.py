@@ -88,10 +88,11 @@ class Attending(nn.Module):
         return self.head(x + nn.functional.dropout(mixed, 0.2, self.training)).clone()
 
 
-def make_model(tensor: int, *, still: bool) -> Any:
+def make_model(tensor: int, layers: int, *, still: bool) -> Any:
     torch.manual_seed(1)
     dropout = nn.Dropout(0.0 if still else 0.2)
-    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), dropout, nn.Linear(16, 1)).double()
+    more = [m for _ in range(layers - 2) for m in (nn.Linear(16, 16), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), dropout, *more, nn.Linear(16, 1)).double()
     if tensor == 1:
         return model
     import tp_shard as ts
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--start", type=int, default=0, help="starts before the launcher's first")
     parser.add_argument("--tensor", type=int, default=1, help="ranks that hold each layer together")
+    parser.add_argument("--layers", type=int, default=2, help="from which stages are made")
     parser.add_argument("--still", action="store_true", help="draw nothing at random")
     parser.add_argument("--frozen", action="store_true", help="train the last layer, and save it alone")
     parser.add_argument("--weights", default="", help="split sequences, and hold weights by this backend")
@@ -117,7 +119,7 @@ def main() -> None:
     doom = Doom(args.folder, args.kills, args.seed, start)
     data = Sequences() if args.weights else Noisy(still=args.still)
     options = {"shard": {"data": "fsdp"}} if args.tensor > 1 else {}
-    model = make_model(args.tensor, still=args.still)
+    model = make_model(args.tensor, args.layers, still=args.still)
     if args.weights:
         model, options = Attending().double(), {"context": {"context": 2, "weights": args.weights}}
     rules: dict[str, Any] = {}

@@ -4,7 +4,8 @@ The ranks are started by `tp launch --max-restarts`; each kill restarts all of t
 checkpoint. In the end the weights have to be those of a run that nobody disturbed, bit for bit.
 With `--backend fsdp` parameters are sharded over the ranks, with `--tensor 2` layers are split over pairs of
 ranks and their shards sharded over the pairs. With `--sizes 2,4,1,2` each start has another number
-of ranks than the one before it, and the weights are those of one device to rounding.
+of ranks than the one before it, and the weights are those of one device to rounding. With `--backend
+pipeline --layers 8` each rank has some of the layers, and after a restart others.
 """
 
 import argparse
@@ -67,7 +68,14 @@ def launch(
 
 
 def launch_in_sizes(
-    folder: Path, sizes: Sequence[int], *, seed: int, timeout_s: float, backend: str, tensor: int = 1
+    folder: Path,
+    sizes: Sequence[int],
+    *,
+    seed: int,
+    timeout_s: float,
+    backend: str,
+    tensor: int = 1,
+    layers: int = 2,
 ) -> int:
     """Run the program in other numbers of processes after each kill; the last start is left alone.
 
@@ -86,7 +94,10 @@ def launch_in_sizes(
             ranks=ranks,
             timeout_s=timeout_s,
             backend=chosen,
-            more=["--still", "--start", str(start), "--tensor", str(tensor if splits else 1)],
+            more=[
+                *("--still", "--start", str(start), "--layers", str(layers)),
+                *("--tensor", str(tensor if splits else 1)),
+            ],
             restarts=0 if start < len(sizes) - 1 else None,
         )
     return killed
@@ -107,22 +118,29 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], default=[])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         calm, wild = Path(name, "calm"), Path(name, "wild")
         began = time.monotonic()
         if args.sizes:
-            more = ["--still"]
+            more = ["--still", "--layers", str(args.layers)]
             launch(calm, kills=0, epochs=len(args.sizes), seed=0, ranks=1, timeout_s=900, more=more)
             kills = launch_in_sizes(
-                wild, args.sizes, seed=args.seed, timeout_s=900, backend=args.backend, tensor=args.tensor
+                wild,
+                args.sizes,
+                seed=args.seed,
+                timeout_s=900,
+                backend=args.backend,
+                tensor=args.tensor,
+                layers=args.layers,
             )
             is_same, where = same_weights(calm, wild, to_rounding=True), f"{args.sizes} ranks"
         else:
             # No start gets further than one epoch, so that all kills happen.
             run = {"epochs": args.kills + 1, "seed": args.seed, "ranks": args.ranks, "backend": args.backend}
-            more = ["--tensor", str(args.tensor)]
+            more = ["--tensor", str(args.tensor), "--layers", str(args.layers)]
             launch(calm, kills=0, timeout_s=900, more=more, **run)
             kills = launch(wild, kills=args.kills, timeout_s=300 + 120 * args.kills, more=more, **run)
             is_same, where = same_weights(calm, wild), f"{args.ranks} ranks"
