@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, StateError
 from tp_trainer import write_report
 from tp_trainer._report import _MOST_POINTS, _thinned, charts  # private: the parts of a page
 from tp_trainer.loggers import JsonLinesLogger, RunInfo, read_run
@@ -65,6 +65,27 @@ def test_a_page_needs_nothing_else_and_follows_the_readers_colors(tmp_path):
         ET.fromstring(figure)
         assert "var(--ink)" in figure
         assert "#0102" not in figure
+
+
+def test_a_trace_in_the_folder_of_a_run_is_a_picture_of_who_computed_what_when(tmp_path):
+    folder = leave_run(tmp_path / "run")
+    rows = [
+        {"name": "thread_name", "ph": "M", "tid": rank, "args": {"name": f"rank {rank}"}} for rank in (0, 1)
+    ]
+    spans = [
+        {"name": f"{kind} {part}", "ph": "X", "tid": rank, "ts": 100.0 * (part + rank), "dur": 90.0}
+        for kind in ("forward", "backward")
+        for part in (0, 1)
+        for rank in (0, 1)
+    ]
+    trace = folder / "stages.trace.json"
+    trace.write_text(json.dumps({"traceEvents": rows + spans}))
+    page = page_of(folder)
+    assert page.count("<svg") == 3
+    assert all(f">{words}<" in page for words in ("stages", "rank 0", "rank 1", "forward", "backward"))
+    trace.write_text("{}")
+    with pytest.raises(StateError, match=r"stages.trace.json is not a trace of Chrome's format: .* move it"):
+        page_of(folder)
 
 
 def test_several_runs_are_on_one_page_under_names_of_their_own(tmp_path):

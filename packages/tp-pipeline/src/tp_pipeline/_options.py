@@ -44,7 +44,7 @@ class PipelineOptions:
             ``["layers.4", "layers.8"]``. ``None`` cuts between repeated blocks, so that the stages have about
             as many parameters.
         trace: A file for the work of all stages in the third batch, for Perfetto (ui.perfetto.dev) and
-            chrome://tracing; ``None`` for none.
+            chrome://tracing; ``None`` for none. `tp report` draws a ``NAME.trace.json`` in a run's folder.
         timeout_s: How many seconds a rank waits for another one.
 
     Raises:

@@ -722,6 +722,7 @@ def _write_trace(path: str, spans: Sequence[Span]) -> None:
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
         for rank in sorted({span.rank for span in spans})
     ]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({"traceEvents": rows + events}))
 
 

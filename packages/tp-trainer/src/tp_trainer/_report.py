@@ -1,6 +1,7 @@
 """The report of runs as one HTML page, from the logs in their folders; the page needs no network."""
 
 import io
+import json
 import math
 import os
 import re
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, StateError
 from tp_core.internal import write_atomically
 
 from tp_trainer.loggers import LoggedRun, read_run
@@ -73,6 +74,47 @@ class Chart:
     marks: list[tuple[int, str]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What each rank computed when.
+
+    Attributes:
+        name: The name of the file that it was read from.
+        rows: The names of the rows.
+        spans: The row, the begin and the duration in seconds, and the kind of each span.
+    """
+
+    name: str
+    rows: list[str]
+    spans: list[tuple[int, float, float, str]]
+
+
+def timelines(run: LoggedRun) -> list[Timeline]:
+    """Return the traces beside the log of a run: files ``NAME.trace.json`` of Chrome's format."""
+    return [_read_timeline(path) for path in sorted(run.path.parent.glob("*.trace.json"))]
+
+
+def _read_timeline(path: Path) -> Timeline:
+    """Read a trace.
+
+    Raises:
+        StateError: The file is no trace.
+    """
+    try:
+        events = json.loads(path.read_text("utf-8"))["traceEvents"]
+        spans = [e for e in events if e["ph"] == "X"]
+        names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        ids = sorted({e["tid"] for e in spans})
+        found = [
+            (ids.index(e["tid"]), e["ts"] / 1e6, e["dur"] / 1e6, e["name"].rstrip("0123456789 "))
+            for e in spans
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        msg = f"{path} is not a trace of Chrome's format: {error!r}; move it out of the run's folder"
+        raise StateError(msg) from error
+    return Timeline(path.name.removesuffix(".trace.json"), [str(names.get(i, i)) for i in ids], found)
+
+
 _FIRST = ("loss", "accuracy", "learning_rate", "samples_per_s", "steps_per_s")
 
 
@@ -114,7 +156,7 @@ def _marks(run: LoggedRun) -> Iterator[tuple[int, str]]:
             yield int(line["step"]), _MARKS[line["event"]]
 
 
-def draw(*charts: Chart, png: bool = False) -> "Figure":
+def draw(*charts: Chart | Timeline, png: bool = False) -> "Figure":
     """Return a figure of one or several charts, two in a row.
 
     Raises:
@@ -132,14 +174,35 @@ def draw(*charts: Chart, png: bool = False) -> "Figure":
     if not png:
         figure.patch.set_alpha(0)
     for place, chart in enumerate(charts, start=1):
-        _draw(figure.add_subplot(rows, columns, place), chart, png=png)
+        axes = figure.add_subplot(rows, columns, place)
+        ink, grid, mark = ("#222222", "#dddddd", "#888888") if png else (_INK, _GRID, _MARK)
+        colors = _PNG_COLORS if png else _COLORS
+        if isinstance(chart, Timeline):
+            _draw_spans(axes, chart, colors)
+        else:
+            _draw_curves(axes, chart, colors, mark)
+        _style(axes, chart.name, ink, grid)
     return figure
 
 
-def _draw(axes: Any, chart: Chart, *, png: bool) -> None:
-    ink, grid, mark = ("#222222", "#dddddd", "#888888") if png else (_INK, _GRID, _MARK)
-    colors = _PNG_COLORS if png else _COLORS
-    axes.patch.set_alpha(0)
+def _draw_spans(axes: Any, timeline: Timeline, colors: Sequence[str]) -> None:
+    kinds = list(dict.fromkeys(kind for *_, kind in timeline.spans))
+    for number, kind in enumerate(kinds):
+        own = [span for span in timeline.spans if span[3] == kind]
+        axes.barh(
+            [row for row, *_ in own],
+            [seconds for _, _, seconds, _ in own],
+            left=[begin for _, begin, *_ in own],
+            height=0.7,
+            color=colors[number % len(colors)],
+            label=kind,
+        )
+    axes.set_yticks(range(len(timeline.rows)), timeline.rows)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+
+
+def _draw_curves(axes: Any, chart: Chart, colors: Sequence[str], mark: str) -> None:
     for curve in chart.curves:
         steps, values = _thinned(curve.steps, curve.values)
         axes.plot(
@@ -154,20 +217,26 @@ def _draw(axes: Any, chart: Chart, *, png: bool) -> None:
         )
     for step, _ in chart.marks:
         axes.axvline(step, color=mark, linestyle=":", linewidth=1)
-    axes.set_title(chart.name, color=ink, fontsize=10, loc="left")
-    axes.set_xlabel("step", color=ink, fontsize=8)
-    axes.tick_params(colors=ink, labelsize=8)
+    axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _style(axes: Any, title: str, ink: str, grid: str) -> None:
+    axes.patch.set_alpha(0)
+    axes.set_title(title, color=ink, fontsize=10, loc="left")
+    axes.xaxis.label.set(color=ink, fontsize=8)
+    axes.tick_params(colors=ink, labelsize=8)
+    axes.set_axisbelow(True)
     axes.grid(visible=True, color=grid, linewidth=0.7)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(grid)
-    if len(chart.curves) > 1:
+    if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(fontsize=8, labelcolor=ink, frameon=False)
 
 
-def svg(chart: Chart) -> str:
+def svg(chart: Chart | Timeline) -> str:
     """Return the chart as an SVG element, with variables of the page as colors."""
     figure, out = draw(chart), io.StringIO()
     from matplotlib import rc_context
@@ -334,12 +403,13 @@ def render(runs: Sequence[LoggedRun]) -> str:
         msg = "a report needs at least one run: give its folder"
         raise ConfigError(msg)
     named = list(zip(labels(runs), runs, strict=True))
+    pictures: list[Chart | Timeline] = [*charts(named), *(one for run in runs for one in timelines(run))]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return page.render(
         stories=[story_of(label, run) for label, run in named],
         # matplotlib has escaped the texts in the figures
-        figures=[Markup(svg(chart)) for chart in charts(named)],  # noqa: S704
+        figures=[Markup(svg(chart)) for chart in pictures],  # noqa: S704
     )
 
 
