@@ -254,6 +254,8 @@ def make_plan(
             with_numbers.add(found.kind)
         except _RefusedError as refused:
             raise cast("ModelError", refused.__cause__) from None
+        finally:
+            run.forget()
 
 
 class _Run:
@@ -299,6 +301,11 @@ class _Run:
         stand_in = nn.Parameter(fake, parameter.requires_grad)
         self.note(stand_in, {("param", name)})
         return stand_in
+
+    def forget(self) -> None:
+        """Free the tensors of the run, which refers to itself: the collector may come only after steps."""
+        for values in (self.alive, self._real, self._fakes):
+            values.clear()
 
     def note(self, tensor: Tensor, items: set[Item] | frozenset[Item]) -> None:
         """Record the sources of a tensor, and of all that share its memory."""
