@@ -1,17 +1,16 @@
 """Time of a step in stages: python -m tests.bench.pipeline.steps
 
-Beside the same schedule by hand on torch.distributed.pipelining, on gloo. Both take turns in the same
-processes, on copies of one model; a ratio is the median over the rounds. The idle share of a schedule is read
-from its trace, and compared with the prediction of "auto": it needs a core for each rank.
+Beside the same schedule by hand on torch.distributed.pipelining, on gloo, and beside the backends ddp and
+fsdp, whose ranks have whole layers and a part of the batch each. All take turns in the same processes, on
+copies of one model; a ratio is the median over the rounds.
 """
 
 import argparse
 import copy
-import json
 import statistics
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from tp_core import LaunchEnvironment, resolve_devices
-from tp_core.plugins import Job
+from tp_core.plugins import Job, registry
 from tp_core.testing import run_ranks
 from tp_pipeline import PipelineOptions
-from tp_pipeline._backend import PipelineBackend  # private: a step without a trainer
-from tp_pipeline._schedule import Orders, idle_share, rank_of_stage, timeline
+from tp_pipeline._schedule import rank_of_stage  # private: where torch's stages are, too
 
 from tests.bench._results import Results
 
@@ -58,44 +56,48 @@ def by_hand(model: nn.Sequential, options: PipelineOptions, ranks: int, parts: i
     return step
 
 
-def times(
-    name: str, ranks: int, parts: int, rounds: int, folder: str
-) -> tuple[list[float], list[float], float]:
-    """Return the seconds of each step by hand and of ours, and the predicted idle share."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-    x, y = torch.randn(2, ROWS, TOKENS, WIDTH)
-    options = PipelineOptions(schedule=name, microbatches=parts, trace=f"{folder}/trace.json")  # type: ignore[arg-type]
+def by_backend(
+    stack: ExitStack, backend: str, model: nn.Module, options: PipelineOptions
+) -> Callable[[Tensor, Tensor], None]:
+    """Return a function that runs a step on a backend, with a rank's part of the batch."""
     job = Job(
         devices=resolve_devices("cpu"),
         environment=LaunchEnvironment.read(),
         options={"pipeline": options},
         model=model,
     )
-    with PipelineBackend().open(job) as session:
-        hand = by_hand(copy.deepcopy(model), options, ranks, parts)
-        prepared = session.prepare_model(model)
+    (chosen,) = [c.item for c in registry.backends() if c.item.name == backend]
+    session = stack.enter_context(chosen.open(job))
+    prepared = session.prepare_model(model)
 
-        def ours(x: Tensor, y: Tensor) -> None:
-            session.backward(session.run(lambda m, b: F.mse_loss(m(b[0]), b[1]), prepared, (x, y)))  # type: ignore[arg-type]
+    def step(x: Tensor, y: Tensor) -> None:
+        rows = slice(session.data_rank, None, session.data_size)
+        loss: Any = session.run(lambda m, b: F.mse_loss(m(b[0]), b[1]), prepared, (x[rows], y[rows]))
+        session.backward(loss)
 
-        found: tuple[list[float], list[float]] = [], []
+    return step
+
+
+def times(name: str, ranks: int, parts: int, rounds: int, others: Sequence[str]) -> dict[str, list[float]]:
+    """Return the seconds of each step by hand, of ours, and of other backends."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    x, y = torch.randn(2, ROWS, TOKENS, WIDTH)
+    options = PipelineOptions(schedule=name, microbatches=parts)  # type: ignore[arg-type]  # of names
+    with ExitStack() as stack:
+        backends = ("pipeline", *others)
+        steps = {one: by_backend(stack, one, copy.deepcopy(model), options) for one in backends}
+        steps["by hand"] = by_hand(model, options, ranks, parts)
+        found: dict[str, list[float]] = {one: [] for one in steps}
         for number in range(rounds + 3):
-            for seconds, step in zip(found, (hand, ours), strict=True):
+            for one, step in steps.items():
                 dist.barrier()
                 begin = time.perf_counter()
                 step(x, y)
                 dist.barrier()
                 if number >= 3:  # the first ones warm up
-                    seconds.append(time.perf_counter() - begin)
-        orders = Orders(name, ranks, options.depth, is_v=options.is_v)
-        return *found, idle_share(timeline(orders.learning(parts), orders.stages - 1))
-
-
-def traced_idle_share(path: Path) -> float:
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
-    whole = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
-    return 1 - sum(e["dur"] for e in events) / whole / len({e["tid"] for e in events})
+                    found[one].append(time.perf_counter() - begin)
+    return found
 
 
 def main() -> None:
@@ -109,16 +111,14 @@ def main() -> None:
     with Results("pipeline-steps", is_part=arguments != parser.parse_args([])) as results:
         for ranks in arguments.ranks:
             for name in arguments.schedules:
-                with tempfile.TemporaryDirectory() as folder:
-                    given = (name, ranks, 8, arguments.rounds, folder)
-                    hand, ours, predicted = run_ranks(times, ranks, *given)[0]
-                    measured = traced_idle_share(Path(folder, "trace.json"))
-                case = f"{ranks} stages' ranks, {name}"
+                others = ("ddp", "fsdp") if name == "1F1B" else ()
+                found = run_ranks(times, ranks, name, ranks, 8, arguments.rounds, others)[0]
+                hand, case = found.pop("by hand"), f"{ranks} ranks, {name}"
                 results.add(f"{case}, by hand", 1e3 * statistics.median(hand), "ms")
-                ratio = statistics.median(a / b for a, b in zip(ours, hand, strict=True))
-                results.add(f"{case}: ratio", ratio, "of by hand", note="at most 1.03")
-                results.add(f"{case}: idle share, predicted", 100 * predicted, "%")
-                results.add(f"{case}: idle share, measured", 100 * measured, "%")
+                for one, seconds in found.items():
+                    ratio = statistics.median(a / b for a, b in zip(seconds, hand, strict=True))
+                    note = "at most 1.03" if one == "pipeline" else ""
+                    results.add(f"{case}, {one}: ratio", ratio, "of by hand", note=note)
 
 
 if __name__ == "__main__":
