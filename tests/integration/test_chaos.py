@@ -39,13 +39,18 @@ def test_killed_ranks_that_hold_shards_end_so_too(tmp_path, ranks, backend, more
 
 @pytest.mark.takes(150)
 @pytest.mark.parametrize(
-    "tensor", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.slow)]
+    ("backend", "tensor", "layers"),
+    [
+        pytest.param("fsdp", 1, 2, marks=pytest.mark.nightly),
+        pytest.param("fsdp", 2, 2, marks=pytest.mark.slow),
+        pytest.param("pipeline", 1, 8, marks=pytest.mark.nightly),
+    ],
 )
-def test_after_each_kill_another_number_of_ranks_goes_on(tmp_path, tensor):
-    sizes = [2, 4, 1, 2]
-    chaos.launch(tmp_path / "calm", kills=0, epochs=4, seed=0, ranks=1, timeout_s=800, more=["--still"])
+def test_after_each_kill_another_number_of_ranks_goes_on(tmp_path, backend, tensor, layers):
+    sizes, more = [2, 4, 1, 2], ["--still", "--layers", str(layers)]
+    chaos.launch(tmp_path / "calm", kills=0, epochs=4, seed=0, ranks=1, timeout_s=800, more=more)
     killed = chaos.launch_in_sizes(
-        tmp_path / "wild", sizes, seed=5, timeout_s=800, backend="fsdp", tensor=tensor
+        tmp_path / "wild", sizes, seed=5, timeout_s=800, backend=backend, tensor=tensor, layers=layers
     )
     assert killed == 3
     assert chaos.same_weights(tmp_path / "calm", tmp_path / "wild", to_rounding=True)

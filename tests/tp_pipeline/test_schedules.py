@@ -77,3 +77,16 @@ def test_a_trace_has_the_work_of_all_stages(pair, tmp_path):
 def test_auto_takes_neither_stages_nor_cuts():
     with pytest.raises(ConfigError, match="'auto' decides how many stages"):
         PipelineOptions(schedule="auto", stages_per_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "message"),
+    [
+        ("ZBVZeroBubble", 3, "has two stages on each rank; leave stages_per_rank out, got 3"),
+        ("DualPipeV", 1, "has two stages on each rank; leave stages_per_rank out, got 1"),
+        ("1F1B", 2, "has one stage on each rank, got stages_per_rank=2; take 'Interleaved1F1B'"),
+    ],
+)
+def test_a_schedule_of_another_number_of_stages_is_refused(schedule, stages, message):
+    with pytest.raises(ConfigError, match=message):
+        PipelineOptions(schedule=schedule, stages_per_rank=stages)
