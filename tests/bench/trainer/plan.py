@@ -8,6 +8,7 @@ on all alike. Models are those of transformers, made small. ``blind``: what torc
 what the plan says of it with rates that nothing was fitted to.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterable
@@ -104,6 +105,7 @@ def peaks(name: str, layouts: Iterable[Any]) -> list[int]:
     for number, layout in enumerate(layouts):
         if number == 0:
             fit(name, layout, 1)  # what libraries take at first
+        gc.collect()  # models of the layout before, which are in cycles
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", "ascii")
         fit(name, layout, STEPS)

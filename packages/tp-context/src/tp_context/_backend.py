@@ -186,6 +186,10 @@ def _sliced(footprint: Footprint, context: int, attention: str) -> Footprint:
         batch=sliced(footprint.batch),
         kept={name: sliced(nbytes) for name, nbytes in footprint.kept.items()},
         passed={name: sliced(nbytes) for name, nbytes in footprint.passed.items()},
+        timeline={
+            name: [sliced(nbytes, casts) + gathered for nbytes in both]
+            for name, both in footprint.timeline.items()
+        },
         part=1.0,
     )
 

@@ -104,6 +104,11 @@ def _own(footprint: Footprint, part: float, saved: int) -> Footprint:
         with_gradients=max(gradients, footprint.with_gradients - footprint.gradients - saved + gradients),
         casts=int(footprint.casts * part),
         kept={name: int(n * (1 - saved / before)) for name, n in footprint.kept.items()},
+        timeline={
+            # What is saved is there as long as the blocks' activations are.
+            name: [int(n * max(0.0, 1 - saved / max(1, footprint.alone))) for n in both]
+            for name, both in footprint.timeline.items()
+        },
     )
 
 

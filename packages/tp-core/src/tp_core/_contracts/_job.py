@@ -1,6 +1,6 @@
 """The description of a training job before anything starts, and its need of memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
@@ -38,6 +38,9 @@ class Footprint:
         kept: The memory that the forward pass of each module keeps for backward, by the module's name, with
             parameters as for ``alone``.
         passed: The memory of each of these modules' outputs, by name.
+        timeline: The memory of activations as for ``alone`` while each parameter's gradient is computed, in
+            that order and by the parameter's name: the highest since the gradient before, and what is left
+            afterwards.
         keys: The memory of keys and values in all calls of torch's attention.
         attentions: The number of these calls.
         unknown: The reason why something is not known; empty if all is.
@@ -55,6 +58,7 @@ class Footprint:
     part: float = 1.0
     kept: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     passed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    timeline: Mapping[str, Sequence[int]] = field(default_factory=lambda: MappingProxyType({}))
     keys: int = 0
     attentions: int = 0
     unknown: str = ""
@@ -91,12 +95,14 @@ class Footprint:
             keys=round(self.keys * times),
             kept={name: round(n * times) for name, n in self.kept.items()},
             passed={name: round(n * times) for name, n in self.passed.items()},
+            timeline={name: [round(n * times) for n in both] for name, both in self.timeline.items()},
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON can say it."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return values | {"kept": dict(self.kept), "passed": dict(self.passed)}
+        mappings = ("kept", "passed", "timeline")
+        return values | {name: dict(getattr(self, name)) for name in mappings}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,16 @@
 
     throughout      1/ranks of weights and optimizer state; parameters in no unit, whole, during a step
     a unit's turn   its weights and the next unit's, gathered; its gradients, and their reduction
-    at the end      1/ranks of the gradients; gradients of parameters in no unit, and their reduction
+    after it        1/ranks of its gradients, and the input of its reduction until the next one
+    at the end      gradients of parameters in no unit, and their reduction
+
+The backward pass is followed gradient by gradient, with the activations that are left then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -32,8 +35,12 @@ class _Unit:
 
     name: str
     whole: int
-    gradients: int
+    sizes: Mapping[str, int]  # of each gradient, by the parameter's name
     reduced: int
+
+    @property
+    def gradients(self) -> int:
+        return sum(self.sizes.values())
 
 
 def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
@@ -48,6 +55,8 @@ def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
     footprint, model = job.footprint, job.model
     if footprint is None or model is None:
         return ways[0] if len(ways) == 1 else _usual(options)
+    if all(way == ways[0] for way in ways):
+        return ways[0]
     for way in ways:
         need = _need(job, way, footprint, model, ranks)
         is_generous = way.reshard_after_forward is False and options.reshard_after_forward == "auto"
@@ -155,15 +164,6 @@ def _need(
     job: Job, options: FullyShardOptions, footprint: Footprint, model: nn.Module, ranks: int
 ) -> MemoryNeed:
     rest, units = _gathered(job, options, model)
-    kept = options.reshard_after_forward is False
-    turn = rest.whole + rest.gradients + max(_turns(units, ranks, kept=kept), default=0)
-    if job.devices[0].type == "cpu" and not kept:
-        turn = max(turn, rest.whole + rest.gradients + max(_copies(units, ranks), default=0))
-    # Gradients of batches that only accumulate are not reduced: each rank holds them whole.
-    whole = sum(unit.gradients for unit in units) if job.accumulate > 1 else 0
-    turn += max(0, whole - max((unit.gradients for unit in units), default=0))
-    # A unit's weights are freed before its gradients, which have been copied for the reduction.
-    end = rest.gradients + max(rest.whole, _reduced(rest, ranks))
     weights, gradients, optimizer = (
         -(-n // ranks) for n in (footprint.weights, footprint.gradients, footprint.optimizer_nbytes)
     )
@@ -171,19 +171,83 @@ def _need(
     if options.offload:  # shards and optimizer state are in the host's memory
         weights = gradients = optimizer = update = 0
     activations = _activations(job, options, footprint, tuple(unit.name for unit in units))
-    # At the peak of a pass there are no reduced gradients of this rank's shards yet.
-    beyond = max((activations or 0) + turn - gradients, end, update)
+    moments = _moments(footprint, activations or 0, rest, units)
+    beyond = max(_highest(job, options, moments, rest, units, ranks) - gradients, update)
+    communication = max(0, beyond - (activations or 0))
     return MemoryNeed(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        communication=min(turn, beyond),
-        activations=None if activations is None else beyond - min(turn, beyond) + footprint.batch,
+        communication=communication,
+        activations=None if activations is None else beyond - communication + footprint.batch,
         free=job.free_nbytes,
         device=str(job.devices[0]),
         assumed=footprint.assumed,
         remedy=_remedy(options),
     )
+
+
+class _Moment(NamedTuple):
+    """The end of a gradient's computation, and the activations: the highest before it, and what is left."""
+
+    unit: _Unit
+    nbytes: int
+    peak: int
+    left: int
+
+
+def _moments(footprint: Footprint, activations: int, rest: _Unit, units: list[_Unit]) -> list[_Moment]:
+    """Return the gradients in their order; where that is not known, each of them at the peak."""
+    owners = {name: unit for unit in [rest, *units] for name in unit.sizes}
+    timeline: Mapping[str, Sequence[int]] = dict.fromkeys(reversed(owners), (activations, activations))
+    part = 1.0
+    if footprint.timeline.keys() >= owners.keys():
+        # Less of it where more is computed again; more where weights are cast.
+        timeline, part = footprint.timeline, activations / max(1, footprint.alone)
+    # Frozen units are gathered, too.
+    found = [_Moment(unit, 0, activations, activations) for unit in reversed(units) if not unit.sizes]
+    for name, (peak, left) in timeline.items():
+        if name in owners:
+            unit = owners[name]
+            found.append(_Moment(unit, unit.sizes[name], round(part * peak), round(part * left)))
+    return found
+
+
+def _highest(
+    job: Job, options: FullyShardOptions, moments: list[_Moment], rest: _Unit, units: list[_Unit], ranks: int
+) -> int:
+    """Return the peak of activations, whole weights and gradients in a step."""
+    kept = options.reshard_after_forward is False
+    is_cpu = job.devices[0].type == "cpu"
+    before = {unit.name: ahead.whole for ahead, unit in pairwise(units)}
+    missing = {unit.name: len(unit.sizes) for unit in units}
+    # Gradients of batches that only accumulate are not reduced: each rank holds them whole.
+    accumulates = job.accumulate > 1
+    held = sum(unit.gradients for unit in units) if accumulates else 0
+    gathered = rest.whole + sum(unit.whole for unit in (units if kept else units[-1:]))
+    found = waiting = left = 0
+    at_work = rest
+    for unit, nbytes, peak, after in moments:
+        ahead = before.get(unit.name, 0)
+        if unit is not rest and unit is not at_work and not kept:
+            at_work, gathered = unit, rest.whole + unit.whole + ahead
+            # gloo gathers into a buffer of its own, from a copy of the shard.
+            copied = ahead + ahead // ranks if is_cpu else 0
+            found = max(found, max(left, after) + held + waiting + gathered + copied)
+        held += nbytes if unit is rest or not accumulates else 0
+        left = after
+        found = max(found, peak + gathered + held + waiting)
+        if unit is rest:
+            continue
+        missing[unit.name] -= 1
+        if not missing[unit.name]:
+            gathered = gathered - unit.whole if kept else rest.whole + ahead
+            # Gradients are copied for the reduction, whose input stays until the next one.
+            found = max(found, left + gathered + held + unit.reduced + unit.reduced // ranks)
+            held += (0 if options.offload else unit.reduced // ranks) - unit.gradients
+            waiting = unit.reduced
+    # Whole weights are freed before the reduction.
+    return max(found, left + held + max(rest.whole, rest.reduced + rest.reduced // ranks))
 
 
 def _activations(
@@ -200,50 +264,29 @@ def _activations(
     return found
 
 
-def _turns(units: list[_Unit], ranks: int, *, kept: bool) -> Iterator[int]:
-    """Yield the memory of whole tensors in the backward pass of each unit, in the order of the model."""
-    before = 0  # of units before this one: all of them, or the one that is gathered ahead
-    for unit in units:
-        yield before + unit.gradients + max(unit.whole, _reduced(unit, ranks))
-        before = before + unit.whole if kept else unit.whole
-
-
-def _copies(units: list[_Unit], ranks: int) -> Iterator[int]:
-    """Yield the memory of whole tensors when a unit's backward begins and gloo gathers the one before it.
-
-    It gathers into a buffer of its own, from a copy of the shard.
-    """
-    for ahead, unit in pairwise(units):
-        yield unit.whole + 2 * ahead.whole + ahead.whole // ranks
-
-
-def _reduced(unit: _Unit, ranks: int) -> int:
-    """Return the memory of a reduction: its input, and its output on this rank."""
-    return unit.reduced + unit.reduced // ranks
-
-
 def _gathered(
     job: Job, options: FullyShardOptions, model: nn.Module, *, padded_for: int = 1
 ) -> tuple[_Unit, list[_Unit]]:
     """Return the bytes of parameters in no unit, and of each unit; with rows for as many ranks alike."""
     units = find_units(model, options.units).modules
     low, reduced = parameter_type(options, job), reduction_type(options, job)
-    seen: set[int] = set()
+    left = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def measured(name: str, module: nn.Module) -> _Unit:
-        whole = gradients = sums = 0
+        whole = sums = 0
+        sizes: dict[str, int] = {}
         for parameter in module.parameters():
-            if id(parameter) in seen:
+            path = left.pop(id(parameter), None)
+            if path is None:
                 continue
-            seen.add(id(parameter))
             rows = parameter.shape[0] if parameter.dim() else 1
             n = parameter.numel() // max(1, rows) * -(-rows // padded_for) * padded_for
             size = n * (low.itemsize if low and parameter.is_floating_point() else _size_of(job, parameter))
             whole += size
             if parameter.requires_grad:
-                gradients += size
+                sizes[path] = size
                 sums += n * reduced.itemsize if reduced else size
-        return _Unit(name, whole, gradients, sums)
+        return _Unit(name, whole, sizes, sums)
 
     # Inner units first: a parameter belongs to the innermost unit around it.
     of_units = [measured(name, module) for name, module in reversed(list(units.items()))]

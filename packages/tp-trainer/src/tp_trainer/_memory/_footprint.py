@@ -131,6 +131,7 @@ class LiveBytes(TorchDispatchMode):
         highest_alone: The peak of values since :meth:`reset`, without gradients under computation.
         highest: The peak of values since :meth:`reset`.
         highest_with_gradients: The peak of both together since then.
+        timeline: See :class:`tp_core.jobs.Footprint`.
     """
 
     def __init__(self, known: Iterable[Tensor], operators: OperatorLog | None = None) -> None:
@@ -138,6 +139,8 @@ class LiveBytes(TorchDispatchMode):
         self._operators = operators
         self.values = self.gradients = self.casts = 0
         self.highest = self.highest_with_gradients = self.highest_alone = self._making = 0
+        self.timeline: dict[str, list[int]] = {}
+        self._peak = 0  # of values since the last gradient
         self.gradient_shapes: set[tuple[int, ...]] = set()  # of gradients under computation
         self._sizes: dict[int, tuple[int, str]] = {}  # by the address of a living storage
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -156,8 +159,8 @@ class LiveBytes(TorchDispatchMode):
                 self._note(output, is_cast=is_cast)
         return outputs
 
-    def note_gradient(self, gradient: Tensor | None) -> None:
-        """Count a tensor's storage as a gradient from now on."""
+    def note_gradient(self, gradient: Tensor | None, name: str) -> None:
+        """Count the storage of a parameter's gradient as one from now on."""
         if gradient is None:
             return
         address = _address(gradient)
@@ -166,6 +169,8 @@ class LiveBytes(TorchDispatchMode):
             self._add(kind, -size)
             self._add("gradient", size)
             self._sizes[address] = size, "gradient"
+        left = self.values - self._making
+        self.timeline[name], self._peak = [self._peak, left], left
 
     def keep(self, tensors: Iterable[Tensor]) -> int:
         """Count tensors as known from now on, for an optimizer's state; return their bytes."""
@@ -211,7 +216,8 @@ class LiveBytes(TorchDispatchMode):
             self.casts += nbytes if kind == "cast" else 0
             self._making += nbytes if kind == "making" else 0
         self.highest = max(self.highest, self.values)
-        self.highest_alone = max(self.highest_alone, self.values - self._making)
+        alone = self.values - self._making
+        self.highest_alone, self._peak = max(self.highest_alone, alone), max(self._peak, alone)
         self.highest_with_gradients = max(self.highest_with_gradients, self.values + self.gradients)
 
 
@@ -318,10 +324,12 @@ def _run_step(
     kept: dict[str, int] = {}
     passed: dict[str, int] = {}
     with ExitStack() as stack:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        for parameter in trained:
-            hook = parameter.register_post_accumulate_grad_hook(lambda p: live.note_gradient(p.grad))
-            stack.callback(hook.remove)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda p, name=name: live.note_gradient(p.grad, name)
+                )
+                stack.callback(hook.remove)
         for name, module in model.named_modules():
             if name and next(module.children(), None) is not None:
                 stack.callback(_watch(module, name, live, kept, passed).remove)
@@ -346,6 +354,7 @@ def _run_step(
         batch=batch_nbytes,
         kept=kept,
         passed=passed,
+        timeline=live.timeline,
         unknown="",
     )
 
@@ -371,7 +380,8 @@ def _with_lower(
     except Exception:  # a step may ask for the dtype of a parameter
         log.debug("a step could not be run with parameters in the lower dtype", exc_info=True)
         return replace(found, alone=max(0, found.alone - found.casts))
-    return replace(found, alone=lower.alone, kept=lower.kept, passed=lower.passed)
+    own = {name: getattr(lower, name) for name in ("alone", "kept", "passed", "timeline")}
+    return replace(found, **own)
 
 
 def _watch(

@@ -14,6 +14,7 @@ communication operations in MPICH", 2005.
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -136,9 +137,9 @@ class Machine:
     def seconds_of(self, operators: "Operators", *, part: float = 1.0, starts: float = 1.0) -> float:
         """Return the seconds of operators, of which a device computes a part in ``starts`` times as many."""
         busy = torch.maximum(operators.flops / self.flops, operators.nbytes / self.bandwidth) * part
-        if self.is_ahead:
-            return float(torch.clamp(busy, min=self.start_s * starts).sum())
-        return float(busy.sum()) + self.start_s * starts * len(busy)
+        start_s = self.start_s * starts
+        each = torch.clamp(busy, min=start_s) if self.is_ahead else busy + start_s
+        return float((each * operators.times).sum())
 
     def seconds_for(self, transfer: Transfer, links: Links) -> float:
         """Return the seconds of one collective."""
@@ -162,26 +163,23 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """What the operators of a pass compute and move: two tensors of one length."""
+    """What the operators of a pass compute and move, and how often each runs: tensors of one length."""
 
     flops: Tensor
     nbytes: Tensor
+    times: Tensor
 
     @classmethod
     def of(cls, log: Sequence[Operator]) -> Self:
         """Return operators of a log."""
-        table = torch.tensor(log or [(0.0, 0.0)], dtype=torch.float64)
-        return cls(table[:, 0], table[:, 1])
+        counts = Counter(log)
+        table = torch.tensor([(*o, n) for o, n in counts.items()], dtype=torch.float64).reshape(-1, 3)
+        return cls(*table.unbind(1))
 
     def between(self, other: Self, weight: float) -> Self:
-        """Return operators at a place between these and ``other``.
-
-        Where they are not the same ones, it is a part of these and a part of those.
-        """
-        if len(self.flops) != len(other.flops):
-            both = zip((self.flops, self.nbytes), (other.flops, other.nbytes), strict=True)
-            flops, nbytes = (torch.cat([(1 - weight) * a, weight * b]) for a, b in both)
-            return type(self)(flops, nbytes)
+        """Return operators that take what lies on the line through the times of these and ``other``."""
         return type(self)(
-            torch.lerp(self.flops, other.flops, weight), torch.lerp(self.nbytes, other.nbytes, weight)
+            torch.cat([self.flops, other.flops]),
+            torch.cat([self.nbytes, other.nbytes]),
+            torch.cat([self.times * (1 - weight), other.times * weight]),
         )
