@@ -66,7 +66,7 @@ PUBLIC = {
         repeated_blocks resolve_options row_count run_in seed_everything seed_of seeded
         set_device_rng_state sharded_memory sharded_transfers showing_system_errors shows_progress
         slice_of split_evenly split_rows start step_identity sync_folder total_shard_norm
-        whole_model_arguments without_cache write_atomically zero_backward
+        unchanged_models whole_model_arguments without_cache write_atomically zero_backward
     """,
 }
 

@@ -11,6 +11,8 @@ The backward pass is followed gradient by gradient, with the activations that ar
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -27,6 +29,20 @@ OptionsT = TypeVar("OptionsT", bound=FullyShardOptions)
 
 _SAFE = 0.9
 """The part of the free memory that must be enough before "auto" takes more memory than necessary."""
+
+
+_Units = tuple["_Unit", list["_Unit"]]
+_sizes: ContextVar[dict[tuple[object, ...], _Units] | None] = ContextVar("_sizes", default=None)
+
+
+@contextmanager
+def unchanged_models() -> Iterator[None]:
+    """Keep the sizes of models' units in a ``with`` block, in which models must not change."""
+    token = _sizes.set({})
+    try:
+        yield
+    finally:
+        _sizes.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,12 +280,27 @@ def _activations(
     return found
 
 
-def _gathered(
-    job: Job, options: FullyShardOptions, model: nn.Module, *, padded_for: int = 1
-) -> tuple[_Unit, list[_Unit]]:
+def _gathered(job: Job, options: FullyShardOptions, model: nn.Module, *, padded_for: int = 1) -> _Units:
     """Return the bytes of parameters in no unit, and of each unit; with rows for as many ranks alike."""
-    units = find_units(model, options.units).modules
     low, reduced = parameter_type(options, job), reduction_type(options, job)
+    kept = _sizes.get()
+    key = (id(model), repr(options.units), job.precision, low, reduced, padded_for)
+    if kept is None:
+        return _measured(job, options, model, low, reduced, padded_for)
+    if key not in kept:
+        kept[key] = _measured(job, options, model, low, reduced, padded_for)
+    return kept[key]
+
+
+def _measured(
+    job: Job,
+    options: FullyShardOptions,
+    model: nn.Module,
+    low: torch.dtype | None,
+    reduced: torch.dtype | None,
+    padded_for: int,
+) -> _Units:
+    units = find_units(model, options.units).modules
     left = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def measured(name: str, module: nn.Module) -> _Unit:

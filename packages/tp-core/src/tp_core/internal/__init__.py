@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tp_core._fully_sharded._memory import resolve_options as resolve_options
     from tp_core._fully_sharded._memory import sharded_memory as sharded_memory
     from tp_core._fully_sharded._memory import sharded_transfers as sharded_transfers
+    from tp_core._fully_sharded._memory import unchanged_models as unchanged_models
     from tp_core._fully_sharded._optimizers import WholeSteps as WholeSteps
     from tp_core._fully_sharded._optimizers import check_whole_steps as check_whole_steps
     from tp_core._fully_sharded._optimizers import gathers_matrices as gathers_matrices
@@ -135,6 +136,7 @@ else:
                 "resolve_options",
                 "sharded_memory",
                 "sharded_transfers",
+                "unchanged_models",
             ],
             "tp_core._fully_sharded._optimizers": [
                 "WholeSteps",

@@ -8,10 +8,10 @@ from typing import Any, get_args
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from tp_core import LaunchEnvironment, resolve_devices, tree_map
+from tp_core import LaunchEnvironment, tree_map
 from tp_core.discovery import Contribution
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import KNOWN_BACKENDS
+from tp_core.internal import KNOWN_BACKENDS, unchanged_models
 from tp_core.jobs import Axis, Layout, MemoryNeed, Precision, Recomputation, StepWork
 from tp_core.plugins import Backend, Job, registry
 
@@ -246,7 +246,7 @@ def plan(
         batch = with_length(batch, length)
     machine = machine or Machine()
     job = Job(
-        devices=resolve_devices("cpu"),
+        devices=(torch.device("cuda", 0) if machine.is_ahead else torch.device("cpu"),),
         environment=LaunchEnvironment(world_size=devices, local_world_size=min(devices, links.devices)),
         model=model,
         precision=precision,
@@ -263,7 +263,8 @@ def plan(
     measured = subject.measure_all(sizes, recomputations(model))
     unknown = next((m.footprint.unknown for m in measured.values() if m.footprint.unknown), "")
     measured = {key: m for key, m in measured.items() if m.footprint.activations is not None}
-    found = [p for way in ways if (p := _best(job, way, samples, measured, machine, links)) is not None]
+    with unchanged_models():
+        found = [p for way in ways if (p := _best(job, way, samples, measured, machine, links)) is not None]
     silent = {way.backend.name for way in ways} - {p.backend for p in found}
     left_out |= dict.fromkeys(sorted(silent), unknown or "it has no forecast for this model")
     return Plan(
@@ -353,15 +354,47 @@ def _best(
     """Return the fastest way in which a layout fits, else the one that lacks least."""
     found: list[PlannedLayout] = []
     for what in dict.fromkeys(key[1] for key in measured):
-        # Fewer batches in a step are faster, as long as they fit.
-        for accumulate in way.accumulations:
-            needed = measured.get((samples // way.layout.readers // accumulate, what))
-            planned = None if needed is None else _planned(job, way, accumulate, what, needed, machine, links)
-            if planned is not None:
-                found.append(planned)
-                if not planned.lacks:
-                    break
+        planned = _fewest_batches(job, way, what, samples, measured, machine, links)
+        if planned is not None:
+            found.append(planned)
+            if not planned.lacks and planned.accumulate == 1:
+                break  # what computes more again is slower
     return min(found, key=_order, default=None)
+
+
+def _fewest_batches(
+    job: Job,
+    way: _Way,
+    what: Recomputation,
+    samples: int,
+    measured: Mapping[tuple[int, Recomputation], Measured],
+    machine: Machine,
+    links: Links,
+) -> PlannedLayout | None:
+    """Return the way with the fewest batches in a step that fits, which is the fastest, else the last one."""
+
+    def planned(accumulate: int) -> PlannedLayout | None:
+        needed = measured.get((samples // way.layout.readers // accumulate, what))
+        return None if needed is None else _planned(job, way, accumulate, what, needed, machine, links)
+
+    first, *others = way.accumulations
+    found = planned(first)
+    if found is None or not found.lacks or not others:
+        return found
+    # More batches need less, but that several of them keep whole gradients: so not from the first one on.
+    last = planned(others[-1])
+    if last is None or last.lacks:
+        return min(found, last or found, key=_order)
+    found = last
+    low, high = 0, len(others) - 1
+    while low < high:
+        middle = (low + high) // 2
+        between = planned(others[middle])
+        if between is None or between.lacks:
+            low = middle + 1
+        else:
+            found, high = between, middle
+    return found
 
 
 def _planned(
