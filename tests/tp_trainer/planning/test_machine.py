@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 from tp_core.errors import ConfigError
 from tp_core.jobs import Footprint
 from tp_trainer.planning import Machine, calibrate
 from tp_trainer.planning._machine import Operators
-from tp_trainer.planning._samples import Measured, between
+from tp_trainer.planning._samples import Measured, Subject, between
 
 
 def test_rates_are_read_as_they_were_written(tmp_path):
@@ -61,4 +62,39 @@ def test_what_lies_between_two_measurements_grows_in_a_straight_line():
         20,
         {"block": 20},
     )
-    assert found.forward.flops.tolist() == [20.0]
+    machine = Machine(flops=10.0, bandwidth=10.0, start_s=0.0)
+    assert machine.seconds_of(found.forward) == pytest.approx(2.0)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Listed(nn.Sequential):
+    """The blocks by their list, and by their numbers, of which not one may be missing."""
+
+    def forward(self, x):
+        return self[2](self[1](super().forward(x)) if len(self) > 2 else x)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Listed])
+@pytest.mark.parametrize("what", ["nothing", "every block"])
+def test_many_blocks_are_computed_from_a_few(kind, what):
+    model = nn.Sequential(nn.Linear(8, 8), kind(*(Block() for _ in range(7))), nn.Linear(8, 50))
+    found, few = (
+        Subject(model, None, torch.ones(2, 8), lambda m, b: m(b).square().mean(), "fp32") for _ in range(2)
+    )
+    found._blocks = None  # all of them
+    expected, computed = found.measure(3, what), few.measure(3, what)
+    assert (few._blocks is None) is (kind is Listed)
+    assert computed.footprint.to_dict() == expected.footprint.to_dict()
+    assert list(computed.footprint.timeline) == list(expected.footprint.timeline)
+    for name in ("forward", "backward"):
+        assert Machine().seconds_of(getattr(computed, name)) == pytest.approx(
+            Machine().seconds_of(getattr(expected, name))
+        )

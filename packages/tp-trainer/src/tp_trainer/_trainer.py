@@ -96,7 +96,8 @@ class Trainer:
 
     Args:
         backend: The name of the backend, or "auto" for the best that fits. With "auto" the variable
-            ``TP_BACKEND`` takes precedence.
+            ``TP_BACKEND`` takes precedence. "fastest" has :meth:`fit` time a few steps of the best three, on
+            copies of model and optimizer, which leave no trace, and keep the fastest.
         devices: The devices, as for :func:`tp_core.resolve_devices`. Under a launcher they are the
             devices of one host, one for each of its processes.
         seed: Seeds Python, numpy (if it is loaded) and torch now, and orders the data. ``None``
@@ -156,6 +157,22 @@ class Trainer:
                 "checkpoint_activations(model, ...) takes the classes, and what they keep"
             )
             raise ConfigError(msg)
+        # Trainers that time steps for "fastest"; None once the backend is chosen.
+        self._others: Callable[..., Trainer] | None = None
+        if backend == "fastest":
+            backend = "auto"
+            self._others = partial(
+                Trainer,
+                devices=devices,
+                loss=loss,
+                precision=precision,
+                accumulate=accumulate,
+                compile=compile,
+                activation_checkpointing=activation_checkpointing,
+                options=options,
+                progress=False,
+                plugins=plugins,
+            )
         check_name(plugins, backend)
         self.environment = LaunchEnvironment.read()
         if not isinstance(progress, bool):
@@ -534,6 +551,22 @@ class Trainer:
         from tp_trainer._steps._loaders import Epochs
         from tp_trainer._steps._optimizer_step import OptimizerStep
 
+        if self._others is not None:
+            from tp_trainer._running._fastest import find_fastest
+
+            found = find_fastest(
+                self._lazy.choice(model),
+                self._devices,
+                self._others,
+                model,
+                optimizer,
+                train_loader,
+                settings.step,
+            )
+            self._others = None
+            self._lazy.require(*found)
+            if self.is_main:
+                log.info("backend %r is kept: %s", *found)
         session = self._open(model, by="fit()", work=Work(optimizer, train_loader, settings.step))
         logs = self._plan_log(settings.loop, [optimizer])
         check_owner(optimizer, [model])
@@ -1263,6 +1296,11 @@ class Trainer:
 
             return _requirements.add_memory(job, work or _requirements.Work())
 
+        if self._others is not None:
+            msg = (
+                f"backend='fastest' times steps of fit(), and {by} comes before it: call fit(), or name one"
+            )
+            raise ConfigError(msg)
         is_open = self._lazy.current is not None
         session = self._lazy.open(*models, by=by, estimate=add_memory)
         if not is_open and self.is_main and session.job.recomputation not in (None, "nothing"):

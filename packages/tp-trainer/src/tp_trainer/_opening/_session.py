@@ -325,6 +325,7 @@ class LazySession:
         self._backend = backend
         self._seed = seed
         self._selection: Selection | None = None
+        self._asked_by = ""
         self._opened_by = ""
         self._assessed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the backend fits
         self._prepared: PerModule[nn.Module] | None = None  # from the first model on
@@ -339,6 +340,14 @@ class LazySession:
     def selection(self) -> Selection:
         """The selection of the backend; before the session is open, the one for an unspecified model."""
         return choose(self._job, self.plugins, self._backend) if self._selection is None else self._selection
+
+    def choice(self, model: nn.Module) -> Selection:
+        """Return the selection for a model, without opening anything."""
+        return choose(replace(self._job, model=model), self.plugins, self._backend)
+
+    def require(self, backend: str, why: str) -> None:
+        """Choose the backend before the session is open; the selection names the reason."""
+        self._backend, self._asked_by = backend, why
 
     def open(
         self, *models: nn.Module, by: str, estimate: Callable[[Job], Iterable[Job]] | None = None
@@ -400,6 +409,8 @@ class LazySession:
             jobs = estimate(job)
         for job in jobs:
             selection = choose(job, self.plugins, self._backend)
+            if self._asked_by:
+                selection = replace(selection, asked_by=self._asked_by)
             verdict = selection.chosen.verdict
             if not verdict.lacks_memory:
                 break

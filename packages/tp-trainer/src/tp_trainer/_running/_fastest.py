@@ -1,0 +1,110 @@
+"""The choice of "fastest": the best backends train a few steps each, on copies, and leave no trace."""
+
+import copy
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset, Subset
+from tp_core.discovery import Selection
+from tp_core.errors import ConfigError, ModelError, StepError
+
+from tp_trainer._checkpoint import _generators as generators
+from tp_trainer._steps._step import Step
+
+_MOST = 3
+"""The backends that are timed."""
+_FIRST, _STEPS = 2, 6
+"""The steps that do not count, in which libraries and allocators warm up, and all steps."""
+
+
+def find_fastest(
+    selection: Selection,
+    devices: tuple[torch.device, ...],
+    make: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Iterable[Any],
+    step: Step,
+) -> tuple[str, str]:
+    """Return the name of the fastest of the best backends, and the times of all in words.
+
+    The same on all ranks: a step takes as long as on the slowest one. Weights, optimizer, random generators
+    and loader are afterwards what they were.
+
+    Args:
+        selection: What "auto" would choose, and the others in their order.
+        devices: The devices of this process.
+        make: Returns a trainer of a backend.
+        model: The plain model.
+        optimizer: Its optimizer.
+        loader: The loader of the whole job's batches.
+        step: As for ``fit``.
+
+    Raises:
+        ConfigError: The loader has no dataset with indices, from which batches are read again.
+        ModelError: No backend trains the model.
+
+    Collectives: those of a session of each backend, and a gather of objects for each.
+    """
+    names = [c.name for c in selection.candidates if c.verdict.is_fit][:_MOST]
+    if len(names) == 1:
+        return names[0], f"fastest: only {names[0]!r} fits"
+    batches = _first_batches(loader)
+    times: dict[str, float] = {}
+    refusals: list[str] = []
+    kept = generators.capture(devices)
+    for name in names:
+        copied, using = copy.deepcopy((model, optimizer))  # together: the copy has the copied parameters
+        try:
+            times[name] = _time_steps(make(backend=name), copied, using, batches, step)
+        except (ConfigError, ModelError, StepError) as error:  # which all ranks raise alike
+            refusals.append(f"{name}: {error}")
+        finally:
+            generators.restore(kept)
+    if not times:
+        msg = f"backend='fastest' found none that trains this model: {'; '.join(refusals)}"
+        raise ModelError(msg)
+    best = min(times, key=lambda name: times[name])
+    told = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items())
+    left = f"; left out {'; '.join(refusals)}" if refusals else ""
+    return best, f"fastest, by the time of a step: {told}{left}"
+
+
+def _first_batches(loader: Iterable[Any]) -> DataLoader[Any]:
+    """Return a loader of the first samples of another one, whose position does not change."""
+    has_samples = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not isinstance(loader, DataLoader) or not has_samples or not loader.batch_size:
+        msg = (
+            "backend='fastest' reads the first batches again for each backend, and needs a DataLoader with a "
+            "batch size over a dataset with indices; give it one, or name a backend"
+        )
+        raise ConfigError(msg)
+    count = min(_STEPS * loader.batch_size, len(loader.dataset))  # type: ignore[arg-type]  # it has indices
+    samples = Subset(loader.dataset, range(count))
+    return DataLoader(samples, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
+
+
+def _time_steps(
+    trainer: Any, model: nn.Module, optimizer: Optimizer, batches: DataLoader[Any], step: Step
+) -> float:
+    """Return the seconds of the fastest step, of the slowest rank."""
+    with trainer:
+        made, using = trainer.prepare(model, optimizer)
+        made.train()
+        session, seconds = trainer.session, []
+        loader = trainer.prepare(batches)
+        while len(seconds) < _STEPS:
+            for batch in loader:
+                session.barrier()
+                began = perf_counter()
+                using.zero_grad()
+                trainer.backward(trainer.run(step, made, batch))
+                trainer.update(made, using)
+                if session.device.type != "cpu":
+                    torch.accelerator.synchronize(session.device)
+                seconds.append(perf_counter() - began)
+        return max(session.gather_objects(min(seconds[_FIRST:])))
