@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from time import perf_counter
@@ -28,7 +29,7 @@ from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 from tp_trainer.planning import Links, Machine, calibrate, plan
 from tp_trainer.planning._plan import time_of
-from tp_trainer.planning._samples import Subject
+from tp_trainer.planning._samples import Measured, Subject
 
 from tests.bench._results import Results
 from tests.bench.trainer.memory import MIB, STEPS, Samples, resident, texts, word_loss
@@ -179,51 +180,125 @@ def order(results: Results) -> None:
 
 # -- Predictions beside figures that others have published ------------------------------------------
 
-# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: Llama 3.1 8B, FSDP, 8,192 tokens,
-# two samples on each H100 of 96 GB, selective activation checkpointing. GiB; tokens per second and GPU.
+# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: Llama 3.1 8B on H100s of 96 GB, parameters in
+# float32 that are gathered in bfloat16. GiB; tokens per second and GPU.
+# Tables 1 and 3: fully_shard, 8,192 tokens, two samples on each, selective activation checkpointing.
 PRINTED = {8: (82.4, 5762.0), 128: (67.0, 5605.0)}
+# Table 2: 8 GPUs, fsdp x context, one sample, every block again; compiled, and with products in float8.
+CONTEXT = {1: (83.9, 3890.0), 2: (84.2, 2540.0), 4: (84.0, 1071.0), 8: (84.5, 548.0)}
+WIDTH, HIDDEN, HEADS, KEYS, WORDS = 4096, 14336, 32, 8, 128256
 
 
-def llama_8b() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+class Block(nn.Module):
+    """A block of Llama 3.1 8B: (batch, tokens, width) and rotations -> the same as the first."""
 
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    config = LlamaConfig(**sizes, **heads, vocab_size=128256, max_position_embeddings=8192)
+    def __init__(self) -> None:
+        super().__init__()
+        each = WIDTH // HEADS
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.q, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(WIDTH, KEYS * each, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+        h, size = self.norms[0](x), (-1, WIDTH // HEADS)
+        q, k, v = (layer(h).unflatten(-1, size) for layer in (self.q, self.k, self.v))
+        q, k = rotated(q, rotations), rotated(k, rotations)
+        k, v = (t.repeat_interleave(HEADS // KEYS, dim=2) for t in (k, v))
+        y = nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True
+        )
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        h = self.norms[1](x)
+        y = self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+        return x + y
+
+
+def rotated(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of (batch, tokens, heads, features), in float32 as torchtitan does."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotations[:, None]).flatten(3).type_as(x)
+
+
+class Llama(nn.Module):
+    """Llama 3.1 8B, written as torchtitan does: tokens (batch, tokens) -> logits."""
+
+    def __init__(self, layers: int = 32) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        angles = torch.outer(torch.arange(tokens.shape[1]), torch.ones(WIDTH // HEADS // 2))
+        rotations = torch.polar(torch.ones_like(angles), angles)
+        for block in self.blocks:
+            x = block(x, rotations)
+        return self.head(self.norm(x))
+
+
+def next_word_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+def measured_8b(length: int, samples: int, what: Any) -> tuple[nn.Module, Measured]:
+    """Return the model with what a device needs for it: computing in bfloat16, with states in float32."""
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
+        model, tokens = Llama(), torch.zeros(samples, length, dtype=torch.long)
+    found = Subject(model, None, tokens, next_word_loss, "bf16-true").measure(samples, what)
+    if found.footprint.unknown:
+        raise RuntimeError(found.footprint.unknown)
+    half = found.footprint
+    states = {"weights": 2 * half.weights, "gradients": 2 * half.gradients}
+    return model, replace(found, footprint=replace(half, **states))
+
+
+def predicted(
+    model: nn.Module, needed: Measured, layout: Layout, backend: str, what: Any
+) -> tuple[int, float]:
+    """Return bytes and seconds by tp's assumed rates of an H100: nothing is fitted to the figures."""
+    (chosen,) = [c.item for c in registry.backends() if c.item.name == backend]
+    job = Job(
+        devices=(torch.device("cuda", 0),),
+        environment=LaunchEnvironment(world_size=layout.ranks, local_world_size=8),
+        model=model,
+        precision="bf16-mixed",
+        options=layout.options,
+        footprint=needed.footprint,
+        recomputation=what,
+    )
+    found = chosen.forecast(job, layout)
+    links = Links.parse("node=8x450GB/s,between=50GB/s")
+    return found.memory.total, time_of(
+        needed, found.work, 1, Machine(), links, trained=1 / layout.ranks
+    ).total
 
 
 def blind(results: Results) -> None:
-    """Forecast with tp's assumed rates of an H100: nothing is fitted to the figures."""
-    model, machine = llama_8b(), Machine()
-    tokens = torch.zeros(2, 8192, dtype=torch.long, device="meta")
-    subject = Subject(model, None, (tokens, tokens), word_loss, "bf16-mixed")
-    (fsdp,) = [c.item for c in registry.backends() if c.item.name == "fsdp"]
-    for what in ("nothing", "every block"):
-        needed = subject.measure(2, what)
-        if needed.footprint.unknown:
-            raise RuntimeError(needed.footprint.unknown)
+    fsdp = {"reshard_after_forward": True, "activation_checkpointing": False, "offload": False}
+    for what in ("nothing", "all but matmuls", "every block"):
+        model, needed = measured_8b(8192, 2, what)
         for ranks, (memory, rate) in PRINTED.items():
-            options = {"reshard_after_forward": True, "activation_checkpointing": False, "offload": False}
-            layout = Layout(axes={"fsdp": ranks}, options={"fsdp": options})
-            job = Job(
-                devices=(torch.device("cpu"),),
-                environment=LaunchEnvironment(world_size=ranks, local_world_size=8),
-                model=model,
-                precision="bf16-mixed",
-                options=layout.options,
-                footprint=needed.footprint,
-                recomputation=what,
-            )
-            found = fsdp.forecast(job, layout)
-            links = Links.parse("node=8x450GB/s,between=50GB/s")
-            time = time_of(needed, found.work, 1, machine, links, trained=1 / ranks)
+            layout = Layout(axes={"fsdp": ranks}, options={"fsdp": fsdp})
+            nbytes, seconds = predicted(model, needed, layout, "fsdp", what)
             label = f"Llama 3.1 8B, fsdp {ranks}, {what} again"
-            results.add(f"{label}: predicted", found.memory.total / 2**30, "GiB", note=f"printed {memory}")
+            results.add(f"{label}: predicted", nbytes / 2**30, "GiB", note=f"printed {memory}")
             results.add(
-                f"{label}: predicted rate", 2 * 8192 / time.total, "tokens/s", note=f"printed {rate:,.0f}"
+                f"{label}: predicted rate", 2 * 8192 / seconds, "tokens/s", note=f"printed {rate:,.0f}"
             )
+    for context, (memory, rate) in CONTEXT.items():
+        length = 32768 * context
+        model, needed = measured_8b(length, 1, "every block")
+        options = {"fsdp": fsdp, "context": {"context": context, "weights": "fsdp"}}
+        layout = Layout(axes={"fsdp": 8 // context, "context": context}, options=options)
+        backend = "context" if context > 1 else "fsdp"
+        nbytes, seconds = predicted(model, needed, layout, backend, "every block")
+        label = f"Llama 3.1 8B, fsdp {8 // context} x context {context}, {length} tokens"
+        results.add(f"{label}: predicted", nbytes / 2**30, "GiB", note=f"printed {memory}")
+        here = length / seconds / context
+        results.add(f"{label}: predicted rate", here, "tokens/s", note=f"printed {rate:,.0f}, in float8")
 
 
 def main(wanted: list[str]) -> None:

@@ -1297,9 +1297,7 @@ class Trainer:
             return _requirements.add_memory(job, work or _requirements.Work())
 
         if self._others is not None:
-            msg = (
-                f"backend='fastest' times steps of fit(), and {by} comes before it: call fit(), or name one"
-            )
+            msg = f"backend='fastest' times steps of fit(), and {by} comes before it: call fit(), or name one"
             raise ConfigError(msg)
         is_open = self._lazy.current is not None
         session = self._lazy.open(*models, by=by, estimate=add_memory)

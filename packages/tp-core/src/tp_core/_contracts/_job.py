@@ -39,8 +39,8 @@ class Footprint:
             parameters as for ``alone``.
         passed: The memory of each of these modules' outputs, by name.
         timeline: The memory of activations as for ``alone`` while each parameter's gradient is computed, in
-            that order and by the parameter's name: the highest since the gradient before, and what is left
-            afterwards.
+            that order and by the parameter's name: the highest since the gradient before, the highest once
+            there is memory for it, and what is left afterwards.
         keys: The memory of keys and values in all calls of torch's attention.
         attentions: The number of these calls.
         unknown: The reason why something is not known; empty if all is.

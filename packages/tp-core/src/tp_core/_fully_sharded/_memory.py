@@ -204,28 +204,29 @@ def _need(
 
 
 class _Moment(NamedTuple):
-    """The end of a gradient's computation, and the activations: the highest before it, and what is left."""
+    """The end of a gradient's computation, and the activations before it, beside it, and afterwards."""
 
     unit: _Unit
     nbytes: int
-    peak: int
+    before: int
+    beside: int
     left: int
 
 
 def _moments(footprint: Footprint, activations: int, rest: _Unit, units: list[_Unit]) -> list[_Moment]:
     """Return the gradients in their order; where that is not known, each of them at the peak."""
     owners = {name: unit for unit in [rest, *units] for name in unit.sizes}
-    timeline: Mapping[str, Sequence[int]] = dict.fromkeys(reversed(owners), (activations, activations))
+    timeline: Mapping[str, Sequence[int]] = dict.fromkeys(reversed(owners), [activations] * 3)
     part = 1.0
     if footprint.timeline.keys() >= owners.keys():
         # Less of it where more is computed again; more where weights are cast.
         timeline, part = footprint.timeline, activations / max(1, footprint.alone)
     # Frozen units are gathered, too.
-    found = [_Moment(unit, 0, activations, activations) for unit in reversed(units) if not unit.sizes]
-    for name, (peak, left) in timeline.items():
+    found = [_Moment(unit, 0, *[activations] * 3) for unit in reversed(units) if not unit.sizes]
+    for name, values in timeline.items():
         if name in owners:
             unit = owners[name]
-            found.append(_Moment(unit, unit.sizes[name], round(part * peak), round(part * left)))
+            found.append(_Moment(unit, unit.sizes[name], *(round(part * n) for n in values)))
     return found
 
 
@@ -235,7 +236,7 @@ def _highest(
     """Return the peak of activations, whole weights and gradients in a step."""
     kept = options.reshard_after_forward is False
     is_cpu = job.devices[0].type == "cpu"
-    before = {unit.name: ahead.whole for ahead, unit in pairwise(units)}
+    next_ones = {unit.name: ahead.whole for ahead, unit in pairwise(units)}
     missing = {unit.name: len(unit.sizes) for unit in units}
     # Gradients of batches that only accumulate are not reduced: each rank holds them whole.
     accumulates = job.accumulate > 1
@@ -243,16 +244,17 @@ def _highest(
     gathered = rest.whole + sum(unit.whole for unit in (units if kept else units[-1:]))
     found = waiting = left = 0
     at_work = rest
-    for unit, nbytes, peak, after in moments:
-        ahead = before.get(unit.name, 0)
+    for unit, nbytes, before, beside, after in moments:
+        ahead = next_ones.get(unit.name, 0)
         if unit is not rest and unit is not at_work and not kept:
             at_work, gathered = unit, rest.whole + unit.whole + ahead
             # gloo gathers into a buffer of its own, from a copy of the shard.
             copied = ahead + ahead // ranks if is_cpu else 0
             found = max(found, max(left, after) + held + waiting + gathered + copied)
+        found = max(found, before + gathered + held + waiting)
         held += nbytes if unit is rest or not accumulates else 0
         left = after
-        found = max(found, peak + gathered + held + waiting)
+        found = max(found, max(beside, left) + gathered + held + waiting)
         if unit is rest:
             continue
         missing[unit.name] -= 1

@@ -140,7 +140,7 @@ class LiveBytes(TorchDispatchMode):
         self.values = self.gradients = self.casts = 0
         self.highest = self.highest_with_gradients = self.highest_alone = self._making = 0
         self.timeline: dict[str, list[int]] = {}
-        self._peak = 0  # of values since the last gradient
+        self._peak = self._peak_making = 0  # since the last gradient
         self.gradient_shapes: set[tuple[int, ...]] = set()  # of gradients under computation
         self._sizes: dict[int, tuple[int, str]] = {}  # by the address of a living storage
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -170,7 +170,8 @@ class LiveBytes(TorchDispatchMode):
             self._add("gradient", size)
             self._sizes[address] = size, "gradient"
         left = self.values - self._making
-        self.timeline[name], self._peak = [self._peak, left], left
+        self.timeline[name] = [self._peak, self._peak_making, left]
+        self._peak, self._peak_making = left, 0
 
     def keep(self, tensors: Iterable[Tensor]) -> int:
         """Count tensors as known from now on, for an optimizer's state; return their bytes."""
@@ -218,6 +219,8 @@ class LiveBytes(TorchDispatchMode):
         self.highest = max(self.highest, self.values)
         alone = self.values - self._making
         self.highest_alone, self._peak = max(self.highest_alone, alone), max(self._peak, alone)
+        if self._making:
+            self._peak_making = max(self._peak_making, alone)
         self.highest_with_gradients = max(self.highest_with_gradients, self.values + self.gradients)
 
 

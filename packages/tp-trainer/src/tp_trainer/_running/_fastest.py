@@ -95,7 +95,8 @@ def _time_steps(
     with trainer:
         made, using = trainer.prepare(model, optimizer)
         made.train()
-        session, seconds = trainer.session, []
+        session = trainer.session
+        seconds: list[float] = []
         loader = trainer.prepare(batches)
         while len(seconds) < _STEPS:
             for batch in loader:
@@ -107,4 +108,5 @@ def _time_steps(
                 if session.device.type != "cpu":
                     torch.accelerator.synchronize(session.device)
                 seconds.append(perf_counter() - began)
-        return max(session.gather_objects(min(seconds[_FIRST:])))
+        slowest: float = max(session.gather_objects(min(seconds[_FIRST:])))
+        return slowest
