@@ -34,35 +34,47 @@ from tp_trainer.planning._samples import Measured, Subject
 from tests.bench._results import Results
 from tests.bench.trainer.memory import MIB, STEPS, Samples, resident, texts, word_loss
 
-SAMPLES, LENGTH, ROUNDS = 8, 128, 5
+SAMPLES, LENGTH, ROUNDS = 8, 128, 3
+LEAST_WORDS = 2000
 
 
-def llama(width: int = 384, layers: int = 4) -> nn.Module:
+def llama(width: int = 384, layers: int = 4, words: int = LEAST_WORDS) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
-    config = LlamaConfig(**sizes, num_attention_heads=8, vocab_size=32000)
+    config = LlamaConfig(**sizes, num_attention_heads=8, vocab_size=words)
     return LlamaForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_embd=384, n_layer=4, n_head=8, loss_type="ForCausalLM"))
+    sizes = {"n_embd": 384, "n_layer": 4, "n_head": 8, "vocab_size": LEAST_WORDS}
+    return GPT2LMHeadModel(GPT2Config(**sizes, loss_type="ForCausalLM"))
 
 
 def deep() -> nn.Module:
     return llama(width=256, layers=8)
 
 
+def wordy() -> nn.Module:
+    return llama(words=32000)
+
+
 MODELS = {"Llama": llama, "GPT-2": gpt2, "deep Llama": deep}
+ALL = {**MODELS, "Llama with many words": wordy}
+
+
+def sample(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = texts(LENGTH)(i)[0] % LEAST_WORDS
+    return ids, ids
 
 
 def planned(name: str, ranks: int, machine: Machine | None = None, *, each: int = 99) -> list[Any]:
     """Return the layouts of a model, without split tensors, whose models a script makes itself."""
-    model = MODELS[name]()
+    model = ALL[name]()
     optimizer = torch.optim.AdamW(model.parameters())
-    batch = [torch.stack(column) for column in zip(*(texts(LENGTH)(i) for i in range(2)), strict=True)]
+    batch = [torch.stack(column) for column in zip(*(sample(i) for i in range(2)), strict=True)]
     found = plan(
         model,
         optimizer,
@@ -93,8 +105,8 @@ def trainer_of(layout: Any) -> Trainer:
 
 
 def fit(name: str, layout: Any, steps: int) -> None:
-    model = MODELS[name]()
-    loader = DataLoader(Samples(texts(LENGTH), SAMPLES * steps), batch_size=SAMPLES)
+    model = ALL[name]()
+    loader = DataLoader(Samples(sample, SAMPLES * steps), batch_size=SAMPLES)
     with trainer_of(layout) as trainer:
         trainer.fit(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loader, step=word_loss)
 
@@ -116,9 +128,10 @@ def peaks(name: str, layouts: Iterable[Any]) -> list[int]:
 
 def memory(results: Results) -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(2**16)
+    name = "Llama with many words"
     for ranks in (2, 4):
-        layouts = planned("Llama", ranks, each=3)
-        measured = [max(own) for own in zip(*run_ranks(peaks, ranks, "Llama", layouts), strict=True)]
+        layouts = planned(name, ranks, each=3)
+        measured = [max(own) for own in zip(*run_ranks(peaks, ranks, name, layouts), strict=True)]
         for layout, peak in zip(layouts, measured, strict=True):
             label = f"{layout.backend}, {layout.name}, {ranks} ranks"
             results.add(f"{label}: predicted", layout.memory.total / MIB, "MiB")
@@ -133,9 +146,9 @@ def steps(name: str, layouts: list[Any]) -> list[float]:
     for _ in range(ROUNDS):
         for number, layout in enumerate(layouts):
             with trainer_of(layout) as trainer:
-                model = MODELS[name]()
+                model = ALL[name]()
                 made = trainer.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-                loader = DataLoader(Samples(texts(LENGTH), SAMPLES * 3), batch_size=SAMPLES)
+                loader = DataLoader(Samples(sample, SAMPLES * 3), batch_size=SAMPLES)
                 seconds = []
                 for part in trainer.prepare(loader):
                     dist.barrier()
