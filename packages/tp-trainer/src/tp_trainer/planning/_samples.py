@@ -1,6 +1,6 @@
 """Footprints and operators of a step for numbers of samples: measured on stand-ins, or computed from some.
 
-Of a model with many blocks that are alike, two and three are run: the third one's part is that of each other.
+Of a model with many like blocks, two and three are run. The difference is what each further block adds.
 """
 
 import copy
