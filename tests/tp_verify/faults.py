@@ -1,5 +1,6 @@
 """Plant faults in parallel training, and see whether each is found: ``python -m tests.tp_verify.faults``.
 
+With a word, it tries the cases that have it; without one, it writes the figures that the documents quote.
 Beside them are ways that are right, in float32 and bfloat16, for which nothing may be said.
 """
 
@@ -16,6 +17,7 @@ from tp_core.internal import RankPool
 from tp_verify import Way, verify, ways
 from tp_verify._verify import join
 
+from tests.bench._results import Results
 from tests.tp_verify import models as m
 
 
@@ -361,7 +363,7 @@ def right_ways():
 
 def main(only=""):
     wrong = 0
-    with RankPool(2, setup=join, timeout_s=120) as ranks:
+    with Results("verify", is_part=True) as results, RankPool(2, setup=join, timeout_s=120) as ranks:
         for kind, cases, types in (
             ("fault", FAULTS, [torch.float64]),
             ("right", right_ways(), [torch.float32, torch.bfloat16]),
@@ -379,7 +381,9 @@ def main(only=""):
                     good, wrong = good + ok, wrong + (not ok)
                     place = case.kind or str(dtype).removeprefix("torch.")
                     print(f"{'ok   ' if ok else 'WRONG'} {kind} | {place} | {case.name} | {said}", flush=True)
-            print(f"-- {good} of {len(cases) * len(types)}: {kind}", flush=True)
+            if not only:
+                results.add(f"{kind}, tried", len(cases), "cases")
+                results.add(f"{kind}, reported wrongly", len(cases) - good / len(types), "cases")
     return wrong
 
 

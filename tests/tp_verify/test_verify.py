@@ -1,6 +1,11 @@
 """A parallel way is proven, or the first place where it parts is named; what cannot be tried is refused."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,8 @@ from tp_verify._verify import join
 
 from tests.tp_verify import faults
 from tests.tp_verify import models as m
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +140,96 @@ def noisy(model, batch):
 def test_a_loss_that_is_random_by_nature_is_refused():
     with pytest.raises(ModelError, match="random without dropout"):
         verify(Branches, [torch.ones(4, 3)], parallel=unchanged, step=noisy)
+
+
+def most_likely(model, batch):
+    return model(batch["tokens"]).argmax(-1)
+
+
+def with_ranks(model, batch):
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return most_likely(model, batch) + rank
+
+
+def test_tokens_a_checkpoint_and_dropout_are_proven_too(ranks):
+    more = {"generate": most_likely, "reload_on": ranks, "dropout": 20}
+    report = verify(m.build, m.EVEN[:1], parallel=ways.FullyShard(), step=m.step, ranks=ranks, **more)
+    assert report.ok, str(report)
+    assert report.proven[-3:] == [
+        "what is generated from the first batch",
+        "a checkpoint that 2 ranks loaded",
+        "dropout, in distribution over 20 seeds",
+    ]
+
+
+class LosesStates(ways.DataParallel):
+    def load(self, model, optimizer, folder):
+        super().load(model, optimizer, folder)
+        optimizer.state.clear()
+
+
+class SameMasks(ways.DataParallel):
+    def seed(self, number):
+        torch.manual_seed(number)
+
+
+class MoreDropout(ways.DataParallel):
+    def parallelize(self, model):
+        for block in model.blocks:
+            block.drop.p = 0.6
+        return super().parallelize(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "more", "said"),
+    [
+        (ways.DataParallel(), {"generate": with_ranks}, r"what is generated: rank 1 has \d+ at \(0, 0\)"),
+        (LosesStates(), {"reload_on": 2}, r"the loaded optimizer's state of .*: no rank has it"),
+        (SameMasks(), {"dropout": 4}, "ranks 0 and 1 have their own rows, and the same masks"),
+        (MoreDropout(), {"dropout": 40}, "the loss with dropout: its (mean|variance) over 40 seeds is"),
+    ],
+    ids=["tokens", "checkpoint", "masks", "dropout"],
+)
+def test_a_fault_after_the_training_is_named(way, more, said, ranks):
+    more = {key: ranks if key == "reload_on" else value for key, value in more.items()}
+    report = verify(m.build, m.EVEN[:1], parallel=way, step=m.step, ranks=ranks, **more)
+    assert re.search(said, str(report.finding)), str(report)
+
+
+def doubled(model):
+    model.blocks[0].mlp.down.register_forward_hook(lambda module, args, output: 2 * output)
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.mark.slow
+def test_the_smallest_reproduction_is_a_script_of_torch(ranks, tmp_path):
+    file = tmp_path / "smallest.py"
+    report = verify(m.build, m.EVEN, parallel=doubled, step=m.step, ranks=ranks, reproduce=file)
+    assert report.reproduction == f"torchrun --nproc-per-node 2 {file}"
+    text = file.read_text()
+    assert "del model.get_submodule('blocks')[1:]" in text
+    assert "tp_verify" not in text.replace("tests/tp_verify", "")
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        str(file),
+    ]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    said = subprocess.run(start, capture_output=True, text=True, timeout=300, check=True, env=environ).stdout
+    assert re.search(r"rank 1: the output of blocks\.0\.mlp\.down differs by 1 of its norm", said), said
+
+
+def test_a_script_that_cannot_name_what_it_needs_is_refused_before_anything_runs():
+    for way, said in (
+        (Dies(), "Dies has no lines for a script"),
+        (lambda model: model, "at the top of a file"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            verify(m.build, m.EVEN, parallel=way, step=m.step, reproduce="smallest.py")
 
 
 class Dies(Way):

@@ -206,6 +206,21 @@ def merged(found: Mapping[Any, Local], places: Sequence[Any], rows: int) -> Loca
         return None
 
 
+def joined_parts(like: Mapping[str, Tensor], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return whole tensors of those that ranks have whole, or in slices along one dimension."""
+    whole = {}
+    for name, tensor in like.items():
+        parts = [one[name] for one in ranks if one.get(name) is not None]
+        if parts and parts[0].shape == tensor.shape:
+            whole[name] = parts[0]
+        elif parts and parts[0].dim() == tensor.dim():
+            dims = [d for d in range(tensor.dim()) if parts[0].size(d) != tensor.size(d)]
+            joined = torch.cat(parts, dims[0])
+            if joined.shape == tensor.shape:
+                whole[name] = joined
+    return whole
+
+
 # -- One step -------------------------------------------------------------------------------------
 
 
@@ -233,7 +248,7 @@ class Comparison:
 
     def first(self) -> Finding | None:
         """Return the first place where the ranks part from one device."""
-        found = self._tensors(
+        found = self.tensors(
             "the weights before the first step",
             0,
             dict(self.exact.initial),
@@ -277,45 +292,69 @@ class Comparison:
                         step,
                         f"rank {rank} has {one.norm!s:.8}, one device {exact.norm:.6g}",
                     )
-            self._count("norms")
-            found = self._tensors(
+            self.count("norms")
+            found = self.tensors(
                 "the clipped gradient", step, exact.clipped, near.clipped, [r.clipped for r in records]
             )
             if found:
                 return found
-        before = self.exact.initial if number == 0 else self.exact.steps[number - 1].weights
-        found = self._updates(step, before, number, records)
+        found = self._updates(step, number, records)
         if found:
             return found
-        return self._tensors(
-            "the optimizer's state", step, exact.states, near.states, [r.states for r in records], cut=True
-        ) or self._tensors("the buffer", step, exact.buffers, near.buffers, [r.buffers for r in records])
+        return self.tensors(
+            "the optimizer's state", step, exact.states, near.states, [r.states for r in records]
+        ) or self.tensors("the buffer", step, exact.buffers, near.buffers, [r.buffers for r in records])
 
     # -- activations --------------------------------------------------------------------------------
 
     def _forward(
         self, what: str, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord]
     ) -> Finding | None:
-        shares = self._shares(step)
         matches = []
-        for place, whole in exact.forward.items():
-            rows = [_rows(whole.tensor, shares, rank) for rank in range(len(records))]
-            locals_ = [
-                merged(r.forward, self._calls(exact.forward, r.forward, place), n)
-                for r, n in zip(records, rows, strict=True)
-            ]
-            match = self._relate(whole.tensor, near.forward.get(place), locals_, shares)
+        for place in exact.forward:
+            match = self._match(step, exact, near, records, place)
             if match.kind == "unknown":
-                reason = "its outputs have another shape" if any(locals_) else "no rank runs it whole"
+                has_other = any(place.module == p.module for r in records for p in r.forward)
+                reason = "its outputs have another shape" if has_other else "no rank runs it whole"
                 self.unknown.setdefault(place.module or "the model", reason)
                 continue
-            self._count("outputs of modules")
+            self.count("outputs of modules")
+            if match.kind == "parts":
+                around = self._right_around(step, exact, near, records, place)
+                if around:
+                    self.unknown.setdefault(
+                        place.module, f"its outputs differ, and not what {around} makes of them"
+                    )
+                    continue
             matches.append((place, match))
             if match.kind == "parts":
                 return _blame(what, step, matches)
         if matches and matches[-1][1].kind == "partial":
             return _blame(what, step, matches)
         return None
+
+    def _match(
+        self, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord], place: Place
+    ) -> Match:
+        shares, whole = self._shares(step), exact.forward[place].tensor
+        rows = [_rows(whole, shares, rank) for rank in range(len(records))]
+        locals_ = [
+            merged(r.forward, self._calls(exact.forward, r.forward, place), n)
+            for r, n in zip(records, rows, strict=True)
+        ]
+        return self._relate(whole, near.forward.get(place), locals_, shares)
+
+    def _right_around(
+        self, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord], place: Place
+    ) -> str:
+        """Return a module around the place whose outputs are right: how it computes them is its affair."""
+        path = place.module.rpartition(".")[0]
+        while path:
+            outputs = [p for p in exact.forward if p.module == path]
+            if outputs and all(self._match(step, exact, near, records, p).kind == "same" for p in outputs):
+                return path
+            path = path.rpartition(".")[0]
+        return ""
 
     def _calls(self, exact: Mapping[Any, Any], mine: Mapping[Any, Any], place: Place) -> list[Place]:
         """Return the places of one call of the reference on a rank, one for each micro-batch."""
@@ -342,7 +381,7 @@ class Comparison:
         losses = [r.loss for r in records if r.loss is not None and not math.isnan(r.loss)]
         weights = [r.weight for r in records if r.loss is not None and not math.isnan(r.loss)]
         mean = sum(v * w for v, w in zip(losses, weights, strict=True)) / max(sum(weights), 1e-30)
-        self._count("losses")
+        self.count("losses")
         if losses and (
             abs(mean - exact.loss) <= limit or all(abs(loss - exact.loss) <= limit for loss in losses)
         ):
@@ -359,7 +398,7 @@ class Comparison:
     ) -> Finding | None:
         mine = [r.gradients for r in records]
         wrong = self._wrong(exact.gradients, near.gradients, mine)
-        self._count("gradients", len(exact.gradients))
+        self.count("gradients", len(exact.gradients))
         if not wrong:
             return None
         ratios = {name: ratio for name, (_, ratio) in wrong.items()}
@@ -484,16 +523,15 @@ class Comparison:
 
     # -- parameters, states, buffers ----------------------------------------------------------------
 
-    def _tensors(
+    def tensors(
         self,
         what: str,
         step: int,
         exact: Mapping[str, Tensor | None],
         near: Mapping[str, Tensor | None],
         ranks: Sequence[Mapping[str, Any]],
-        *,
-        cut: bool = False,
     ) -> Finding | None:
+        """Compare parameters, or what belongs to them, by name; return the first that parts."""
         scale = max((norm_of(t) for t in exact.values() if t is not None), default=0.0)
         for name, whole in exact.items():
             found = [one[name] for one in ranks if one.get(name) is not None]
@@ -507,17 +545,14 @@ class Comparison:
                 said = "no rank has it"
             else:
                 said = self._difference(whole.double(), near.get(name), found, scale)
-            self._count(what.removeprefix("the "))
+            self.count(what.removeprefix("the "))
             if said:
                 module, _, tensor = parameter.rpartition(".")
                 key = name.partition(":")[2]
                 return Finding(what, module, step, said, tensor=f"{tensor} {key}" if key else tensor)
-        del cut
         return None
 
-    def _updates(
-        self, step: int, before: Mapping[str, Tensor], number: int, records: Sequence[StepRecord]
-    ) -> Finding | None:
+    def _updates(self, step: int, number: int, records: Sequence[StepRecord]) -> Finding | None:
         """Compare what the steps so far have changed: a small step would drown in the weight itself."""
         exact, near = self.exact, self.near
         changed = {n: t - exact.initial[n] for n, t in exact.steps[number].weights.items()}
@@ -528,10 +563,10 @@ class Comparison:
             {n: t.double() - r.initial[n].double() for n, t in one.weights.items() if n in r.initial}
             for r, one in zip(self.ranks, records, strict=True)
         ]
-        del before
-        return self._tensors("the change of the weight", step, changed, changed_near, ranks)
+        return self.tensors("the change of the weight", step, changed, changed_near, ranks)
 
-    def _count(self, kind: str, by: int = 1) -> None:
+    def count(self, kind: str, by: int = 1) -> None:
+        """Count what was compared."""
         self.compared[kind] = self.compared.get(kind, 0) + by
 
 
@@ -565,9 +600,12 @@ def _said(match: Match) -> str:
 
 
 def _blame(what: str, step: int, matches: Sequence[tuple[Place, Match]]) -> Finding:
-    """Return a finding for the last match, or for what was left as summands just before it."""
+    """Return a finding for the last match, or for what was left as summands just before it.
+
+    A router's scores are summands by design, the second of its outputs.
+    """
     at = len(matches) - 1
-    while at and matches[at - 1][1].kind == "partial":
+    while at and matches[at - 1][1].kind == "partial" and matches[at - 1][0].tensor in ("", "0"):
         at -= 1
     place, match = matches[at]
     what = "the output" if what == "forward" else "the output in evaluation"

@@ -50,6 +50,7 @@ class Report:
         proven: What was run and found equal, one line each.
         not_covered: What was not seen, one line each: no claim is made about it.
         seconds: The time that it took.
+        reproduction: How to run the script that was asked for, or why there is none.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Report:
     proven: Sequence[str]
     not_covered: Sequence[str]
     seconds: float = 0.0
+    reproduction: str = ""
 
     @property
     def ok(self) -> bool:
@@ -76,6 +78,7 @@ class Report:
         lines = [head + _outcome(self) + ("" if self.ok else f"\n  {self.finding}")]
         lines += [f"  proven for {line}" for line in self.proven]
         lines += [f"  not covered: {line}" for line in self.not_covered]
+        lines += [f"  reproduce: {self.reproduction}"] if self.reproduction else []
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

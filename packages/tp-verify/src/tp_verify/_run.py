@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from tp_core.internal import is_dtensor
 
-from tp_verify._way import MakeOptimizer, Step, Way, loss_and_weight, mapped, rows_of, tensors_in
+from tp_verify._way import MakeOptimizer, Step, Way, alike, loss_and_weight, mapped, rows_of, tensors_in
 
 
 class Place(NamedTuple):
@@ -58,11 +58,13 @@ class StepRecord:
 
 @dataclass
 class RunRecord:
-    """What one process has seen of a training."""
+    """What one process has seen of a training, and afterwards: ``draws`` are losses and weights by seed."""
 
     initial: dict[str, Tensor] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
     evaluation: StepRecord | None = None
+    generated: dict[str, Tensor] = field(default_factory=dict)
+    draws: list[tuple[float, float]] = field(default_factory=list)
     shares: list[dict[str, Selection]] = field(default_factory=list)
 
 
@@ -75,7 +77,14 @@ class Followed(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What a process trains: the plain model's builder, whole batches, and how."""
+    """What a process trains: the plain model's builder, whole batches, and how.
+
+    Attributes:
+        follow: The ranks' weights and gradients, for a reference that follows them.
+        generate: What is generated afterwards.
+        seeds: The number of seeds with which the first batch's loss is drawn afterwards.
+        folder: Where a checkpoint is saved, or loaded; empty for none.
+    """
 
     build: Any
     batches: Sequence[Any]
@@ -85,6 +94,9 @@ class Task:
     max_norm: float | None
     dtype: torch.dtype | None
     follow: Sequence[Followed] = ()
+    generate: Step | None = None
+    seeds: int = 0
+    folder: str = ""
 
 
 class OneDevice(Way):
@@ -106,6 +118,10 @@ class OneDevice(Way):
         loss, _ = loss_and_weight(step(model, batch), batch)
         loss.backward()
         return loss.detach()
+
+    def seed(self, number: int) -> None:
+        """Seed this process, which is alone."""
+        torch.manual_seed(number)
 
 
 def build_model(task: Task) -> nn.Module:
@@ -144,8 +160,44 @@ def run_task(task: Task, way: Way, *, seed: int = 0) -> RunRecord:
         record.evaluation = None
     else:
         evaluation.loss, evaluation.weight = found
+    if task.generate is not None:
+        with torch.no_grad():
+            record.generated = {n: _copy(t) for n, t in tensors_in(task.generate(model, share))}
+    if task.folder:
+        way.save(model, optimizer, task.folder)
+    record.draws = _draws(task, way, model)
     way.close()
     return record
+
+
+def load_task(task: Task, way: Way) -> StepRecord:
+    """Load the checkpoint into a new model, and return what it holds then."""
+    model, optimizer = way.prepare(build_model(task), task.make_optimizer)
+    way.load(model, optimizer, task.folder)
+    seen = StepRecord()
+    _record_state(seen, way, model, optimizer)
+    way.close()
+    return seen
+
+
+def _draws(task: Task, way: Way, model: nn.Module) -> list[tuple[float, float]]:
+    """Return the loss with dropout, and its weight, for each seed; all rows of the batch are alike."""
+    found = []
+    model.train()
+    share = way.share(alike(cast(task.batches[0], task.dtype)))
+    for number in range(task.seeds):
+        weights: list[float] = []
+
+        def step(module: nn.Module, part: Any, weights: list[float] = weights) -> Any:
+            output = task.step(module, part)
+            weights.append(loss_and_weight(output, part)[1])
+            return output
+
+        way.seed(number)
+        loss = float(way.backward(model, step, [share]))
+        found.append((loss, sum(weights)))
+        model.zero_grad()
+    return found
 
 
 def _put(model: nn.Module, values: dict[str, Tensor], place: Callable[[nn.Parameter], Tensor | None]) -> None:
@@ -185,13 +237,17 @@ def _one_step(
     if followed is not None:
         _put(model, followed.gradients, lambda parameter: parameter.grad)
     way.update(model, optimizer)
+    _record_state(seen, way, model, optimizer)
+    return seen
+
+
+def _record_state(seen: StepRecord, way: Way, model: nn.Module, optimizer: Optimizer) -> None:
     seen.weights = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
     seen.states = _states(way, model, optimizer)
     for name, buffer in model.named_buffers():
         plain = way.plain_name(name)
         if plain is not None:
             seen.buffers[plain] = _copy(buffer.full_tensor() if is_dtensor(buffer) else buffer)
-    return seen
 
 
 def _whole(way: Way, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """`verify`: the reference on one process, the way on real ranks, and the comparison."""
 
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +14,21 @@ from torch.optim import Optimizer
 from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import RankPool
 
-from tp_verify._compare import Bound, Comparison
-from tp_verify._report import Report
-from tp_verify._run import Followed, OneDevice, RunRecord, Task, build_model, one_thread, run_task
+from tp_verify._after import compare_draws, compare_generated, compare_loaded
+from tp_verify._compare import Bound, Comparison, joined_parts
+from tp_verify._report import Finding, Report
+from tp_verify._reproduce import SHOWN, Case, check_reproducible, script, smallest
+from tp_verify._run import (
+    Followed,
+    OneDevice,
+    RunRecord,
+    StepRecord,
+    Task,
+    build_model,
+    load_task,
+    one_thread,
+    run_task,
+)
 from tp_verify._way import Step, Way, row_count
 
 Parallel = Way | Callable[[nn.Module], nn.Module | None]
@@ -36,13 +50,17 @@ def verify(
     micro: int = 1,
     max_norm: float | None = None,
     dtype: torch.dtype | None = torch.float64,
+    generate: Step | None = None,
+    reload_on: int | RankPool | None = None,
+    dropout: int = 0,
+    reproduce: str | Path | None = None,
     timeout_s: float = 300.0,
 ) -> Report:
     """Train on one device and in parallel, and compare everything: the report names the first difference.
 
     Compared are, for each batch, the outputs of all modules, the loss, all gradients, the norm and clipped
     gradients, the weights, the optimizer's state and the buffers; then an evaluation. Dropout is left out of
-    these, and compared in its distribution afterwards.
+    these. Ask for more: what the model generates, a checkpoint on another number of ranks, and dropout.
 
     Args:
         build: A function without arguments that returns the plain model, the same each time.
@@ -56,10 +74,18 @@ def verify(
         max_norm: The global norm to which gradients are clipped; by default they are not.
         dtype: The type in which the ranks compute; ``None`` for the model's own. The reference is in float64,
             and bounds are one device's in that type.
+        generate: ``generate(model, batch)`` returns what has to be equal element by element: tokens, say. It
+            runs after the training, on the first batch.
+        reload_on: The number of processes that load the checkpoint of the trained model, or a pool of them.
+            Weights, states and buffers have to be equal bit by bit.
+        dropout: The number of seeds with which the loss is drawn with dropout: its mean and variance are
+            compared, and whether ranks draw the same masks. 100 show what is worth a training.
+        reproduce: A file for a script of torch alone, with the fewest ranks, rows, places and layers that
+            still part in the first forward and backward pass; it is written where they part there.
         timeout_s: The deadline of the ranks.
 
     Raises:
-        ConfigError: There are no batches, or one has too few rows.
+        ConfigError: There are no batches, or one has too few rows; or a script cannot say what it needs.
         ModelError: The builder is not repeatable, or the loss is random without dropout.
         RankFailedError: A rank raised, died or outlived the deadline.
 
@@ -70,31 +96,45 @@ def verify(
     began = time.perf_counter()
     way = parallel if isinstance(parallel, Way) else Way(parallel)
     count = ranks if isinstance(ranks, int) else ranks.processes
-    task = Task(build, batches, step, optimizer, micro, max_norm, dtype)
+    task = Task(build, batches, step, optimizer, micro, max_norm, dtype, generate=generate, seeds=dropout)
     _check(task, way, count)
+    if reproduce is not None:
+        check_reproducible(build, step, batches, way)
     with one_thread(), torch.random.fork_rng(devices=[]):
         exact = run_task(replace(task, dtype=torch.float64, micro=1), OneDevice())
+        draws = exact.draws
+        task = replace(task, seeds=0)
         own = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
-        near = exact
         _check_losses(task, exact)
-        records = _on_ranks(task, way, ranks, timeout_s)
+        runs = _on_ranks(replace(task, seeds=dropout), way, ranks, reload_on, timeout_s)
+        near = exact
         if _coarsest(own, exact) != torch.float64:
             # Each step begins with the ranks' weights and updates with their gradients: by rounding alone
             # two trainings in a low precision part, as Adam divides by what may be all but zero.
-            task = replace(task, micro=1, follow=_followed(exact, records, task))
+            task = replace(task, micro=1, follow=_followed(exact, runs.records, task))
             exact = run_task(replace(task, dtype=torch.float64), OneDevice())
             near = run_task(task, OneDevice())
-    comparison = Comparison(exact, near, records, Bound.of(_coarsest(own, exact)), {}, {}, way.reorders)
-    finding = comparison.first()
+    bound = Bound.of(_coarsest(own, exact))
+    comparison = Comparison(exact, near, runs.records, bound, {}, {}, way.reorders)
+    finding = (
+        comparison.first()
+        or compare_generated(comparison)
+        or compare_loaded(comparison, runs.loaded)
+        or compare_draws(comparison, draws)
+    )
+    reproduction = ""
+    if finding is not None and reproduce is not None:
+        reproduction = _reproduce(task, way, ranks, finding, timeout_s, Path(reproduce))
     return Report(
         name=way.name,
         ranks=count,
         dtype=str(own).removeprefix("torch."),
         finding=finding,
         compared=comparison.compared,
-        proven=_proven(task, exact) if finding is None else [],
+        proven=_proven(task, exact, comparison, runs) if finding is None else [],
         not_covered=_not_covered(task, exact, comparison),
         seconds=time.perf_counter() - began,
+        reproduction=reproduction,
     )
 
 
@@ -103,11 +143,57 @@ def join(backend: str = "gloo") -> None:
     dist.init_process_group(backend)
 
 
-def _on_ranks(task: Task, way: Way, ranks: int | RankPool, timeout_s: float) -> list[RunRecord]:
+def _reproduce(
+    task: Task, way: Way, ranks: int | RankPool, finding: Finding, timeout_s: float, file: Path
+) -> str:
+    """Write the script of the smallest case that parts as the finding does; return how to run it."""
+    if finding.what not in SHOWN or finding.step != 1:
+        return "no script: it shows the outputs, losses and gradients of the first step"
+    found = finding
+
+    def parts(case: Case) -> bool:
+        nonlocal found
+        pool = case.ranks if isinstance(ranks, int) or ranks.processes != case.ranks else ranks
+        options: dict[str, Any] = {"ranks": pool, "dtype": task.dtype, "timeout_s": timeout_s}
+        try:
+            report = verify(case, [case.batch], parallel=way, step=task.step, **options)
+        except Exception:  # noqa: BLE001 - what does not run when it is smaller does not part there
+            return False
+        if report.finding is None or report.finding.what != finding.what:
+            return False
+        found = report.finding
+        return True
+
+    count = ranks if isinstance(ranks, int) else ranks.processes
+    case = smallest(Case(task.build, task.batches[0], count), way, parts)
+    file.write_text(script(case, task.step, way, found, task.dtype), encoding="utf-8")
+    return f"torchrun --nproc-per-node {case.ranks} {file}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """What the ranks have trained, and loaded."""
+
+    records: list[RunRecord]
+    loaded: list[StepRecord]
+
+
+def _on_ranks(
+    task: Task, way: Way, ranks: int | RankPool, reload_on: int | RankPool | None, timeout_s: float
+) -> _Runs:
+    if reload_on is None:
+        return _Runs(_on_pool(ranks, timeout_s, run_task, task, way), [])
+    with tempfile.TemporaryDirectory(prefix="tp-verify-") as folder:
+        task = replace(task, folder=folder)
+        records = _on_pool(ranks, timeout_s, run_task, task, way)
+        return _Runs(records, _on_pool(reload_on, timeout_s, load_task, task, way))
+
+
+def _on_pool(ranks: int | RankPool, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
     if not isinstance(ranks, int):
-        return ranks.run(run_task, task, way)
+        return ranks.run(function, *args)
     with RankPool(ranks, setup=join, timeout_s=timeout_s) as pool:
-        return pool.run(run_task, task, way)
+        return pool.run(function, *args)
 
 
 def _check(task: Task, way: Way, count: int) -> None:
@@ -140,23 +226,8 @@ def _followed(exact: RunRecord, records: Sequence[RunRecord], task: Task) -> lis
         before = [r.steps[number - 1].weights if number else r.initial for r in records]
         steps = [r.steps[number] for r in records]
         after = [one.gradients if task.max_norm is None else one.clipped for one in steps]
-        found.append(Followed(_joined(exact.initial, before), _joined(exact.initial, after)))
+        found.append(Followed(joined_parts(exact.initial, before), joined_parts(exact.initial, after)))
     return found
-
-
-def _joined(like: Mapping[str, Tensor], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return whole tensors of those that ranks have whole, or in slices along one dimension."""
-    whole = {}
-    for name, tensor in like.items():
-        parts = [one[name] for one in ranks if one.get(name) is not None]
-        if parts and parts[0].shape == tensor.shape:
-            whole[name] = parts[0]
-        elif parts and parts[0].dim() == tensor.dim():
-            dims = [d for d in range(tensor.dim()) if parts[0].size(d) != tensor.size(d)]
-            joined = torch.cat(parts, dims[0])
-            if joined.shape == tensor.shape:
-                whole[name] = joined
-    return whole
 
 
 def _check_losses(task: Task, exact: RunRecord) -> None:
@@ -165,7 +236,7 @@ def _check_losses(task: Task, exact: RunRecord) -> None:
     Raises:
         ModelError: It does not.
     """
-    one = replace(task, dtype=torch.float64, micro=1, batches=task.batches[:1])
+    one = replace(task, dtype=torch.float64, micro=1, batches=task.batches[:1], generate=None)
     again = run_task(one, OneDevice(), seed=1).steps[0].loss
     if again != exact.steps[0].loss:
         msg = (
@@ -175,7 +246,7 @@ def _check_losses(task: Task, exact: RunRecord) -> None:
         raise ModelError(msg)
 
 
-def _proven(task: Task, exact: RunRecord) -> list[str]:
+def _proven(task: Task, exact: RunRecord, comparison: Comparison, runs: _Runs) -> list[str]:
     steps = len(task.batches)
     lines = [
         f"{steps} optimizer step{'s' if steps > 1 else ''} on batches of "
@@ -188,6 +259,12 @@ def _proven(task: Task, exact: RunRecord) -> list[str]:
         norms = [one.norm for one in exact.steps if one.norm is not None]
         clipped = sum(norm > task.max_norm for norm in norms)
         lines.append(f"gradients clipped to {task.max_norm:g}, which {clipped} of {steps} steps were")
+    if comparison.compared.get("generated tensors"):
+        lines.append("what is generated from the first batch")
+    if runs.loaded:
+        lines.append(f"a checkpoint that {len(runs.loaded)} rank{'s' if len(runs.loaded) > 1 else ''} loaded")
+    if comparison.compared.get("seeds of dropout"):
+        lines.append(f"dropout, in distribution over {comparison.compared['seeds of dropout']} seeds")
     return lines
 
 

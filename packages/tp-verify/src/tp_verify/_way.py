@@ -1,5 +1,6 @@
 """The contract: what `verify` asks of a parallel way of training, with defaults that a way overrides."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.errors import ConfigError
 from tp_core.internal import is_dtensor
 
 Step = Callable[[nn.Module, Any], Any]
@@ -123,6 +125,28 @@ class Way:
             loss, weight = loss_and_weight(step(model, share), share)
         return float(loss), weight
 
+    def seed(self, number: int) -> None:
+        """Seed what a step draws: by default alike on ranks with the same samples, else each otherwise."""
+        own = number * dist.get_world_size() + dist.get_rank()
+        torch.manual_seed(own if self.data == "rows" else number)
+
+    def save(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
+        """Write a checkpoint into a folder of all ranks, by default with ``torch.distributed.checkpoint``."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        weights, states = get_state_dict(model, optimizer)
+        save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+
+    def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
+        """Load what :meth:`save` has written, perhaps on another number of ranks."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        weights, states = get_state_dict(model, optimizer)
+        load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+
     def close(self) -> None:
         """Release what the way holds, once all is recorded."""
 
@@ -145,6 +169,47 @@ class Way:
             name = name.replace(wrapper, "")
             name = "" if name == wrapper[:-1] else name.removesuffix(f".{wrapper[:-1]}")
         return name
+
+    def lines(self) -> list[str]:
+        """Return the lines of a script that make ``model`` parallel, for a reproduction without tp.
+
+        Raises:
+            ConfigError: The way has none.
+        """
+        if self._parallelize is None:
+            msg = f"{type(self).__name__} has no lines for a script: override lines(), or leave out reproduce"
+            raise ConfigError(msg)
+        (imported,) = function_lines(self._parallelize)
+        return [imported, f"model = {self._parallelize.__name__}(model) or model"]
+
+
+def function_lines(*functions: Any) -> list[str]:
+    """Return the lines that make functions of files known to a script.
+
+    Raises:
+        ConfigError: One is not a function at the top of a file.
+    """
+    lines = []
+    for function in functions:
+        if not inspect.isfunction(function) or "." in function.__qualname__ or "<" in function.__qualname__:
+            msg = f"a script calls functions at the top of a file, not {function!r}: leave out reproduce"
+            raise ConfigError(msg)
+        name = function.__name__
+        lines.append(f"{name} = runpy.run_path({inspect.getsourcefile(function)!r})[{name!r}]")
+    return lines
+
+
+def plain_options(options: Mapping[str, Any]) -> str:
+    """Return options as a script has them.
+
+    Raises:
+        ConfigError: One has no text.
+    """
+    for key, value in options.items():
+        if not isinstance(value, bool | int | float | str | None):
+            msg = f"a script cannot say {key}={value!r}: leave out reproduce"
+            raise ConfigError(msg)
+    return "".join(f", {key}={value!r}" for key, value in options.items())
 
 
 # -- Batches and the outputs of steps -------------------------------------------------------------
@@ -191,6 +256,12 @@ def rows_of(batch: Any, number: int, parts: int) -> Any:
         return tensor.tensor_split(parts)[number] if is_rows else tensor
 
     return mapped(batch, cut)
+
+
+def alike(batch: Any) -> Any:
+    """Return a batch all rows of which are its first."""
+    rows = row_count(batch)
+    return mapped(batch, lambda t: t[:1].repeat_interleave(rows, 0) if t.dim() and len(t) == rows else t)
 
 
 def loss_and_weight(output: Any, batch: Any) -> tuple[Tensor, float]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from tp_core.errors import ConfigError
 from tp_core.internal import is_dtensor, repeated_blocks
 
-from tp_verify._way import MakeOptimizer, Step, Way, loss_and_weight, rows_of
+from tp_verify._way import MakeOptimizer, Step, Way, loss_and_weight, plain_options, rows_of
 
 __all__ = [
     "Accelerate",
@@ -40,6 +40,10 @@ class DataParallel(Way):
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Wrap the model."""
         return nn.parallel.DistributedDataParallel(model, **self._options)
+
+    def lines(self) -> list[str]:
+        """Return the line of a script."""
+        return [f"model = torch.nn.parallel.DistributedDataParallel(model{plain_options(self._options)})"]
 
     def sync_gradients(self, model: nn.Module, *, last: bool) -> None:
         """Reduce gradients in the last backward pass alone, as within ``no_sync()``."""
@@ -117,15 +121,17 @@ class Transformers(Way):
     """A model of transformers that ``from_pretrained`` loads in parts, by the model's own plan.
 
     Args:
+        options: Options of ``from_pretrained``, such as ``experts_implementation``.
         **config: The fields of transformers' ``DistributedConfig``: ``tp_size=2``, ``fsdp_size=2``,
             ``ep_size=2``.
     """
 
-    name = "transformers"
-
-    def __init__(self, **config: Any) -> None:
-        super().__init__(data="rows" if config.get("fsdp_size", 1) > 1 else "whole")
-        self._config = config
+    def __init__(self, options: Mapping[str, Any] | None = None, **config: Any) -> None:
+        sizes = ", ".join(f"{key}={value}" for key, value in config.items())
+        super().__init__(
+            data="rows" if config.get("fsdp_size", 1) > 1 else "whole", name=f"transformers, {sizes}"
+        )
+        self._options, self._config = dict(options or {}), config
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Save the plain model, and load it in parts on all ranks."""
@@ -138,10 +144,28 @@ class Transformers(Way):
             plain.save_pretrained(folder[0])
             dist.barrier()
             parallel: nn.Module = type(plain).from_pretrained(
-                folder[0], distributed_config=DistributedConfig(**self._config), dtype=plain.dtype
+                folder[0],
+                distributed_config=DistributedConfig(**self._config),
+                dtype=plain.dtype,
+                **self._options,
             )
             dist.barrier()
         return parallel
+
+    def lines(self) -> list[str]:
+        """Return the lines of a script."""
+        options = plain_options(self._options)
+        return [
+            "import tempfile",
+            "from transformers.distributed import DistributedConfig",
+            "folder = [tempfile.mkdtemp()]",
+            "dist.broadcast_object_list(folder)",
+            "model.save_pretrained(folder[0])",
+            "dist.barrier()",
+            f"config = DistributedConfig({plain_options(self._config).removeprefix(', ')})",
+            "load = type(model).from_pretrained",
+            f"model = load(folder[0], distributed_config=config, dtype=model.dtype{options})",
+        ]
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip by the norm over split and whole gradients."""
@@ -165,9 +189,14 @@ class Accelerate(Way):
     def prepare(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         """Prepare the model and its optimizer together."""
         from accelerate import Accelerator
+        from accelerate.utils import DistributedType
 
         options = dict(self._options() if self._options is not None else {})
         self._accelerator = Accelerator(cpu=True, **options, **self._given)
+        plugin = {**options, **self._given}.get("fsdp_plugin")
+        if plugin is not None:  # without a GPU Accelerate leaves it out in silence, and trains with DDP
+            self._accelerator.state.distributed_type = DistributedType.FSDP
+            self._accelerator.state.fsdp_plugin = plugin
         prepared = self._accelerator.prepare(model, make(model))
         return prepared[0], prepared[1]
 
@@ -175,6 +204,18 @@ class Accelerate(Way):
         """Clip as Accelerate does."""
         norm: Tensor = self._accelerator.clip_grad_norm_(model.parameters(), max_norm)
         return norm
+
+    def save(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:  # noqa: ARG002 - both prepared
+        """Save all that is prepared."""
+        self._accelerator.save_state(folder)
+
+    def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:  # noqa: ARG002 - as above
+        """Load all that is prepared."""
+        self._accelerator.load_state(folder)
+
+    def close(self) -> None:
+        """Forget the state that all accelerators of a process share."""
+        self._accelerator.state._reset_state()
 
 
 class Pipelining(Way):
