@@ -138,6 +138,15 @@ def test_hugging_faces_datasets_are_sequences_and_iterables():
     datasets = pytest.importorskip("datasets")
     mapped = datasets.Dataset.from_list(ROWS)
     assert [Stream(mapped).sample(i) for i in range(7)] == ROWS
+    chosen = mapped.select([6, 2, 4])
+    for formed in (
+        chosen,
+        chosen.with_format(None, ["id"]),
+        chosen.with_format(None, ["id"], output_all_columns=True),
+        chosen.with_format("numpy"),
+    ):
+        samples = Stream(formed).sources["data"].__getitems__([2, 0, 1])
+        assert samples == [formed[2], formed[0], formed[1]]
     streamed = mapped.to_iterable_dataset(num_shards=2)
     source = Stream(streamed).sources["data"]
     assert [source[i] for i in (0, 1, 2, 5, 4, 6, 3)] == [ROWS[i] for i in (0, 1, 2, 5, 4, 6, 3)]

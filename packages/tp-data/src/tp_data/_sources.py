@@ -459,7 +459,7 @@ def _arrow_of(dataset: Any) -> Any:
     form = dataset.format
     if form["type"] is not None or any(map(require_decoding, dataset.features.values())):
         return None  # tensors, or images and sounds that it decodes
-    return dataset.with_format("arrow", form["columns"], form["output_all_columns"])
+    return dataset.with_format("arrow", None if form["output_all_columns"] else form["columns"])
 
 
 _SUFFIXES: Mapping[str, Callable[[Any, Access | None], Source]] = {
