@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import warnings
 from functools import partial
 
@@ -377,6 +378,8 @@ REFUSED = [
     (Decoder, step, {"schedule": "1f1b"}, ConfigError, "must be 'GPipe' or '1F1B' .* got '1f1b'"),
     (Decoder, step, {"cuts": ["layers.1", "layers.2"]}, TpError, "names 2 modules .* need 1"),
     (Decoder, step, {"cuts": "own"}, DisagreementError, "ranks disagree on"),
+    (Decoder, step, {"data": "fsdp"}, TpError, "data ranks, and all 2 ranks hold one model"),
+    (Decoder, step, {"data": "shard"}, ConfigError, "must be 'ddp' or 'fsdp', got 'shard'"),
 ]
 
 
@@ -411,3 +414,55 @@ def test_what_cannot_be_cut_is_refused_with_a_reason(pair):
             with pytest.raises(kind, match=message):
                 raise kind(text)
             assert is_same
+
+
+class Marked(Decoder):
+    """One rank's shard of a parameter, as a layer of tp-shard has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0].up.weight.tp_sharded = True
+
+
+COMBINED = [
+    (Marked, torch.optim.SGD, "pipeline", {}, "split parameters, and each rank here has whole ones"),
+    (Decoder, torch.optim.Muon, "pipeline", {}, "Muon computes with whole matrices, or with all of them"),
+    (
+        Decoder,
+        torch.optim.SGD,
+        "context",
+        {"weights": "pipeline"},
+        "weights='pipeline' .* must be 'whole' or",
+    ),
+]
+
+
+def refused_combinations():
+    """Return what is said of each combination, and whether a step began."""
+    torch.set_num_threads(1)
+    said = []
+    for model_class, optimizer_class, backend, options, _ in COMBINED:
+        began = []
+
+        def noted(model, batch, began=began):
+            began.append(batch)
+            return step(model, batch)
+
+        model = make(model_class)
+        trained = [p for p in model.parameters() if p.dim() == 2]
+        with Trainer(backend=backend, devices="cpu", progress=False, options={backend: options}) as trainer:
+            try:
+                optimizer = optimizer_class(trained)
+                trainer.fit(model, optimizer, DataLoader(rows(8), batch_size=8), step=noted)
+            except TpError as error:
+                said.append((str(error), len(began)))
+            else:
+                said.append(("nothing", len(began)))
+    return said
+
+
+def test_what_stages_do_not_go_with_is_refused_before_a_step(pair):
+    for said in pair.run(refused_combinations):
+        for (*_, message), (text, steps) in zip(COMBINED, said, strict=True):
+            assert re.search(message, text), text
+            assert steps == 0

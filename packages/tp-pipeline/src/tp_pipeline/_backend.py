@@ -26,7 +26,7 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         if traits is not None and (traits.has_dtensors or traits.has_sharded_parameters):
             return Verdict.unfit(
                 "the model has split parameters, and each rank here has whole ones of its stages",
-                remedy="give the plain model",
+                remedy="give the plain model; the option data='fsdp' shares stages over the data ranks",
             )
         options, size = self.parse_options(job), job.environment.world_size
         ranks = ranks_of_a_model(options, size)
@@ -71,13 +71,20 @@ def ranks_of_a_model(options: PipelineOptions, size: int) -> int:
     """Return the number of ranks that hold a model together.
 
     Raises:
-        ConfigError: All ranks are no multiple of it; or the cuts by hand make another number of stages.
+        ConfigError: All ranks are no multiple of it; there are no data ranks that could share weights; or the
+            cuts by hand make another number of stages.
     """
     ranks = size if options.ranks == -1 else options.ranks
     if size % ranks:
         msg = (
             f"the option ranks={ranks} of backend 'pipeline' puts each model on this many ranks, and {size} "
             "ranks are not a multiple of it"
+        )
+        raise ConfigError(msg)
+    if options.data == "fsdp" and ranks == size:
+        msg = (
+            f"the option data='fsdp' of backend 'pipeline' shares weights over data ranks, and all {size} "
+            f"ranks hold one model: give ranks=..., a divisor of {size} below it, or leave data out"
         )
         raise ConfigError(msg)
     stages = ranks * options.depth

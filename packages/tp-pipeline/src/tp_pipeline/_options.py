@@ -43,6 +43,8 @@ class PipelineOptions:
         cuts: The names of the modules with which stages begin, without the first stage:
             ``["layers.4", "layers.8"]``. ``None`` cuts between repeated blocks, so that the stages have about
             as many parameters.
+        data: How data ranks hold the weights of their stage. "ddp" gives each of them all. "fsdp" gives each
+            some rows, and of gradients and optimizer state, too; weights are gathered for each batch.
         trace: A file for the work of all stages in the third batch, for Perfetto (ui.perfetto.dev) and
             chrome://tracing; ``None`` for none. `tp report` draws a ``NAME.trace.json`` in a run's folder.
         timeout_s: How many seconds a rank waits for another one.
@@ -57,6 +59,7 @@ class PipelineOptions:
     microbatches: int = 0
     microbatch_size: int = 0
     cuts: Sequence[str] | None = None
+    data: Literal["ddp", "fsdp"] = "ddp"
     trace: str | None = None
     timeout_s: float = 600.0
 

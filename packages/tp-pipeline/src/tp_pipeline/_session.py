@@ -5,7 +5,7 @@ import logging
 import math
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,17 +21,16 @@ from tp_core import tree_leaves, tree_map
 from tp_core.data import Parts, StepOutput, combine_outputs, count_samples
 from tp_core.errors import ConfigError, DisagreementError, ModelError, RankFailedError, StepError
 from tp_core.internal import (
-    BUCKET_NBYTES,
     PerModule,
     check_not_quantized,
     device_rng_state,
-    gathers_matrices,
     length_along,
     rendezvous_store,
     set_device_rng_state,
     split_evenly,
     split_rows,
     step_identity,
+    whole_matrix_optimizer,
 )
 from tp_core.jobs import CompileOptions
 from tp_core.plugins import Job
@@ -43,6 +42,7 @@ from tp_pipeline._options import PipelineOptions, ScheduleName
 from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
 from tp_pipeline._run import BatchRun, Exchange, StandIn, near_power_of_two, weigh_output
 from tp_pipeline._schedule import Orders, Span, choose_schedule, idle_share
+from tp_pipeline._shards import Rows, buckets, can_be_shared
 
 log = logging.getLogger("tp_pipeline")
 
@@ -59,6 +59,7 @@ class Stages:
         plans: The plans, by the form of a micro-batch.
         shapes: The whole shapes of parameters, by identity.
         holders: The ranks of the group that have each parameter, by identity; empty until the first step.
+        shared: The identities of parameters of which this rank has rows alone, as its data ranks share them.
         buffers: The rank that has each buffer of a unit, by identity.
         stand_ins: Stand-ins for the parameters of other ranks, by identity.
         compiled: The compiled forwards of units, by name.
@@ -70,6 +71,7 @@ class Stages:
         self.plans: dict[object, Plan] = {}
         self.shapes = {id(p): p.shape for p in model.parameters()}
         self.holders: dict[int, list[int]] = {}
+        self.shared: set[int] = set()
         self.buffers: dict[int, int] = {}
         self.stand_ins: dict[int, nn.Parameter] = {}
         self.compiled: dict[str, nn.Module] = {}
@@ -115,6 +117,8 @@ class PipelineSession(ProcessGroupSession):
         )
         self._stages: PerModule[Stages] = PerModule()
         self._optimizers: list[Optimizer] = []
+        self._rows = Rows(data) if options.data == "fsdp" and data is not None else None
+        self.evaluates_together = self._rows is not None  # without gradients, too, weights are gathered
         self._syncs = True
         self._is_in_step = False
         self._batches = 0
@@ -158,12 +162,14 @@ class PipelineSession(ProcessGroupSession):
         """Return the optimizer; it steps the parameters of this rank's stages.
 
         Raises:
-            ConfigError: It computes with all matrices at once, of which each rank has some.
+            ConfigError: It computes with matrices as a whole or several at once, of which each rank has some.
         """
-        if gathers_matrices(optimizer):
+        name = whole_matrix_optimizer(optimizer)
+        if name is not None:
             msg = (
-                f"{type(optimizer).__name__} computes with matrices of all layers, and on backend 'pipeline' "
-                "a rank has those of its stages; take an optimizer that steps each parameter by itself"
+                f"{name} computes with whole matrices, or with all of them at once, and on backend "
+                "'pipeline' a rank has those of its stages, or rows of them; take an optimizer that treats "
+                "each element by itself, such as AdamW or SGD"
             )
             raise ConfigError(msg)
         self._optimizers.append(optimizer)
@@ -184,7 +190,8 @@ class PipelineSession(ProcessGroupSession):
             DisagreementError: The ranks find different cuts.
 
         Collectives: sends and receives between neighboring stages; an all-gather of the outputs over the
-        ranks that hold the model. The first time with a form of batch, another one.
+        ranks that hold the model. The first time with a form of batch, another one. Where data ranks share
+        weights, all-gathers of them before the batch.
         """
         stages = self._stages.get(model)
         if stages is None:
@@ -221,13 +228,13 @@ class PipelineSession(ProcessGroupSession):
         try:
             for parameter in trained:
                 parameter.grad = None
-            with swapped(model, lambda _, p: self._stand_in(stages, p)):
+            with self._gathered(stages, model), swapped(model, lambda _, p: self._stand_in(stages, p)):
                 if learns:
                     work.perform(orders[self.place])
                 else:
                     with torch.no_grad() if not torch.is_grad_enabled() else nullcontext():
                         work.perform(orders[self.place])
-            gradients = [p.grad for p in trained]
+                gradients = [p.grad for p in trained]
         finally:
             self._is_in_step = False
             for parameter, grad in zip(trained, before, strict=True):
@@ -411,19 +418,49 @@ class PipelineSession(ProcessGroupSession):
             for buffer in unit.buffers():
                 stages.buffers[id(buffer)] = by_unit.get(name, 0)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 if self._has(stages, parameter):
+                    # What no stage uses gets no gradient, and is not gathered.
+                    if self._rows is not None and name in plan.holders and can_be_shared(parameter):
+                        stages.shared.add(id(parameter))
+                        self._keep(parameter, self._rows.own(len(parameter)))
                     continue
-                self._shrink_states(parameter)
                 like = StandIn.of(Spec(tuple(parameter.shape), parameter.dtype, False), self.device)
                 stages.stand_ins[id(parameter)] = nn.Parameter(like, parameter.requires_grad)
-                parameter.data = parameter.new_empty((0, *parameter.shape[1:]))
+                self._keep(parameter, slice(0, 0))
 
-    def _shrink_states(self, parameter: nn.Parameter) -> None:
+    def _keep(self, parameter: nn.Parameter, rows: slice) -> None:
+        """Free all but some rows of a parameter, and of what optimizers keep of it."""
         for optimizer in self._optimizers:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-                    optimizer.state[parameter][key] = value.new_empty((0, *value.shape[1:]))
+                    optimizer.state[parameter][key] = value[rows].clone()
+        # A scalar of another stage has no rows.
+        parameter.data = parameter.data[rows].clone() if parameter.dim() else parameter.new_empty(0)
+
+    @contextmanager
+    def _gathered(self, stages: Stages, model: nn.Module) -> Iterator[None]:
+        """Have whole the parameters that data ranks share, meanwhile.
+
+        Collective: all-gathers over the data ranks.
+        """
+        shared = [p for p in model.parameters() if id(p) in stages.shared]
+        if self._rows is None or not shared:
+            yield
+            return
+        rows = [p.data for p in shared]
+        # All at once: in the last batch of an epoch, data ranks may have other orders of work.
+        whole = self._rows.gather(rows, [stages.shapes[id(p)] for p in shared])
+        for parameter, value in zip(shared, whole, strict=True):
+            parameter.data = value
+        versions = [p._version for p in shared]
+        try:
+            yield
+        finally:
+            for parameter, own, version in zip(shared, rows, versions, strict=True):
+                if parameter._version != version:  # the step has written it
+                    own.copy_(parameter.data[self._rows.own(len(parameter))])
+                parameter.grad, parameter.data = None, own
 
     def _stand_in(self, stages: Stages, parameter: nn.Parameter) -> nn.Parameter | None:
         return stages.stand_ins.get(id(parameter))
@@ -498,7 +535,8 @@ class PipelineSession(ProcessGroupSession):
             if name not in reached:
                 continue
             grad = gradients.get(parameter)
-            found[parameter] = torch.zeros_like(parameter) if grad is None else grad
+            shape = stages.shapes[id(parameter)] if id(parameter) in stages.shared else parameter.shape
+            found[parameter] = parameter.new_zeros(shape) if grad is None else grad
             holders = self._holders(stages, parameter)
             if len(holders) == 1 or self.place not in holders:
                 continue
@@ -533,7 +571,8 @@ class PipelineSession(ProcessGroupSession):
     ) -> None:
         """Add gradients, divided by the total weight, times a factor, and average them over the data ranks.
 
-        Collective: all-reduces over the data ranks, unless inside :meth:`no_sync`.
+        Collective: all-reduces over the data ranks, unless inside :meth:`no_sync`; reduce-scatters of those
+        of weights that they share, inside of it, too.
         """
         if not found and not self._data_size > 1:
             return
@@ -541,9 +580,12 @@ class PipelineSession(ProcessGroupSession):
         if self.job.precision == "fp16-mixed" and 0.0 < number < math.inf:
             self._scale = near_power_of_two(number)
         scale = number / total if total else 0.0
-        for parameter, gradient in found.items():
+        for gradient in found.values():
             if not scale:  # a gradient that counts nothing may be NaN
                 gradient.zero_()
+        for parameter, gradient in self._mean_rows(stages, model, found, scale).items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        for parameter, gradient in found.items():
             if parameter.grad is None:
                 parameter.grad = gradient.mul_(scale)
             else:
@@ -552,25 +594,36 @@ class PipelineSession(ProcessGroupSession):
         if self._data_size > 1 and self._syncs:
             self._average(stages, model)
 
+    def _mean_rows(
+        self, stages: Stages, model: nn.Module, found: dict[nn.Parameter, Tensor], scale: float
+    ) -> dict[nn.Parameter, Tensor]:
+        """Take the gradients of shared parameters out, and return this rank's rows of their means."""
+        if self._rows is None:
+            return {}
+        shared = [p for p in model.parameters() if p.requires_grad and id(p) in stages.shared]
+        shared = self._reached(shared, [p in found for p in shared])
+        whole = [
+            found.pop(p).mul_(scale) if p in found else p.new_zeros(stages.shapes[id(p)]) for p in shared
+        ]
+        return dict(zip(shared, self._rows.mean(whole), strict=True))
+
     def _average(self, stages: Stages, model: nn.Module) -> None:
         trained = [p for p in model.parameters() if p.requires_grad and self._has(stages, p)]
-        reached = torch.tensor([float(p.grad is not None) for p in trained], device=self.device)
-        if len(reached):
-            dist.all_reduce(reached, dist.ReduceOp.MAX, group=self._data_group)
-        bucket: list[Tensor] = []
-        for parameter, is_reached in zip(trained, reached.tolist(), strict=True):
-            if not is_reached:
-                continue
+        trained = [p for p in trained if id(p) not in stages.shared]
+        gradients = []
+        for parameter in self._reached(trained, [p.grad is not None for p in trained]):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if bucket and (
-                bucket[0].dtype != parameter.grad.dtype or sum(g.nbytes for g in bucket) > BUCKET_NBYTES
-            ):
-                self._average_bucket(bucket)
-                bucket = []
-            bucket.append(parameter.grad)
-        if bucket:
-            self._average_bucket(bucket)
+            gradients.append(parameter.grad)
+        for first, end in buckets([g.shape for g in gradients], [g.dtype for g in gradients]):
+            self._average_bucket(gradients[first:end])
+
+    def _reached(self, parameters: list[nn.Parameter], here: list[bool]) -> list[nn.Parameter]:
+        """Return the parameters that have a gradient on any data rank."""
+        flags = torch.tensor(here, dtype=torch.float32, device=self.device)
+        if len(flags):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._data_group)
+        return [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
 
     def _average_bucket(self, gradients: list[Tensor]) -> None:
         flat = torch.cat([g.reshape(-1) for g in gradients])
@@ -594,36 +647,45 @@ class PipelineSession(ProcessGroupSession):
     def grad_norm(self, model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the whole gradient, in which each parameter counts once.
 
-        Collective: an all-reduce of one number over the ranks that hold the model.
+        Collective: an all-reduce of one number over the ranks that hold the model, and one over the data
+        ranks where they share weights.
         """
         stages = self._stages.get(self.unwrap(model))
+        counts_whole = self._rows is None or self.data_rank == 0
         mine = [
             p.grad
             for p in model.parameters()
-            if p.grad is not None and (stages is None or self._holders(stages, p)[0] == self.place)
+            if p.grad is not None
+            and (stages is None or self._holders(stages, p)[0] == self.place)
+            and (counts_whole or (stages is not None and id(p) in stages.shared))
         ]
         norm = nn.utils.get_total_norm(mine, norm_type).to(self.device)
+        groups = [self.group] if self._rows is None else [self.group, self._data_group]
         if norm_type == float("inf"):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.group)
+            for group in groups:
+                dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
             return norm
         powers = norm.double() ** norm_type
-        dist.all_reduce(powers, group=self.group)
+        for group in groups:
+            dist.all_reduce(powers, group=group)
         return (powers ** (1.0 / norm_type)).to(norm.dtype)
 
     # -- state --------------------------------------------------------------------------------
 
     def as_slice(self, parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:
-        """Return ``value`` as all of the tensor where this rank has it, and as no part of it elsewhere."""
+        """Return ``value`` as what this rank has of the tensor: all, some rows or no part of it."""
         for model in self._stages:
             stages = self._stages.get(model)
             if stages is None or stages.starts is None or isinstance(value, TensorSlice):
                 continue
             shape, holders = stages.shapes.get(id(parameter)), stages.holders.get(id(parameter))
             if holders is not None and shape is not None:
-                if len(holders) == self.ranks:
+                rows = self._rows if id(parameter) in stages.shared else None
+                if len(holders) == self.ranks and rows is None:
                     return value
-                start = (0,) * len(shape)
-                return TensorSlice(tuple(shape), [(start, value)] if self.place in holders else [])
+                start = (0 if rows is None else rows.own(shape[0]).start, *(0,) * (len(shape) - 1))
+                has = self.place in holders and value.numel()
+                return TensorSlice(tuple(shape), [(start[: len(shape)], value)] if has else [])
             owner = stages.buffers.get(id(parameter))
             if owner is not None:
                 start = (0,) * value.dim()
@@ -651,17 +713,21 @@ class PipelineSession(ProcessGroupSession):
             owner = None
             if stages is not None and stages.starts is not None:
                 holders = stages.holders.get(id(value), [])
-                owner = holders[0] if 0 < len(holders) < self.ranks else stages.buffers.get(id(value))
+                is_cut = 0 < len(holders) < self.ranks or id(value) in stages.shared
+                owner = holders[0] if is_cut else stages.buffers.get(id(value))
             if owner is None or stages is None:
                 parts[name] = value.detach()
                 continue
             shape = stages.shapes.get(id(value), value.shape)
             later = torch.empty(shape, dtype=value.dtype, device="meta")
-            later.full_tensor = partial(self._sent, value.detach(), shape, owner)  # type: ignore[attr-defined]
+            rows = self._rows if id(value) in stages.shared else None
+            later.full_tensor = partial(self._sent, value.detach(), shape, owner, rows)  # type: ignore[attr-defined]
             parts[name] = later
         return plain_state(parts)
 
-    def _sent(self, mine: Tensor, shape: torch.Size, owner: int) -> Tensor:
+    def _sent(self, mine: Tensor, shape: torch.Size, owner: int, rows: Rows | None) -> Tensor:
+        if rows is not None and self.place == owner:
+            (mine,) = rows.gather([mine], [shape])
         whole = mine.contiguous() if self.place == owner else mine.new_empty(shape)
         raw = whole.view(-1).view(torch.uint8)
         if raw.numel():
@@ -682,7 +748,9 @@ class PipelineSession(ProcessGroupSession):
                 shape = stages.shapes.get(id(value))
                 new = given.get(name)
                 if isinstance(new, Tensor) and new.shape == shape and value.shape != shape:
-                    given[name] = new.new_empty(value.shape)
+                    shared = self._rows is not None and id(value) in stages.shared
+                    rows = self._rows.own(len(new)) if self._rows is not None and shared else None
+                    given[name] = new.new_empty(value.shape) if rows is None else new[rows]
         load_whole_state(plain, given)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tp_core._fully_sharded._optimizers import check_whole_steps as check_whole_steps
     from tp_core._fully_sharded._optimizers import gathers_matrices as gathers_matrices
     from tp_core._fully_sharded._optimizers import total_shard_norm as total_shard_norm
+    from tp_core._fully_sharded._optimizers import whole_matrix_optimizer as whole_matrix_optimizer
     from tp_core._fully_sharded._options import check_offload as check_offload
     from tp_core._fully_sharded._options import parameter_type as parameter_type
     from tp_core._fully_sharded._options import reduction_type as reduction_type
@@ -143,6 +144,7 @@ else:
                 "check_whole_steps",
                 "gathers_matrices",
                 "total_shard_norm",
+                "whole_matrix_optimizer",
             ],
             "tp_core._fully_sharded._options": ["check_offload", "parameter_type", "reduction_type"],
             "tp_core._fully_sharded._session": ["FullyShardedSession"],

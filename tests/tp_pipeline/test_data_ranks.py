@@ -1,0 +1,97 @@
+"""Stages whose weights data ranks share train as one device does, and are saved as on every backend."""
+
+import pickle
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from tp_core.testing import RankPool
+from tp_pipeline._shards import buckets  # private: no public name cuts into buckets
+from tp_trainer import Checkpoints, Trainer
+
+from tests.integration import pipeline_families as families
+
+SHARED = {"ranks": 2, "data": "fsdp"}
+
+
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def train(name, backend, options=None, **arguments):
+    """Train on uneven tokens for two epochs; return losses, weights, and the elements of this rank."""
+    pickle.dumps(torch.zeros(1))  # torch's table of types must be made before they have other names
+    with families.families.all_in_float64():
+        return _train(name, backend, options, **arguments)
+
+
+def _train(name, backend, options, accumulate=1, **arguments):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    model = families.make_model(name, torch.float64)
+    model.kind = families.sort_of(name)
+    given = {} if options is None else {"options": {backend: options}}
+    rows = families.rows_of(name, torch.float64)[:13]  # the last batch has 3 rows for one rank, 2 for another
+    with Trainer(
+        backend=backend, devices="cpu", progress=False, seed=0, accumulate=accumulate, **given
+    ) as trainer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        history = trainer.fit(
+            model,
+            optimizer,
+            DataLoader(rows, batch_size=8),
+            step=families.step,
+            validation=DataLoader(rows[:5], batch_size=4),
+            epochs=2,
+            clip_norm=0.5,
+            **arguments,
+        )
+        state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+        kept = sum(v.numel() for one in optimizer.state.values() for v in one.values() if v.dim())
+        losses = [loss for record in history for loss in (record.train["loss"], record.val["loss"])]
+    return losses, state, kept
+
+
+def assert_same(found, expected, tolerance=1e-12):
+    assert families.families.difference(found[:2], expected[:2]) < tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "accumulate"),
+    [("gpt2", {"microbatches": 3}, 1), ("llama", {"schedule": "Interleaved1F1B", "microbatches": 4}, 2)],
+)
+def test_shared_weights_equal_those_of_one_device(four, name, options, accumulate):
+    expected = train(name, "single", accumulate=accumulate)
+    found = four.run(partial(train, name, "pipeline", SHARED | options, accumulate=accumulate))
+    for one in found:
+        assert_same(one, expected)
+        assert one[2] < 0.4 * expected[2]  # of two stages with two data ranks each, and what is tied
+
+
+@pytest.mark.slow
+def test_a_run_with_shared_weights_is_resumed_on_one_device_and_back(four, tmp_path):
+    def begun(backend, folder, options=None):
+        return train("llama", backend, options, checkpoint=Checkpoints(folder, every_steps=1), max_steps=2)
+
+    def ended(backend, folder, options=None):
+        return train("llama", backend, options, checkpoint=Checkpoints(folder, every_steps=1), resume="auto")
+
+    expected = train("llama", "single")[1]
+    four.run(begun, "pipeline", str(tmp_path / "there"), SHARED)
+    begun("single", str(tmp_path / "back"))
+    resumed = [ended("single", str(tmp_path / "there"))]
+    resumed += four.run(ended, "pipeline", str(tmp_path / "back"), SHARED)
+    for found in resumed:
+        torch.testing.assert_close(found[1], expected, rtol=1e-9, atol=1e-10)
+
+
+def test_buckets_end_at_their_size_and_where_types_change():
+    row = torch.Size([2**20])
+    assert list(buckets([row] * 9, [torch.float32] * 9)) == [(0, 6), (6, 9)]
+    assert list(buckets([row] * 3, [torch.float32, torch.float64, torch.float64])) == [(0, 1), (1, 3)]
+    assert list(buckets([], [])) == []
