@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tp_core.errors import ConfigError
 from tp_core.internal import RanksBackend
-from tp_core.jobs import Forecast, Layout
+from tp_core.jobs import Forecast, Layout, MemoryNeed
 from tp_core.plugins import Job, Verdict
 
 from tp_pipeline._options import PipelineOptions
@@ -35,6 +35,17 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
             f"the stages of the model on {ranks} of {size} processes, for models that one device has no "
             "memory for; fsdp needs no cut of the model",
         )
+
+    def estimate_memory(self, job: Job) -> MemoryNeed | None:
+        """Return what the fullest rank needs; until the first step, each has the weights of the whole model.
+
+        Raises:
+            ModelError: The model has no blocks to cut between.
+        """
+        from tp_pipeline._forecast import estimate
+
+        options = self.parse_options(job)
+        return estimate(job, ranks_of_a_model(options, job.environment.world_size), options)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
         """Return numbers of ranks that hold a model together, schedules, and numbers of micro-batches.

@@ -1,14 +1,15 @@
 """The layouts of stages over ranks, and what the fullest rank of one needs, before anything runs.
 
 A stage has consecutive units, cut by parameters as a run cuts them. A rank holds its stages' parameters,
-and what each micro-batch that is on its way keeps of them::
+and what each micro-batch that is on its way keeps of them, by the order of its work. On "1F1B"::
 
     first rank   the most micro-batches on their way, and the embedding
     last rank    one micro-batch, and the head, whose logits are the largest values
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import nn
@@ -18,6 +19,7 @@ from tp_core.plugins import Job
 
 from tp_pipeline._options import PipelineOptions, ScheduleName
 from tp_pipeline._plan import find_units, smallest_largest
+from tp_pipeline._schedule import Orders, Work, idle_share, timeline
 
 _PARTS = (2, 4, 8)
 """The micro-batches of a batch for each rank: more of them wait less, and keep more."""
@@ -25,10 +27,10 @@ _PARTS = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A stage: the names of its blocks, its parameters, and those of them that it multiplies with."""
+    """A stage: the names of its blocks, its parameters, and the number of those that it multiplies with."""
 
     blocks: list[str]
-    parameters: dict[int, nn.Parameter]
+    parameters: dict[str, nn.Parameter]
     multiplied: int
 
 
@@ -51,59 +53,142 @@ def list_layouts(model: nn.Module, size: int) -> Iterator[Layout]:
 
 
 def forecast(job: Job, layout: Layout, options: PipelineOptions) -> Forecast | None:
-    """Return the memory of the fullest rank, and the work of the one with the most parameters."""
+    """Return the memory of the fullest rank, the work of the one with the most parameters, and idle time."""
     footprint, model = job.footprint, job.model
     if footprint is None or model is None or footprint.activations is None:
         return None
     ranks, parts = layout.axes["pipeline"], options.microbatches
-    stages = _stages(model, ranks * options.depth)
-    # What the whole model keeps outside of blocks: logits and their loss, of the last rank.
-    of_blocks = sum(footprint.kept.get(name, 0) for stage in stages for name in stage.blocks)
-    beside = max(0, footprint.alone - footprint.casts - of_blocks)
-    of_rank = [[s for i, s in enumerate(stages) if i % ranks == r] for r in range(ranks)]
-    needs = [
-        _need(job, footprint, own, ranks - 1 - rank, options, beside if rank == ranks - 1 else 0)
-        for rank, own in enumerate(of_rank)
-    ]
-    fullest = max(needs, key=lambda need: need.total)
+    orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
+    if not orders.is_made_of(parts):
+        return None
+    stages = _stages(model, orders.stages, options.cuts)
+    of_rank = [[s for i, s in enumerate(stages) if orders.rank_of(i) == r] for r in range(ranks)]
     multiplied = [sum(stage.multiplied for stage in own) for own in of_rank]
     share = max(multiplied) / max(1, sum(multiplied))
     crossing = max((footprint.passed.get(name, 0) for s in stages for name in s.blocks), default=0)
     sends = Transfer(kind="send", nbytes=crossing // parts, ranks=ranks, times=2 * parts * options.depth)
     gradients = max(_nbytes(job, own, trained=True) for own in of_rank)
+    idle = idle_share(timeline(orders.learning(parts), orders.stages - 1))
     work = StepWork(
         operations=share,
         starts=share * parts,
-        bubble=(ranks - 1) / (parts * options.depth),
+        bubble=idle / (1 - idle),
         transfers=(sends, *averaged_gradients(gradients, layout.axes.get("data", 1), stride=ranks)),
     )
-    return Forecast(memory=fullest, work=work)
+    needs = memory_of_ranks(job, ranks, options)
+    return Forecast(memory=max(needs, key=lambda need: need.total), work=work)
 
 
-def _need(
-    job: Job, footprint: Footprint, own: list[_Stage], behind: int, options: PipelineOptions, beside: int
-) -> MemoryNeed:
-    parts, depth = options.microbatches, options.depth
+# -- Memory -----------------------------------------------------------------------------------------
+
+
+def estimate(job: Job, ranks: int, options: PipelineOptions) -> MemoryNeed | None:
+    """Return what the fullest of the ranks needs that hold a model together."""
+    if job.footprint is None or job.model is None:
+        return None
+    if options.schedule == "auto":  # which keeps no more than this one
+        options = replace(options, schedule="1F1B")
+    # Ranks that hold a model together read the same samples.
+    of_group = job.footprint.with_batch_of(ranks * job.footprint.part)
+    needs = memory_of_ranks(replace(job, footprint=of_group), ranks, options)
+    return max(needs, key=lambda need: need.total)
+
+
+def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions) -> list[MemoryNeed]:
+    """Return what each of the ranks needs that hold a model together, for a footprint of their batch."""
+    footprint, model = job.footprint, job.model
+    if footprint is None or model is None:
+        return []
+    orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
+    parts = options.microbatches or 4 * ranks
+    stages = _stages(model, orders.stages, options.cuts)
+    order = orders.learning(parts)
+    of_rank = [{i: s for i, s in enumerate(stages) if orders.rank_of(i) == r} for r in range(ranks)]
+    ranks_of = Counter(k for own in of_rank for k in {id(p) for p in _parameters(own.values())})
+    multiplied = sum(stage.multiplied for stage in stages)
+    found = []
+    for rank, own in enumerate(of_rank):
+        values = {i: _values(footprint, stage, i == orders.stages - 1, parts) for i, stage in own.items()}
+        # Gradients of tied weights: those of the other rank, and the sum.
+        summed = 2 * sum(p.nbytes for p in _parameters(own.values()) if ranks_of[id(p)] > 1)
+        activations = max(int(_most(order[rank], values)), summed)
+        share = sum(stage.multiplied for stage in own.values()) / max(1, multiplied)
+        activations += int(footprint.casts * share)
+        copies = job.environment.world_size // ranks
+        found.append(_need(job, footprint, list(own.values()), activations, copies))
+    return found
+
+
+def _parameters(stages: Iterable[_Stage]) -> list[nn.Parameter]:
+    """Return the parameters of stages; tied ones once."""
+    return list({id(p): p for stage in stages for p in stage.parameters.values()}.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """The bytes of a stage for a micro-batch.
+
+    Attributes:
+        kept: Those that its forward keeps for backward.
+        passed: Those that it receives, and about those that it sends.
+        beyond: Those that backward needs besides what was kept, at its peak.
+        waiting: The gradients of outputs that wait for the weights' turn, where inputs have theirs before.
+    """
+
+    kept: float
+    passed: float
+    beyond: float
+    waiting: float
+
+
+def _values(footprint: Footprint, stage: _Stage, is_last: bool, parts: int) -> _Values:
+    kept = sum(footprint.kept.get(name, 0) for name in stage.blocks)
+    passed = next((footprint.passed[n] for n in stage.blocks if n in footprint.passed), 0)
+    own = [(footprint.timeline[n], p) for n, p in stage.parameters.items() if n in footprint.timeline]
+    left = min((both[-1] for both, _ in own), default=0)
+    if is_last:
+        # The loss: log-probabilities, beside whose gradients those of logits are computed at the peak.
+        kept += max(0, max((both[0] for both, _ in own), default=0) - left - kept) // 3
+    # The gradient of a weight is computed beside the sum of the micro-batches before.
+    highest = max(((both[0] - left) / parts + p.nbytes * (parts > 1) for both, p in own), default=0.0)
+    return _Values(kept / parts, passed / parts, max(0.0, highest - kept / parts), kept / parts / 2)
+
+
+def _most(order: Sequence[Work], values: Mapping[int, _Values]) -> float:
+    """Return the most bytes that a rank's micro-batches take at once, by following its work."""
+    held: defaultdict[tuple[int, int], float] = defaultdict(float)
+    now = most = 0.0
+    for kind, stage, part in order:
+        own, key = values[stage], (stage, part)
+        gained = {"RECV_F": own.passed, "RECV_B": own.passed, "I": own.waiting}.get(kind, 0.0)
+        if kind == "F":
+            gained = own.kept + (0.0 if stage else own.passed)  # the embedding's output
+        held[key] += gained
+        now += gained
+        most = max(most, now + (own.beyond if kind in {"B", "I", "W"} else 0.0))
+        # What is sent stays until the end of the batch.
+        if kind == "SEND_F":
+            held[key] -= own.passed
+        elif kind == "SEND_B":
+            now += own.passed
+        elif kind in {"B", "W"}:
+            now -= held.pop(key)
+    return most
+
+
+def _need(job: Job, footprint: Footprint, own: list[_Stage], activations: int, copies: int) -> MemoryNeed:
     weights, gradients = _nbytes(job, own), _nbytes(job, own, trained=True)
-    optimizer = footprint.optimizer_nbytes * gradients // max(1, footprint.gradients)
-    # As many forwards as ranks follow come before the first backward; with several stages, rounds of them.
-    ahead = behind + 1 if depth == 1 else 2 * behind + (depth - 1) * (behind + 1) + 1
-    on_their_way = min(parts * depth, ahead) / depth
-    blocks = [name for stage in own for name in stage.blocks]
-    kept = sum(footprint.kept.get(name, 0) for name in blocks)
-    received = sum(footprint.passed.get(stage.blocks[0], 0) for stage in own if stage.blocks)
-    computed = max(0, (footprint.activations or 0) - footprint.alone)  # the gradient of one weight
-    activations = (on_their_way * (kept + received) + beside) / parts + computed + footprint.casts
-    activations = max(int(activations), footprint.update * gradients // max(1, footprint.gradients))
+    part = gradients / max(1, footprint.gradients)
+    optimizer = int(footprint.optimizer_nbytes * part)
+    activations = max(activations, int(footprint.update * part)) + footprint.batch
+    # Until the first step cuts it, each rank holds the weights of the whole model.
     at_start = footprint.weights - gradients - optimizer - activations
-    copies = job.environment.world_size // max(1, options.ranks)
     return MemoryNeed(
-        # Until the first step cuts it, each rank holds the weights of the whole model.
         weights=max(weights, at_start),
         gradients=gradients,
         optimizer=optimizer,
         communication=min(gradients, BUCKET_NBYTES) if copies > 1 else 0,
-        activations=activations + footprint.batch,
+        activations=None if footprint.activations is None else activations,
         free=job.free_nbytes,
         device=str(job.devices[0]),
         assumed=footprint.assumed,
@@ -111,20 +196,21 @@ def _need(
     )
 
 
-def _stages(model: nn.Module, count: int) -> list[_Stage]:
-    """Cut a model before blocks so that the largest stage is as small as can be; see `make_plan`."""
-    units, starts = find_units(model, None)
+def _stages(model: nn.Module, count: int, cuts: Sequence[str] | None) -> list[_Stage]:
+    """Cut a model by hand, or so that the largest stage is as small as can be; see `make_plan`."""
+    units, starts = find_units(model, cuts)
     names = list(units)
     places = [i for i, name in enumerate(names) if name in starts]
-    bounds = [0, *places[1:], len(names)]
     costs = [_multiplied(units[name]) for name in names]
-    pieces = [float(sum(costs[a:b])) for a, b in pairwise(bounds)]
-    ends = [0, *(bounds[e] for e in smallest_largest(pieces, count)), len(names)]
+    if cuts is None:
+        bounds = [0, *places[1:], len(names)]
+        pieces = [float(sum(costs[a:b])) for a, b in pairwise(bounds)]
+        places = [bounds[e] for e in smallest_largest(pieces, count)]
     found = []
-    for a, b in pairwise(ends):
+    for a, b in pairwise([0, *places, len(names)]):
         own = names[a:b]
-        parameters = {id(p): p for name in own for p in units[name].parameters()}
-        found.append(_Stage([n for n in own if n in starts], parameters, sum(costs[a:b])))
+        parameters = {f"{name}.{n}": p for name in own for n, p in units[name].named_parameters()}
+        found.append(_Stage([n for n in own if cuts or n in starts], parameters, sum(costs[a:b])))
     return found
 
 
@@ -134,10 +220,9 @@ def _multiplied(unit: nn.Module) -> int:
 
 
 def _nbytes(job: Job, own: list[_Stage], *, trained: bool = False) -> int:
-    """Return the bytes of the parameters of stages; tied ones once."""
-    parameters = {key: p for stage in own for key, p in stage.parameters.items()}
+    """Return the bytes of the parameters of stages."""
     return sum(
         p.numel() * (2 if job.precision == "bf16-true" and p.is_floating_point() else p.element_size())
-        for p in parameters.values()
+        for p in _parameters(own)
         if p.requires_grad or not trained
     )
