@@ -37,11 +37,7 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         )
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
-        """Return what the fullest rank needs; until the first step, each has the weights of the whole model.
-
-        Raises:
-            ModelError: The model has no blocks to cut between.
-        """
+        """Return what the fullest rank needs; until the first step, each has all weights."""
         from tp_pipeline._forecast import estimate
 
         options = self.parse_options(job)

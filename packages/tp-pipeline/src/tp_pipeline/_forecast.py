@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import nn
+from tp_core.errors import TpError
 from tp_core.internal import BUCKET_NBYTES, averaged_gradients, divisors
-from tp_core.jobs import Footprint, Forecast, Layout, MemoryNeed, StepWork, Transfer
+from tp_core.jobs import Footprint, Forecast, Layout, MemoryNeed, StepWork, Transfer, replicated_memory
 from tp_core.plugins import Job
 
 from tp_pipeline._options import PipelineOptions, ScheduleName
@@ -88,6 +89,12 @@ def estimate(job: Job, ranks: int, options: PipelineOptions) -> MemoryNeed | Non
         return None
     if options.schedule == "auto":  # which keeps no more than this one
         options = replace(options, schedule="1F1B")
+    try:
+        _, starts = find_units(job.model, options.cuts)
+    except TpError:  # the session refuses it with the reason
+        return replicated_memory(job, job.footprint)
+    if options.cuts is None and len(starts) < ranks * options.depth:
+        return replicated_memory(job, job.footprint)
     # Ranks that hold a model together read the same samples.
     of_group = job.footprint.with_batch_of(ranks * job.footprint.part)
     needs = memory_of_ranks(replace(job, footprint=of_group), ranks, options)

@@ -483,7 +483,8 @@ class BatchRun:
                         "not show: what it uses must not depend on the numbers of the batch"
                     )
                     raise StepError(msg)
-            self.outputs[part] = output
+            # Where weights have their turn later, a graph lives as long as its loss.
+            self.outputs[part] = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, output)
             if plan.has_loss:
                 loss, self.weights[part] = self._weigh(output, part)
                 self._ends[key] = [loss]
