@@ -313,8 +313,10 @@ def test_a_report_says_what_was_proven_and_what_was_not_reached():
     plan = {"*.up": ts.Column(), "*.down": ts.Row()}
     report = ts.verify(model, plan, x)
     assert report.unreached == ("other.up", "other.down")
-    *_, proven, missing = str(report).splitlines()
-    assert proven == "equal; proven for [0] (3, 8), on 2 ranks, float64, in evaluation and training"
+    *_, proven, missing, lines = str(report).splitlines()
+    proven_for = "equal; proven for [0] (3, 8) and [0] (4, 8), on 2 ranks"
+    assert proven == f"{proven_for}, float64, in evaluation and training"
+    assert lines.startswith("not proven, because these lines did not run: Rolling.forward, line ")
     assert missing == "not proven, because the batch does not reach it: other.up, other.down"
     assert {m.name: m.gradient for m in report.modules}["other.up"] is None
     assert not ts.verify(model, plan, {"x": x, "other": True}).ok

@@ -89,13 +89,58 @@ def test_a_right_plan_is_equal_in_every_number(ranks):
     rows = {m.name: m for m in report.modules}
     assert rows["attention.norm"].gradient < 1e-12
     assert rows["before"].style == ""
-    assert str(report).splitlines()[-1].startswith("equal; proven for [0] (")
+    scope, lines = str(report).splitlines()[-2:]
+    assert scope.startswith("equal; proven for [0] (2, 5, 16) and [0] (3, 8, 16), on ")
+    (idle,) = report.idle_lines  # of qkv that is interleaved
+    assert idle == f"Attention.forward, line {Attention.forward.__code__.co_firstlineno + 3}"
+    assert lines == f"not proven, because these lines did not run: {idle}"
 
 
 def test_arguments_with_all_heads_are_taken_apart():
     torch.manual_seed(0)
     for bias in (torch.randn(1, 4, 5, 5), torch.randn(2, 4, 5, 1)):
         ts.verify(Block(), PLAN, {"x": batch(), "bias": bias}).assert_ok()
+
+
+class Distances(nn.Module):
+    """Attention with a slope for each head, which equal tokens hide."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.table = 4, nn.Embedding(50, 16)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        slopes = 2.0 ** -torch.arange(1, self.heads + 1, dtype=x.dtype)
+        places = torch.arange(tokens.size(1))
+        bias = -(places[:, None] - places).abs() * slopes[:, None, None]
+        return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+
+
+class Late(nn.Module):
+    """Mixes features from its third call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(8, 16), nn.Linear(16, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        hidden = self.up(x).relu()
+        return self.down(hidden if self.calls < 3 else hidden.roll(1, -1))
+
+
+def test_a_batch_of_its_own_and_three_steps_find_what_the_given_one_hides():
+    plan = {"": Local(heads=4, query=("heads",)), "o": Row(heads=4)}
+    plan |= dict.fromkeys("qkv", Column(heads=4))
+    report = ts.verify(Distances(), plan, torch.zeros(2, 7, dtype=torch.long))
+    assert report.fault is not None
+    assert report.batch == "[0] (2, 7) and [0] (3, 10)"
+    report = ts.verify(Late(), {"up": Column(), "down": Row()}, torch.randn(4, 8))
+    assert report.fault.module == "down"
+    assert report.modes == ("evaluation", "training")
 
 
 def changed(**changes):

@@ -26,7 +26,7 @@ from tp_shard._verify._examples import (
     without_cache,
 )
 from tp_shard._verify._report import Fault, compare, compare_ranks, missed, tolerance_of
-from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached
+from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached, takes
 from tp_shard.nn._convert import base_of, is_linear, widths
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
     # By all of the memory, and not by the free one: every rank has to find the same plan.
     share = 2 * ranks * bytes_needed(model, torch.float64, share=False) > _memory()
     probe, call, flow = _traced(model, call, share=share)
-    others = [other for other in other_calls(probe, call) if _takes(probe, other)]
+    others = [other for other in other_calls(probe, call) if takes(probe, other)]
     repeats = _repeat_names(model)
     proof = Proof({}, {}, flow, probe, [call, *others[:1]], repeats)
     ordered = sorted(flow.regions, key=lambda r: -len(r.columns))
@@ -219,18 +219,6 @@ def _traced_in(
     call = replace(call, args=cast(call.args, dtype), kwargs=cast(call.kwargs, dtype))
     call = without_cache(probe, call)
     return probe, call, trace(probe, call)
-
-
-def _takes(model: nn.Module, call: Call) -> bool:
-    """Return whether a model takes a call, in evaluation and in training, with finite outputs."""
-    try:
-        for training in (False, True):
-            run, _ = run_whole_or_detached(model, replace(call, training=training), ())
-            if not all(tensor.isfinite().any() for tensor in run.outputs.values() if tensor.numel()):
-                return False
-    except Exception:  # noqa: BLE001 - generated values and shapes may not suit the model
-        return False
-    return True
 
 
 def _proposals(model: nn.Module, region: Region, call: Call, ranks: int) -> Iterator[dict[str, Style]]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from tp_core.internal import preserve_rng_state
 
 from tp_shard._plans._adapters import inside_peft, is_adapted
 
@@ -375,6 +376,7 @@ def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
 
 def _looked_up(model: nn.Module, call: Call) -> dict[int, int]:
     """Return the sizes of the tables in which tensors of a call are looked up, by the tensors' ids."""
+    model = copied(model)  # buffers and counts of calls stay as they are
     args, kwargs = fresh(call.args), fresh(dict(call.kwargs))
     given = [tensor for _, tensor in tensors_of((call.args, dict(call.kwargs)))]
     copies = [tensor for _, tensor in tensors_of((args, kwargs))]
@@ -383,23 +385,18 @@ def _looked_up(model: nn.Module, call: Call) -> dict[int, int]:
     def note(table: nn.Embedding, places: Any) -> None:
         if not isinstance(places, Tensor):
             return  # a table of positions, which takes the shape
-        for tensor, copied in zip(given, copies, strict=True):
-            same = copied.untyped_storage().data_ptr() == places.untyped_storage().data_ptr()
+        for tensor, own in zip(given, copies, strict=True):
+            same = own.untyped_storage().data_ptr() == places.untyped_storage().data_ptr()
             # Labels that a model shifts by one position, as tokens of its decoder.
-            moved = copied.shape == places.shape and copied.dim() == 2 and copied.size(1) > 1
-            if same or (moved and torch.equal(copied[:, :-1], places[:, 1:])):
+            moved = own.shape == places.shape and own.dim() == 2 and own.size(1) > 1
+            if same or (moved and torch.equal(own[:, :-1], places[:, 1:])):
                 found.setdefault(id(tensor), table.num_embeddings)
 
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    hooks = [
-        t.register_forward_pre_hook(lambda m, given: note(m, given[0]) if given else None) for t in tables
-    ]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for table in tables:
+        table.register_forward_pre_hook(lambda m, given: note(m, given[0]) if given else None)
+    with torch.no_grad(), preserve_rng_state():
+        model(*args, **kwargs)
     return found
 
 

@@ -18,10 +18,20 @@ from tp_shard._plans._parallelize import words
 from tp_shard._plans._styles import Plan
 from tp_shard._shards import ParallelLayer
 from tp_shard._split import Split
-from tp_shard._verify._examples import Call, Loss, bytes_needed, cast, probe_copy
-from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached
+from tp_shard._verify._examples import Call, Loss, bytes_needed, cast, other_calls, probe_copy
+from tp_shard._verify._simulate import (
+    Lines,
+    Run,
+    Updates,
+    rows_of,
+    run_split,
+    run_whole_or_detached,
+    takes,
+)
 from tp_shard.errors import VerificationError
 
+_SHOWN = 4  # lines that did not run, in the text
+_STEPS = 3  # optimizer steps on the batch of its own
 _ROUNDING = 1e-5  # relative to the largest gradient: gradients below it may be rounding alone
 
 
@@ -405,9 +415,12 @@ class Report:
         loss: The largest difference of the loss.
         fault: The first module with different numbers, by how much and why; ``None`` if all are equal.
         note: A difference between the verified model and the one that will run.
-        batch: The shapes of the batch; nothing is proven for other shapes and values.
-        unreached: Modules that the batch does not reach, and parameters that get no gradient from it. Nothing
-            is proven for them.
+        batch: The shapes of the batch, and those of the one drawn beside it, if the model takes one. Nothing
+            is proven for other shapes and values.
+        unreached: Modules that the batches do not reach, and parameters that get no gradient from them.
+            Nothing is proven for them.
+        idle_lines: Lines of the modules' own ``forward`` that did not run, by class and number. Nothing is
+            proven for calls that reach them.
     """
 
     ranks: int
@@ -421,6 +434,7 @@ class Report:
     note: str = ""
     batch: str = ""
     unreached: tuple[str, ...] = ()
+    idle_lines: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -461,6 +475,10 @@ class Report:
         lines.append(f"equal; proven for {self.batch}, on {scope}")
         if self.unreached:
             lines.append(f"not proven, because the batch does not reach it: {', '.join(self.unreached)}")
+        if self.idle_lines:
+            first = "; ".join(self.idle_lines[:_SHOWN])
+            more = f"; {len(self.idle_lines) - _SHOWN} more" if len(self.idle_lines) > _SHOWN else ""
+            lines.append(f"not proven, because these lines did not run: {first}{more}")
         return "\n".join(lines)
 
 
@@ -477,8 +495,10 @@ def verify(
 
     It compares the outputs of every module, the loss, every gradient and the buffers after the run, in
     evaluation and in training, without dropout. Then the split model trains with dropout, and tensors that
-    all ranks hold have to stay the same on them. The report names modules that the batch does not reach. For
-    those, and for other shapes and values, nothing is proven.
+    all ranks hold have to stay the same on them. At last it compares all of this on a batch with other values
+    and, where the model takes it, of another shape: in evaluation, and in the third of three optimizer steps.
+    The report names modules and lines of ``forward`` that no batch reaches. For those, and for other shapes,
+    nothing is proven.
 
     The ranks are simulated in this process, one after another, on its CPU. No launcher and no other processes
     are needed, and nothing can hang. The model is copied, not changed. It computes in float64 if the copies
@@ -565,40 +585,68 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
     named = {name: style for name, (_, style) in choose(model, plan).items()}
     present = dict(copied.named_modules())
     mine: Plan = {name: style for name, style in named.items() if name in present}
-    merged = Comparison()
-    modes: list[str] = []
+    tolerance, lines, merged = tolerance_of(dtype), Lines(copied), Comparison()
+    modes: dict[str, None] = {}
+    batches: dict[str, None] = {}
     unreached: dict[str, None] | None = None
-    for mode in ("evaluation", "training"):
-        modes.append(mode)
-        tried = replace(call, training=mode == "training")
+    rate = 0.0
+    for tried, steps in _trials(copied, call):
+        mode = "training" if tried.training else "evaluation"
+        modes[mode] = batches[str(tried)] = None
+        updates = Updates(steps - 1 if rate else 0, rate)
         try:
-            whole, tried = run_whole_or_detached(copied, tried, frozenset(rows_of(copied, mine)))
+            with lines:
+                rows = frozenset(rows_of(copied, mine))
+                whole, taken = run_whole_or_detached(copied, tried, rows, updates)
         except Exception as error:
             msg = f"the whole model fails on this batch in {mode}: {type(error).__name__}: {error}"
             raise ModelError(msg) from error
-        comparison = compare(whole, run_split(copied, mine, tried, ranks), tolerance=tolerance_of(dtype))
+        runs = run_split(copied, mine, taken, ranks, updates=updates)
+        comparison = compare(whole, runs, tolerance=tolerance)
         _merge(merged, comparison)
         idle = dict.fromkeys(missed(copied, whole))
         unreached = {n: None for n in idle if unreached is None or n in unreached}
-        if comparison.fault is not None:
+        if merged.fault is None and tried.training and steps == 1:
+            rate = _rate(copied, whole)
+            runs = run_split(copied, mine, taken, ranks, dropout=True)
+            merged.fault = compare_ranks(whole, runs, tolerance=tolerance)
+        if merged.fault is not None:
             break
-        if tried.training:
-            runs = run_split(copied, mine, tried, ranks, dropout=True)
-            merged.fault = compare_ranks(whole, runs, tolerance=tolerance_of(dtype))
     note = "; blocks that are built alike as one" if share else ""
     return Report(
         ranks,
         dtype,
-        tolerance_of(dtype),
+        tolerance,
         tuple(modes),
         tuple(_modules(copied, mine, merged)),
         merged.outputs,
         merged.loss,
         merged.fault,
         note,
-        str(call),
+        " and ".join(batches),
         tuple(unreached or ()),
+        lines.idle(),
     )
+
+
+def _trials(model: nn.Module, call: Call) -> Iterator[tuple[Call, int]]:
+    """Yield calls in evaluation and training, each with the number of optimizer steps until its end.
+
+    Those after the user's own have values and, where the model takes it, a shape of their own.
+    """
+    yield replace(call, training=False), 1
+    yield replace(call, training=True), 1
+    other = next((other for other in other_calls(model, call) if takes(model, other)), None)
+    if other is not None:
+        yield replace(other, training=False), 1
+    yield replace(other or call, training=True), _STEPS
+
+
+def _rate(model: nn.Module, whole: Run) -> float:
+    """Return a learning rate with which a step changes weights by a hundredth; 0 without gradients."""
+    largest = max(map(_largest, whole.gradients.values()), default=0.0)
+    weights = max((_largest(p) for p in model.parameters()), default=0.0)
+    return 0.01 * weights / largest if largest else 0.0
 
 
 def _modules(model: nn.Module, plan: Plan, comparison: Comparison) -> list[ModuleReport]:

@@ -5,6 +5,7 @@ collective for all. So there are no races, and each rank has its own random numb
 collective, or has ended, raises at once, where processes would hang.
 """
 
+import inspect
 import random
 import sys
 import threading
@@ -295,28 +296,66 @@ class Run:
     stage: str = "forward"
 
 
-def run_whole(module: nn.Module, call: Call, watched: Collection[str]) -> Run:
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """The optimizer steps that a run makes before what it records.
+
+    Attributes:
+        count: Their number.
+        rate: The learning rate.
+    """
+
+    count: int = 0
+    rate: float = 0.0
+
+
+_NO_UPDATES = Updates()
+
+
+def run_whole(module: nn.Module, call: Call, watched: Collection[str], updates: Updates = _NO_UPDATES) -> Run:
     """Run a module that is not split forward and backward, and record the inputs of ``watched`` modules."""
     with preserve_rng_state(), torch.enable_grad():
         run = Run()
-        return _run(copied(module), call, run, watched)
+        return _run(copied(module), call, run, watched, updates)
 
 
-def run_whole_or_detached(module: nn.Module, call: Call, watched: Collection[str]) -> tuple[Run, Call]:
+def run_whole_or_detached(
+    module: nn.Module, call: Call, watched: Collection[str], updates: Updates = _NO_UPDATES
+) -> tuple[Run, Call]:
     """Run as :func:`run_whole` does; if that fails, run again with arguments that need no gradients.
 
     Returns:
         The run, and the call that it used.
     """
     try:
-        return run_whole(module, call, watched), call
+        return run_whole(module, call, watched, updates), call
     except Exception:  # noqa: BLE001 - an error of the second run is raised
         args, kwargs = mapped((call.args, dict(call.kwargs)), lambda t: t.detach())
         plain = replace(call, args=args, kwargs=kwargs)
-        return run_whole(module, plain, watched), plain
+        return run_whole(module, plain, watched, updates), plain
 
 
-def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int, *, dropout: bool = False) -> list[Run]:
+def takes(model: nn.Module, call: Call) -> bool:
+    """Return whether a model takes a call, in evaluation and in training, with finite outputs."""
+    try:
+        for training in (False, True):
+            run, _ = run_whole_or_detached(model, replace(call, training=training), ())
+            if not all(tensor.isfinite().any() for tensor in run.outputs.values() if tensor.numel()):
+                return False
+    except Exception:  # noqa: BLE001 - generated values and shapes may not suit the model
+        return False
+    return True
+
+
+def run_split(
+    module: nn.Module,
+    plan: Plan,
+    call: Call,
+    ranks: int,
+    *,
+    dropout: bool = False,
+    updates: Updates = _NO_UPDATES,
+) -> list[Run]:
     """Split copies of a module by a plan on simulated ranks, and run them forward and backward.
 
     Returns:
@@ -331,7 +370,7 @@ def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int, *, dropout:
         split = parallelize(copied(module), plan, group=group)
         started[group.rank] = True
         _describe(split, runs[group.rank])
-        _run(split, call, runs[group.rank], watched, dropout=dropout)
+        _run(split, call, runs[group.rank], watched, updates, dropout=dropout)
 
     started = [False] * ranks
     watched = frozenset(rows_of(module, plan))
@@ -346,9 +385,30 @@ def run_split(module: nn.Module, plan: Plan, call: Call, ranks: int, *, dropout:
     return runs
 
 
-def _run(model: nn.Module, call: Call, run: Run, watched: Collection[str], *, dropout: bool = False) -> Run:
+def _update(model: nn.Module, call: Call, updates: Updates) -> None:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=updates.rate, momentum=0.9)
+    for _ in range(updates.count):
+        optimizer.zero_grad()
+        output = model(*fresh(call.args), **{name: fresh(value) for name, value in call.kwargs.items()})
+        loss_of(output, dict(tensors_of(output)), call.loss).backward()
+        optimizer.step()
+
+
+def _run(
+    model: nn.Module,
+    call: Call,
+    run: Run,
+    watched: Collection[str],
+    updates: Updates,
+    *,
+    dropout: bool = False,
+) -> Run:
     model.train(call.training)
     seed_everything(0, devices=False)  # numpy's generator too: speech models draw masks from it
+    if updates.count:
+        with _WithoutDropout(), torch.enable_grad():
+            _update(model, call, updates)
     model.zero_grad()  # gradients of the copied model would be added to
     args, kwargs = fresh(call.args), {name: fresh(value) for name, value in call.kwargs.items()}
     with nullcontext() if dropout else _WithoutDropout(), torch.enable_grad():
@@ -383,6 +443,48 @@ def _describe(model: nn.Module, run: Run) -> None:
         if isinstance(module, ParallelLinear) and module.dim not in (0, None) and not module.gather_output:
             cut = module.splits["weight"]
             run.cuts[name] = Split(-1, cut.size, cut.ranges)
+
+
+class Lines:
+    """A context manager that records which lines of the modules' own ``forward`` run; not of torch's.
+
+    It traces this thread (`sys.settrace`), unless a debugger or a measurement of coverage does already.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[Any, str] = {}
+        for kind in {type(m) for m in model.modules() if not type(m).__module__.startswith("torch.")}:
+            code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+            if code is not None:
+                self._names[code] = f"{kind.__qualname__.rpartition('.')[2]}.forward"
+        self._ran: dict[Any, set[int]] = {code: set() for code in self._names}
+        self._traces = sys.gettrace() is None
+
+    def __enter__(self) -> Self:
+        if self._traces:
+            sys.settrace(self._enter)
+        return self
+
+    def _enter(self, frame: Any, _event: str, _arg: Any) -> Any:
+        return self._step if frame.f_code in self._names else None  # only there line by line
+
+    def _step(self, frame: Any, event: str, _arg: Any) -> Any:
+        if event == "line":
+            self._ran[frame.f_code].add(frame.f_lineno)
+        return self._step
+
+    def __exit__(self, *_: object) -> None:
+        if self._traces:
+            sys.settrace(None)
+
+    def idle(self) -> tuple[str, ...]:
+        """Return the lines that have not run: ``Block.forward, line 63``; none if they were not traced."""
+        return tuple(
+            f"{name}, line {line}"
+            for code, name in self._names.items()
+            for line in sorted({line for _, _, line in code.co_lines() if line} - {code.co_firstlineno})
+            if self._traces and line not in self._ran[code]
+        )
 
 
 class Trace:
