@@ -87,6 +87,16 @@ def test_what_is_called_exists(path):
         assert done.returncode == 0, done.stderr
 
 
+def test_the_action_on_the_page_of_verify_is_one_that_a_forge_takes():
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "verify.md").read_text(), re.DOTALL)
+    (job,) = yaml.safe_load(block)["jobs"].values()
+    assert set(job) <= JOB_KEYS
+    assert all(set(step) <= (ACTION_KEYS if "uses" in step else SCRIPT_KEYS) for step in job["steps"])
+    (called,) = [step["run"] for step in job["steps"] if "tp verify" in step.get("run", "")]
+    known = (ROOT / "tests" / "surface" / "commands.txt").read_text().partition("\ntp verify:")[2]
+    assert all(f" {option} " in known for option in re.findall(r"--[\w-]+", called)), called
+
+
 def test_ci_runs_what_developers_run():
     called = " ".join(commands(ROOT / ".github/workflows/ci.yml")) + (ROOT / ".ci/run").read_text()
     for script in (
