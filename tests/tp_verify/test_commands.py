@@ -150,4 +150,4 @@ def test_a_script_that_is_not_there_is_named(tmp_path):
     done = tp_verify(tmp_path, "nothing.py")
     assert "there is no script 'nothing.py'; a function is written file.py:function" in done.stderr
     done = tp_verify(tmp_path, "train.py", "--epochs", "2")
-    assert "no such option --epochs; a script's own arguments follow --" in " ".join(done.stderr.split())
+    assert "a script's own arguments follow --" in done.stderr

@@ -31,8 +31,7 @@ class _Command(TyperCommand):
         except Exception as error:
             # By name: newer typers have a click of their own.
             if type(error).__name__ == "NoSuchOption":
-                name = getattr(error, "option_name", "")
-                ctx.fail(f"no such option {name}; a script's own arguments follow --: train.py -- {name}")
+                error.message += "; a script's own arguments follow --"  # type: ignore[attr-defined]  # it has one
             raise
 
 
