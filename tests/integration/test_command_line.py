@@ -199,6 +199,8 @@ def test_the_commands_and_options_that_documents_show_exist():
         known = {text: p for p in command.params for text in [*p.opts, *p.secondary_opts]}
         rest = iter(words[len(name.split()) :])
         for word in rest:
+            if word == "--":
+                break  # what follows is the script's
             option = word.partition("=")[0]
             if not word.startswith("-") or word == "-":
                 if command.context_settings.get("allow_interspersed_args", True):

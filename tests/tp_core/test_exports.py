@@ -66,8 +66,8 @@ PUBLIC = {
         rank_outcomes read_digests reduction_type rendezvous_store repeated_blocks resolve_options
         row_count run_in seed_everything seed_of seeded set_device_rng_state sharded_memory
         sharded_transfers showing_system_errors shows_progress slice_of split_evenly split_rows start
-        step_identity sync_folder total_shard_norm unchanged_models whole_model_arguments without_cache
-        write_atomically zero_backward
+        step_identity sync_folder total_shard_norm unchanged_models whole_matrix_optimizer
+        whole_model_arguments without_cache write_atomically zero_backward
     """,
 }
 

@@ -236,7 +236,7 @@ def test_samples_that_collate_leaves_out_are_told_once(caplog):
 
 
 def test_what_can_be_gone_through_once_is_an_error_where_it_has_ended(caplog):
-    with pytest.raises(LoaderError, match="after 0 of 5 batches; an iterator, such as a generator, is gone"):
+    with pytest.raises(LoaderError, match="after 0 of 5 batches; an iterator or a generator is gone"):
         train((batch for batch in DATA.split(4)), limits=Limits(steps_per_epoch=5), epochs=2)
     loaders = {"a": Batches(5), "b": (batch for batch in DATA.split(4))}
     with pytest.raises(LoaderError, match="the validation's loader 'b' has yielded no sample"):
