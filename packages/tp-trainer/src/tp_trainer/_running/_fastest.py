@@ -69,9 +69,9 @@ def find_fastest(
         msg = f"backend='fastest' found none that trains this model: {'; '.join(refusals)}"
         raise ModelError(msg)
     best = min(times, key=lambda name: times[name])
-    told = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items())
+    measured = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items())
     left = f"; left out {'; '.join(refusals)}" if refusals else ""
-    return best, f"fastest, by the time of a step: {told}{left}"
+    return best, f"fastest, by the time of a step: {measured}{left}"
 
 
 def _first_batches(loader: Iterable[Any]) -> DataLoader[Any]:
