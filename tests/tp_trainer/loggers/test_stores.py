@@ -20,7 +20,7 @@ pytestmark = [
 def test_tensorboard_refuses_a_folder_that_it_cannot_name_and_takes_other_text(tmp_path):
     pytest.importorskip("tensorboard")
     name = os.fsdecode(b"\xff")
-    with pytest.raises(ConfigError, match=r"bytes that are no text: .*give TensorBoardLogger"):
+    with pytest.raises(ConfigError, match=r"bytes in its name that are no text: .*give TensorBoardLogger"):
         TensorBoardLogger(tmp_path / name).open(RunInfo())
     logger = TensorBoardLogger(tmp_path / "good")
     logger.open(RunInfo(hyperparameters={"data": name}, environment={"folder": name}))
