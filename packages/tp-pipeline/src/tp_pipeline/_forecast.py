@@ -62,7 +62,7 @@ def forecast(job: Job, layout: Layout, options: PipelineOptions) -> Forecast | N
     orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
     if not orders.is_made_of(parts):
         return None
-    stages = _stages(model, orders.stages, options.cuts)
+    stages = stages_by_order(model, orders.stages, options.cuts)
     of_rank = [[s for i, s in enumerate(stages) if orders.rank_of(i) == r] for r in range(ranks)]
     multiplied = [sum(stage.multiplied for stage in own) for own in of_rank]
     share = max(multiplied) / max(1, sum(multiplied))
@@ -108,7 +108,7 @@ def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions) -> list[Memo
         return []
     orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
     parts = options.microbatches or 4 * ranks
-    stages = _stages(model, orders.stages, options.cuts)
+    stages = stages_by_order(model, orders.stages, options.cuts)
     order = orders.learning(parts)
     of_rank = [{i: s for i, s in enumerate(stages) if orders.rank_of(i) == r} for r in range(ranks)]
     ranks_of = Counter(k for own in of_rank for k in {id(p) for p in _parameters(own.values())})
@@ -203,8 +203,11 @@ def _need(job: Job, footprint: Footprint, own: list[_Stage], activations: int, c
     )
 
 
-def _stages(model: nn.Module, count: int, cuts: Sequence[str] | None) -> list[_Stage]:
-    """Cut a model by hand, or so that the largest stage is as small as can be; see `make_plan`."""
+def stages_by_order(model: nn.Module, count: int, cuts: Sequence[str] | None) -> list[_Stage]:
+    """Cut a model by hand, or so that the largest stage is as small as can be; see `make_plan`.
+
+    Units are taken in the model's order; a step shows in which order it calls them.
+    """
     units, starts = find_units(model, cuts)
     names = list(units)
     places = [i for i, name in enumerate(names) if name in starts]

@@ -36,8 +36,9 @@ from tp_core.jobs import CompileOptions
 from tp_core.plugins import Job
 from tp_core.sessions import ProcessGroupSession, join_process_group, new_process_group
 from tp_core.state import load_whole_state, plain_state
-from tp_core.tensors import TensorSlice
+from tp_core.tensors import TensorSlice, initial_value, is_deferred, materialize
 
+from tp_pipeline._forecast import stages_by_order
 from tp_pipeline._options import PipelineOptions, ScheduleName
 from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
 from tp_pipeline._run import BatchRun, Exchange, StandIn, near_power_of_two, weigh_output
@@ -58,7 +59,8 @@ class Stages:
         starts: The calls with which stages begin; ``None`` until the first step.
         plans: The plans, by the form of a micro-batch.
         shapes: The whole shapes of parameters, by identity.
-        holders: The ranks of the group that have each parameter, by identity; empty until the first step.
+        holders: The ranks of the group that have each parameter, by identity; empty until the first step,
+            unless the model was built without memory.
         shared: The identities of parameters of which this rank has rows alone, as its data ranks share them.
         buffers: The rank that has each buffer of a unit, by identity.
         stand_ins: Stand-ins for the parameters of other ranks, by identity.
@@ -91,6 +93,7 @@ class PipelineSession(ProcessGroupSession):
     """
 
     runs_step_in_parts = True
+    takes_deferred_models = True  # a tensor at a time
 
     def __init__(self, job: Job, options: PipelineOptions, ranks: int) -> None:
         leave = join_process_group(job.environment, device=job.devices[0], timeout_s=options.timeout_s)
@@ -130,6 +133,9 @@ class PipelineSession(ProcessGroupSession):
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Move the model to the device, with the weights of the first rank; it is cut at its first step.
 
+        Of a model that was built without memory, a rank gets what its stages seem to need: those that follow
+        from the order of its modules. The first step sends what it uses elsewhere.
+
         Raises:
             ModelError: ``model`` is not a module, is wrapped already, or has no blocks to cut between.
             ConfigError: A cut by hand is no module of the model.
@@ -141,14 +147,49 @@ class PipelineSession(ProcessGroupSession):
         check_not_quantized(model, "backend 'pipeline'")
         self.check_same_parameters(model)
         stages = Stages(model, self.options)
+        guess = self._guess(model)
+        known = [(p.shape, guess.get(id(p), list(range(self.ranks)))) for p in model.parameters()]
+        materialize(model, partial(self._first_value, guess))
         model = super().prepare_model(model)
+        stages.shapes = {id(p): shape for p, (shape, _) in zip(model.parameters(), known, strict=True)}
+        if guess:
+            stages.holders = {id(p): where for p, (_, where) in zip(model.parameters(), known, strict=True)}
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.data, src=0)
-        stages.shapes = {id(p): p.shape for p in model.parameters()}
+                if len(self._holders(stages, tensor)) == self.ranks:
+                    dist.broadcast(tensor.data, src=0)
         self._stages[model] = stages
         self._reductions.know(model)
         return model
+
+    def _guess(self, model: nn.Module) -> dict[int, list[int]]:
+        """Return the ranks of the group that seem to need each parameter without memory, if not all do."""
+        cuts, count = self.options.cuts, self.orders.stages
+        if cuts is None and len(find_units(model, None)[1]) < count:
+            return {}  # the first step refuses the model
+        where: dict[int, set[int]] = {}
+        for number, stage in enumerate(stages_by_order(model, count, cuts)):
+            for parameter in stage.parameters.values():
+                if is_deferred(parameter):
+                    where.setdefault(id(parameter), set()).add(self.orders.rank_of(number))
+        return {key: sorted(ranks) for key, ranks in where.items() if len(ranks) < self.ranks}
+
+    def _first_value(self, guess: Mapping[int, list[int]], tensor: Tensor) -> Tensor:
+        """Return the initial value of a tensor without memory, or an empty one where it is not needed.
+
+        Only the first rank computes it: what ranks draw differs where their seeds do. What all ranks need
+        is not sent yet, as other tensors of all are not.
+
+        Collective: a broadcast, if some ranks do not need it.
+        """
+        if self.rank == 0:
+            value = initial_value(tensor).to(self.device).contiguous()
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        if id(tensor) not in guess:
+            return value
+        dist.broadcast(value, src=0)
+        return value if self.place in guess[id(tensor)] else _no_rows(value)
 
     def compile_model(self, model: nn.Module) -> None:
         """Compile the units, each by itself: the compiler would look past the cuts of a whole model."""
@@ -365,8 +406,8 @@ class PipelineSession(ProcessGroupSession):
             )
             raise DisagreementError(msg)
         if stages.starts is None:
-            stages.starts = starts
             self._cut(stages, model, plan)
+            stages.starts = starts
         for name, where in plan.holders.items():
             parameter = model.get_parameter(name)
             missing = {self.orders.rank_of(s) for s in where} - set(self._holders(stages, parameter))
@@ -409,10 +450,19 @@ class PipelineSession(ProcessGroupSession):
         raise theirs
 
     def _cut(self, stages: Stages, model: nn.Module, plan: Plan) -> None:
-        """Free the parameters of other ranks' stages. What no stage uses stays on all."""
-        for name, parameter in model.named_parameters():
+        """Free the parameters of other ranks' stages. What no stage uses stays on all.
+
+        Raises:
+            StepError: A parameter is needed elsewhere than it was built, and an optimizer has state of it.
+
+        Collectives: a broadcast of each such parameter; an all-gather if there are some.
+        """
+        holders = {}
+        for name, _ in model.named_parameters():
             where = sorted({self.orders.rank_of(s) for s in plan.holders.get(name, ())})
-            stages.holders[id(parameter)] = where or list(range(self.ranks))
+            holders[name] = where or list(range(self.ranks))
+        self._send_missing(stages, model, holders)
+        stages.holders = {id(p): holders[name] for name, p in model.named_parameters()}
         by_unit = {c.unit: self.orders.rank_of(s) for c, s in zip(plan.calls, plan.stage_of, strict=True)}
         for name, unit in stages.units.items():
             for buffer in unit.buffers():
@@ -425,9 +475,36 @@ class PipelineSession(ProcessGroupSession):
                         stages.shared.add(id(parameter))
                         self._keep(parameter, self._rows.own(len(parameter)))
                     continue
-                like = StandIn.of(Spec(tuple(parameter.shape), parameter.dtype, False), self.device)
+                shape = tuple(stages.shapes[id(parameter)])
+                like = StandIn.of(Spec(shape, parameter.dtype, False), self.device)
                 stages.stand_ins[id(parameter)] = nn.Parameter(like, parameter.requires_grad)
                 self._keep(parameter, slice(0, 0))
+
+    @torch.no_grad()
+    def _send_missing(self, stages: Stages, model: nn.Module, holders: Mapping[str, list[int]]) -> None:
+        """Send the parameters that were built for other stages than use them."""
+        missing = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not set(holders[name]) <= set(self._holders(stages, parameter))
+        }
+        if not missing:
+            return
+        stepped = next((n for n, p in missing.items() if any(o.state.get(p) for o in self._optimizers)), None)
+        failure = None
+        if stepped is not None:
+            msg = (
+                f"the step uses the parameter {stepped!r} in another stage than the order of modules says, "
+                "by which trainer.build() has placed it, and the optimizer has state of it already; resume "
+                "with a plain model, not made by trainer.build()"
+            )
+            failure = StepError(msg)
+        self._shared(None, failure)
+        for name, parameter in missing.items():
+            before = self._holders(stages, parameter)
+            whole = self._sent(parameter.data, stages.shapes[id(parameter)], before[0], None)
+            if self.place in holders[name] and self.place not in before:
+                parameter.data = whole
 
     def _keep(self, parameter: nn.Parameter, rows: slice) -> None:
         """Free all but some rows of a parameter, and of what optimizers keep of it."""
@@ -435,8 +512,7 @@ class PipelineSession(ProcessGroupSession):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
                     optimizer.state[parameter][key] = value[rows].clone()
-        # A scalar of another stage has no rows.
-        parameter.data = parameter.data[rows].clone() if parameter.dim() else parameter.new_empty(0)
+        parameter.data = parameter.data[rows].clone() if rows.stop else _no_rows(parameter.data)
 
     @contextmanager
     def _gathered(self, stages: Stages, model: nn.Module) -> Iterator[None]:
@@ -465,7 +541,7 @@ class PipelineSession(ProcessGroupSession):
     def _stand_in(self, stages: Stages, parameter: nn.Parameter) -> nn.Parameter | None:
         return stages.stand_ins.get(id(parameter))
 
-    def _holders(self, stages: Stages, parameter: nn.Parameter) -> list[int]:
+    def _holders(self, stages: Stages, parameter: Tensor) -> list[int]:
         return stages.holders.get(id(parameter), list(range(self.ranks)))
 
     def _has(self, stages: Stages, parameter: nn.Parameter) -> bool:
@@ -676,7 +752,7 @@ class PipelineSession(ProcessGroupSession):
         """Return ``value`` as what this rank has of the tensor: all, some rows or no part of it."""
         for model in self._stages:
             stages = self._stages.get(model)
-            if stages is None or stages.starts is None or isinstance(value, TensorSlice):
+            if stages is None or isinstance(value, TensorSlice):
                 continue
             shape, holders = stages.shapes.get(id(parameter)), stages.holders.get(id(parameter))
             if holders is not None and shape is not None:
@@ -711,7 +787,7 @@ class PipelineSession(ProcessGroupSession):
         parts: dict[str, Tensor] = {}
         for name, value in plain.state_dict(keep_vars=True).items():
             owner = None
-            if stages is not None and stages.starts is not None:
+            if stages is not None:
                 holders = stages.holders.get(id(value), [])
                 is_cut = 0 < len(holders) < self.ranks or id(value) in stages.shared
                 owner = holders[0] if is_cut else stages.buffers.get(id(value))
@@ -743,7 +819,7 @@ class PipelineSession(ProcessGroupSession):
         plain = self.unwrap(model)
         stages = self._stages.get(plain)
         given = dict(plain_state(state))
-        if stages is not None and stages.starts is not None:
+        if stages is not None:
             for name, value in plain_state(plain.state_dict(keep_vars=True)).items():
                 shape = stages.shapes.get(id(value))
                 new = given.get(name)
@@ -834,6 +910,11 @@ def _portable(error: Exception) -> tuple[bytes | None, str]:
 
 def _detached(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _no_rows(tensor: Tensor) -> Tensor:
+    """Return an empty tensor of the type of one, with its other dimensions."""
+    return tensor.new_empty(0, *tensor.shape[1:])
 
 
 def _check_norms(model: nn.Module) -> None:
