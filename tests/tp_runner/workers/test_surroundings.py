@@ -126,6 +126,7 @@ def test_windows_is_told_at_import_and_when_processes_are_asked_for(monkeypatch)
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.warns(RuntimeWarning, match="worker processes need Linux or macOS"):
         _options.warn_of_platform()
+    monkeypatch.setitem(sys.modules, "fcntl", None)
     with pytest.raises(ConfigError, match="engine='thread'"):
         Executor(1, start_method="fork")
 

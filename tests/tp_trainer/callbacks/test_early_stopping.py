@@ -37,6 +37,8 @@ def epochs_with(values, *, patience=2, **options):
         ([3, 2.9, 2.8, 1], {"min_delta": 0.5}, 3, 3),
         ([3, math.nan, 2, math.nan, math.nan, 1], {}, 5, 2),
         ([3, 4, 1], {"patience": 1}, 2, 3),
+        ([3, math.nan, 1], {"check_finite": True}, 2, 3),
+        ([3, math.inf, 1], {"mode": "max", "check_finite": True}, 2, 3),
     ],
 )
 def test_a_run_ends_after_so_many_looks_without_an_improvement(values, options, epochs, best):

@@ -2,7 +2,9 @@
 
 import importlib
 import math
+import re
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,8 +175,68 @@ def test_options_of_lightnings_callbacks_are_kept_or_refused(tmp_path):
     assert kept(every_n_epochs=2).every_epochs == 2
     assert kept(train_time_interval=timedelta(minutes=1)).every_s == 60
     assert kept(save_top_k=0) is None
-    with pytest.raises(ConfigError, match=r"EarlyStopping\(stopping_threshold=0.2\) .* call run.stop\(\)"):
-        make(callbacks=[theirs.EarlyStopping("val_loss", stopping_threshold=0.2)])
+    assert kept(monitor="val_loss").keep == 1
+    last = kept(monitor="val_loss", save_top_k=0, save_last=True)
+    assert (last.keep, last.best) == (1, None)
+
+
+@pytest.mark.needs("lightning")
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("ModelCheckpoint", {"filename": "{epoch}"}, "find_checkpoint"),
+        ("ModelCheckpoint", {"auto_insert_metric_name": False}, "names have the step"),
+        ("ModelCheckpoint", {"enable_version_counter": False}, "names have the step"),
+        ("ModelCheckpoint", {"save_last": "link"}, "save_last=True"),
+        ("ModelCheckpoint", {"monitor": "val_loss", "save_top_k": 3}, "save_top_k=1, the best one"),
+        ("ModelCheckpoint", {"save_weights_only": True}, r"trainer.save_checkpoint\(path\)"),
+        ("ModelCheckpoint", {"save_on_exception": True}, "every_n_train_steps"),
+        ("ModelCheckpoint", {"save_on_train_epoch_end": False}, "after its validation"),
+        ("EarlyStopping", {"monitor": "val_loss", "stopping_threshold": 0.2}, r"call run.stop\(\)"),
+        ("EarlyStopping", {"monitor": "val_loss", "divergence_threshold": 9.0}, r"call run.stop\(\)"),
+        ("EarlyStopping", {"monitor": "val_loss", "strict": False}, "log the metric"),
+        ("EarlyStopping", {"monitor": "val_loss", "check_on_train_epoch_end": True}, "after each validation"),
+        ("EarlyStopping", {"monitor": "loss", "check_on_train_epoch_end": False}, "after each epoch"),
+    ],
+)
+def test_options_of_lightnings_callbacks_that_are_not_here_are_refused(kind, options, said, tmp_path):
+    theirs = importlib.import_module("lightning.pytorch.callbacks")
+    name, value = list(options.items())[-1]
+    given = rf"{kind}\({name}={re.escape(repr(value))}\) is not here; with tp, .*{said}"
+    with pytest.raises(ConfigError, match=given):
+        make(callbacks=[getattr(theirs, kind)(**options)])
+
+
+@pytest.mark.needs("lightning")
+def test_lightnings_checkpoint_callback_names_the_best_and_the_newest(tmp_path):
+    theirs = importlib.import_module("lightning.pytorch.callbacks")
+    values = iter([3.0, 1.0, 2.0, 1.5])
+
+    class Validates(Line):
+        def validation_step(self, batch):
+            pass
+
+        def on_validation_epoch_start(self):
+            self.trainer.model.log("val_loss", next(values))
+
+    kept = theirs.ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True)
+    trainer, module = make(max_epochs=4, callbacks=[kept]), Validates()
+    trainer.fit(module, batches(), batches())
+    assert trainer.checkpoint_callback is kept
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        Path(kept.best_model_path).name, Path(kept.last_model_path).name,
+    ]  # fmt: skip
+    assert [int(path[-8:]) for path in (kept.best_model_path, kept.last_model_path)] == [6, 12]
+
+
+@pytest.mark.needs("lightning")
+def test_checkpoints_are_asked_for_once(tmp_path):
+    theirs = importlib.import_module("lightning.pytorch.callbacks")
+    kept = theirs.ModelCheckpoint(tmp_path)
+    with pytest.raises(ConfigError, match="a run has one ModelCheckpoint here"):
+        make(callbacks=[kept, kept])
+    with pytest.raises(ConfigError, match="checkpoint= and a ModelCheckpoint contradict"):
+        make(callbacks=[kept], checkpoint="run")
 
 
 def test_callbacks_have_lightnings_hooks_or_tps():

@@ -149,10 +149,10 @@ class ProcessEngine(FleetEngine):
         """Return processes.
 
         Raises:
-            ConfigError: This is Windows.
+            ConfigError: The system has no worker processes, as Windows.
         """
         require_processes()
-        from tp_runner._workers._processes import ProcessFleet  # Windows lacks what it imports
+        from tp_runner._workers._processes import ProcessFleet  # imports what Windows lacks
 
         return ProcessFleet(program, devices, settings)
 

@@ -132,8 +132,10 @@ def warn_of_platform() -> None:
 
 def require_processes() -> None:
     """Refuse worker processes where there can be none."""
-    if sys.platform == "win32":
-        raise ConfigError(_ON_WINDOWS)
+    try:
+        import fcntl  # noqa: F401 - what Windows lacks
+    except ImportError:
+        raise ConfigError(_ON_WINDOWS) from None
 
 
 # -- Batches ------------------------------------------------------------------------------------

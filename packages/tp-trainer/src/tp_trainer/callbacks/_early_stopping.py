@@ -21,6 +21,7 @@ class EarlyStopping(Callback):
         patience: The number of checks in a row without an improvement that ends the run.
         mode: Whether "min" or "max" of the metric is the best.
         min_delta: The least improvement on the best value.
+        check_finite: End the run at once where the metric is NaN or infinite.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -40,6 +41,7 @@ class EarlyStopping(Callback):
         patience: int = 3,
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
+        check_finite: bool = False,
     ) -> None:
         check_positive("patience", patience)
         if mode not in {"min", "max"}:
@@ -52,6 +54,7 @@ class EarlyStopping(Callback):
         self.patience = patience
         self._sign = 1.0 if mode == "min" else -1.0
         self._min_delta = min_delta
+        self._check_finite = check_finite
         self._best = math.inf
         self._waited = 0
 
@@ -84,6 +87,9 @@ class EarlyStopping(Callback):
         if self.metric not in metrics:
             raise ConfigError(self._unknown(metrics))
         value = self._sign * metrics[self.metric]
+        if self._check_finite and not math.isfinite(value):
+            run.stop(f"{self.metric} is {metrics[self.metric]}")
+            return
         if value < self._best - self._min_delta:
             self._best, self._waited = value, 0
             return

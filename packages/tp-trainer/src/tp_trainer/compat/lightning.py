@@ -18,7 +18,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,6 +67,25 @@ _ELSEWHERE = {
     "use_distributed_sampler": "nothing: tp splits the batches over the ranks itself",
 }
 _WITHOUT_EFFECT = ("enable_model_summary", "enable_autolog_hparams", "inference_mode")
+# Options of Lightning's callbacks that are here for some values, by their fields: those, and what to write.
+_THRESHOLDS = ((None,), "call run.stop() in the on_validation_end of a tp_trainer.Callback")
+_CALLBACK_OPTIONS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
+    "EarlyStopping": {
+        "stopping_threshold": _THRESHOLDS,
+        "divergence_threshold": _THRESHOLDS,
+        "strict": ((True,), "log the metric in each validation, or epoch"),
+    },
+    "ModelCheckpoint": {
+        "filename": ((None,), "leave it out: names have the step; find_checkpoint(folder, best=...)"),
+        "auto_insert_metric_name": ((True,), "leave it out: names have the step"),
+        "_enable_version_counter": ((True,), "leave it out: names have the step"),
+        "save_last": ((None, False, True), "save_last=True: the newest one is kept, under its own name"),
+        "save_top_k": ((-1, 0, 1), "save_top_k=1, the best one beside the newest, or -1, all of them"),
+        "save_weights_only": ((False,), "trainer.save_checkpoint(path), after fit()"),
+        "save_on_exception": ((False,), "every_n_train_steps=..., or train_time_interval=..."),
+        "_save_on_train_epoch_end": ((None, True), "leave it out: an epoch is saved after its validation"),
+    },
+}
 _NOT_NEEDED = ("LearningRateMonitor", "ModelSummary", "ProgressBar", "RichModelSummary")
 _STRATEGIES = {
     "auto": "ddp",
@@ -98,7 +117,7 @@ class Trainer:
         logger: ``True`` or ``None`` for none but the run's own, names of tp's loggers, loggers of tp, or
             Lightning's CSV, TensorBoard and Weights & Biases loggers, in whose place those of tp write.
         callbacks: Callbacks of tp, and callbacks with Lightning's hooks. ``EarlyStopping`` and
-            ``ModelCheckpoint`` of Lightning become tp's.
+            ``ModelCheckpoint`` of Lightning become tp's; options of theirs that are not here are refused.
         max_epochs: The number of epochs; 1000 without ``max_steps``, as there.
         max_steps: The number of optimizer steps; -1 for no limit.
         max_time: The time after which the run ends: text, seconds, or a ``timedelta``.
@@ -163,8 +182,13 @@ class Trainer:
         **others: Any,
     ) -> None:
         _refuse_arguments(others)
-        own, self.own_callbacks, found = _sort_callbacks(callbacks)
+        own, self.own_callbacks, self.checkpoint_callback = _sort_callbacks(callbacks)
         self.callbacks: list[Any] = own
+        found = self.checkpoint_callback and _checkpoints(self.checkpoint_callback)
+        if found and (checkpoint is not None or enable_checkpointing is False):
+            given = "enable_checkpointing=False" if checkpoint is None else "checkpoint="
+            msg = f"{given} and a ModelCheckpoint contradict each other; give one of them"
+            raise ConfigError(msg)
         environment = LaunchEnvironment.read()
         _check_devices(devices, environment)
         self.max_epochs = 1000 if max_epochs is None and max_steps == -1 else max_epochs
@@ -556,6 +580,18 @@ class Trainer:
             self._hook("on_train_end")
             self._hook("on_fit_end")
             self.training = False
+        self._name_checkpoints()
+
+    def _name_checkpoints(self) -> None:
+        """Note in Lightning's callback where the best and the newest checkpoint are."""
+        theirs, kept = self.checkpoint_callback, self._checkpoint
+        if theirs is None or not isinstance(kept, Checkpoints):
+            return
+        newest = find_checkpoint(kept.folder)
+        theirs.last_model_path = theirs.best_model_path = str(newest)
+        if kept.best is not None:
+            with suppress(ConfigError):  # the metric was always NaN: no checkpoint is the best
+                theirs.best_model_path = str(find_checkpoint(kept.folder, best=kept.best, mode=kept.mode))
 
     def _validation(self, loaders: Sequence[PreparedLoader], steps: int | None) -> Validation:
         def validate() -> dict[str, float]:
@@ -1227,11 +1263,11 @@ def _refuse_arguments(others: Mapping[str, Any]) -> None:
         raise ConfigError(msg)
 
 
-def _sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Checkpoints | None]:
-    """Return callbacks with Lightning's hooks, tp's own, and checkpoints, of what was given.
+def _sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Any]:
+    """Return callbacks with Lightning's hooks, tp's own, and a ``ModelCheckpoint``, of what was given.
 
     Raises:
-        ConfigError: A callback of Lightning's own is not here.
+        ConfigError: A callback of Lightning's own, or an option of one, is not here.
     """
     theirs: list[Any] = []
     ours: list[Callback] = []
@@ -1245,7 +1281,14 @@ def _sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Checkpoints 
         elif kind.__name__ == "EarlyStopping":
             ours.append(_early_stopping(one))
         elif kind.__name__ == "ModelCheckpoint":
-            checkpoints = _checkpoints(one)
+            if checkpoints is not None:
+                msg = (
+                    "a run has one ModelCheckpoint here; to save at several times, write "
+                    "Trainer(checkpoint=Checkpoints('run', every_steps=..., every_epochs=...))"
+                )
+                raise ConfigError(msg)
+            _refuse_options(one)
+            checkpoints = one
         elif not kind.__name__.endswith(_NOT_NEEDED):
             known = {"Timer": "Trainer(max_time=...)", "Callback": "a class of your own"}
             instead = known.get(kind.__name__, "one of tp_trainer.callbacks")
@@ -1254,28 +1297,47 @@ def _sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Checkpoints 
     return theirs, ours, checkpoints
 
 
+def _refuse_options(theirs: Any) -> None:
+    """Refuse the options of a callback of Lightning that are not here.
+
+    Raises:
+        ConfigError: It has one of them.
+    """
+    kind = type(theirs).__name__
+    for field, (here, instead) in _CALLBACK_OPTIONS[kind].items():
+        value = getattr(theirs, field, here[0])  # versions of Lightning differ in what they have
+        if value not in here:
+            name = field.removeprefix("_")
+            msg = f"{kind}({name}={value!r}) is not here; with tp, {instead}"
+            raise ConfigError(msg)
+
+
 def _early_stopping(theirs: Any) -> EarlyStopping:
     """Return tp's early stopping for Lightning's.
 
     Raises:
-        ConfigError: It has a threshold.
+        ConfigError: It has an option that is not here.
     """
-    for name in ("stopping_threshold", "divergence_threshold"):
-        if getattr(theirs, name) is not None:
-            msg = (
-                f"EarlyStopping({name}={getattr(theirs, name)!r}) is not here; with tp, call run.stop() in "
-                "the on_validation_end of a tp_trainer.Callback"
-            )
-            raise ConfigError(msg)
-    # There the sign of min_delta depends on the mode.
+    _refuse_options(theirs)
+    at_epochs = not theirs.monitor.startswith("val_")
+    if theirs._check_on_train_epoch_end not in (None, at_epochs):
+        msg = (
+            f"EarlyStopping(check_on_train_epoch_end={not at_epochs}) is not here; with tp, leave it out: "
+            f"{theirs.monitor!r} is checked after each {'epoch' if at_epochs else 'validation'}"
+        )
+        raise ConfigError(msg)
     return EarlyStopping(
-        theirs.monitor, patience=theirs.patience, mode=theirs.mode, min_delta=abs(theirs.min_delta)
+        theirs.monitor,
+        patience=theirs.patience,
+        mode=theirs.mode,
+        min_delta=abs(theirs.min_delta),  # there its sign depends on the mode
+        check_finite=theirs.check_finite,
     )
 
 
 def _checkpoints(theirs: Any) -> Checkpoints | None:
-    """Return tp's checkpoints for Lightning's; its names of files are tp's own."""
-    if theirs.save_top_k == 0:
+    """Return tp's checkpoints for Lightning's."""
+    if theirs.save_top_k == 0 and not theirs.save_last:
         return None
     interval = theirs._train_time_interval  # Lightning has the times in private fields alone; 0 is never
     return Checkpoints(
@@ -1283,8 +1345,8 @@ def _checkpoints(theirs: Any) -> Checkpoints | None:
         every_steps=theirs._every_n_train_steps or None,
         every_s=interval and interval.total_seconds(),
         every_epochs=theirs._every_n_epochs or None,
-        keep=sys.maxsize if theirs.save_top_k == -1 else theirs.save_top_k,
-        best=theirs.monitor,
+        keep=sys.maxsize if theirs.save_top_k == -1 else 1,
+        best=theirs.monitor if theirs.save_top_k else None,
         mode=theirs.mode,
     )
 
