@@ -204,6 +204,7 @@ REFUSED = {
     "import deepspeed": "Trainer\\(backend='fsdp'\\)",
     "import torch.distributed.rpc as rpc": "tp has no remote calls",
     "from transformers import Trainer\nTrainer(model)": "Hugging Face's Trainer, which builds loader",
+    "import transformers\ntransformers.Trainer(model)": "Hugging Face's Trainer, which builds loader",
     "print(1)": "no call of backward",
     "loss.backward()": "no optimizer over model.parameters",
     "opt = SGD(self.parameters())\nloss.backward()": "layers train themselves",

@@ -52,15 +52,15 @@ def facts_of(tree: ast.Module) -> Facts | str:
     """Return the facts of a script, or the reason why it cannot be moved."""
     facts = Facts()
     modules = dict(_imports(tree))
-    called = {_last(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = set(map(_last, calls))
     for module, way in _OTHER_WAYS.items():
         if any(name == module or name.startswith(f"{module}.") for name in modules.values()):
             return f"it uses {module}; {way}"
     facts.names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | set(modules)
     roots = {name.partition(".")[0] for name in modules.values()}
-    if any(modules.get(name, "").startswith("transformers") for name in _HUGGING_FACE) and called & set(
-        _HUGGING_FACE
-    ):
+    theirs = {name for name, module in modules.items() if module.partition(".")[0] == "transformers"}
+    if any(_last(c) in _HUGGING_FACE and ast.unparse(c).partition(".")[0] in theirs for c in calls):
         return (
             "it trains by Hugging Face's Trainer, which builds loader, optimizer and scheduler from its "
             "TrainingArguments; write them, and trainer.fit(model, optimizer, loader, step=step, ...)"
