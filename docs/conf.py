@@ -1,5 +1,7 @@
 """How the site is made: hatch run docs."""
 
+import os
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +23,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build", "examples"]
+exclude_patterns = ["_build", "_templates", "examples"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # the packages' READMEs begin at their own level
@@ -39,6 +41,24 @@ if "Homepage" in _urls:
         "source_repository": f"{_urls['Homepage']}/",
         "source_branch": "main",
         "source_directory": "docs/",
+    }
+# The publisher sets TP_DOCS_URL, below which each version has its site; without it, none is linked.
+_address = os.environ.get("TP_DOCS_URL", "").rstrip("/")
+if _address:
+    _released = re.findall(
+        r"^## \[?(\d[\w.]*)", (Path(__file__).parents[1] / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    html_context = {"versions": {"newest": f"{_address}/", **{v: f"{_address}/{v}/" for v in _released}}}
+    templates_path = ["_templates"]
+    html_sidebars = {
+        "**": [
+            "sidebar/brand.html",
+            "versions.html",
+            "sidebar/search.html",
+            "sidebar/scroll-start.html",
+            "sidebar/navigation.html",
+            "sidebar/scroll-end.html",
+        ]
     }
 html_favicon = "_static/icon.svg"
 pygments_dark_style = "github-dark"

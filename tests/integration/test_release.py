@@ -1,6 +1,7 @@
 """A release by one command, in a repository of its own."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -152,3 +153,16 @@ def test_a_newer_package_refuses_an_older_core_at_install(repository, tmp_path):
     install(python, index, "tp-tuple")
     code = "import tp_core, tp_tuple; print(tp_core.__version__, tp_tuple.__version__)"
     assert run(python, "-c", code).split() == [NEXT, NEXT]
+
+
+def test_the_site_links_versions_once_it_has_an_address(monkeypatch):
+    jinja2 = pytest.importorskip("jinja2")
+    monkeypatch.delenv("TP_DOCS_URL", raising=False)
+    conf = str(ROOT / "docs" / "conf.py")
+    assert "html_sidebars" not in runpy.run_path(conf)
+    monkeypatch.setenv("TP_DOCS_URL", "https://tp.example/docs/")
+    found = runpy.run_path(conf)
+    assert "versions.html" in found["html_sidebars"]["**"]
+    template = jinja2.Template((ROOT / "docs" / "_templates" / "versions.html").read_text())
+    page = template.render(release="0.1.0", **found["html_context"])
+    assert '<a href="https://tp.example/docs/">newest</a>' in page
