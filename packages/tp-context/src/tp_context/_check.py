@@ -112,8 +112,7 @@ def prove(
         compares_gradients: Whether gradients are compared, too.
 
     Collectives: those of the step on slices, each after an exchange of descriptions, so that no rank waits
-    for
-    another one that has failed.
+    for another one that has failed.
     """
     short, where = shorten(batch, found, tokens or 8 * ranks.size + 5, ranks.size)
     _mask_ends(short)

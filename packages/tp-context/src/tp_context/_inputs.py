@@ -2,8 +2,7 @@
 
 A model that counts positions from 0, or shifts labels within the slice, would be wrong at every seam. So the
 forward of the model gets them made from the whole sequence. There are several ways to number positions; the
-check
-before the first step takes the first that it can prove.
+check before the first step takes the first that it can prove.
 """
 
 import inspect

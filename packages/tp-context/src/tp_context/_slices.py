@@ -341,8 +341,7 @@ def gather(slices: Tensor, dim: int = 1) -> Tensor:
     """Return whole sequences from each rank's slices, in a step that the backend ``context`` runs.
 
     For what needs all positions and is not attention, such as a mean over the sequence. Elsewhere sequences
-    are
-    whole, and the tensor comes back as it is.
+    are whole, and the tensor comes back as it is.
 
     Args:
         slices: A tensor with the slice along ``dim``, for example (batch, tokens, features).

@@ -38,8 +38,7 @@ class TokenBatch(CountedBatch):
     """A batch of tokens that knows how many labels its loss is a mean over.
 
     It is a dict: ``model(**batch)`` works. The trainer takes :meth:`weight` as the step's ``"weight"``,
-    unless
-    the step returns one.
+    unless the step returns one.
 
     Args:
         values: The arguments of the model, by name.
@@ -338,8 +337,7 @@ def check_packing(
 
     Three documents of the batch's first tokens go through the model in one row, and each by itself. Outputs
     and losses must be the same. A model that ignores the mask or the positions is refused: state-space
-    layers,
-    convolutions, attention that takes no mask. Modules are in evaluation mode meanwhile.
+    layers, convolutions, attention that takes no mask. Modules are in evaluation mode meanwhile.
 
     Args:
         model: The model, or its wrapper.

@@ -313,8 +313,8 @@ class Iterables(Source):
 
     They are read once to count their samples. Where an iterable has ``state_dict`` and ``load_state_dict``,
     as those of Hugging Face have, its states are noted on the way, so that a later read begins near its
-    sample.
-    Without, a read begins at the beginning of its shard: keep shards small, and the order within them.
+    sample. Without, a read begins at the beginning of its shard: keep shards small, and the order within
+    them.
 
     Example:
         >>> source = Iterables(lambda shard: range(shard * 10, shard * 10 + 3), shards=2)

@@ -6,9 +6,8 @@ Both plan a window of samples at a time, from positions and numbers of tokens al
     plan            batch, batch, batch, batch + a rest      the rest goes into the next window, first
     state_dict()    the window, the rest before it, how many of its batches are done
 
-So the batches follow from the order, whatever the number of ranks, and a state is at most about a
-kilobyte. To
-resume, the numbers of tokens of one window are looked up again.
+So the batches follow from the order, whatever the number of ranks, and a state is at most about a kilobyte.
+To resume, the numbers of tokens of one window are looked up again.
 """
 
 import random
@@ -278,9 +277,8 @@ class Packed(_Windowed):
     """Rows of a fixed length, filled with documents that do not see each other.
 
     A sample is a dict with its tokens as ``"input_ids"``, and other fields of as many entries, such as
-    ``"labels"``; or a sequence of tokens. Without labels, the tokens are the labels. In a row the
-    positions of
-    each document begin at 0, and no label is predicted from another document. `check_packing` finds out
+    ``"labels"``; or a sequence of tokens. Without labels, the tokens are the labels. In a row the positions
+    of each document begin at 0, and no label is predicted from another document. `check_packing` finds out
     whether a model keeps documents apart. Samples without a token are left out.
 
     ``how="concat"`` puts one document behind the other and cuts where a row is full. ``how="best-fit"`` cuts
@@ -291,17 +289,14 @@ class Packed(_Windowed):
         length: The tokens of a row.
         rows: The rows of a batch, on all ranks together.
         how: How documents are put into rows.
-        long: What becomes of documents that are longer than a row: ``"split"`` into pieces,
-            ``"truncate"``, or
-            ``"refuse"``.
-        last: What becomes of what is left at the end: ``"spread"`` makes a smaller batch, ``"drop"``
-            leaves it
-            out, ``"pad"`` adds rows of padding.
+        long: What becomes of documents that are longer than a row: ``"split"`` into pieces, ``"truncate"``,
+            or ``"refuse"``.
+        last: What becomes of what is left at the end: ``"spread"`` makes a smaller batch, ``"drop"`` leaves
+            it out, ``"pad"`` adds rows of padding.
         window: The number of samples that are packed together, by best fit: more leave less space unused.
         arguments: The form in which the model gets the documents: see `RowForm`.
         causal: Whether the model predicts each token from those before it. ``False`` is for models such as
-            BERT:
-            labels belong to their own token, and each token sees its whole document.
+            BERT: labels belong to their own token, and each token sees its whole document.
         padding: The token that fills up rows.
         check: Whether `Trainer.fit` calls `check_packing` before its first step. Switch it off for a loss
             that is no mean or sum over labels, once the model alone has passed.

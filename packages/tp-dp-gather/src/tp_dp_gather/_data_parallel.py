@@ -275,9 +275,8 @@ class DataParallel(ReplicaWrapper):
                 weighted by rows.
             outputs: The parts of the output, each on its device, with its rows in ``dim``.
             targets: The whole target, or its parts.
-            reduction: "mean" or "sum", for functions and modules that have neither a ``.reduction``
-                nor a parameter of that name. A criterion with
-                the reduction "none" gives the whole vector.
+            reduction: "mean" or "sum", for functions and modules that have neither a ``.reduction`` nor a
+                parameter of that name. A criterion with the reduction "none" gives the whole vector.
 
         Raises:
             ConfigError: The outputs are not parts, the targets do not match them, or the

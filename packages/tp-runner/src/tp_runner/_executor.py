@@ -29,11 +29,10 @@ class Executor(concurrent.futures.Executor):
 
     It takes the place of ``concurrent.futures.ProcessPoolExecutor``: in asyncio's ``run_in_executor``,
     ``as_completed``, ``map`` over several iterables. Arrays and tensors travel through shared memory, as
-    out-of-band buffers of pickle's protocol 5 (PEP 574);
-    functions and classes of ``__main__``, lambdas and closures travel too. A future raises what the
-    function raised, with the worker's traceback in its ``__cause__``. A worker that dies is started
-    again, and so is its call. A call with which three workers died raises ``WorkerDiedError``, here also a
-    ``BrokenProcessPool``; the other calls are not affected.
+    out-of-band buffers of pickle's protocol 5 (PEP 574); functions and classes of ``__main__``, lambdas and
+    closures travel too. A future raises what the function raised, with the worker's traceback in its
+    ``__cause__``. A worker that dies is started again, and so is its call. A call with which three workers
+    died raises ``WorkerDiedError``, here also a ``BrokenProcessPool``; the other calls are not affected.
 
     Args:
         max_workers: How many CPU workers; by default one on each core.

@@ -146,9 +146,8 @@ def parallel_embedding(
     """Look up tokens in a split table, as Megatron-LM splits its vocabulary (arXiv:1909.08053).
 
     Collectives, for ``dim``: 0, split rows: forward an all-reduce of the output, backward none. 1 or -1,
-    split
-    features: forward an all-gather, or none without ``gather_output``, backward none. ``max_norm`` costs an
-    all-reduce of one number for each distinct token.
+    split features: forward an all-gather, or none without ``gather_output``, backward none. ``max_norm``
+    costs an all-reduce of one number for each distinct token.
 
     Args:
         input: Tokens, integers of any shape (...), the same on all ranks.
