@@ -5,9 +5,9 @@ torch is imported where its generators are seeded: processes without torch compu
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -117,3 +117,64 @@ def set_device_rng_state(device: "torch.device", state: "torch.Tensor") -> None:
         module.set_rng_state(state)
     else:
         module.set_rng_state(state, device)
+
+
+# -- States in a checkpoint -----------------------------------------------------------------------
+
+
+def capture_rng_state(devices: "Iterable[torch.device]") -> dict[str, Any]:
+    """Return the states of Python's, numpy's (if loaded), torch's and the devices' generators.
+
+    The values are plain: a file of JSON can have them.
+    """
+    import torch
+
+    from tp_core._devices._resolve import available_devices
+
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "torch": _as_text(torch.get_rng_state()),
+        "devices": {},
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = [kind, keys.tolist(), position, has_gauss, cached]
+    for device in devices:
+        if device.type != "cpu" and device in available_devices():  # a planned job's devices may not exist
+            state["devices"][str(device)] = _as_text(device_rng_state(device))
+    return state
+
+
+def restore_rng_state(state: Mapping[str, Any]) -> None:
+    """Restore the states of :func:`capture_rng_state`; devices that do not exist here are skipped."""
+    import torch
+
+    from tp_core._devices._resolve import available_devices
+
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(_as_tensor(state["torch"]))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    kept = state["devices"] if "devices" in state else state["cuda"]  # the key in older files
+    for device in available_devices() if kept else ():
+        if str(device) in kept:
+            set_device_rng_state(device, _as_tensor(kept[str(device)]))
+
+
+def _as_text(tensor: "torch.Tensor") -> str:
+    import base64
+
+    return base64.b64encode(bytes(tensor.tolist())).decode()
+
+
+def _as_tensor(text: str) -> "torch.Tensor":
+    import base64
+
+    import torch
+
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

@@ -67,8 +67,10 @@ if TYPE_CHECKING:
     from tp_core.data._rows import is_array as is_array
     from tp_core.data._rows import length_along as length_along
     from tp_core.data._rows import split_rows as split_rows
+    from tp_core.data._seeding import capture_rng_state as capture_rng_state
     from tp_core.data._seeding import device_rng_state as device_rng_state
     from tp_core.data._seeding import preserve_rng_state as preserve_rng_state
+    from tp_core.data._seeding import restore_rng_state as restore_rng_state
     from tp_core.data._seeding import seed_everything as seed_everything
     from tp_core.data._seeding import seed_of as seed_of
     from tp_core.data._seeding import seeded as seeded
@@ -114,8 +116,10 @@ else:
             "tp_core.data._batches": ["Envelope", "split_evenly"],
             "tp_core.data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
             "tp_core.data._seeding": [
+                "capture_rng_state",
                 "device_rng_state",
                 "preserve_rng_state",
+                "restore_rng_state",
                 "seed_everything",
                 "seed_of",
                 "seeded",

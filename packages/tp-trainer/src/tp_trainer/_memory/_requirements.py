@@ -11,12 +11,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment, resolve_devices, tree_leaves, tree_map
 from tp_core.discovery import Contribution, Selection
-from tp_core.internal import free_nbytes
+from tp_core.internal import capture_rng_state, free_nbytes, restore_rng_state
 from tp_core.jobs import Footprint, Precision, Recomputation
 from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_trainer._activations import recomputations
-from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._checks import check_known, check_model, check_positive
 from tp_trainer._memory._footprint import measure_footprint, parse_nbytes
 from tp_trainer._opening._agreement import agree_at_start
@@ -376,13 +375,13 @@ def _one_share(loader: Any, job: Job) -> Any:
     if size is None:
         return None
     share = -(-size // _device_count(job))
-    kept = generators.capture(job.devices)
+    kept = capture_rng_state(job.devices)
     try:
         return loader.collate_fn([loader.dataset[i] for i in range(share)])
     except Exception:  # noqa: BLE001 - any error of the user's dataset: training will raise it again
         return None
     finally:
-        generators.restore(kept)
+        restore_rng_state(kept)
 
 
 # -- Notes on out-of-memory errors ----------------------------------------------------------------

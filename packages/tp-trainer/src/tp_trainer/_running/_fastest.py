@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from tp_core.discovery import Selection
 from tp_core.errors import ConfigError, ModelError, StepError
+from tp_core.internal import capture_rng_state, restore_rng_state
 
-from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._steps._step import Step
 
 _MOST = 3
@@ -56,7 +56,7 @@ def find_fastest(
     batches = _first_batches(loader)
     times: dict[str, float] = {}
     refusals: list[str] = []
-    kept = generators.capture(devices)
+    kept = capture_rng_state(devices)
     for name in names:
         copied, using = copy.deepcopy((model, optimizer))  # together: the copy has the copied parameters
         try:
@@ -64,7 +64,7 @@ def find_fastest(
         except (ConfigError, ModelError, StepError) as error:  # which all ranks raise alike
             refusals.append(f"{name}: {error}")
         finally:
-            generators.restore(kept)
+            restore_rng_state(kept)
     if not times:
         msg = f"backend='fastest' found none that trains this model: {'; '.join(refusals)}"
         raise ModelError(msg)

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core.data import PreparedLoader, Share
 from tp_core.errors import ConfigError, LoaderError
+from tp_core.internal import capture_rng_state, restore_rng_state
 from tp_core.plugins import RunStatus, RunView, Session
 
-from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._checks import check_positive
 from tp_trainer._metrics import GatherInterruptedError, numbers_in
 from tp_trainer._opening._agreement import check_same, check_same_optimizers
@@ -755,9 +755,9 @@ class Loop:
 
     def _keeping_generators(self) -> ExitStack:
         """Return a context that restores the random generators at its end."""
-        before = generators.capture(self._session.job.devices)
+        before = capture_rng_state(self._session.job.devices)
         stack = ExitStack()
-        stack.callback(generators.restore, before)
+        stack.callback(restore_rng_state, before)
         return stack
 
     def _log_loss(self) -> None:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import slice_of
+from tp_core.internal import capture_rng_state, restore_rng_state, seed_everything, seed_of, slice_of
 from tp_core.plugins import Session
 from tp_core.state import (
     Place,
@@ -37,7 +37,6 @@ from tp_core.state import (
 from tp_core.tensors import TensorSlice
 
 from tp_trainer._checkpoint import Checkpoints
-from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._checkpoint._base import (
     Base,
     FrozenWeights,
@@ -478,7 +477,7 @@ class RunState:
         own = {
             "data_rank": session.data_rank,
             "stream": position.pop("stream", None),  # each rank has its own position in its share
-            "generators": generators.capture(session.job.devices),
+            "generators": capture_rng_state(session.job.devices),
             "meter": None if meter is None or not done else meter.state_dict(),
             "logged": self.logged,
             "state": captured.own,
@@ -552,7 +551,7 @@ class RunState:
             mine = ranks[session.rank]
             self.meter_state, logged = mine["meter"], mine.get("logged")
             self.logged = None if logged is None else (logged[0], logged[1])
-            generators.restore(mine["generators"])
+            restore_rng_state(mine["generators"])
             return
         self.meter_state = _share_of_sums(session.data_rank, ranks)
         log.warning(
@@ -564,7 +563,7 @@ class RunState:
             shares,
             session.data_size,
         )
-        generators.reseed(common["position"]["seed"], self.step, session.data_rank)
+        seed_everything(seed_of((common["position"]["seed"], self.step, session.data_rank)))
 
 
 def _schedulers_in(path: Path, common: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,7 @@ import copy
 import functools
 import inspect
 import math
-import random
 import re
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,10 +32,10 @@ from tp_core import LaunchEnvironment, recursive_to, tree_leaves, tree_map
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import (
-    device_rng_state,
+    capture_rng_state,
     did_you_mean,
+    restore_rng_state,
     seed_everything,
-    set_device_rng_state,
     split_evenly,
     write_atomically,
 )
@@ -595,7 +593,7 @@ class Accelerator:
             "schedulers": [one.state_dict() for one in self._schedulers],
             "loaders": [one.prepared.state_dict() for one in self._loaders],
             "objects": [one.state_dict() for one in self._objects],
-            "generators": self._session.gather_objects(_generators(self.device)),
+            "generators": self._session.gather_objects(capture_rng_state([self.device])),
             "step": self.step,
         }
         if self.is_main_process:
@@ -647,7 +645,11 @@ class Accelerator:
         for loader, found in zip(self._loaders, state["loaders"], strict=True):
             loader.load(found, within=self._is_stateful)
         if len(state["generators"]) == self.num_processes:  # others have none to continue
-            _restore_generators(state["generators"][self.process_index], self.device)
+            own = state["generators"][self.process_index]
+            # The device may have had another number then; a CPU has no generator of its own.
+            device = [] if self.device.type == "cpu" else [str(self.device)]
+            here = dict(zip(device, own["devices"].values(), strict=False))
+            restore_rng_state({**own, "devices": here})
         self.step = state["step"]
 
     @property
@@ -974,29 +976,3 @@ def _write(value: Any, path: Path) -> None:
             torch.save(recursive_to(value, torch.device("cpu")), file)
 
     write_atomically(write, path)
-
-
-# -- Random generators, each rank's own -----------------------------------------------------------
-
-
-def _generators(device: torch.device) -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, words, *rest = numpy.random.get_state()
-        state["numpy"] = [str(kind), torch.from_numpy(words.astype("int64")), *rest]
-    if device.type != "cpu":
-        state["device"] = device_rng_state(device)
-    return state
-
-
-def _restore_generators(state: Mapping[str, Any], device: torch.device) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(state["torch"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        kind, numbers, *rest = state["numpy"]
-        numpy.random.set_state((kind, numbers.numpy().astype("uint32"), *rest))
-    if "device" in state and device.type != "cpu":
-        set_device_rng_state(device, state["device"])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from tp_core.errors import ConfigError
+from tp_core.internal import capture_rng_state, restore_rng_state
 
-from tp_trainer._checkpoint import _generators as generators
 from tp_trainer._checks import check_callable, check_model, check_optimizer, check_positive
 from tp_trainer._memory._requirements import is_out_of_memory
 from tp_trainer._steps._step import Step, restore_modes
@@ -33,7 +33,7 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scaler = trainer._scaler
     scale = None if scaler is None else scaler.state_dict()
-    kept_generators = generators.capture(trainer.session.job.devices)
+    kept_generators = capture_rng_state(trainer.session.job.devices)
     try:
         with restore_modes(model):
             yield
@@ -52,7 +52,7 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if scaler is not None and scale is not None:
             scaler.load_state_dict(scale)
-        generators.restore(kept_generators)
+        restore_rng_state(kept_generators)
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

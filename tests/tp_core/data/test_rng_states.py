@@ -4,7 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tp_trainer._checkpoint import _generators as generators  # private: such devices cannot be had here
+from tp_core.internal import (
+    capture_rng_state,
+    device_rng_state,
+    restore_rng_state,
+    set_device_rng_state,
+)
 
 HOME = torch.device("xpu:1")
 
@@ -21,37 +26,35 @@ def device_states(monkeypatch):
         get_rng_state=lambda device: states[torch.device(device)], set_rng_state=set_rng_state
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(generators, "available_devices", lambda: tuple(states))
+    monkeypatch.setattr("tp_core._devices._resolve.available_devices", lambda: tuple(states))
     return states
 
 
 def test_an_accelerators_generator_goes_on_where_it_was(device_states):
-    kept = generators.capture((HOME,))
+    kept = capture_rng_state((HOME,))
     device_states[HOME] = torch.tensor([9, 9], dtype=torch.uint8)
-    generators.restore(kept)
+    restore_rng_state(kept)
     assert device_states[HOME].tolist() == [1, 7]
     assert list(kept["devices"]) == ["xpu:1"]
 
 
 def test_the_state_of_a_device_that_is_not_here_is_left_out(device_states):
-    kept = generators.capture((HOME,))
+    kept = capture_rng_state((HOME,))
     del device_states[HOME]
-    generators.restore(kept)
+    restore_rng_state(kept)
     assert HOME not in device_states
-    assert generators.capture((HOME,))["devices"] == {}
+    assert capture_rng_state((HOME,))["devices"] == {}
 
 
 def test_files_of_before_are_read(device_states):
-    kept = generators.capture((HOME,))
+    kept = capture_rng_state((HOME,))
     kept["cuda"] = kept.pop("devices")
     device_states[HOME] = torch.tensor([9, 9], dtype=torch.uint8)
-    generators.restore(kept)
+    restore_rng_state(kept)
     assert device_states[HOME].tolist() == [1, 7]
 
 
 def test_apples_generator_is_asked_without_a_device(monkeypatch):
-    from tp_core.internal import device_rng_state, set_device_rng_state
-
     found = []
     module = SimpleNamespace(get_rng_state=lambda: torch.ones(1), set_rng_state=found.append)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
