@@ -2,7 +2,7 @@
 
 import json
 from itertools import pairwise
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -12,11 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.testing import RankPool
 from tp_pipeline import PipelineOptions
-from tp_pipeline._options import V_SCHEDULES, ScheduleName, depth_of  # private: no public name simulates
+
+# private: no public name simulates
 from tp_pipeline._schedule import Orders, choose_schedule, idle_share, most_kept, timeline
 from tp_trainer import Trainer
 
-SCHEDULES = [name for name in get_args(ScheduleName) if name != "auto"]
+SCHEDULES = [name for name in get_args(get_type_hints(PipelineOptions)["schedule"]) if name != "auto"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,8 @@ def predicted(parts):
     """Return the idle share of each schedule on two ranks, and the activations that it keeps."""
     found = {}
     for name in SCHEDULES:
-        orders = Orders(name, 2, depth_of(name), is_v=name in V_SCHEDULES)
+        options = PipelineOptions(schedule=name)
+        orders = Orders(name, 2, options.depth, is_v=options.is_v)
         order = orders.learning(parts)
         spans = timeline(order, orders.stages - 1)
         found[name] = idle_share(spans), max(map(most_kept, order.values()))
@@ -68,7 +70,9 @@ def test_a_trace_has_the_work_of_all_stages(pair, tmp_path):
     assert first == second != "auto"
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     forwards = {(e["args"]["stage"], e["args"]["micro-batch"]) for e in events if "forward" in e["name"]}
-    assert forwards == {(stage, part) for stage in range(2 * depth_of(first)) for part in range(8)}
+    assert forwards == {
+        (stage, part) for stage in range(2 * PipelineOptions(schedule=first).depth) for part in range(8)
+    }
     for rank in range(2):
         own = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == rank)
         assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(own))

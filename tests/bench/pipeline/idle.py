@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core import LaunchEnvironment, resolve_devices
-from tp_core.plugins import Job
+from tp_core.plugins import Job, registry
 from tp_core.testing import run_ranks
 from tp_pipeline import PipelineOptions
-from tp_pipeline._backend import PipelineBackend  # private: a step without a trainer
 from tp_pipeline._schedule import Orders, idle_share, timeline  # private: no public name simulates
 
 from tests.bench._results import Results
@@ -81,7 +80,8 @@ def sleep_in_stages(schedule: str, ranks: int, parts: int, stage_s: float, path:
         options={"pipeline": options},
         model=model,
     )
-    with PipelineBackend().open(job) as session:
+    (backend,) = (c.item for c in registry.backends() if c.item.name == "pipeline")
+    with backend.open(job) as session:
         prepared = session.prepare_model(model)
         batch = torch.ones(parts, 2)
         for _ in range(3):

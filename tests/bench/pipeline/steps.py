@@ -23,7 +23,6 @@ from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job, registry
 from tp_core.testing import run_ranks
 from tp_pipeline import PipelineOptions
-from tp_pipeline._schedule import rank_of_stage  # private: where torch's stages are, too
 
 from tests.bench._results import Results
 
@@ -42,7 +41,7 @@ class Block(nn.Module):
 def by_hand(model: nn.Sequential, options: PipelineOptions, ranks: int, parts: int) -> Any:
     """Return a function that runs a step on torch's own schedule, with its mean of means."""
     me, device, count = dist.get_rank(), torch.device("cpu"), ranks * options.depth
-    own = [s for s in range(count) if rank_of_stage(s, ranks, is_v=options.is_v) == me]
+    own = [me, count - 1 - me] if options.is_v else [*range(me, count, ranks)]
     each = BLOCKS // count
     stages = [PipelineStage(model[s * each : (s + 1) * each], s, count, device) for s in own]
     kind: Any = get_schedule_class(options.schedule)

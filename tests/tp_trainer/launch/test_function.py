@@ -9,7 +9,6 @@ from operator import add
 import pytest
 from tp_core.errors import ConfigError, RankFailedError
 from tp_trainer import launch
-from tp_trainer._launch import _function  # private: what may be sent, without a rank
 
 PROGRAM = """
 import os, sys, time
@@ -118,4 +117,9 @@ def test_without_cloudpickle_what_is_defined_in_main_is_refused(monkeypatch):
     own.__module__ = "__main__"
     with pytest.raises(ConfigError, match=r"own is defined in __main__.*'tp-trainer\[notebook\]'"):
         launch(own, 1)
-    assert _function.dumps([add, "__main__"])  # by name, and a mere word
+
+
+@pytest.mark.slow
+def test_without_cloudpickle_a_function_of_a_module_is_sent_by_its_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert launch(add, 1, "a word: ", "__main__") == ["a word: __main__"]

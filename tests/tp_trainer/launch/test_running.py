@@ -5,10 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-# Private: one process runs a launch whose streams are captured, and waits by a clock of the test's own.
-# private: a launch in this process, which spares an import of torch
-from tp_trainer._launch._run import Endpoint, LaunchRequest, execute, wait_for_endpoint
+from tp_trainer.hosting import LaunchRequest, execute  # a launch in this process spares an import of torch
 
 from tests.own_words import own_words
 
@@ -106,9 +103,16 @@ class Clock:
         self.now += seconds
 
 
-def test_waiting_for_nobody_is_said_and_ends(free_port, monkeypatch):
+def test_waiting_for_nobody_is_said_and_ends(tmp_path, free_port, monkeypatch, capfd):
     monkeypatch.setattr("tp_trainer._launch._addresses.time", Clock())
-    said = []
-    endpoint = Endpoint("127.0.0.1", free_port)
-    assert not wait_for_endpoint(endpoint, timeout_s=60.0, log=said.append, grace_s=3.0)
-    assert said == [f"waiting for the rendezvous host at 127.0.0.1:{free_port} (Connection refused)"]
+    (tmp_path / "script.py").touch()
+    request = LaunchRequest(
+        script=str(tmp_path / "script.py"),
+        nproc_per_node=1,
+        nnodes="2",
+        rdzv_endpoint=f"127.0.0.1:{free_port}",
+        rdzv_conf={"is_host": "0", "timeout": "60"},
+    )
+    assert f"nobody answered at 127.0.0.1:{free_port} within 60 s" in execute(request).message
+    said = f"waiting for the rendezvous host at 127.0.0.1:{free_port} (Connection refused)"
+    assert capfd.readouterr().err.count(said) == 1

@@ -11,9 +11,8 @@ import pytest
 import torch
 from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, PluginError
-from tp_core.plugins import LoggerFactory
-from tp_trainer import LogOptions, loggers
-from tp_trainer._secrets import mask_secrets  # private: a long list of names
+from tp_core.plugins import Logger, LoggerFactory
+from tp_trainer import LogOptions, Trainer, loggers
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, WandbLogger
 
 # private: what a run writes of where it runs
@@ -162,6 +161,33 @@ def test_secrets_are_masked_wherever_a_run_is_described(monkeypatch):
     assert command.endswith(" ".join(plain))
 
 
+class Listener(Logger):
+    """Keeps the facts of a run."""
+
+    def open(self, info):
+        self.info = info
+
+    def log(self, numbers, *, step, epoch):
+        pass
+
+    def close(self, status):
+        pass
+
+
+def logged(hyperparameters):
+    """Return the hyperparameters that a run gives to its loggers."""
+    model, listener = torch.nn.Linear(1, 1), Listener()
+    with Trainer(devices="cpu", progress=False) as trainer:
+        trainer.fit(
+            model,
+            torch.optim.SGD(model.parameters()),
+            [torch.ones(1, 1)],
+            step=lambda model, batch: model(batch).mean(),
+            log=LogOptions(listener, hyperparameters=hyperparameters),
+        )
+    return {name: listener.info.hyperparameters[name] for name in hyperparameters}
+
+
 def test_secrets_in_hyperparameters_are_masked_however_deep_they_are():
     @dataclass
     class Hub:
@@ -180,7 +206,7 @@ def test_secrets_in_hyperparameters_are_masked_however_deep_they_are():
         "max_tokens": "8",
         "dtype": torch.float32,
     }
-    assert mask_secrets(values) == {
+    assert logged(values) == {
         "wandb_api_key": "***",
         "db": [{"password": "***", "pin_password": "***", "port": 1}],
         "hub": {"token": "***", "port": 1},
@@ -201,8 +227,9 @@ PLAIN = """tokenizer max_tokens n_tokens monkey keyboard num_keys key_dim pad_to
 
 
 def test_a_name_says_what_is_a_secret():
-    assert [name for name in SECRET.split() if mask_secrets("x", name) != "***"] == []
-    assert [name for name in PLAIN.split() if mask_secrets("x", name) != "x"] == []
+    found = logged(dict.fromkeys([*SECRET.split(), *PLAIN.split()], "x"))
+    assert [name for name in SECRET.split() if found[name] != "***"] == []
+    assert [name for name in PLAIN.split() if found[name] != "x"] == []
 
 
 def test_wandb_which_takes_the_arguments_by_itself_gets_them_without_secrets(monkeypatch, tmp_path):

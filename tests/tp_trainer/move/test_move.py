@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tp_trainer.move.tried import TRAINS, TRIED
+from tests.tp_trainer.move.tried import TRAINS, TRIED, moved
 
 pytestmark = pytest.mark.needs("libcst")
 
@@ -105,12 +105,6 @@ if __name__ == "__main__":
 ACCELERATED = "from accelerate import Accelerator, DistributedType\n\naccelerator = Accelerator()\n"
 LIGHTNING = "import lightning as L\n\ntrainer = L.Trainer(max_epochs=1)\n"
 LIGHTNING_NAMES = "from lightning.pytorch import LightningModule, Trainer\n\nTrainer(max_epochs=1)\n"
-
-
-def moved(source):
-    from tp_trainer._move._rewrite import moved
-
-    return moved(source, "script.py")
 
 
 def added(source):

@@ -7,9 +7,16 @@ and pairs of sentences of its shapes, small models in place of downloaded ones. 
 these words. The command moves each again, and compares.
 """
 
+import contextlib
+import io
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tp_core.errors import ConfigError
+from tp_core.plugins import registry
+from typer.main import get_command
 
 TRAINS = "trains"
 TRIED = {
@@ -50,11 +57,22 @@ TRIED = {
 }
 
 
+def moved(source):
+    """Return what ``tp move --write`` makes of a script.
+
+    Raises:
+        ConfigError: It cannot be moved.
+    """
+    (move,) = (c.item for c in registry.commands() if c.item.name == "move")
+    with TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        script, new = Path(folder, "script.py"), Path(folder, "new.py")
+        script.write_text(source)
+        get_command(move.load())(["--write", str(new), str(script)], standalone_mode=False)
+        return new.read_text()
+
+
 def differences(folder):
     """Yield a line for each script with another outcome than the table's."""
-    from tp_core.errors import ConfigError
-    from tp_trainer._move._rewrite import moved
-
     for repository, scripts in TRIED.items():
         clone = Path(folder) / repository.replace("/", "+")
         clone = clone if (clone / ".git").exists() or not (clone / "repo").exists() else clone / "repo"
@@ -62,7 +80,7 @@ def differences(folder):
             show = ["git", "-C", str(clone), "show", f"HEAD:{path}"]
             source = subprocess.run(show, capture_output=True, text=True, check=True).stdout
             try:
-                compile(moved(source, path), path, "exec")
+                compile(moved(source), path, "exec")
                 found = TRAINS
             except ConfigError as error:
                 found = str(error)

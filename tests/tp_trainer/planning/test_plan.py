@@ -10,7 +10,6 @@ from tp_core.jobs import Forecast, Layout, MemoryNeed, StepWork, Transfer
 from tp_core.plugins import Backend, Session, Verdict, registry
 from tp_trainer import FsdpOptions, Trainer
 from tp_trainer.planning import Links, Machine, plan
-from tp_trainer.planning._lines import trainer_line
 
 from tests.run_tp import run
 
@@ -123,8 +122,10 @@ def test_lines_that_start_a_layout_are_accepted_here(found):
 
     names = {"Trainer": Trainer, "FullyShardOptions": FullyShardOptions, "FsdpOptions": FsdpOptions}
     for planned in found.layouts:
-        line = trainer_line(planned.backend, planned.layout, accumulate=2, precision="bf16-mixed")
-        assert planned.layout.setup in found.start(planned)
+        lines = replace(found, precision="bf16-mixed").start(replace(planned, accumulate=2))
+        assert planned.layout.setup in lines
+        (line,) = (line for line in lines.splitlines() if line.startswith("Trainer("))
+        assert "accumulate=2" in line
         eval(line.replace("Trainer(", "Trainer(devices='cpu', "), names)
 
 

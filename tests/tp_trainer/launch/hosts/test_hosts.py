@@ -6,7 +6,7 @@ import threading
 
 import psutil
 import pytest
-from tp_trainer._launch._run import LaunchRequest, execute  # threads of one process stand in for hosts
+from tp_trainer.hosting import LaunchRequest, execute  # threads of one process stand in for hosts
 
 from tests.own_words import own_words
 

@@ -7,8 +7,7 @@ import sys
 import psutil
 import pytest
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from tp_trainer._launch._rendezvous import serve_store  # private: a port that is taken in between
+from tp_trainer.hosting import LaunchRequest, execute
 
 from tests.tp_trainer.launch.conftest import Tp
 
@@ -35,12 +34,12 @@ def _listening(pids: list[int]) -> set[tuple[str, int]]:
     return {(place.ip, place.port) for place in found}
 
 
-def test_an_address_that_is_taken_is_named(free_port):
-    with (
-        socket.create_server(("127.0.0.1", free_port)),
-        pytest.raises(RendezvousConnectionError, match=f"cannot listen at 127.0.0.1:{free_port}: Address"),
-    ):
-        serve_store("127.0.0.1", free_port)
+def test_an_address_that_is_taken_is_named(tmp_path, free_port):
+    script = tmp_path / "script.py"
+    script.touch()
+    request = LaunchRequest(script=str(script), nproc_per_node=1, node_rank=0, master_port=free_port)
+    with socket.create_server(("127.0.0.1", free_port)):
+        assert f"cannot listen at 127.0.0.1:{free_port}: Address" in execute(request).message
 
 
 def _end(tp: Tp, *processes) -> None:
