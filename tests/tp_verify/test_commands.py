@@ -95,7 +95,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_trainer import Trainer
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout({rate}), nn.Linear(8, 1))
 data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 draws = {draws}
@@ -111,16 +111,24 @@ Trainer(seed=0, progress=False).fit(
 """
 
 
+SYSTEM_DRAWS = "__import__('random').SystemRandom().random"
+FUNCTIONS_DROP = """lambda: (
+    nn.functional.dropout(torch.ones(4), 0.4).mean()
+    + nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 2, 2), dropout_p=0.4).mean()
+)"""
+
+
 @pytest.mark.slow
 @pytest.mark.takes(40)
 def test_a_script_is_stopped_resumed_and_tried_on_each_backend(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT.format(draws="lambda: 0.0"))
+    (tmp_path / "train.py").write_text(SCRIPT.format(rate=0.0, draws=FUNCTIONS_DROP))
     done = tp_verify(tmp_path, "train.py", "--steps", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of which a SIGTERM ended the run after 3" in done.stdout
     for backend in ("tuple", "dp-gather", "ddp", "fsdp"):
         assert f"backend {backend} on" in done.stdout
-    (tmp_path / "train.py").write_text(SCRIPT.format(draws="__import__('random').SystemRandom().random"))
+    assert "not covered: dropout and the statistics of batch norms" in done.stdout
+    (tmp_path / "train.py").write_text(SCRIPT.format(rate=0.0, draws=SYSTEM_DRAWS))
     done = tp_verify(tmp_path, "train.py", "--steps", "8", "--json")
     report = json.loads(done.stdout)["reports"][0]
     assert report["finding"]["what"] == "the weight", "draws of the system cannot be resumed"
@@ -131,7 +139,7 @@ def test_a_script_is_stopped_resumed_and_tried_on_each_backend(tmp_path):
 @pytest.mark.takes(40)
 def test_a_backend_that_fails_is_a_finding_and_one_that_refuses_is_not(tmp_path):
     fails = "lambda: 1 / 0 if __import__('os').environ.get('RANK') == '1' else 0.0"
-    (tmp_path / "train.py").write_text(SCRIPT.format(draws=fails))
+    (tmp_path / "train.py").write_text(SCRIPT.format(rate=0.2, draws=fails))
     # 6 of 15 steps are an epoch: the resumed run has no metrics of the first one.
     done = tp_verify(tmp_path, "train.py", "--steps", "15", "--json")
     assert done.returncode == 1, done.stderr

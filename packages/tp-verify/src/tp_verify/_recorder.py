@@ -1,5 +1,6 @@
 """A script's run in a process: a recorder joins it, writes what was trained, and may send it a SIGTERM."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ def run_script(script: str, arguments: list[str], folder: Path, is_launched: boo
     descriptor = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):  # also of native code: the report alone is for this command's own output
         os.dup2(descriptor, standard)
+    _watch_dropout(is_left_out=json.loads(os.environ["TP_VERIFY"])["plain"])
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).absolute().parent))
     try:
@@ -112,7 +115,7 @@ class Recorder(Callback):
             "states": _own(states),
             "rows": self._rows,
             "metrics": {**self._metrics, run.epoch: dict(run.metrics)},
-            "is_drawn": self._is_drawn,
+            "is_drawn": self._is_drawn or bool(_drawing),
             "random": torch.get_rng_state(),
         }
         torch.save(record, self._folder / f"rank{run.rank}.pt")
@@ -133,6 +136,40 @@ def _rates(module: nn.Module) -> list[str]:
     is_dropout = "Dropout" in type(module).__name__
     rates = {key: value for key, value in vars(module).items() if type(value) is float and value}
     return [key for key in rates if "drop" in key or (key == "p" and is_dropout)]
+
+
+_drawing: set[str] = set()
+"""The functions that dropped something in this process."""
+
+
+def _watch_dropout(*, is_left_out: bool) -> None:
+    """Note each call of a dropout function with a rate above zero; with ``is_left_out`` it drops nothing."""
+    places = dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), ("p", 1))
+    places |= dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), ("p", 1))
+    places |= {"scaled_dot_product_attention": ("dropout_p", 4)}
+    for name, (key, at) in places.items():
+        function = _watched(getattr(nn.functional, name), key, at, is_left_out=is_left_out)
+        setattr(nn.functional, name, function)
+
+
+def _watched(
+    function: Callable[..., Tensor], key: str, at: int, *, is_left_out: bool
+) -> Callable[..., Tensor]:
+    """Return a dropout function that notes its calls; ``key`` names its rate, the ``at``-th argument."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        # A rate that is not given is above zero, but for attention.
+        rate = args[at] if len(args) > at else kwargs.get(key, at == 1)
+        if rate:
+            _drawing.add(function.__name__)
+        if rate and is_left_out and len(args) > at:
+            args = (*args[:at], 0.0, *args[at + 1 :])
+        elif rate and is_left_out:
+            kwargs[key] = 0.0
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _leave_out(module: nn.Module) -> None:

@@ -19,6 +19,7 @@ from tp_core.plugins import Backend, Job, registry
 from tp_core.state import open_tensors
 
 from tp_verify._compare import Bound, norm_of
+from tp_verify._preload import preloading
 from tp_verify._recorder import run_script
 from tp_verify._report import Finding, Report
 
@@ -147,6 +148,7 @@ def verify_script(script: Path, arguments: Sequence[str], *, steps: int, timeout
     layouts = {found.item.name: layout for found in registry.backends() if (layout := _layout_of(found.item))}
     with (
         tempfile.TemporaryDirectory(prefix="tp-verify-") as folder,
+        preloading(script),
         ThreadPoolExecutor(_AT_ONCE) as pool,
     ):
         trials = Trials(script, arguments, Path(folder), steps, timeout_s)
