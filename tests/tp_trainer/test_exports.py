@@ -27,6 +27,7 @@ def test_the_public_names_of_tp_trainer_are_these():
         "Step",
         "Trainer",
         "Validation",
+        "Verification",
         "callbacks",
         "checkpoint_activations",
         "compat",

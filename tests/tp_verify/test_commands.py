@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tp_verify._preload import leading_imports
+from tp_verify._script import Run, Trials, _compared
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,7 +113,6 @@ Trainer(seed=0, progress=False).fit(
 """
 
 
-SYSTEM_DRAWS = "__import__('random').SystemRandom().random"
 FUNCTIONS_DROP = """lambda: (
     nn.functional.dropout(torch.ones(4), 0.4).mean()
     + nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 2, 2), dropout_p=0.4).mean()
@@ -128,11 +129,43 @@ def test_a_script_is_stopped_resumed_and_tried_on_each_backend(tmp_path):
     for backend in ("tuple", "dp-gather", "ddp", "fsdp"):
         assert f"backend {backend} on" in done.stdout
     assert "not covered: dropout and the statistics of batch norms" in done.stdout
-    (tmp_path / "train.py").write_text(SCRIPT.format(rate=0.0, draws=SYSTEM_DRAWS))
-    done = tp_verify(tmp_path, "train.py", "--steps", "8", "--json")
-    report = json.loads(done.stdout)["reports"][0]
-    assert report["finding"]["what"] == "the weight", "draws of the system cannot be resumed"
-    assert done.returncode == 1
+
+
+VERIFIES = """
+verified = Trainer().verify(steps=4)
+if verified.text:  # there is none in the runs that this call starts
+    print(bool(verified), verified.reports[0]["finding"]["what"])
+    raise SystemExit
+"""
+OTHERS = "tp-tuple,tp-dp-gather,tp-shard,tp-context,tp-pipeline"
+
+
+@pytest.mark.slow
+@pytest.mark.takes(20)
+def test_a_script_verifies_itself(tmp_path):
+    script = SCRIPT.format(rate=0.0, draws="__import__('random').SystemRandom().random")
+    (tmp_path / "train.py").write_text(script.replace("\nTrainer(", VERIFIES + "\nTrainer("))
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TP_DISABLE_PLUGINS": OTHERS},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    # Draws of the system cannot be resumed.
+    assert done.stdout == "False the weight\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_is_a_finding(tmp_path):
+    (tmp_path / "train.py").write_text("import time\n\ntime.sleep(1000)\n")
+    # Private: the command has one deadline for all its runs, also for those that have to train.
+    hung = Trials(tmp_path / "train.py", [], tmp_path, steps=2, timeout_s=3.0).run("ddp", "ddp")
+    report = _compared(Run([]), hung, "ddp", 1, 2)
+    assert not report.ok
+    assert report.finding.said == "it had not ended after 3 s"
 
 
 @pytest.mark.slow
@@ -159,3 +192,13 @@ def test_a_script_that_is_not_there_is_named(tmp_path):
     assert "there is no script 'nothing.py'; a function is written file.py:function" in done.stderr
     done = tp_verify(tmp_path, "train.py", "--epochs", "2")
     assert "a script's own arguments follow --" in done.stderr
+
+
+def test_imports_are_made_before_a_run_up_to_what_may_depend_on_the_script(tmp_path):
+    script, begins = tmp_path / "train.py", '"""Train."""\nimport json, ast\nfrom os import path as p\n'
+    (tmp_path / "beside.py").touch()
+    for follows in ("import beside", "from . import other", "os.environ['A'] = '1'", "if True: pass"):
+        script.write_text(f"{begins}{follows}\nimport string\n")
+        assert leading_imports(script) == ["import json, ast", "from os import path as p"]
+    script.write_text("import json\nimport")
+    assert leading_imports(script) == []

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tp_trainer._steps._optimizer_step import GradientRules as GradientRules
     from tp_trainer._steps._step import Step as Step
     from tp_trainer._trainer import Trainer as Trainer
+    from tp_trainer._verify import Verification as Verification
     from tp_trainer.compat import Parallel_Trainer as Parallel_Trainer
     from tp_trainer.compat import ParallelTrainer as ParallelTrainer
 
@@ -63,6 +64,7 @@ else:
             "tp_trainer._steps._optimizer_step": ["GradientRules"],
             "tp_trainer._steps._step": ["Step"],
             "tp_trainer._trainer": ["Trainer"],
+            "tp_trainer._verify": ["Verification"],
             "tp_trainer.compat": ["Parallel_Trainer", "ParallelTrainer"],
         },
     )

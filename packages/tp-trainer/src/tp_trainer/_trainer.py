@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from tp_trainer._running._watchdog import Watchdog
     from tp_trainer._steps._loaders import BatchShares, Epochs
     from tp_trainer._steps._optimizer_step import GradientRules
+    from tp_trainer._verify import Verification
     from tp_trainer.loggers._named import LogSpec
 
 
@@ -1277,6 +1278,29 @@ class Trainer:
             export_merged(self.session, prepared, Path(path), max_file_nbytes=max_file_nbytes)
         else:
             export_model(self.session, prepared, path, max_file_nbytes=max_file_nbytes)
+
+    def verify(self, *, steps: int = 12, timeout_s: float = 600.0) -> "Verification":
+        """Prove that this script trains alike after a stop, and on each backend that fits.
+
+        ``tp verify`` runs the whole script again, with its arguments, in other processes: on one device;
+        ended by a SIGTERM and resumed; then on each backend. It names the first number that differs. There,
+        this call returns at once, and its result is true. It needs tp-verify.
+
+        Args:
+            steps: The optimizer steps of each run, from 2.
+            timeout_s: The seconds that each run may take.
+
+        Raises:
+            ConfigError: tp-verify is not installed, this process is one of several, the program is no script,
+                or the script does not train on one device.
+            PluginError: tp-verify is broken or blocked.
+
+        Example:
+            >>> print(trainer.verify())  # doctest: +SKIP
+        """
+        from tp_trainer._verify import verify_this_script
+
+        return verify_this_script(steps=steps, timeout_s=timeout_s, world_size=self.environment.world_size)
 
     # -- session, preparation -------------------------------------------------------------------
 

@@ -78,10 +78,12 @@ def verify_command(
     ok = all(report.ok for report in reports)
     if page is not None:
         page.write_text(as_page(reports))
+    text = "\n\n".join(map(str, reports))
     if as_json:
-        typer.echo(json.dumps({"ok": ok, "reports": [r.to_dict() for r in reports]}, indent=2))
+        facts = {"ok": ok, "text": text, "reports": [r.to_dict() for r in reports]}
+        typer.echo(json.dumps(facts, indent=2))
     else:
-        typer.echo("\n\n".join(map(str, reports)))
+        typer.echo(text)
     raise typer.Exit(0 if ok else 1)
 
 

@@ -6,10 +6,13 @@ The fork server imports this module, as it imports the modules of tp that its pa
 import ast
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
+
+from tp_verify._recorder import watch_dropout
 
 _VARIABLE = "TP_VERIFY_IMPORTS"
 
@@ -52,7 +55,9 @@ def leading_imports(script: Path) -> list[str]:
     return found
 
 
-for _statement in json.loads(os.environ.pop(_VARIABLE, "[]")):
-    # A run meets the same error, and reports it. What is printed here would be printed into the report.
-    with suppress(Exception, SystemExit), redirect_stdout(None):
-        exec(_statement, {})  # noqa: S102 - the script's own
+if _VARIABLE in os.environ:
+    watch_dropout()  # before a library keeps one of the functions under a name of its own
+    for _statement in json.loads(os.environ.pop(_VARIABLE)):
+        # A run meets the same error, and reports it. What is printed would be printed into the report.
+        with suppress(Exception, SystemExit), redirect_stdout(sys.stderr):
+            exec(_statement, {})  # noqa: S102 - the script's own

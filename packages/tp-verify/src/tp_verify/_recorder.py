@@ -35,7 +35,9 @@ def run_script(script: str, arguments: list[str], folder: Path, is_launched: boo
     descriptor = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):  # also of native code: the report alone is for this command's own output
         os.dup2(descriptor, standard)
-    _watch_dropout(is_left_out=json.loads(os.environ["TP_VERIFY"])["plain"])
+    global _drops  # noqa: PLW0603 - torch's functions are the process's
+    watch_dropout()
+    _drops = not json.loads(os.environ["TP_VERIFY"])["plain"]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).absolute().parent))
     try:
@@ -141,20 +143,21 @@ def _rates(module: nn.Module) -> list[str]:
 _drawing: set[str] = set()
 """The functions that dropped something in this process."""
 
+_drops = True
+"""Whether they drop."""
 
-def _watch_dropout(*, is_left_out: bool) -> None:
-    """Note each call of a dropout function with a rate above zero; with ``is_left_out`` it drops nothing."""
+
+@functools.cache
+def watch_dropout() -> None:
+    """Have torch's functions note each call that drops something; once in a process and its children."""
     places = dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), ("p", 1))
     places |= dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), ("p", 1))
     places |= {"scaled_dot_product_attention": ("dropout_p", 4)}
     for name, (key, at) in places.items():
-        function = _watched(getattr(nn.functional, name), key, at, is_left_out=is_left_out)
-        setattr(nn.functional, name, function)
+        setattr(nn.functional, name, _watched(getattr(nn.functional, name), key, at))
 
 
-def _watched(
-    function: Callable[..., Tensor], key: str, at: int, *, is_left_out: bool
-) -> Callable[..., Tensor]:
+def _watched(function: Callable[..., Tensor], key: str, at: int) -> Callable[..., Tensor]:
     """Return a dropout function that notes its calls; ``key`` names its rate, the ``at``-th argument."""
 
     @functools.wraps(function)
@@ -163,9 +166,9 @@ def _watched(
         rate = args[at] if len(args) > at else kwargs.get(key, at == 1)
         if rate:
             _drawing.add(function.__name__)
-        if rate and is_left_out and len(args) > at:
+        if rate and not _drops and len(args) > at:
             args = (*args[:at], 0.0, *args[at + 1 :])
-        elif rate and is_left_out:
+        elif rate and not _drops:
             kwargs[key] = 0.0
         return function(*args, **kwargs)
 
