@@ -8,6 +8,7 @@ environment of the interpreter that runs this, which ``tests/matrix.sh --wheels`
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -144,6 +145,8 @@ def _without_finding() -> dict[str, str]:
 def try_out(packages: Iterable[str], wheels: Path, folder: Path) -> dict[str, Any]:
     """Install packages, import them, and run the README of each as a newcomer does.
 
+    A README is left out if it has the newcomer install more than these packages, and imports it.
+
     Returns:
         What was found: plugins, broken ones, packages that were loaded, versions, files.
 
@@ -159,8 +162,17 @@ def try_out(packages: Iterable[str], wheels: Path, folder: Path) -> dict[str, An
     found: dict[str, Any] = json.loads(run(python, "-W", "error", "-c", _LOOK, *modules, **quiet))
     for package in packages:
         readme = ROOT / "packages" / package / "README.md"
+        if not _others(readme.read_text()) <= {*packages, CORE}:
+            continue
         run(python, "-W", "error", "-W", _WORD_OF_TORCH, "-c", _BLOCKS, readme, **quiet)
     return found
+
+
+def _others(readme: str) -> set[str]:
+    """Return the distributions that a page imports, of those that its first line of ``pip install`` names."""
+    named = set(re.search(r"^    pip install (.*)", readme, re.MULTILINE)[1].split())  # type: ignore[index]
+    imported = re.findall(r"^(?:from|import) (tp_\w+)", readme, re.MULTILINE)
+    return named & {module.replace("_", "-") for module in imported}
 
 
 def problems(packages: list[str], found: dict[str, Any], folder: Path) -> list[str]:
