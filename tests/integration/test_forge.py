@@ -25,7 +25,7 @@ JOB_KEYS = {
     "permissions",
     "environment",
 }
-CONTEXTS = {"github", "matrix", "env", "needs", "steps", "secrets", "runner", "inputs"}
+CONTEXTS = {"github", "matrix", "env", "needs", "steps", "secrets", "runner", "inputs", "vars"}
 
 
 def load(path):

@@ -56,7 +56,8 @@ PUBLIC = {
         BUCKET_NBYTES DIGESTS EXITED_KEY INDEX KNOWN_BACKENDS Container DevicesBackend Envelope
         FullyShardedSession NotebookOutput Ownership PerModule PerType Progress RankOutcome RankPool
         RanksBackend SampleRows Sharding Units WholeSteps atomic_part available_cores averaged_gradients
-        call_builder cat_rows check_above_zero check_backend_name check_initialized check_installed
+        call_builder capture_rng_state cat_rows check_above_zero check_backend_name check_initialized
+        check_installed
         check_not_quantized check_offload check_process_count check_whole_steps containers
         describe_presharded device_of_rank device_rng_state did_you_mean divisors dumps_by_value
         file_meant find_units free_nbytes gathers_matrices has_exited in_notebook is_array is_dtensor
@@ -64,7 +65,7 @@ PUBLIC = {
         length_along load_function lock_file_of move_module new_process_group not_compiled_alone
         output_console parameter_type preserve_rng_state presharded_mesh quantized_parts raised_where
         rank_outcomes read_digests reduction_type rendezvous_store repeated_blocks resolve_options
-        row_count run_in seed_everything seed_of seeded set_device_rng_state sharded_memory
+        restore_rng_state row_count run_in seed_everything seed_of seeded set_device_rng_state sharded_memory
         sharded_transfers showing_system_errors shows_progress slice_of split_evenly split_rows start
         step_identity sync_folder total_shard_norm unchanged_models whole_matrix_optimizer
         whole_model_arguments without_cache write_atomically zero_backward
