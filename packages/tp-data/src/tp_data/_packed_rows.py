@@ -11,6 +11,7 @@ A row with documents of 3 and 2 tokens, and one token of padding::
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -408,9 +409,13 @@ def _run(
             del batch[name]
     batch = recursive_to(batch, device)
     outputs: list[tuple[str, list[Tensor]]] = []
+    # Replicas share the hooks of a module, and each is checked in the thread of its device.
+    mine = threading.get_ident()
 
     def note(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if threading.get_ident() != mine:
+                return
             leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
             outputs.append((name, [t.detach().clone() for t in leaves]))
 
