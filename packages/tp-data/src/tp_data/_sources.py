@@ -450,7 +450,7 @@ class _Sequence(Source):
 
 
 def _arrow_of(dataset: Any) -> Any:
-    """Return a dataset of Hugging Face whose batches are Arrow tables, where their rows are its samples.
+    """Return a dataset of Hugging Face with Arrow tables as batches, where their rows are its samples.
 
     Its own batches of dicts take twice the time.
     """

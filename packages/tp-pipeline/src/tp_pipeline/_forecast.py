@@ -154,7 +154,7 @@ def _values(footprint: Footprint, stage: _Stage, is_last: bool, parts: int) -> _
     own = [(footprint.timeline[n], p) for n, p in stage.parameters.items() if n in footprint.timeline]
     left = min((both[-1] for both, _ in own), default=0)
     if is_last:
-        # The loss: log-probabilities, beside whose gradients those of logits are computed at the peak.
+        # The loss keeps log-probabilities; at the peak their gradients and the logits' are there together.
         kept += max(0, max((both[0] for both, _ in own), default=0) - left - kept) // 3
     # The gradient of a weight is computed beside the sum of the micro-batches before.
     highest = max(((both[0] - left) / parts + p.nbytes * (parts > 1) for both, p in own), default=0.0)

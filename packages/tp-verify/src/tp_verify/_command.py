@@ -23,7 +23,7 @@ _TYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class _Command(TyperCommand):
-    """A command whose error for an unknown option says where a script's own options stand."""
+    """A command that says, at an unknown option, where a script's own options stand."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

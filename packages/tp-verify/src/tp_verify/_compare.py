@@ -347,7 +347,7 @@ class Comparison:
     def _right_around(
         self, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord], place: Place
     ) -> str:
-        """Return a module around the place whose outputs are right: how it computes them is its affair."""
+        """Return a module around the place that has the right outputs, however it computes them."""
         path = place.module.rpartition(".")[0]
         while path:
             outputs = [p for p in exact.forward if p.module == path]

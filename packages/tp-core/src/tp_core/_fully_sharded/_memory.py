@@ -260,7 +260,7 @@ def _highest(
         missing[unit.name] -= 1
         if not missing[unit.name]:
             gathered = gathered - unit.whole if kept else rest.whole + ahead
-            # Gradients are copied for the reduction, whose input stays until the next one.
+            # Gradients are copied for the reduction, and its input stays until the next one.
             found = max(found, left + gathered + held + unit.reduced + unit.reduced // ranks)
             held += (0 if options.offload else unit.reduced // ranks) - unit.gradients
             waiting = unit.reduced

@@ -75,7 +75,7 @@ def find_fastest(
 
 
 def _first_batches(loader: Iterable[Any]) -> DataLoader[Any]:
-    """Return a loader of the first samples of another one, whose position does not change."""
+    """Return a loader of the first samples of another one, and leave its position as it is."""
     has_samples = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not isinstance(loader, DataLoader) or not has_samples or not loader.batch_size:
         msg = (
