@@ -23,19 +23,11 @@ from tp_trainer import Trainer
 from tp_trainer._memory._footprint import measure_footprint
 
 from tests.bench._results import Results
+from tests.bench.pipeline.steps import WIDTH, Block
 from tests.bench.trainer.memory import MIB, resident
 
-WIDTH, WORDS, TOKENS, ROWS, BLOCKS, PARTS = 256, 4000, 128, 32, 8, 8
+WORDS, TOKENS, ROWS, BLOCKS, PARTS = 4000, 128, 32, 8, 8
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1024), nn.Linear(1024, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
