@@ -67,12 +67,14 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.recomputes = recomputes
+        self.steps = 0
 
     def attend(self, x):
         parts = self.mixing(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
         return self.dropout(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
 
     def forward(self, tokens):
+        self.steps += self.training
         x = self.embedding(tokens) + self.places(self.number(tokens))
         x = x + (checkpoint(self.attend, x, use_reentrant=False) if self.recomputes else self.attend(x))
         return self.head(x).clone()  # torch warns of a view as the output of a sharded unit
@@ -197,10 +199,14 @@ def assert_same(found, expected):
 
 
 def test_a_decoder_on_slices_equals_one_device(two_ranks):
-    arguments = {"predicts": True}
-    expected = train("single", make(Decoder), **arguments)
-    for found in two_ranks.run(lambda: train("context", make(Decoder), **arguments)):
+    def trained(backend):
+        model = make(Decoder)
+        return train(backend, model, predicts=True), model.steps
+
+    expected, steps = trained("single")
+    for found, own in two_ranks.run(trained, "context"):
         assert_same(found, expected)
+        assert own == steps + 2, "one check, with the piece and with its slice"
 
 
 @pytest.mark.slow

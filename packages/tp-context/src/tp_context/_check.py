@@ -250,11 +250,23 @@ def _run(step: Step, model: nn.Module, batch: Any, join: Callable[[Any], Any], *
                 sums[name] = (0.0, 0.0)
                 continue
             generator = torch.Generator(grad.device).manual_seed(len(sums))
-            signs = torch.randint(2, grad.shape, generator=generator, device=grad.device, dtype=torch.int8)
-            dense = grad.to_dense() if grad.is_sparse else grad
-            product = float((dense.double() * (signs.double() * 2 - 1)).sum())
-            sums[name] = (product, float(dense.double().norm()))
+            sums[name] = _sums(grad.to_dense() if grad.is_sparse else grad, generator)
     return _Run(outputs, returned, sums)
+
+
+def _sums(grad: Tensor, generator: torch.Generator) -> tuple[float, float]:
+    """Return the sum of a gradient with drawn signs, and its norm, in float64."""
+    product = squares = 0.0
+    for piece in grad.flatten().split(_PIECE):
+        signs = torch.randint(2, piece.shape, generator=generator, device=piece.device, dtype=torch.int8)
+        exact = piece.double()
+        product += float((exact * (signs * 2 - 1)).sum())
+        squares += float(exact.square().sum())
+    return product, math.sqrt(squares)
+
+
+_PIECE = 2**20
+"""Elements at a time: in float64, all of a large gradient would need more memory than the step does."""
 
 
 def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:

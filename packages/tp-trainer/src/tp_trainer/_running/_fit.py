@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from tp_core.data import CountedBatch, PreparedLoader, StepOutput
+from tp_core.data import CountedBatch, Parts, PreparedLoader, StepOutput
 
 from tp_trainer._metrics import Evaluator, metric_for_scheduler, without_metrics
 from tp_trainer._opening._boundaries import StepBoundaries
@@ -128,7 +128,10 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         return step(model, batch)
 
     def run_first(_: Step, model: Any, batch: Any) -> StepOutput:
-        return run_watched(hooks.run, update.session, update.optimizer, check_first, model, batch)
+        # The step itself where it can be: a backend that checks each step it has not seen checks it once.
+        parts = batch if isinstance(batch, Parts) else [batch]
+        first = check_first if any(isinstance(p, CountedBatch) for p in parts) else step
+        return run_watched(hooks.run, update.session, update.optimizer, first, model, batch)
 
     def finish_first() -> bool:
         nonlocal run, finish
