@@ -73,6 +73,7 @@ def forecast(job: Job, layout: Layout, options: PipelineOptions) -> Forecast | N
     work = StepWork(
         operations=share,
         starts=share * parts,
+        imbalance=share * ranks,
         bubble=idle / (1 - idle),
         transfers=(sends, *averaged_gradients(gradients, layout.axes.get("data", 1), stride=ranks)),
     )

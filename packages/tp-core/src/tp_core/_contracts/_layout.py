@@ -76,6 +76,7 @@ class Transfer:
         times: How many there are.
         hidden_by: The pass whose operators can run meanwhile, all but one of them; empty for none.
         per_step: Whether they come once for an optimizer step, and not for each batch of it.
+        is_packed: Whether tensors are copied into the one that is exchanged, or out of it.
     """
 
     kind: CollectiveKind
@@ -85,6 +86,7 @@ class Transfer:
     times: int = 1
     hidden_by: Phase = ""
     per_step: bool = False
+    is_packed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +96,14 @@ class StepWork:
     Attributes:
         operations: The part of the operations that the fullest rank computes.
         starts: The part of the operators that it starts; above 1 where it computes in smaller pieces.
+        imbalance: How many times as much as the mean of all ranks the fullest one computes.
         bubble: The time for which it waits for other stages, as a part of the time that it computes.
         transfers: Its collectives.
     """
 
     operations: float = 1.0
     starts: float = 1.0
+    imbalance: float = 1.0
     bubble: float = 0.0
     transfers: tuple[Transfer, ...] = ()
 

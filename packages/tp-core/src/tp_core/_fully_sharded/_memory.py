@@ -117,7 +117,13 @@ def sharded_transfers(
     found: list[Transfer] = []
     if ranks > 1:
         gather = Transfer(
-            kind="all-gather", nbytes=whole, ranks=ranks, stride=stride, times=count, hidden_by="forward"
+            kind="all-gather",
+            nbytes=whole,
+            ranks=ranks,
+            stride=stride,
+            times=count,
+            hidden_by="forward",
+            is_packed=True,
         )
         found.append(gather)
         if options.reshard_after_forward is not False and inner:

@@ -1,10 +1,14 @@
 """The rates of the machine at hand, measured in less than a minute: ``tp plan --calibrate``.
 
-Ranks of this host compute and exchange together, as they do in training. One block of a transformer, run
-forward and backward, says what training reaches of the rates of single operators.
+Ranks of this host compute and exchange together, as they do in training, where they share cores and memory.
+Two blocks of a transformer, run forward, backward and through an optimizer, say what each of these passes
+reaches of the rates of single operators. A round ends when the last rank has done its work, and the fastest
+of some rounds counts: what else the machine does only adds.
 """
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +25,10 @@ from tp_trainer._memory._footprint import measure_footprint
 from tp_trainer._memory._operators import OperatorLog
 from tp_trainer.planning._machine import Machine, Operators
 
-_REPEATS = 7
+_ROUNDS = 5
+_LEAST_S = 0.04
+"""The seconds of a round: long enough for ranks that share a core to take turns."""
+_WIDTH = 512
 _SIZES = (4096, 2**20, 2**23)  # bytes, of which the smallest shows the latency and the largest the rate
 
 
@@ -51,61 +58,42 @@ def _measure() -> dict[str, Any]:
         matrix = torch.rand(768, 768, device=device)
         wide = torch.rand(2**22, device=device)
         tiny = torch.rand(8, device=device)
-        flops = 2 * 768**3 / _seconds(lambda: matrix @ matrix, device)
-        bandwidth = 2 * wide.nbytes / _seconds(lambda: wide + 1.0, device)
-        alone = _alone(lambda: matrix @ matrix, device)
-        start_s = _seconds(lambda: [tiny + 1.0 for _ in range(200)], device) / 200
+        together, alone = (_seconds(lambda: matrix @ matrix, device, alone=way) for way in (False, True))
         found = Machine(
-            flops=flops,
-            bandwidth=bandwidth,
-            start_s=start_s,
+            flops=2 * 768**3 / together,
+            bandwidth=2 * wide.nbytes / _seconds(lambda: wide + 1.0, device),
+            start_s=_seconds(lambda: tiny + 1.0, device),
             is_ahead=device.type != "cpu",
             overlap=0.0 if device.type == "cpu" else 0.9,  # gloo takes the cores that compute
-            crowding=max(1.0, 2 * 768**3 / alone / flops),
-        )
-        reached = _of_a_block(found, device)
-        return {
-            "flops": flops * reached,
-            "bandwidth": bandwidth * reached,
-            "start_s": start_s / reached,
-            "is_ahead": found.is_ahead,
-            "overlap": found.overlap,
-            "crowding": found.crowding,
-            "collectives": {
+            crowding=max(1.0, together / alone),
+            collectives={
                 kind: {str(n): _line(run, device, n) for n in sorted({2, ranks})}
                 for kind, run in _collectives()
             },
-            "source": f"measured on {ranks} ranks, {device.type}",
-        }
+            source=f"measured on {ranks} ranks, {device.type}",
+        )
+        return asdict(replace(found, slower=_of_blocks(found, device)))
     finally:
         leave()
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median of a few times, of all ranks at once."""
-    times = []
-    for _ in range(_REPEATS):
+def _seconds(work: Callable[[], object], device: torch.device, *, alone: bool = False) -> float:
+    """Return the time of work that all ranks do at once, or the first one while the others wait."""
+    is_mine = dist.get_rank() == 0 or not alone
+
+    def round_of(times: int) -> float:
         dist.barrier()
         began = perf_counter()
-        work()
-        _wait(device)
-        times.append(perf_counter() - began)
-    return torch.tensor(times[1:], dtype=torch.float64).median().item()
-
-
-def _alone(work: Callable[[], object], device: torch.device) -> float:
-    """Return the time of work on the first rank, while the others wait."""
-    times = [0.0]
-    if dist.get_rank() == 0:
-        for _ in range(_REPEATS):
-            began = perf_counter()
+        for _ in range(times if is_mine else 0):
             work()
-            _wait(device)
-            times.append(perf_counter() - began)
-    dist.barrier()
-    found = torch.tensor(times[1:] or times, device=device).median()
-    dist.broadcast(found, src=0)
-    return float(found)
+        _wait(device)
+        dist.barrier()
+        return perf_counter() - began
+
+    round_of(1)
+    counts = torch.tensor(math.ceil(_LEAST_S / round_of(1)), device=device)
+    dist.broadcast(counts, src=0)  # ranks that exchange do so as often
+    return min(round_of(int(counts)) for _ in range(_ROUNDS)) / int(counts)
 
 
 def _wait(device: torch.device) -> None:
@@ -116,7 +104,7 @@ def _wait(device: torch.device) -> None:
 class _Block(nn.Module):
     """A block of a transformer: (batch, tokens, width) -> the same."""
 
-    def __init__(self, width: int = 256, heads: int = 4) -> None:
+    def __init__(self, width: int = _WIDTH, heads: int = 8) -> None:
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
@@ -131,22 +119,31 @@ class _Block(nn.Module):
         return y
 
 
-def _of_a_block(machine: Machine, device: torch.device) -> float:
-    """Return which part of the rates a block reaches, forward and backward."""
-    block = _Block().to(device)
-    batch = torch.rand(4, 128, 256, device=device)
+def _of_blocks(machine: Machine, device: torch.device) -> dict[str, float]:
+    """Return how many times as long as by single operators each pass of two blocks takes."""
+    model = nn.Sequential(_Block(), _Block()).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.rand(2, 128, _WIDTH, device=device)
 
     def step(model: Any, x: Any) -> Tensor:
         loss: Tensor = model(x).square().mean()
         return loss
 
     log = OperatorLog()
-    measure_footprint(block, None, batch, step, operators=log)
-    expected = sum(machine.seconds_of(Operators.of(pass_)) for pass_ in (log.forward, log.backward))
-    measured = _seconds(lambda: step(block, batch).backward(), device)
-    found = torch.tensor(expected / measured, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return float(found)
+    measure_footprint(model, optimizer, batch, step, operators=log)
+    forward = _seconds(lambda: step(model, batch), device)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        step(model, batch).backward()
+
+    both = _seconds(train, device)
+    measured = {
+        "forward": forward,
+        "backward": both - forward,
+        "update": _seconds(lambda: optimizer.step(), device),  # noqa: PLW0108 - it returns a value
+    }
+    return {name: measured[name] / machine.seconds_of(Operators.of(getattr(log, name))) for name in measured}
 
 
 # -- Collectives ------------------------------------------------------------------------------------

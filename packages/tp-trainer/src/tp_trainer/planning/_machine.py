@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -88,6 +88,8 @@ class Machine:
         overlap: The part of computing during which collectives make progress.
         crowding: How many times as fast a rank computes while the others wait: above 1 where ranks share
             cores.
+        slower: How many times as long as by its single operators a pass takes: "forward", "backward",
+            "update".
         latency_s: The seconds of a round of a collective between devices of a host, and between hosts.
         collectives: Measured seconds: by kind, then by the number of ranks, the latency and the seconds for
             each byte.
@@ -100,6 +102,7 @@ class Machine:
     is_ahead: bool = True
     overlap: float = 0.9
     crowding: float = 1.0
+    slower: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     latency_s: tuple[float, float] = (8e-6, 2e-5)
     collectives: Mapping[str, Mapping[str, Sequence[float]]] = field(
         default_factory=lambda: MappingProxyType({})
@@ -131,7 +134,11 @@ class Machine:
 
     def write(self, path: str | Path) -> None:
         """Write the rates as JSON."""
-        values = asdict(self) | {"collectives": {k: dict(v) for k, v in self.collectives.items()}}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {
+            "slower": dict(self.slower),
+            "collectives": {k: dict(v) for k, v in self.collectives.items()},
+        }
         Path(path).write_text(json.dumps(values, indent=1) + "\n", "utf-8")
 
     def seconds_of(self, operators: "Operators", *, part: float = 1.0, starts: float = 1.0) -> float:
@@ -142,10 +149,15 @@ class Machine:
         return float((each * operators.times).sum())
 
     def seconds_for(self, transfer: Transfer, links: Links) -> float:
-        """Return the seconds of one collective."""
+        """Return the seconds of one collective, and of copying its tensors."""
         ranks, nbytes = transfer.ranks, transfer.nbytes
         if ranks < 2:
             return 0.0
+        copying = 2 * nbytes / self.bandwidth if transfer.is_packed else 0.0
+        return copying + self._exchanging(transfer, links)
+
+    def _exchanging(self, transfer: Transfer, links: Links) -> float:
+        ranks, nbytes = transfer.ranks, transfer.nbytes
         measured = self.collectives.get(transfer.kind)
         if measured:
             nearest = min(measured, key=lambda n: abs(int(n) - ranks))

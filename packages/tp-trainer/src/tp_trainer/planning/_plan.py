@@ -456,20 +456,25 @@ def time_of(
         trained: The part of the trained weights that the rank updates.
     """
     once = {"part": work.operations, "starts": work.starts}
-    forward = machine.seconds_of(needed.forward, **once)
-    backward = machine.seconds_of(needed.backward, **once)
+    slower = {name: machine.slower.get(name, 1.0) for name in ("forward", "backward", "update")}
+    forward = slower["forward"] * machine.seconds_of(needed.forward, **once)
+    backward = slower["backward"] * machine.seconds_of(needed.backward, **once)
     exposed = hidden = 0.0
     for is_last, times in ((True, 1), (False, accumulate - 1)):
         shown, beside = _exposed(work, {"forward": forward, "backward": backward}, machine, links, is_last)
         exposed, hidden = exposed + times * shown, hidden + times * beside
-    compute = accumulate * (forward + backward)
-    # A rank that shares cores computes faster while others wait.
-    waits = max(0.0, compute / machine.crowding * (1 + work.bubble) - compute)
+    # Each piece after the first adds its gradients: two are read, and one is written.
+    pieces = accumulate * work.starts / max(work.operations, 1e-9)
+    sums = 3 * trained * needed.footprint.gradients * max(0.0, pieces - 1) / machine.bandwidth
+    compute = accumulate * (forward + backward) + sums
+    # A rank that shares cores computes faster while others wait: then all of them are as fast as their mean.
+    alone, mean = compute / machine.crowding, compute / work.imbalance
+    busy = max(alone, mean)
     return StepTime(
-        compute=compute,
-        update=machine.seconds_of(needed.update, part=trained),
+        compute=busy,
+        update=slower["update"] * machine.seconds_of(needed.update, part=trained),
         exposed=exposed,
-        bubble=waits,
+        bubble=max(0.0, alone * (1 + work.bubble) - busy),
         hidden=hidden,
     )
 
