@@ -7,6 +7,7 @@ of some rounds counts: what else the machine does only adds.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from time import perf_counter
@@ -65,7 +66,7 @@ def _measure() -> dict[str, Any]:
             start_s=_seconds(lambda: tiny + 1.0, device),
             is_ahead=device.type != "cpu",
             overlap=0.0 if device.type == "cpu" else 0.9,  # gloo takes the cores that compute
-            crowding=max(1.0, together / alone),
+            crowding=max(1.0, together / alone, _ranks_for_a_core(device, ranks)),
             collectives={
                 kind: {str(n): _line(run, device, n) for n in sorted({2, ranks})}
                 for kind, run in _collectives()
@@ -94,6 +95,11 @@ def _seconds(work: Callable[[], object], device: torch.device, *, alone: bool = 
     counts = torch.tensor(math.ceil(_LEAST_S / round_of(1)), device=device)
     dist.broadcast(counts, src=0)  # ranks that exchange do so as often
     return min(round_of(int(counts)) for _ in range(_ROUNDS)) / int(counts)
+
+
+def _ranks_for_a_core(device: torch.device, ranks: int) -> float:
+    """Return how many threads share a core: what else runs slows a rank alone, and hides that they do."""
+    return ranks * torch.get_num_threads() / (os.cpu_count() or 1) if device.type == "cpu" else 1.0
 
 
 def _wait(device: torch.device) -> None:
