@@ -52,6 +52,21 @@ def test_idle_shares_are_those_of_the_formulas():
     assert found[of_many][0] == min(idle for idle, kept in found.values() if kept <= 4)
 
 
+def test_what_a_stage_has_made_is_sent_before_the_next_work():
+    # DualPipeV pairs a forward with a backward, after which torch sends what both have made.
+    for name in SCHEDULES:
+        options = PipelineOptions(schedule=name)
+        orders = Orders(name, 4, options.depth, is_v=options.is_v)
+        for order in orders.learning(8).values():
+            last = None
+            for work in order:
+                if work.kind in {"SEND_F", "SEND_B"}:
+                    assert (work.stage, work.part) == (last.stage, last.part)
+                    assert last.kind in {"F": "F", "B": "BI"}[work.kind[-1]]
+                elif not work.kind.startswith("RECV"):
+                    last = work
+
+
 def traced(path, schedule):
     torch.set_num_threads(1)
     torch.manual_seed(0)

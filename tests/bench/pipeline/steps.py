@@ -85,8 +85,9 @@ def times(name: str, ranks: int, parts: int, rounds: int, others: Sequence[str])
     options = PipelineOptions(schedule=name, microbatches=parts)  # type: ignore[arg-type]  # of names
     with ExitStack() as stack:
         backends = ("pipeline", *others)
-        steps = {one: by_backend(stack, one, copy.deepcopy(model), options) for one in backends}
-        steps["by hand"] = by_hand(model, options, ranks, parts)
+        models = {one: copy.deepcopy(model) for one in (*backends, "by hand")}
+        steps = {one: by_backend(stack, one, models[one], options) for one in backends}
+        steps["by hand"] = by_hand(models["by hand"], options, ranks, parts)
         found: dict[str, list[float]] = {one: [] for one in steps}
         for number in range(rounds + 3):
             for one, step in steps.items():
@@ -96,6 +97,7 @@ def times(name: str, ranks: int, parts: int, rounds: int, others: Sequence[str])
                 dist.barrier()
                 if number >= 3:  # the first ones warm up
                     found[one].append(time.perf_counter() - begin)
+                models[one].zero_grad()  # as an optimizer's step is followed by
     return found
 
 

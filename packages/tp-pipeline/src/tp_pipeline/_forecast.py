@@ -11,19 +11,24 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import get_args
 
 from torch import nn
 from tp_core.errors import TpError
 from tp_core.internal import BUCKET_NBYTES, averaged_gradients, divisors
 from tp_core.jobs import Footprint, Forecast, Layout, MemoryNeed, StepWork, Transfer, replicated_memory
 from tp_core.plugins import Job
+from tp_core.tensors import is_deferred
 
-from tp_pipeline._options import PipelineOptions, ScheduleName
+from tp_pipeline._options import PipelineOptions, ScheduleName, depth_of
 from tp_pipeline._plan import find_units, smallest_largest
-from tp_pipeline._schedule import Orders, Work, idle_share, timeline
+from tp_pipeline._schedule import Orders, Work, choose_schedule, idle_share, timeline
 
 _PARTS = (2, 4, 8)
 """The micro-batches of a batch for each rank: more of them wait less, and keep more."""
+
+_SIMULATED = 8
+"""The most ranks to choose a schedule for; for more of them, the same one waits least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,12 @@ def list_layouts(model: nn.Module, size: int) -> Iterator[Layout]:
         ModelError: The model has no blocks to cut between.
     """
     _, starts = find_units(model, None)
-    schedules: tuple[tuple[ScheduleName, int], ...] = (("1F1B", 1), ("Interleaved1F1B", 2))
+    names = [name for name in get_args(ScheduleName) if name != "auto"]
     for ranks in divisors(size):
-        for schedule, depth in schedules:
-            if ranks * depth > len(starts):
+        few = min(ranks, _SIMULATED)
+        auto, _ = choose_schedule(names, few, 2 * few, len(starts) * few // ranks)
+        for schedule in dict.fromkeys(("1F1B", "Interleaved1F1B", auto)):
+            if ranks * depth_of(schedule) > len(starts):
                 continue
             for each in _PARTS:
                 options = {"ranks": ranks, "schedule": schedule, "microbatches": each * ranks}
@@ -123,7 +130,8 @@ def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions) -> list[Memo
         share = sum(stage.multiplied for stage in own.values()) / max(1, multiplied)
         activations += int(footprint.casts * share)
         copies = job.environment.world_size // ranks
-        found.append(_need(job, footprint, list(own.values()), activations, copies))
+        shared = copies if options.data == "fsdp" else 1
+        found.append(_need(job, footprint, list(own.values()), activations, copies, shared))
     return found
 
 
@@ -184,24 +192,39 @@ def _most(order: Sequence[Work], values: Mapping[int, _Values]) -> float:
     return most
 
 
-def _need(job: Job, footprint: Footprint, own: list[_Stage], activations: int, copies: int) -> MemoryNeed:
+def _need(
+    job: Job, footprint: Footprint, own: list[_Stage], activations: int, copies: int, shared: int
+) -> MemoryNeed:
+    """Return what a rank needs, of whose rows ``shared`` data ranks have equal parts."""
     weights, gradients = _nbytes(job, own), _nbytes(job, own, trained=True)
-    part = gradients / max(1, footprint.gradients)
+    part = gradients / max(1, footprint.gradients) / shared
     optimizer = int(footprint.optimizer_nbytes * part)
     activations = max(activations, int(footprint.update * part)) + footprint.batch
-    # Until the first step cuts it, each rank holds the weights of the whole model.
-    at_start = footprint.weights - gradients - optimizer - activations
+    communication = min(gradients, BUCKET_NBYTES) if copies > 1 else 0
+    if shared > 1:  # whole weights, as long as a batch takes, beside the rows
+        communication += weights
+        weights //= shared
+    # Until the first step cuts it, each rank holds the weights of the whole model, if it was not built here.
+    elsewhere = _deferred_elsewhere(job, own)
+    at_start = footprint.weights - elsewhere - gradients - optimizer - activations - communication
     return MemoryNeed(
         weights=max(weights, at_start),
         gradients=gradients,
         optimizer=optimizer,
-        communication=min(gradients, BUCKET_NBYTES) if copies > 1 else 0,
+        communication=communication,
         activations=None if footprint.activations is None else activations,
         free=job.free_nbytes,
         device=str(job.devices[0]),
         assumed=footprint.assumed,
         remedy="less is needed with more ranks, more microbatches, or checkpoint_activations(model)",
     )
+
+
+def _deferred_elsewhere(job: Job, own: list[_Stage]) -> int:
+    """Return the bytes of weights that are built by other ranks alone."""
+    here = {id(p) for p in _parameters(own)}
+    model = job.model or nn.Module()
+    return sum(p.nbytes for p in model.parameters() if is_deferred(p) and id(p) not in here)
 
 
 def stages_by_order(model: nn.Module, count: int, cuts: Sequence[str] | None) -> list[_Stage]:

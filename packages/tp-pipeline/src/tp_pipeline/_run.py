@@ -395,6 +395,7 @@ class BatchRun:
         self._gradients: dict[tuple[int, int], tuple[list[Any], list[Tensor]]] = {}
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self._weight_of: dict[Any, nn.Parameter] = {}
         self.outputs: list[Any] = [None] * len(parts)
         self.weights: list[float] = [0.0] * len(parts)
 
@@ -547,8 +548,11 @@ class BatchRun:
         with self._uncast():
             # A compiled unit has one node, which goes back once: to inputs and weights.
             if roots and inputs and not self._compiled:
+                if not self._weight_of:  # by the nodes that add their gradients, the same in each graph
+                    nodes = ((_get_grad_fn_or_grad_acc(w), w) for w in self._trained)
+                    self._weight_of = {node: weight for node, weight in nodes if node is not None}
                 self._groups[work.stage, work.part] = _go_back_to_inputs(
-                    roots, gradients, inputs, self._trained
+                    roots, gradients, inputs, list(self._weight_of)
                 )
             elif roots:  # the first stage sends nothing back, too
                 torch.autograd.backward(roots, gradients)
@@ -556,8 +560,9 @@ class BatchRun:
 
     def _backward_weights(self, work: Work) -> None:
         groups = self._groups.pop((work.stage, work.part), [])
+        weights = [self._weight_of[node] for group in groups for node in group["params"]]
         with self._uncast():
-            stage_backward_weight(iter(self._trained), groups)
+            stage_backward_weight(iter(weights), groups)
 
     def _hand_back(self, work: Work, leaves: dict[Item, Tensor]) -> None:
         if not work.stage:
@@ -610,17 +615,17 @@ def _check_as_expected(item: Item, tensor: Tensor, plan: Plan) -> None:
 
 
 def _go_back_to_inputs(
-    roots: list[Tensor], gradients: list[Tensor], inputs: list[Tensor], weights: Sequence[nn.Parameter]
+    roots: list[Tensor], gradients: list[Tensor], inputs: list[Tensor], ends: list[Any]
 ) -> list[dict[str, Any]]:
     """Add the gradients of inputs; return what `stage_backward_weight` needs to add those of weights.
 
-    Where torch's private functions do not separate what belongs to weights alone, all is added at once.
+    ``ends`` are the nodes that add the gradients of weights. Where torch's private functions do not separate
+    what belongs to weights alone, all is added at once.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
     """
     nodes = [n for t in roots if (n := _get_grad_fn_or_grad_acc(t)) is not None]
     starts = [n for t in inputs if (n := _get_grad_fn_or_grad_acc(t)) is not None]
-    ends = [n for w in weights if (n := _get_grad_fn_or_grad_acc(w)) is not None]
     reverse = construct_reverse_graph(nodes)
     groups = get_param_groups(starts, ends, reverse)
     passed, _ = reverse_closure(starts, set(), reverse)

@@ -367,7 +367,8 @@ class PipelineSession(ProcessGroupSession):
         self, stages: Stages, step: Callable[..., StepOutput], model: nn.Module, parts: Parts
     ) -> list[Plan]:
         flags = tuple(p.requires_grad for p in model.parameters())
-        keys = [(step_identity(step), flags, *_modes(model), _form(part)) for part in parts]
+        modes = (step_identity(step), flags, *_modes(model))
+        keys = [(*modes, _form(part)) for part in parts]
         for key, part in zip(keys, parts, strict=True):
             if key not in stages.plans:
                 stages.plans[key] = self._make_plan(stages, step, model, part)
@@ -452,10 +453,8 @@ class PipelineSession(ProcessGroupSession):
     def _cut(self, stages: Stages, model: nn.Module, plan: Plan) -> None:
         """Free the parameters of other ranks' stages. What no stage uses stays on all.
 
-        Raises:
-            StepError: A parameter is needed elsewhere than it was built, and an optimizer has state of it.
-
-        Collectives: a broadcast of each such parameter; an all-gather if there are some.
+        Collectives: a broadcast of each parameter that is needed elsewhere than it was built, and of what
+        optimizers keep of it; an all-gather if there are some.
         """
         holders = {}
         for name, _ in model.named_parameters():
@@ -482,7 +481,7 @@ class PipelineSession(ProcessGroupSession):
 
     @torch.no_grad()
     def _send_missing(self, stages: Stages, model: nn.Module, holders: Mapping[str, list[int]]) -> None:
-        """Send the parameters that were built for other stages than use them."""
+        """Send parameters that were built for other stages than use them, with optimizers' state of them."""
         missing = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -490,20 +489,27 @@ class PipelineSession(ProcessGroupSession):
         }
         if not missing:
             return
-        stepped = next((n for n, p in missing.items() if any(o.state.get(p) for o in self._optimizers)), None)
-        failure = None
-        if stepped is not None:
-            msg = (
-                f"the step uses the parameter {stepped!r} in another stage than the order of modules says, "
-                "by which trainer.build() has placed it, and the optimizer has state of it already; resume "
-                "with a plain model, not made by trainer.build()"
-            )
-            failure = StepError(msg)
-        self._shared(None, failure)
+        kept = {
+            name: [dict(optimizer.state.get(parameter, {})) for optimizer in self._optimizers]
+            for name, parameter in missing.items()
+            if self._holders(stages, parameter)[0] == self.place
+        }
+        described: dict[str, list[dict[str, Any]]] = {}
+        for one in self._shared(tree_map(_without_numbers, kept), None):
+            described |= one
         for name, parameter in missing.items():
-            before = self._holders(stages, parameter)
-            whole = self._sent(parameter.data, stages.shapes[id(parameter)], before[0], None)
-            if self.place in holders[name] and self.place not in before:
+            before, shape = self._holders(stages, parameter), stages.shapes[id(parameter)]
+            is_new = self.place in holders[name] and self.place not in before
+            whole = self._sent(parameter.data, shape, before[0], None)
+            for number, state in enumerate(described[name]):
+                for key, like in state.items():
+                    value = like
+                    if isinstance(like, Tensor) and like.dim():  # without memory
+                        mine = kept[name][number][key] if name in kept else torch.empty(0, dtype=like.dtype)
+                        value = self._sent(mine.to(self.device), like.shape, before[0], None)
+                    if is_new:
+                        self._optimizers[number].state[parameter][key] = value
+            if is_new:
                 parameter.data = whole
 
     def _keep(self, parameter: nn.Parameter, rows: slice) -> None:
@@ -525,7 +531,8 @@ class PipelineSession(ProcessGroupSession):
             yield
             return
         rows = [p.data for p in shared]
-        # All at once: in the last batch of an epoch, data ranks may have other orders of work.
+        # All stages at once, as the most memory is in the middle of a batch, where all of them are in use.
+        # One by one, they would be whole for as long: from the first micro-batch to the last.
         whole = self._rows.gather(rows, [stages.shapes[id(p)] for p in shared])
         for parameter, value in zip(shared, whole, strict=True):
             parameter.data = value
@@ -910,6 +917,11 @@ def _portable(error: Exception) -> tuple[bytes | None, str]:
 
 def _detached(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _without_numbers(value: Any) -> Any:
+    """Return a tensor without memory for one that has dimensions."""
+    return value.to("meta") if isinstance(value, Tensor) and value.dim() else value
 
 
 def _no_rows(tensor: Tensor) -> Tensor:
