@@ -199,6 +199,7 @@ REFUSED = {
     "import torch.distributed.rpc as rpc": "tp has no remote calls",
     "from transformers import Trainer\nTrainer(model)": "Hugging Face's Trainer, which builds loader",
     "import transformers\ntransformers.Trainer(model)": "Hugging Face's Trainer, which builds loader",
+    "from transformers import Trainer\nclass Own(Trainer): ...\nOwn(model)": "Hugging Face's Trainer, which",
     "print(1)": "no call of backward",
     "loss.backward()": "no optimizer over model.parameters",
     "opt = SGD(self.parameters())\nloss.backward()": "layers train themselves",

@@ -60,7 +60,8 @@ def facts_of(tree: ast.Module) -> Facts | str:
     facts.names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | set(modules)
     roots = {name.partition(".")[0] for name in modules.values()}
     theirs = {name for name, module in modules.items() if module.partition(".")[0] == "transformers"}
-    if any(_last(c) in _HUGGING_FACE and ast.unparse(c).partition(".")[0] in theirs for c in calls):
+    bases = [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
+    if any(_last(n) in _HUGGING_FACE and ast.unparse(n).partition(".")[0] in theirs for n in calls + bases):
         return (
             "it trains by Hugging Face's Trainer, which builds loader, optimizer and scheduler from its "
             "TrainingArguments; write them, and trainer.fit(model, optimizer, loader, step=step, ...)"
