@@ -15,6 +15,7 @@ from tp_core.errors import ConfigError, StepError
 from tp_core.testing import run_ranks
 from tp_trainer import Callback
 from tp_trainer.compat.lightning import Trainer
+from tp_trainer.loggers import CsvLogger
 
 from tests.tp_trainer.compat import lightning_examples as examples
 
@@ -184,6 +185,7 @@ def test_options_of_lightnings_callbacks_are_kept_or_refused(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
+        ("LearningRateMonitor", {"logging_interval": "epoch"}, "with the steps"),
         ("ModelCheckpoint", {"filename": "{epoch}"}, "find_checkpoint"),
         ("ModelCheckpoint", {"auto_insert_metric_name": False}, "names have the step"),
         ("ModelCheckpoint", {"enable_version_counter": False}, "names have the step"),
@@ -227,6 +229,30 @@ def test_lightnings_checkpoint_callback_names_the_best_and_the_newest(tmp_path):
         Path(kept.best_model_path).name, Path(kept.last_model_path).name,
     ]  # fmt: skip
     assert [int(path[-8:]) for path in (kept.best_model_path, kept.last_model_path)] == [6, 12]
+    assert kept.best_model_score == 1.0
+
+
+@pytest.mark.needs("lightning")
+def test_the_best_of_validations_within_an_epoch_is_kept_and_rates_are_logged(tmp_path):
+    theirs = importlib.import_module("lightning.pytorch.callbacks")
+    values = iter([3.0, 1.0, 2.0])
+
+    class Validates(Line):
+        def validation_step(self, batch):
+            pass
+
+        def on_validation_epoch_start(self):
+            self.trainer.model.log("val_loss", next(values))
+
+    kept = theirs.ModelCheckpoint(tmp_path / "run", monitor="val_loss")
+    log = CsvLogger(tmp_path / "log")
+    callbacks = [kept, theirs.LearningRateMonitor("step")]
+    trainer = make(
+        max_epochs=1, val_check_interval=1 / 3, callbacks=callbacks, logger=log, log_every_n_steps=1
+    )
+    trainer.fit(Validates(), batches(), batches())
+    assert (int(kept.best_model_path[-8:]), kept.best_model_score) == (2, 1.0)
+    assert "lr" in next((tmp_path / "log").glob("*.csv")).read_text()
 
 
 @pytest.mark.needs("lightning")

@@ -15,11 +15,12 @@ as everywhere in tp, so that any number of devices gives the numbers of one.
 
 import inspect
 import itertools
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ from tp_trainer import (
 )
 from tp_trainer import Trainer as OwnTrainer
 from tp_trainer import loggers as own_loggers
-from tp_trainer.callbacks import EarlyStopping
+from tp_trainer.callbacks import EarlyStopping, LearningRateMonitor
 
 __all__ = ["Trainer"]
 
@@ -75,6 +76,11 @@ _CALLBACK_OPTIONS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "divergence_threshold": _THRESHOLDS,
         "strict": ((True,), "log the metric in each validation, or epoch"),
     },
+    "LearningRateMonitor": {
+        "logging_interval": ((None, "step"), "leave it out: the rates are logged with the steps"),
+        "log_momentum": ((False,), "run.log(momentum=...) in the on_step_end of a tp_trainer.Callback"),
+        "log_weight_decay": ((False,), "run.log(decay=...) in the on_step_end of a tp_trainer.Callback"),
+    },
     "ModelCheckpoint": {
         "filename": ((None,), "leave it out: names have the step; find_checkpoint(folder, best=...)"),
         "auto_insert_metric_name": ((True,), "leave it out: names have the step"),
@@ -86,7 +92,7 @@ _CALLBACK_OPTIONS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "_save_on_train_epoch_end": ((None, True), "leave it out: an epoch is saved after its validation"),
     },
 }
-_NOT_NEEDED = ("LearningRateMonitor", "ModelSummary", "ProgressBar", "RichModelSummary")
+_NOT_NEEDED = ("ModelSummary", "ProgressBar", "RichModelSummary")
 _STRATEGIES = {
     "auto": "ddp",
     "ddp": "ddp",
@@ -116,8 +122,9 @@ class Trainer:
         precision: 32, "bf16-mixed", "bf16-true" or "16-mixed".
         logger: ``True`` or ``None`` for none but the run's own, names of tp's loggers, loggers of tp, or
             Lightning's CSV, TensorBoard and Weights & Biases loggers, in whose place those of tp write.
-        callbacks: Callbacks of tp, and callbacks with Lightning's hooks. ``EarlyStopping`` and
-            ``ModelCheckpoint`` of Lightning become tp's; options of theirs that are not here are refused.
+        callbacks: Callbacks of tp, and callbacks with Lightning's hooks. Lightning's ``EarlyStopping``,
+            ``LearningRateMonitor`` and ``ModelCheckpoint`` become tp's; options of theirs that are not
+            here are refused.
         max_epochs: The number of epochs; 1000 without ``max_steps``, as there.
         max_steps: The number of optimizer steps; -1 for no limit.
         max_time: The time after which the run ends: text, seconds, or a ``timedelta``.
@@ -558,11 +565,12 @@ class Trainer:
         if self._log:
             hyperparameters = dict(getattr(model, "hparams", {})) or None
             log = LogOptions(self._log, every_steps=self.log_every_n_steps, hyperparameters=hyperparameters)
+        validating = self._validation(val_loaders, steps) if validates else None
         with own.loop(
             loader,
             limits=Limits(**limits),
-            validation=self._validation(val_loaders, steps) if validates else None,
-            checkpoint=self._checkpoint,
+            validation=validating,
+            checkpoint=self._saved_after(validating),
             resume=resume,
             callbacks=[*self.own_callbacks, _Events(self)],
             log=log,
@@ -591,7 +599,17 @@ class Trainer:
         theirs.last_model_path = theirs.best_model_path = str(newest)
         if kept.best is not None:
             with suppress(ConfigError):  # the metric was always NaN: no checkpoint is the best
-                theirs.best_model_path = str(find_checkpoint(kept.folder, best=kept.best, mode=kept.mode))
+                best = find_checkpoint(kept.folder, best=kept.best, mode=kept.mode)
+                theirs.best_model_path = str(best)
+                metrics = json.loads((best / "manifest.json").read_text(encoding="utf-8"))["metrics"]
+                theirs.best_model_score = torch.tensor(metrics[kept.best])
+
+    def _saved_after(self, validating: Validation | None) -> Any:
+        """Return when to save: for Lightning's callback after each validation, those within epochs too."""
+        kept = self._checkpoint
+        if self.checkpoint_callback is None or validating is None or validating.every_steps is None:
+            return kept
+        return replace(kept, every_steps=validating.every_steps) if kept and kept.every_epochs == 1 else kept
 
     def _validation(self, loaders: Sequence[PreparedLoader], steps: int | None) -> Validation:
         def validate() -> dict[str, float]:
@@ -1280,6 +1298,9 @@ def _sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Any]:
             theirs.append(one)
         elif kind.__name__ == "EarlyStopping":
             ours.append(_early_stopping(one))
+        elif kind.__name__ == "LearningRateMonitor":
+            _refuse_options(one)
+            ours.append(LearningRateMonitor())
         elif kind.__name__ == "ModelCheckpoint":
             if checkpoints is not None:
                 msg = (
