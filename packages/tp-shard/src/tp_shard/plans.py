@@ -52,7 +52,7 @@ def auto(
             parallelism, arXiv:2205.05198). That saves the memory of norms, residuals and dropouts. Each block
             gathers the sequence once before its column layers, and its row layer reduce-scatters it.
         group: The ranks; the current model-parallel group by default. On one rank the plan is proven for 2.
-        verbose: Whether to print the share of the weights that the plan splits, the bytes per rank, the
+        verbose: Whether to print what the plan splits: the share of the weights, the bytes per rank. Also the
             layers that stay whole and why, and the calls that the plan was proven for.
 
     Returns:
@@ -114,7 +114,7 @@ def from_hf(
             the memory of norms, residuals and dropouts. Each block gathers the sequence once before its
             column layers, and its row layer reduce-scatters it.
         group: The ranks; the current model-parallel group by default. On one rank the plan is proven for 2.
-        verbose: Whether to print the share of the weights that the plan splits, the bytes per rank, the
+        verbose: Whether to print what the plan splits: the share of the weights, the bytes per rank. Also the
             layers that stay whole and why, and the calls that the plan was proven for.
 
     Returns:

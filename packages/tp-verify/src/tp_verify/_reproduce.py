@@ -176,7 +176,7 @@ def check_reproducible(build: Any, step: Any, batches: Any, way: Way) -> None:
     """Check that a script can say what it needs.
 
     Raises:
-        ConfigError: The builder or the step is not at the top of a file, a batch is neither a tensor nor a
+        ConfigError: The builder or the step is not at the top of a file. Or a batch is neither a tensor nor a
             dict of them, or the way has no lines for a script.
     """
     function_lines(build, step)

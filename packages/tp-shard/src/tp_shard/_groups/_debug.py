@@ -31,9 +31,9 @@ state = _State()
 def set_debug(enabled: bool = True, *, model: nn.Module | None = None) -> None:
     """Turn debug mode on or off: the ranks then compare each collective before they call it.
 
-    Call it on every rank with the same value. In debug mode a collective raises a DisagreementError on every
-    rank, instead of waiting forever, if the ranks are about to call different collectives, or the same one on
-    tensors that differ in shape or type.
+    Call it on every rank with the same value. In debug mode ranks that are about to call different
+    collectives, or the same one on tensors that differ in shape or type, do not wait forever. The collective
+    raises a DisagreementError on every rank.
 
     Args:
         enabled: Whether collectives are compared.

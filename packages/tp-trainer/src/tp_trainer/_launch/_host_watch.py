@@ -1,8 +1,8 @@
 """The watch over the other hosts of a job: reports of failures, and heartbeats.
 
 Both go through the store of the rendezvous. Without them each host knows only its own ranks. A rank that
-waits in a collective for a dead rank or a lost host would wait until the deadline of the collective (half an
-hour), and then report the wait instead of the cause.
+waits in a collective for a dead rank or a lost host would wait until the deadline of the collective, half an
+hour. Then it would report the wait instead of the cause.
 """
 
 import contextlib

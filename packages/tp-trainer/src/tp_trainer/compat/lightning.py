@@ -120,8 +120,8 @@ class Trainer:
         strategy: "auto", "ddp", "ddp_find_unused_parameters_true" or "fsdp", in a launcher's processes.
         devices: "auto", or the number of processes that a launcher started on this host.
         precision: 32, "bf16-mixed", "bf16-true" or "16-mixed".
-        logger: ``True`` or ``None`` for none but the run's own, names of tp's loggers, loggers of tp, or
-            Lightning's CSV, TensorBoard and Weights & Biases loggers, in whose place those of tp write.
+        logger: ``True`` or ``None`` for none but the run's own, names of tp's loggers, or loggers of tp. In
+            place of Lightning's CSV, TensorBoard and Weights & Biases loggers tp's write.
         callbacks: Callbacks of tp, and callbacks with Lightning's hooks. Lightning's ``EarlyStopping``,
             ``LearningRateMonitor`` and ``ModelCheckpoint`` become tp's; options of theirs that are not
             here are refused.
