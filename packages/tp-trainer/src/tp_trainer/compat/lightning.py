@@ -606,10 +606,12 @@ class Trainer:
 
     def _saved_after(self, validating: Validation | None) -> Any:
         """Return when to save: for Lightning's callback after each validation, those within epochs too."""
-        kept = self._checkpoint
-        if self.checkpoint_callback is None or validating is None or validating.every_steps is None:
+        kept: Any = self._checkpoint
+        every = None if validating is None else validating.every_steps
+        is_lightnings = self.checkpoint_callback is not None and isinstance(kept, Checkpoints)
+        if every is None or not is_lightnings or kept.every_epochs != 1:
             return kept
-        return replace(kept, every_steps=validating.every_steps) if kept and kept.every_epochs == 1 else kept
+        return replace(kept, every_steps=every)
 
     def _validation(self, loaders: Sequence[PreparedLoader], steps: int | None) -> Validation:
         def validate() -> dict[str, float]:
