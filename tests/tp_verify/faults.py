@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from tp_core.internal import RankPool
 from tp_verify import Way, verify, ways
-from tp_verify._verify import join
 
 from tests.bench._results import Results
 from tests.tp_verify import models as m
@@ -363,7 +362,7 @@ def right_ways():
 
 def main(only=""):
     wrong = 0
-    with Results("verify", is_part=True) as results, RankPool(2, setup=join, timeout_s=120) as ranks:
+    with Results("verify", is_part=True) as results, RankPool(2, timeout_s=120) as ranks:
         for kind, cases, types in (
             ("fault", FAULTS, [torch.float64]),
             ("right", right_ways(), [torch.float32, torch.bfloat16]),

@@ -11,7 +11,6 @@ import warnings
 import torch
 from tp_core.internal import RankPool
 from tp_verify import verify, ways
-from tp_verify._verify import join
 
 from tests.bench._results import Results
 from tests.tp_verify import faults
@@ -68,11 +67,6 @@ def quiet():
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-
-
-def join_quietly():
-    quiet()
-    join()
 
 
 class Builder:
@@ -135,7 +129,7 @@ def main(*words):
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(3, WORDS, (ROWS, LENGTH), generator=generator) for _ in range(2)]
     tally = {}
-    with RankPool(2, setup=join_quietly, timeout_s=60) as ranks:
+    with RankPool(2, setup=quiet, timeout_s=60) as ranks:
         for stack, (way, models) in STACKS.items():
             for name in models:
                 if not all(word in f"{stack} {name}" for word in words):

@@ -12,7 +12,6 @@ import torch
 from tp_core.errors import ConfigError, ModelError, RankFailedError
 from tp_core.internal import RankPool
 from tp_verify import Way, verify, ways
-from tp_verify._verify import join
 
 from tests.tp_verify import faults
 from tests.tp_verify import models as m
@@ -23,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def ranks():
     """Two ranks, which all tests of this file share."""
-    with RankPool(2, setup=join, timeout_s=800) as pool:
+    with RankPool(2, timeout_s=800) as pool:
         yield pool
 
 

@@ -19,12 +19,12 @@ def tp_verify() -> "Iterator[Callable[..., Report]]":
     """
     from tp_core.internal import RankPool
 
-    from tp_verify._verify import join, verify
+    from tp_verify._verify import verify
 
     pools: dict[int, RankPool] = {}
 
     def check(*args: Any, ranks: int = 2, **options: Any) -> "Report":
-        pool = pools.setdefault(ranks, RankPool(ranks, setup=join))
+        pool = pools.setdefault(ranks, RankPool(ranks))
         report = verify(*args, ranks=pool, **options)
         if not report:
             pytest.fail(str(report), pytrace=False)

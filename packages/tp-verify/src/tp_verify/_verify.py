@@ -138,11 +138,6 @@ def verify(
     )
 
 
-def join(backend: str = "gloo") -> None:
-    """Join the process group of a verification: the setup of a pool of ranks."""
-    dist.init_process_group(backend)
-
-
 def _reproduce(
     task: Task, way: Way, ranks: int | RankPool, finding: Finding, timeout_s: float, file: Path
 ) -> str:
@@ -191,9 +186,16 @@ def _on_ranks(
 
 def _on_pool(ranks: int | RankPool, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
     if not isinstance(ranks, int):
-        return ranks.run(function, *args)
-    with RankPool(ranks, setup=join, timeout_s=timeout_s) as pool:
-        return pool.run(function, *args)
+        return ranks.run(_in_group, function, *args)
+    with RankPool(ranks, timeout_s=timeout_s) as pool:
+        return pool.run(_in_group, function, *args)
+
+
+def _in_group(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function on a rank, in a process group that stays for the pool's next verification."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return function(*args)
 
 
 def _check(task: Task, way: Way, count: int) -> None:
