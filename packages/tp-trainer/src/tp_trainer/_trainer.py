@@ -1279,7 +1279,7 @@ class Trainer:
         else:
             export_model(self.session, prepared, path, max_file_nbytes=max_file_nbytes)
 
-    def verify(self, *, steps: int = 12, timeout_s: float = 600.0) -> "Verification":
+    def verify(self, *, steps: int | None = None, timeout_s: float = 600.0) -> "Verification":
         """Prove that this script trains alike after a stop, and on each backend that fits.
 
         ``tp verify`` runs the whole script again, with its arguments, in other processes: on one device;
@@ -1287,7 +1287,8 @@ class Trainer:
         this call returns at once, and its result is true. It needs tp-verify.
 
         Args:
-            steps: The optimizer steps of each run, from 2.
+            steps: The optimizer steps of each run, from 2; by default 12, or 4 beyond the first epoch where
+                that has 60 at most.
             timeout_s: The seconds that each run may take.
 
         Raises:

@@ -35,7 +35,7 @@ class Verification:
         return self.text
 
 
-def verify_this_script(*, steps: int, timeout_s: float, world_size: int) -> Verification:
+def verify_this_script(*, steps: int | None, timeout_s: float, world_size: int) -> Verification:
     """Run ``tp verify`` on the running script with its arguments; see :meth:`Trainer.verify`.
 
     Raises:
@@ -57,7 +57,8 @@ def verify_this_script(*, steps: int, timeout_s: float, world_size: int) -> Veri
         msg = "trainer.verify() needs the command `tp verify`: pip install tp-verify"
         raise ConfigError(msg)
     command = [sys.executable, "-m", "tp_core.cli", "verify", script, "--json"]
-    command += ["--steps", str(steps), "--timeout-s", str(timeout_s), "--", *sys.argv[1:]]
+    command += [] if steps is None else ["--steps", str(steps)]
+    command += ["--timeout-s", str(timeout_s), "--", *sys.argv[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
         msg = f"tp verify {script} failed: {_said(done.stderr)}"

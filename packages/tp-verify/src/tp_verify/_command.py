@@ -44,7 +44,9 @@ def verify_command(
     *,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="How many processes.")] = 2,
     dtype: Annotated[list[str] | None, typer.Option(help="float64, float32 or bfloat16; repeatable.")] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run of a script.")] = 12,
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="Optimizer steps of each run; by default beyond a short epoch.")
+    ] = None,
     timeout_s: Annotated[
         float, typer.Option(min=1, max=86_400, help="Seconds that each run may take.")
     ] = 600.0,

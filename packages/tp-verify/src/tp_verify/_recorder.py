@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import multiprocessing
 import os
 import runpy
@@ -64,6 +65,7 @@ class Recorder(Callback):
         self._settings: dict[str, Any] = json.loads(os.environ["TP_VERIFY"])
         self._folder = Path(self._settings["folder"])
         self._is_drawn = False
+        self._epoch_steps = 0
         self._rows: list[list[float]] = []
         self._metrics: dict[int, dict[str, float]] = {}
 
@@ -87,6 +89,7 @@ class Recorder(Callback):
         """Send the signal after its step."""
         if run.step == 1:
             (self._folder / f"stepped{run.rank}").touch()
+            self._epoch_steps = _epoch_steps(run)
         if run.step == self._settings["stop"] and run.is_main:
             (self._folder / "stopped").write_text(repr(time.time()))
             os.kill(os.getpid(), signal.SIGTERM)
@@ -112,6 +115,7 @@ class Recorder(Callback):
                     states[f"{names[id(parameter)]}:{key}"] = value
         record = {
             "step": run.step,
+            "epoch_steps": self._epoch_steps,
             "weights": _own(dict(run.model.named_parameters())),
             "buffers": _own(dict(run.model.named_buffers())),
             "states": _own(states),
@@ -121,6 +125,14 @@ class Recorder(Callback):
             "random": torch.get_rng_state(),
         }
         torch.save(record, self._folder / f"rank{run.rank}.pt")
+
+
+def _epoch_steps(run: RunView) -> int:
+    """Return the optimizer steps of an epoch, after the first one; 0 where it has no length."""
+    try:
+        return math.ceil(len(run.loader) / max(1, run.batches_done))
+    except TypeError:  # a stream
+        return 0
 
 
 def _own(tensors: dict[str, Any]) -> dict[str, Tensor]:

@@ -25,6 +25,8 @@ from tp_verify._report import Finding, Report
 
 _SAVED = 128 + 15  # the exit status of a run that a SIGTERM has ended
 _AT_ONCE = 2  # runs at the same time
+_STEPS, _BEYOND, _LONGEST = 12, 4, 60
+"""The steps of a run by default, or those beyond its first epoch, where that has no more than the last."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,15 @@ class Trials:
         return stopped, stopped if stopped.failed else self.run("resumed", resumes="stopped")
 
 
-def verify_script(script: Path, arguments: Sequence[str], *, steps: int, timeout_s: float) -> list[Report]:
+def verify_script(
+    script: Path, arguments: Sequence[str], *, steps: int | None, timeout_s: float
+) -> list[Report]:
     """Verify a script that trains with a `Trainer`; return a report of resuming, and one for each backend.
 
     Args:
         script: The script.
         arguments: Its arguments.
-        steps: The optimizer steps of each run.
+        steps: The optimizer steps of each run; by default 12, or more where an epoch ends soon after.
         timeout_s: The deadline of each run.
 
     Raises:
@@ -151,12 +155,14 @@ def verify_script(script: Path, arguments: Sequence[str], *, steps: int, timeout
         preloading(script),
         ThreadPoolExecutor(_AT_ONCE) as pool,
     ):
-        trials = Trials(script, arguments, Path(folder), steps, timeout_s)
+        trials = Trials(script, arguments, Path(folder), steps or _STEPS, timeout_s)
+        if steps is None:
+            epoch = _trained(trials.run("epoch"), script).records[0]["epoch_steps"]
+            if epoch <= _LONGEST:
+                trials = replace(trials, steps=max(_STEPS, epoch + _BEYOND))
         first, interrupted = pool.submit(trials.run, "whole"), pool.submit(trials.run_stopped)
-        whole = first.result()
-        if whole.failed:
-            msg = f"{script} does not train on the backend 'single': {whole.failed}"
-            raise ConfigError(msg)
+        whole = _trained(first.result(), script)
+        steps = whole.records[0]["step"]
         # What parts of a batch do otherwise than the whole is left out, where there is any.
         again = pool.submit(trials.run, "plain", plain=True) if whole.records[0]["is_drawn"] else first
         others = {
@@ -168,6 +174,14 @@ def verify_script(script: Path, arguments: Sequence[str], *, steps: int, timeout
         for backend, other in others.items():
             reports.append(_compared(plain, other.result(), backend, layouts[backend][0], steps))
     return reports
+
+
+def _trained(run: Run, script: Path) -> Run:
+    """Return a run on one device, which has to train to its end."""
+    if run.failed:
+        msg = f"{script} does not train on the backend 'single': {run.failed}"
+        raise ConfigError(msg)
+    return run
 
 
 def _layout_of(backend: Backend[Any]) -> tuple[int, int] | None:

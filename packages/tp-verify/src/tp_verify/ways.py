@@ -188,14 +188,16 @@ class Accelerate(Way):
 
     def prepare(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         """Prepare the model and its optimizer together."""
-        from accelerate import Accelerator
+        from accelerate import Accelerator, PartialState
         from accelerate.utils import DistributedType
 
         options = dict(self._options() if self._options is not None else {})
         self._accelerator = Accelerator(cpu=True, **options, **self._given)
         plugin = {**options, **self._given}.get("fsdp_plugin")
         if plugin is not None:  # without a GPU Accelerate leaves it out in silence, and trains with DDP
+            # In both states, as on a GPU: each new accelerator's state is made from the partial one.
             self._accelerator.state.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self._accelerator.state.fsdp_plugin = plugin
         prepared = self._accelerator.prepare(model, make(model))
         return prepared[0], prepared[1]
