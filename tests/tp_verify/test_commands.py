@@ -202,3 +202,20 @@ def test_imports_are_made_before_a_run_up_to_what_may_depend_on_the_script(tmp_p
         assert leading_imports(script) == ["import json, ast", "from os import path as p"]
     script.write_text("import json\nimport")
     assert leading_imports(script) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.takes(60)
+@pytest.mark.needs("accelerate", "peft")
+def test_adapters_are_kept_in_a_checkpoint_of_todays_accelerate():
+    done = tp_verify(ROOT / "docs/examples/found", "adapters.py:cases")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "proven for a checkpoint that 2 ranks loaded" in done.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.takes(60)
+@pytest.mark.needs("lightning")
+def test_an_optimizer_that_lightning_sets_up_with_its_model_trains_nothing():
+    done = tp_verify(ROOT / "docs/examples/found", "joint_setup.py:cases", "--json")
+    assert [report["ok"] for report in json.loads(done.stdout)["reports"]] == [False, True], done.stderr

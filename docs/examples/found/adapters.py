@@ -7,7 +7,13 @@ Accelerate writes the first rank's slice of each adapter alone, and loads it on 
 """
 
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin, load_fsdp_model, save_fsdp_model
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 from peft import LoraConfig, get_peft_model
 from tp_verify import ways
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,13 +43,15 @@ def plugin():
 class Adapters(ways.Accelerate):
     """Accelerate, with a checkpoint of the adapters alone, as transformers' Trainer writes it."""
 
-    def save(self, model, _optimizer, folder):
+    def save(self, model, optimizer, folder):
         own = self._accelerator
         save_fsdp_model(own.state.fsdp_plugin, own, model, folder, adapter_only=True)
+        save_fsdp_optimizer(own.state.fsdp_plugin, own, optimizer, model, folder)
 
-    def load(self, model, _optimizer, folder):
+    def load(self, model, optimizer, folder):
         own = self._accelerator
         load_fsdp_model(own.state.fsdp_plugin, own, model, folder, adapter_only=True)
+        load_fsdp_optimizer(own.state.fsdp_plugin, own, optimizer, model, folder)
 
 
 def cases():
