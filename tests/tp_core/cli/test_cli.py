@@ -61,7 +61,7 @@ def looked_before():
 
 def tp(*arguments, **kwargs):
     return subprocess.run(
-        [sys.executable, "-m", "tp_core.cli", *arguments],
+        [sys.executable, "-m", "tp_core", *arguments],
         capture_output=True,
         text=True,
         timeout=800,
