@@ -137,10 +137,10 @@ def train_all(backend, folder):
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "shard"])
-def test_peft_loads_what_two_ranks_write(tmp_path, backend):
+def test_peft_loads_what_two_ranks_write(two_ranks, tmp_path, backend):
     for kind in KINDS:
         (tmp_path / kind).mkdir()
-    for found in run_ranks(train_all, 2, backend, tmp_path, timeout_s=300):
+    for found in two_ranks.run(partial(train_all, backend, tmp_path)):
         for kind in KINDS:
             check(kind, tmp_path / kind, found[kind])
 

@@ -182,19 +182,29 @@ def test_a_model_of_torchs_own_class_is_compiled_on_ranks(two_ranks, backend):
         check(found)
 
 
+def check_torchs(found):
+    difference, ((_, first), (_, epoch), (_, end)) = found
+    assert difference < 1e-6
+    assert 0 < first <= epoch == end
+
+
 @pytest.mark.slow
-def test_torchs_own_blocks_are_compiled(two_ranks):
-    for found in (
-        compare("single", make=Torchs),
-        *two_ranks.run(functools.partial(compare, "ddp", make=Torchs)),
-        compare("tuple", WHOLE, make=Torchs),
-        *two_ranks.run(functools.partial(compare, "shard", make=Torchs)),
-        *two_ranks.run(functools.partial(compare, "fsdp", make=Torchs)),
-        *two_ranks.run(functools.partial(compare, "fsdp", WHOLE, make=Torchs)),  # unit by unit
-    ):
-        difference, ((_, first), (_, epoch), (_, end)) = found
-        assert difference < 1e-6
-        assert 0 < first <= epoch == end
+@pytest.mark.parametrize(("backend", "compiled"), [("single", BLOCKS), ("tuple", WHOLE)])
+def test_torchs_own_blocks_are_compiled(backend, compiled):
+    check_torchs(compare(backend, compiled, make=Torchs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "compiled"),
+    [
+        ("fsdp", WHOLE),  # unit by unit
+        *(pytest.param(b, BLOCKS, marks=pytest.mark.nightly) for b in ("ddp", "shard", "fsdp")),
+    ],
+)
+def test_torchs_own_blocks_are_compiled_on_ranks(two_ranks, backend, compiled):
+    for found in two_ranks.run(functools.partial(compare, backend, compiled, make=Torchs)):
+        check_torchs(found)
 
 
 def test_what_cannot_be_compiled_by_blocks_is_refused():

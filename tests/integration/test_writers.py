@@ -512,14 +512,21 @@ def test_two_writers_at_once_are_refused_or_separate(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", WRITERS)
-def test_two_writers_of_which_one_is_killed_lose_and_mix_nothing(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [
+        *((name, 1 if name.startswith("tp run") else 4) for name in WRITERS),
+        # Each kill starts five programs with workers of their own.
+        *(pytest.param(name, 4, marks=pytest.mark.nightly) for name in WRITERS if name.startswith("tp run")),
+    ],
+)
+def test_two_writers_of_which_one_is_killed_lose_and_mix_nothing(tmp_path, name, kills):
     if name == "tensorboard":
         pytest.importorskip("tensorboard")
     chance = random.Random(name)
     run_two(name, tmp_path / "both")
     longest = 3.0 if name.startswith("tp run") else 0.3
-    for number in range(4):
+    for number in range(kills):
         after = chance.uniform(0, longest)
         run_two(name, tmp_path / f"killed-{number}", kill_after_s=after, victim=chance.randrange(2))
 
