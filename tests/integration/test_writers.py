@@ -400,6 +400,7 @@ WRITERS = {
 
 # -- two of them ---------------------------------------------------------------------------------------
 
+PROGRAMS = ("tp run", "report")
 FAST = ["csv", "jsonl", "csv in a run's folder", "whole file", "job of one name", "export"]
 WORK = """
 import time
@@ -515,9 +516,9 @@ def test_two_writers_at_once_are_refused_or_separate(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "kills"),
     [
-        *((name, 1 if name.startswith("tp run") else 4) for name in WRITERS),
-        # Each kill starts five programs with workers of their own.
-        *(pytest.param(name, 4, marks=pytest.mark.nightly) for name in WRITERS if name.startswith("tp run")),
+        *((name, 1 if name.startswith(PROGRAMS) else 4) for name in WRITERS),
+        # Each kill starts up to five programs, with workers of their own.
+        *(pytest.param(name, 4, marks=pytest.mark.nightly) for name in WRITERS if name.startswith(PROGRAMS)),
     ],
 )
 def test_two_writers_of_which_one_is_killed_lose_and_mix_nothing(tmp_path, name, kills):
