@@ -129,7 +129,8 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
 
     def run_first(_: Step, model: Any, batch: Any) -> StepOutput:
         # The step itself where it can be: a backend that checks each step it has not seen checks it once.
-        parts = batch if isinstance(batch, Parts) else [batch]
+        # Iterating parts as a tuple: users' code that unpacks them is refused.
+        parts = [*tuple.__iter__(batch)] if isinstance(batch, Parts) else [batch]
         first = check_first if any(isinstance(p, CountedBatch) for p in parts) else step
         return run_watched(hooks.run, update.session, update.optimizer, first, model, batch)
 
