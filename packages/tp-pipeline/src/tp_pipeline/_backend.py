@@ -1,16 +1,19 @@
 """The backend that gives each rank some stages of the model."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from tp_core.errors import ConfigError
 from tp_core.internal import RanksBackend
 from tp_core.jobs import Forecast, Layout, MemoryNeed
-from tp_core.plugins import Job, Verdict
+from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_pipeline._options import PipelineOptions
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
+    from tp_core.sessions import ProcessGroupSession
+
     from tp_pipeline._session import PipelineSession
 
 
@@ -22,13 +25,18 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
 
     def assess_ranks(self, job: Job) -> Verdict:
         """Fit a model of whole parameters, below the backends that have all of it on each rank."""
-        traits = job.traits
+        traits, options, size = job.traits, self.parse_options(job), job.environment.world_size
+        weights, inner = self._weights(job)
+        if weights is not None:
+            verdict = weights.assess(inner)
+            if not verdict.is_fit:
+                return Verdict.unfit(f"weights={weights.name!r}: {verdict.reason}", remedy=verdict.remedy)
+            return Verdict.fits(7, f"the stages of the model on groups of ranks: {verdict.reason}")
         if traits is not None and (traits.has_dtensors or traits.has_sharded_parameters):
             return Verdict.unfit(
                 "the model has split parameters, and each rank here has whole ones of its stages",
-                remedy="give the plain model; the option data='fsdp' shares stages over the data ranks",
+                remedy="give the plain model, or the option weights='shard' for layers of tp-shard",
             )
-        options, size = self.parse_options(job), job.environment.world_size
         ranks = ranks_of_a_model(options, size)
         return Verdict.fits(
             8,
@@ -41,6 +49,8 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         from tp_pipeline._forecast import estimate
 
         options = self.parse_options(job)
+        if options.weights != "whole":
+            return None
         return estimate(job, ranks_of_a_model(options, job.environment.world_size), options)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
@@ -64,14 +74,49 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         """Join the process group, unless the script has done so, and form the groups.
 
         Raises:
-            ConfigError: The ranks are no multiple of those that hold a model together.
+            ConfigError: The ranks are no multiple of those that hold a model together; or there is no such
+                backend for the weights.
 
         Collective: the ranks' rendezvous, and the creation of the groups.
         """
         from tp_pipeline._session import PipelineSession
 
         options = self.parse_options(job)
-        return PipelineSession(job, options, ranks_of_a_model(options, job.environment.world_size))
+        weights, inner = self._weights(job)
+        if weights is None:
+            return PipelineSession(job, options, ranks_of_a_model(options, job.environment.world_size))
+        opened = cast("ProcessGroupSession", weights.open(inner))
+        try:
+            check_split_stages(opened, options)
+            return PipelineSession(job, options, opened.sample_size, inner=opened)
+        except ConfigError:
+            opened.close()
+            raise
+
+    def _weights(self, job: Job) -> tuple[Backend[Any] | None, Job]:
+        """Return the backend that splits the weights of a stage, ``None`` for none, and the job for it.
+
+        Raises:
+            ConfigError: It is not installed, or ranks are to share samples, too.
+        """
+        options = self.parse_options(job)
+        inner = replace(job, ranks_per_sample=options.ranks, averages_gradients=False, footprint=None)
+        if options.weights == "whole":
+            return None, inner
+        found = [f.item for f in registry.backends() if f.item.name == options.weights]
+        if not found:
+            msg = (
+                f"the option weights={options.weights!r} of backend 'pipeline' names a backend that is not "
+                f"installed: pip install tp-{options.weights}"
+            )
+            raise ConfigError(msg)
+        if job.ranks_per_sample != 1:
+            msg = (
+                f"the option weights={options.weights!r} of backend 'pipeline' does not go with split "
+                "sequences yet; leave it out, or take backend 'context' with weights='shard'"
+            )
+            raise ConfigError(msg)
+        return found[0], inner
 
 
 def ranks_of_a_model(options: PipelineOptions, size: int) -> int:
@@ -94,6 +139,16 @@ def ranks_of_a_model(options: PipelineOptions, size: int) -> int:
             f"ranks hold one model: give ranks=..., a divisor of {size} below it, or leave data out"
         )
         raise ConfigError(msg)
+    check_cuts(options, ranks)
+    return ranks
+
+
+def check_cuts(options: PipelineOptions, ranks: int) -> None:
+    """Check the number of cuts by hand.
+
+    Raises:
+        ConfigError: They make another number of stages.
+    """
     stages = ranks * options.depth
     if options.cuts is not None and len(options.cuts) != stages - 1:
         msg = (
@@ -101,4 +156,29 @@ def ranks_of_a_model(options: PipelineOptions, size: int) -> int:
             f"begin, and {stages} stages ({options.schedule!r} on {ranks} ranks) need {stages - 1}"
         )
         raise ConfigError(msg)
-    return ranks
+
+
+def check_split_stages(opened: "ProcessGroupSession", options: PipelineOptions) -> None:
+    """Check that a session of split weights has ranks for several stages, with whole shards.
+
+    Raises:
+        ConfigError: It has one group of ranks for a model, or shards shards; or the cuts by hand make another
+            number of stages.
+    """
+    from tp_core.internal import FullyShardedSession
+
+    if isinstance(opened, FullyShardedSession):
+        msg = (
+            f"the option weights={options.weights!r} of backend 'pipeline' gives each rank whole shards, and "
+            f"backend {options.weights!r} is to shard them over data ranks: give it the option data='ddp'"
+        )
+        raise ConfigError(msg)
+    if opened.sample_size == 1:
+        msg = (
+            f"backend {options.weights!r} splits tensors over all {opened.world_size} ranks, or ranks=1 is "
+            "given, so that there is one stage: form smaller groups, as with "
+            f"ts.distributed.init_process_group({max(1, opened.world_size // 2)}), or leave backend "
+            "'pipeline' out"
+        )
+        raise ConfigError(msg)
+    check_cuts(options, opened.sample_size)

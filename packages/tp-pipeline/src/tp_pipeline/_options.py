@@ -32,6 +32,7 @@ class PipelineOptions:
 
     Attributes:
         ranks: The number of ranks that hold a model together, -1 for all. The others divide the samples.
+            With split weights, the number of groups of ranks.
         schedule: The order of the work, by torch's name: "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B",
             "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV"; or "auto" for the one of least predicted
             idle time among those that keep no more activations than "1F1B".
@@ -45,6 +46,8 @@ class PipelineOptions:
             as many parameters.
         data: How data ranks hold the weights of their stage. "ddp" gives each of them all. "fsdp" gives each
             some rows, and of gradients and optimizer state, too; weights are gathered for each batch.
+        weights: How a stage's weights are held: "whole" by one rank, or "shard" by a group of ranks of
+            tp-shard, which splits their tensors. Its own options are given by its own name.
         trace: A file for the work of all stages in the third batch, for Perfetto (ui.perfetto.dev) and
             chrome://tracing; ``None`` for none. `tp report` draws a ``NAME.trace.json`` in a run's folder.
         timeout_s: How many seconds a rank waits for another one.
@@ -60,6 +63,7 @@ class PipelineOptions:
     microbatch_size: int = 0
     cuts: Sequence[str] | None = None
     data: Literal["ddp", "fsdp"] = "ddp"
+    weights: Literal["whole", "shard"] = "whole"
     trace: str | None = None
     timeout_s: float = 600.0
 
@@ -73,6 +77,12 @@ class PipelineOptions:
             if value < 0:
                 msg = f"PipelineOptions({name}=...) must not be negative, got {value}"
                 raise ConfigError(msg)
+        if self.weights != "whole" and self.data != "ddp":
+            msg = (
+                f"PipelineOptions(data={self.data!r}) shares whole weights over data ranks, and "
+                f"weights={self.weights!r} splits them; leave one of both out"
+            )
+            raise ConfigError(msg)
         if self.microbatches and self.microbatch_size:
             msg = (
                 "PipelineOptions takes microbatches=..., the number of parts, or microbatch_size=..., their "

@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork  # private, and how torch's own fake collectives end
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -221,6 +222,7 @@ def make_plan(
     batch: Any,
     *,
     shape_of: Callable[[nn.Parameter], torch.Size],
+    count_of: Callable[[nn.Parameter], int],
     cuts: Sequence[str] | None,
     starts: Sequence[tuple[str, int]] | None,
     stages: int,
@@ -232,7 +234,8 @@ def make_plan(
         step: The user's step.
         model: The plain model; parameters that this rank has not may be empty.
         batch: A micro-batch.
-        shape_of: Returns the whole shape of a parameter.
+        shape_of: Returns the shape of a parameter, before parts of it were freed.
+        count_of: Returns the number of elements of a whole parameter, alike on all ranks.
         cuts: The modules with which stages begin, or ``None``.
         starts: The calls with which stages begin, if the model is cut already: names and which call of it.
         stages: The number of stages.
@@ -249,10 +252,12 @@ def make_plan(
         try:
             with run.recording():
                 output = step(model, batch)
-            return _cut(run, output, can_start, cuts, starts, stages)
+            return _cut(run, output, can_start, cuts, starts, stages, count_of)
         except _NeedsNumbersError as found:
+            call_last_hooks(found)
             with_numbers.add(found.kind)
         except _RefusedError as refused:
+            call_last_hooks(refused)
             raise cast("ModelError", refused.__cause__) from None
         finally:
             run.forget()
@@ -451,11 +456,17 @@ class _Tracker(TorchDispatchMode):
         else:
             run.calls[call].needs |= {i for i in found if i[0] != "within"}
             found = {("within", call)}
-        if is_fake:
+        if func.namespace == "c10d" and any(isinstance(t, FakeTensor) for t in inputs):
+            outputs = exchange_nothing(func, args)
+        elif is_fake:
             fakes = tree_map(run.fake_for, (args, kwargs))
             outputs = func(*fakes[0], **fakes[1])
         else:
             outputs = func(*args, **kwargs)
+        if func.namespace == "c10d":  # it has filled tensors that were made for it
+            for tensor in inputs if call is None else ():
+                run.note(tensor, found)
+            return outputs
         # What shares its memory with an input has the sources of that, too.
         known = {t.untyped_storage()._cdata for t in inputs}
         for tensor in _tensors(outputs):
@@ -510,6 +521,34 @@ class _Within(TorchDispatchMode):
         return self.run.trackers.track(func, args, kwargs or {}, is_fake=True)
 
 
+def exchange_nothing(func: Any, args: Sequence[Any]) -> Any:
+    """Return what a collective does, with tensors that have no numbers to exchange.
+
+    Those that it fills are among its arguments.
+    """
+    done = FakeWork().boxed()
+    return done if len(func._schema.returns) == 1 else (args[0], done)
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def call_last_hooks(error: BaseException) -> None:
+    """Call the hooks that modules have for each end of a call, after an error that torch does not look at.
+
+    torch calls them after each `Exception`. Without them, random numbers of a split model would stay apart.
+    """
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed([f for f in frames if f.f_code is _CALL]):
+        module, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
+        for key in module._forward_hooks_always_called:
+            given = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
+            module._forward_hooks[key](module, *given, None)
+
+
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -544,6 +583,7 @@ def _cut(
     cuts: Sequence[str] | None,
     starts: Sequence[tuple[str, int]] | None,
     stages: int,
+    count_of: Callable[[nn.Parameter], int],
 ) -> tuple[Plan, list[tuple[str, int]]]:
     calls = run.calls
     seen: dict[str, int] = {}
@@ -552,7 +592,9 @@ def _cut(
         time = seen[call.unit] = seen.get(call.unit, -1) + 1
         named.append((call.unit, time))
     if starts is None:
-        starts = [(n, 0) for n in cuts] if cuts is not None else _balanced(run, named, can_start, stages)
+        starts = [(n, 0) for n in cuts] if cuts is not None else None
+    if starts is None:
+        starts = _balanced(run.units, named, can_start, stages, count_of)
     missing = next((start for start in starts if start not in named), None)
     if missing is not None:
         msg = (
@@ -643,7 +685,11 @@ def _call_of(item: Item) -> int | None:
 
 
 def _balanced(
-    run: _Run, named: list[tuple[str, int]], can_start: set[str], stages: int
+    units: dict[str, nn.Module],
+    named: list[tuple[str, int]],
+    can_start: set[str],
+    stages: int,
+    count_of: Callable[[nn.Parameter], int],
 ) -> list[tuple[str, int]]:
     """Return the calls with which stages begin, so that the largest stage is as small as can be.
 
@@ -662,9 +708,8 @@ def _balanced(
         raise ConfigError(msg)
     costs = []
     for name, _ in named:
-        unit = run.units[name]
-        layers = [m for m in unit.modules() if not isinstance(m, nn.Embedding)]
-        costs.append(float(sum(run.shape_of(p).numel() for m in layers for p in m.parameters(recurse=False))))
+        layers = [m for m in units[name].modules() if not isinstance(m, nn.Embedding)]
+        costs.append(float(sum(count_of(p) for m in layers for p in m.parameters(recurse=False))))
     # The calls before the second block belong to the first stage, and so on.
     bounds = [0, *places[1:], len(named)]
     pieces = [sum(costs[a:b]) for a, b in pairwise(bounds)]

@@ -33,7 +33,17 @@ from tp_core.data import read_weight
 from tp_core.errors import RankFailedError, StepError
 from tp_core.internal import seed_of
 
-from tp_pipeline._plan import InnerCall, Item, Leaf, Output, Plan, Spec, forwards
+from tp_pipeline._plan import (
+    InnerCall,
+    Item,
+    Leaf,
+    Output,
+    Plan,
+    Spec,
+    call_last_hooks,
+    exchange_nothing,
+    forwards,
+)
 from tp_pipeline._schedule import Orders, Work
 
 
@@ -76,6 +86,8 @@ class StandIn(Tensor):
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             return value
 
+        if func.namespace == "c10d":
+            return exchange_nothing(func, args)
         args, named = tree_map(to_meta, (args, dict(kwargs or {})))
         device = named.get("device") or devices[0]
         if "device" in named:
@@ -466,8 +478,8 @@ class BatchRun:
         with forwards(self._units, run.call):
             try:
                 output = self._step(self._model, self._parts[part])
-            except _StageEndError:
-                pass
+            except _StageEndError as end:
+                call_last_hooks(end)
             else:
                 if stage < plan.stages - 1:
                     msg = (

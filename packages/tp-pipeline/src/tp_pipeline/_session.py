@@ -43,7 +43,7 @@ from tp_pipeline._options import PipelineOptions, ScheduleName
 from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
 from tp_pipeline._run import BatchRun, Exchange, StandIn, near_power_of_two, weigh_output
 from tp_pipeline._schedule import Orders, Span, choose_schedule, idle_share
-from tp_pipeline._shards import Rows, buckets, can_be_shared
+from tp_pipeline._shards import Pieces, Rows, buckets, can_be_shared
 
 log = logging.getLogger("tp_pipeline")
 
@@ -65,6 +65,7 @@ class Stages:
         buffers: The rank that has each buffer of a unit, by identity.
         stand_ins: Stand-ins for the parameters of other ranks, by identity.
         compiled: The compiled forwards of units, by name.
+        split: Where each rank that holds the model with this one has pieces of split parameters.
     """
 
     def __init__(self, model: nn.Module, options: PipelineOptions) -> None:
@@ -77,6 +78,7 @@ class Stages:
         self.buffers: dict[int, int] = {}
         self.stand_ins: dict[int, nn.Parameter] = {}
         self.compiled: dict[str, nn.Module] = {}
+        self.split = Pieces()
 
 
 class PipelineSession(ProcessGroupSession):
@@ -89,13 +91,47 @@ class PipelineSession(ProcessGroupSession):
     Args:
         job: The job.
         options: The options.
-        ranks: The number of ranks that hold a model together.
+        ranks: The number of ranks that hold a model together, or of groups that split its tensors.
+        inner: The session that splits tensors in groups, one for each rank of a pipeline; by default ranks
+            have whole tensors.
     """
 
     runs_step_in_parts = True
     takes_deferred_models = True  # a tensor at a time
 
-    def __init__(self, job: Job, options: PipelineOptions, ranks: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        options: PipelineOptions,
+        ranks: int,
+        *,
+        inner: ProcessGroupSession | None = None,
+    ) -> None:
+        self._inner = inner
+        if inner is None:
+            self._join(job, options, ranks)
+        else:
+            self._join_split(inner, job, options)
+        if options.schedule == "auto":
+            options = _chosen(options, job, ranks)
+        self.options, self.ranks = options, ranks
+        self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
+        self._exchange = Exchange(
+            self.group, self.orders, self.device, options.timeout_s, rendezvous_store(job.environment)
+        )
+        self._stages: PerModule[Stages] = PerModule()
+        self._optimizers: list[Optimizer] = []
+        is_shared = options.data == "fsdp" and self._data_group is not None
+        self._rows = Rows(self._data_group) if is_shared else None
+        self.evaluates_together = self._rows is not None  # without gradients, too, weights are gathered
+        self._syncs = True
+        self._is_in_step = False
+        self._batches = 0
+        # About what the loss was last multiplied by, on which half precision's gradients depend.
+        self._scale = 2.0**16 if job.precision == "fp16-mixed" else 1.0
+
+    def _join(self, job: Job, options: PipelineOptions, ranks: int) -> None:
+        """Join the process group, and form the groups of ranks with whole tensors."""
         leave = join_process_group(job.environment, device=job.devices[0], timeout_s=options.timeout_s)
         world, rank = dist.get_world_size(), dist.get_rank()
         copies = world // ranks
@@ -107,26 +143,45 @@ class PipelineSession(ProcessGroupSession):
             others = range(first, world, ranks)
             group = new_process_group(others, timeout_s=options.timeout_s) if copies > 1 else None
             data = group if group is not None else data
-        super().__init__(job, data_group=data, data_rank=rank // ranks, data_size=copies, leave=leave)
+        ProcessGroupSession.__init__(
+            self, job, data_group=data, data_rank=rank // ranks, data_size=copies, leave=leave
+        )
         if mine is None:
             msg = "torch made no process group for this rank"
             raise ConfigError(msg)
-        if options.schedule == "auto":
-            options = _chosen(options, job, ranks)
-        self.options, self.ranks, self.group, self.place = options, ranks, mine, rank % ranks
-        self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
-        self._exchange = Exchange(
-            mine, self.orders, self.device, options.timeout_s, rendezvous_store(job.environment)
+        self.group = self._team = mine
+        self.place, self._places = rank % ranks, list(range(ranks))
+
+    def _join_split(self, inner: ProcessGroupSession, job: Job, options: PipelineOptions) -> None:
+        """Take the groups of ranks with the same part of tensors, and form those that hold a model.
+
+        ::
+
+            ranks      0 1   2 3     of one model: 2 stages x 2 ranks that split tensors
+            places     0 0   1 1     the pipelines are 0, 2 and 1, 3
+
+        Collectives: an all-gather of places, the creation of the groups.
+        """
+        ProcessGroupSession.__init__(
+            self,
+            job,
+            data_group=inner._data_group,
+            data_rank=inner.data_rank,
+            data_size=inner.data_size,
+            leave=inner.close,
         )
-        self._stages: PerModule[Stages] = PerModule()
-        self._optimizers: list[Optimizer] = []
-        self._rows = Rows(data) if options.data == "fsdp" and data is not None else None
-        self.evaluates_together = self._rows is not None  # without gradients, too, weights are gathered
-        self._syncs = True
-        self._is_in_step = False
-        self._batches = 0
-        # About what the loss was last multiplied by, on which half precision's gradients depend.
-        self._scale = 2.0**16 if job.precision == "fp16-mixed" else 1.0
+        team = None
+        everyone = self.gather_objects((inner.data_rank, inner.sample_rank))
+        for number in range(inner.data_size):
+            ranks = [rank for rank, (copy, _) in enumerate(everyone) if copy == number]
+            group = new_process_group(ranks, timeout_s=options.timeout_s)
+            team = group if group is not None else team
+        pipeline = inner.sample_group or dist.group.WORLD
+        if team is None or pipeline is None:
+            msg = "torch made no process group for this rank"
+            raise ConfigError(msg)
+        self.group, self._team, self.place = pipeline, team, inner.sample_rank
+        self._places = [place for copy, place in everyone if copy == inner.data_rank]
 
     # -- preparing ----------------------------------------------------------------------------
 
@@ -143,6 +198,8 @@ class PipelineSession(ProcessGroupSession):
 
         Collectives: an all-gather of the parameters' descriptions, a broadcast of each tensor.
         """
+        if self._inner is not None:
+            return self._prepare_split(self._inner, model)
         self.check_plain(model)
         check_not_quantized(model, "backend 'pipeline'")
         self.check_same_parameters(model)
@@ -158,6 +215,19 @@ class PipelineSession(ProcessGroupSession):
             for tensor in (*model.parameters(), *model.buffers()):
                 if len(self._holders(stages, tensor)) == self.ranks:
                     dist.broadcast(tensor.data, src=0)
+        self._stages[model] = stages
+        self._reductions.know(model)
+        return model
+
+    def _prepare_split(self, inner: ProcessGroupSession, model: nn.Module) -> nn.Module:
+        stages = Stages(inner.prepare_model(model), self.options)
+        stages.shapes = {id(p): p.shape for p in model.parameters()}  # of what was built without memory, too
+        stages.split = Pieces.of(model, inner, self._team)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.data, group_src=0, group=self.group)
+                if self._gradient_size > 1:
+                    dist.broadcast(tensor.data, group_src=0, group=self._gradient_group)
         self._stages[model] = stages
         self._reductions.know(model)
         return model
@@ -192,7 +262,14 @@ class PipelineSession(ProcessGroupSession):
         return value if self.place in guess[id(tensor)] else _no_rows(value)
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile the units, each by itself: the compiler would look past the cuts of a whole model."""
+        """Compile the units, each by itself: the compiler would look past the cuts of a whole model.
+
+        Raises:
+            ConfigError: Tensors are split: stages would compile collectives in other orders.
+        """
+        if self._inner is not None:
+            msg = "compile= does not go with weights='shard' of backend 'pipeline' yet; leave it out"
+            raise ConfigError(msg)
         stages = self._stages.get(model)
         if stages is not None:
             for name, unit in stages.units.items():
@@ -214,6 +291,8 @@ class PipelineSession(ProcessGroupSession):
             )
             raise ConfigError(msg)
         self._optimizers.append(optimizer)
+        if self._inner is not None:
+            self._inner.prepare_optimizer(optimizer)
         return super().prepare_optimizer(optimizer)
 
     # -- the step -----------------------------------------------------------------------------
@@ -392,6 +471,7 @@ class PipelineSession(ProcessGroupSession):
                 model,
                 part,
                 shape_of=lambda p: stages.shapes[id(p)],
+                count_of=lambda p: stages.split.whole(p, stages.shapes[id(p)]).numel(),
                 cuts=self.options.cuts,
                 starts=stages.starts,
                 stages=self.orders.stages,
@@ -428,10 +508,10 @@ class PipelineSession(ProcessGroupSession):
 
         Collective: an all-gather over the ranks that hold the model.
         """
-        said: list[Any] = [None] * self.ranks
+        said: list[Any] = [None] * len(self._places)
         reported = None if failure is None else (time.time(), *_portable(failure))
         try:
-            dist.all_gather_object(said, (mine, reported), group=self.group)
+            dist.all_gather_object(said, (mine, reported), group=self._team)
         except RuntimeError as error:
             msg = f"a rank that holds the model with this one has ended, or hangs: {error}"
             raise RankFailedError(msg) from error
@@ -440,9 +520,9 @@ class PipelineSession(ProcessGroupSession):
             return [value for value, _ in said]
         # What comes later may follow from the first.
         rank, _, pickled, text = min(failed, key=lambda one: one[1])
-        if failure is not None and rank == self.place:
+        if failure is not None and rank == dist.get_rank(self._team):
             raise failure
-        where = dist.get_global_rank(self.group, rank)
+        where = dist.get_global_rank(self._team, rank)
         if pickled is None:
             msg = f"rank {where} has failed in its stages: {text}"
             raise RankFailedError(msg)
@@ -583,8 +663,9 @@ class PipelineSession(ProcessGroupSession):
         total = sum(work.weights) if self.job.loss == "mean" else 1.0
         said = self._shared((names, output, total * (work.factor or 0.0), work.spans), failure)
         if learns and self.options.trace is not None:
-            self._trace([Span(rank, *span) for rank, (*_, spans) in enumerate(said) for span in spans])
-        _, output, total, _ = said[self.orders.rank_of(self.orders.stages - 1)]
+            one_each = [said[self._places.index(place)] for place in range(self.ranks)]
+            self._trace([Span(rank, *span) for rank, (*_, spans) in enumerate(one_each) for span in spans])
+        _, output, total, _ = said[self._places.index(self.orders.rank_of(self.orders.stages - 1))]
         moved: StepOutput = tree_map(lambda v: v.to(self.device) if isinstance(v, Tensor) else v, output)
         if not learns:
             return moved
@@ -657,7 +738,7 @@ class PipelineSession(ProcessGroupSession):
         Collective: all-reduces over the data ranks, unless inside :meth:`no_sync`; reduce-scatters of those
         of weights that they share, inside of it, too.
         """
-        if not found and not self._data_size > 1:
+        if not found and not self._gradient_size > 1:
             return
         number = float(factor)
         if self.job.precision == "fp16-mixed" and 0.0 < number < math.inf:
@@ -674,7 +755,7 @@ class PipelineSession(ProcessGroupSession):
             else:
                 parameter.grad.add_(gradient, alpha=scale)
         found.clear()
-        if self._data_size > 1 and self._syncs:
+        if self._gradient_size > 1 and self._syncs:
             self._average(stages, model)
 
     def _mean_rows(
@@ -705,13 +786,13 @@ class PipelineSession(ProcessGroupSession):
         """Return the parameters that have a gradient on any data rank."""
         flags = torch.tensor(here, dtype=torch.float32, device=self.device)
         if len(flags):
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._data_group)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._gradient_group)
         return [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
 
     def _average_bucket(self, gradients: list[Tensor]) -> None:
         flat = torch.cat([g.reshape(-1) for g in gradients])
-        dist.all_reduce(flat, group=self._data_group)
-        flat.div_(self._data_size)
+        dist.all_reduce(flat, group=self._gradient_group)
+        flat.div_(self._gradient_size)
         for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(piece.view_as(gradient))
 
@@ -736,13 +817,17 @@ class PipelineSession(ProcessGroupSession):
         stages = self._stages.get(self.unwrap(model))
         counts_whole = self._rows is None or self.data_rank == 0
         mine = [
-            p.grad
+            p
             for p in model.parameters()
             if p.grad is not None
             and (stages is None or self._holders(stages, p)[0] == self.place)
             and (counts_whole or (stages is not None and id(p) in stages.shared))
         ]
-        norm = nn.utils.get_total_norm(mine, norm_type).to(self.device)
+        if self._inner is not None:  # a list of parameters, as it looks at no modules
+            norm = self._inner.grad_norm(nn.ParameterList(mine), norm_type=norm_type).to(self.device)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in mine if p.grad is not None], norm_type)
+            norm = norm.to(self.device)
         groups = [self.group] if self._rows is None else [self.group, self._data_group]
         if norm_type == float("inf"):
             for group in groups:
@@ -762,6 +847,13 @@ class PipelineSession(ProcessGroupSession):
             if stages is None or isinstance(value, TensorSlice):
                 continue
             shape, holders = stages.shapes.get(id(parameter)), stages.holders.get(id(parameter))
+            if holders is not None and shape is not None and self._inner is not None:
+                if self.place not in holders:
+                    return TensorSlice(tuple(stages.split.whole(parameter, shape)), [])
+                part = self._inner.as_slice(parameter, value)
+                if isinstance(part, TensorSlice) or len(holders) == self.ranks:
+                    return part
+                return TensorSlice(tuple(shape), [((0,) * value.dim(), value)])
             if holders is not None and shape is not None:
                 rows = self._rows if id(parameter) in stages.shared else None
                 if len(holders) == self.ranks and rows is None:
@@ -773,7 +865,7 @@ class PipelineSession(ProcessGroupSession):
             if owner is not None:
                 start = (0,) * value.dim()
                 return TensorSlice(tuple(value.shape), [(start, value)] if owner == self.place else [])
-        return value
+        return value if self._inner is None else self._inner.as_slice(parameter, value)
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state on every rank, with the names of the user's own module.
@@ -794,6 +886,10 @@ class PipelineSession(ProcessGroupSession):
         parts: dict[str, Tensor] = {}
         for name, value in plain.state_dict(keep_vars=True).items():
             owner = None
+            if stages is not None and id(value) in stages.split.of_ranks:
+                owner = (stages.holders.get(id(value)) or [0])[0]
+                parts[name] = stages.split.whole_later(value, self._team, self._places, owner)
+                continue
             if stages is not None:
                 holders = stages.holders.get(id(value), [])
                 is_cut = 0 < len(holders) < self.ranks or id(value) in stages.shared
@@ -830,7 +926,9 @@ class PipelineSession(ProcessGroupSession):
             for name, value in plain_state(plain.state_dict(keep_vars=True)).items():
                 shape = stages.shapes.get(id(value))
                 new = given.get(name)
-                if isinstance(new, Tensor) and new.shape == shape and value.shape != shape:
+                if isinstance(new, Tensor) and id(value) in stages.split.of_ranks:
+                    given[name] = stages.split.cut(new, value)
+                elif isinstance(new, Tensor) and new.shape == shape and value.shape != shape:
                     shared = self._rows is not None and id(value) in stages.shared
                     rows = self._rows.own(len(new)) if self._rows is not None and shared else None
                     given[name] = new.new_empty(value.shape) if rows is None else new[rows]

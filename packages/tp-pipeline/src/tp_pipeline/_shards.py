@@ -8,12 +8,16 @@
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from tp_core.internal import BUCKET_NBYTES
+from tp_core.plugins import Session
+from tp_core.tensors import TensorSlice
 
 # torch 2.13 has given both other names, and warns of these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -88,6 +92,104 @@ class Rows:
         padded = tensor.new_zeros(rows, *shape[1:])
         padded[: len(tensor)] = tensor
         return padded.view(-1)
+
+
+class Pieces:
+    """Where ranks have pieces of parameters that another session has split.
+
+    ::
+
+        rank 0: columns 0-3    rank 1: columns 4-7        of a matrix with 8 columns
+
+    Attributes:
+        of_ranks: For each split parameter, by identity, the pieces of each rank: where each begins in the
+            whole, and its shape.
+        shapes: The whole shapes of these parameters, by identity.
+    """
+
+    def __init__(self) -> None:
+        self.of_ranks: dict[int, list[list[tuple[tuple[int, ...], torch.Size]]]] = {}
+        self.shapes: dict[int, torch.Size] = {}
+        self._session: Session | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, session: Session, group: ProcessGroup) -> "Pieces":
+        """Return those of a model.
+
+        Args:
+            model: The model, prepared by the session that has split it.
+            session: That session.
+            group: The ranks that hold the model together.
+
+        Collective: an all-gather of the places of pieces.
+        """
+        found = cls()
+        found._session = session
+        parameters = list(model.parameters())
+        slices = [session.as_slice(p, p.data) for p in parameters]
+        mine = [
+            [(tuple(start), part.shape) for start, part in one.parts] if isinstance(one, TensorSlice) else []
+            for one in slices
+        ]
+        everyones: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyones, mine, group=group)
+        for number, (parameter, one) in enumerate(zip(parameters, slices, strict=True)):
+            if isinstance(one, TensorSlice):
+                found.shapes[id(parameter)] = torch.Size(one.shape)
+                found.of_ranks[id(parameter)] = [theirs[number] for theirs in everyones]
+        return found
+
+    def whole(self, parameter: Tensor, shape: torch.Size) -> torch.Size:
+        """Return the whole shape of a parameter, which is its own ``shape`` if it is not split."""
+        return self.shapes.get(id(parameter), shape)
+
+    def whole_later(self, parameter: Tensor, group: ProcessGroup, places: list[int], owner: int) -> Tensor:
+        """Return a tensor without memory that `tp_core.state.whole` can put together.
+
+        Args:
+            parameter: The parameter, which may be empty on ranks of other places.
+            group: The ranks that hold the model together.
+            places: The place of each of them in its pipeline.
+            owner: The place whose ranks send their pieces.
+        """
+        later = torch.empty(self.shapes[id(parameter)], dtype=parameter.dtype, device="meta")
+        senders = [rank for rank, place in enumerate(places) if place == owner]
+        later.full_tensor = partial(self._gather, parameter, group, senders)  # type: ignore[attr-defined]
+        return later
+
+    @torch.no_grad()
+    def _gather(self, parameter: Tensor, group: ProcessGroup, senders: list[int]) -> Tensor:
+        """Return the whole of a parameter.
+
+        Collectives: a broadcast of each piece.
+        """
+        me = dist.get_rank(group)
+        whole = parameter.new_empty(self.shapes[id(parameter)])
+        own = dict(self._parts(parameter, parameter.data)) if me in senders else {}
+        for rank in senders:
+            for start, shape in self.of_ranks[id(parameter)][rank]:
+                piece = own[start].contiguous() if rank == me else parameter.new_empty(shape)
+                dist.broadcast(piece, group_src=rank, group=group)
+                whole[_region(start, shape)] = piece
+        return whole
+
+    def cut(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """Return what a rank has of a whole tensor, in place of what it has of its parameter."""
+        own = whole.new_empty(parameter.shape)
+        if whole.shape != self.shapes[id(parameter)]:
+            return whole  # torch says so
+        for start, part in self._parts(parameter, own) if own.numel() else ():
+            part.copy_(whole[_region(start, part.shape)])
+        return own
+
+    def _parts(self, parameter: Tensor, value: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Return views of a value of a parameter's shape, and where each begins in the whole."""
+        one = self._session.as_slice(parameter, value) if self._session is not None else value
+        return [(tuple(start), part) for start, part in one.parts] if isinstance(one, TensorSlice) else []
+
+
+def _region(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
 def can_be_shared(parameter: Tensor) -> bool:

@@ -305,6 +305,8 @@ class Job:
             it. ``None`` leaves it to the backend.
         ranks_per_sample: The number of consecutive data ranks that get the same samples, of which each
             computes a part: 1, or what a backend asks for that opens another one for the weights; -1 for all.
+        averages_gradients: Whether the session averages gradients over ranks. A backend that opens another
+            one for the weights, and averages them itself, sets this to false.
 
     Raises:
         ConfigError: ``loss``, ``precision``, ``accumulate`` or ``ranks_per_sample`` has another value.
@@ -324,6 +326,7 @@ class Job:
     free_nbytes: int | None = None
     recomputation: Recomputation | None = None
     ranks_per_sample: int = 1
+    averages_gradients: bool = True
 
     def __post_init__(self) -> None:
         for name, known in (("loss", get_args(LossReduction)), ("precision", get_args(Precision))):

@@ -177,7 +177,8 @@ class ProcessGroupSession(Session):
     def average_gradients(self, model: nn.Module, **options: Any) -> nn.Module:
         """Return the model in a wrapper that averages its gradients over the ranks that train it together.
 
-        A model without trained parameters is returned as it is, and so is one of a data group of one.
+        A model without trained parameters is returned as it is, and so is one of a data group of one, or of a
+        job with ``averages_gradients=False``.
 
         Args:
             model: The plain module, on its device.
@@ -190,7 +191,7 @@ class ProcessGroupSession(Session):
         Collective: a broadcast of the weights of the group's first rank. Later, forward broadcasts buffers
         and backward all-reduces gradients in buckets, as DDP does.
         """
-        if self._gradient_size == 1:
+        if self._gradient_size == 1 or not self.job.averages_gradients:
             return model
         if not any(p.requires_grad for p in model.parameters()):
             self._reductions.listen()
