@@ -425,7 +425,7 @@ class Marked(Decoder):
 
 
 COMBINED = [
-    (Marked, torch.optim.SGD, "pipeline", {}, "split parameters, and each rank here has whole ones"),
+    (Marked, torch.optim.SGD, "pipeline", {}, "split parameters, .* or the option weights='shard' for"),
     (Decoder, torch.optim.Muon, "pipeline", {}, "Muon computes with whole matrices, or with all of them"),
     (
         Decoder,

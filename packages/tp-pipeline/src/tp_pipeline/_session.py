@@ -121,8 +121,8 @@ class PipelineSession(ProcessGroupSession):
         )
         self._stages: PerModule[Stages] = PerModule()
         self._optimizers: list[Optimizer] = []
-        is_shared = options.data == "fsdp" and self._data_group is not None
-        self._rows = Rows(self._data_group) if is_shared else None
+        data = self._data_group
+        self._rows = Rows(data) if options.data == "fsdp" and data is not None else None
         self.evaluates_together = self._rows is not None  # without gradients, too, weights are gathered
         self._syncs = True
         self._is_in_step = False
