@@ -13,6 +13,9 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel.comm import broadcast
 
+from tp_core.errors import ModelError
+from tp_core.tensors._slices import is_quantized
+
 # -- Comparison of dictionaries by identity -------------------------------------------------------
 
 
@@ -212,6 +215,8 @@ def version_of(tensor: Tensor) -> Any:
 class ParameterMirror:
     """Copies of parameters that stay on one device.
 
+    Quantized parameters cannot be copied: on their own device they stand for themselves.
+
     Args:
         device: The device of the copies; it may be the parameters' own.
         force_flat: Transfer copies and gradients in flat pieces, as between two devices.
@@ -264,7 +269,10 @@ class ParameterMirror:
         if not force and not suspected and (now, self._copy_versions()) == self._unchanged:
             return [], False
         stale = [
-            i for i, seen in enumerate(self._seen) if force or i in suspected or seen != self._versions(i)
+            i
+            for i, seen in enumerate(self._seen)
+            if (force or i in suspected or seen != self._versions(i))
+            and self.copies[i] is not self.parameters[i]
         ]
         suspected.clear()
         replaced = False
@@ -288,6 +296,14 @@ class ParameterMirror:
         return version_of(self.parameters[i]), version_of(self.copies[i])
 
     def _empty_like(self, parameter: Parameter) -> Tensor:
+        if is_quantized(parameter):
+            if parameter.device == self.device:
+                return parameter
+            msg = (
+                f"a quantized weight ({type(parameter).__name__}) cannot be copied to {self.device}: train over "
+                "it on one device, or with a process for each device on the backend 'ddp'"
+            )
+            raise ModelError(msg)
         # Autograd refuses tensors made in inference mode, and copies outlive the call that makes them.
         with torch.inference_mode(mode=False):
             return torch.empty_like(parameter.detach(), device=self.device)

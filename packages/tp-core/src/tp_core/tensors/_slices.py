@@ -44,6 +44,11 @@ def quantized_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     return [part for one in inner for part in quantized_parts(one) or [one]]
 
 
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has integers and scales; bitsandbytes keeps scales in its attributes."""
+    return quantized_parts(parameter) is not None or type(parameter).__module__.startswith("bitsandbytes.")
+
+
 def check_not_quantized(model: torch.nn.Module, backend: str) -> None:
     """Check that no weight is quantized, for a backend that cuts weights.
 
@@ -51,10 +56,9 @@ def check_not_quantized(model: torch.nn.Module, backend: str) -> None:
         ModelError: One is; it is named.
     """
     for name, parameter in model.named_parameters():
-        kind = type(parameter)  # bitsandbytes keeps scales in attributes of its parameters
-        if quantized_parts(parameter) is not None or kind.__module__.startswith("bitsandbytes."):
+        if is_quantized(parameter):
             msg = (
-                f"the model's {name!r} is quantized ({kind.__name__}), and {backend} cannot cut its integers "
+                f"the model's {name!r} is quantized ({type(parameter).__name__}), and {backend} cannot cut its integers "
                 "and scales: train adapters over it on the backend 'single' or 'ddp', or load the base in "
                 "floating point (bfloat16)"
             )
