@@ -30,6 +30,20 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+def with_peft(kind, dtype, seed=0):
+    """Return the same with peft's own adapter."""
+    peft = pytest.importorskip("peft")
+    base = Adapted(kind, dtype, seed).base
+    base.is_loaded_in_4bit, base.is_loaded_in_8bit = kind == "nf4", kind == "bnb-int8"
+    torch.manual_seed(1)
+    options = {"r": 4, "target_modules": ["0"], "init_lora_weights": False}
+    return peft.get_peft_model(base, peft.LoraConfig(**options))
+
+
+def trained(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
 def quantized(kind, model, dtype):
     if LIBRARIES[kind] == "torchao":
         from torchao import quantization
@@ -55,8 +69,8 @@ def step(model, batch):
     return (model(batch[0]) - batch[0]).square().mean()
 
 
-def fit(kind, dtype, folder=None, *, epochs=1, seed=0, backend="single", devices="cpu"):
-    model = Adapted(kind, dtype, seed)
+def fit(kind, dtype, folder=None, *, make=Adapted, epochs=1, seed=0, backend="single", devices="cpu"):
+    model = make(kind, dtype, seed)
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
     with Trainer(seed=0, progress=False, devices=devices, backend=backend) as trainer:
         trainer.fit(
@@ -68,11 +82,11 @@ def fit(kind, dtype, folder=None, *, epochs=1, seed=0, backend="single", devices
             checkpoint=None if folder is None else Checkpoints(folder, weights="trainable"),
             resume=None if folder is None else "auto",
         )
-    return model.up.weight.detach().clone()
+    return trained(model)
 
 
-def by_hand(kind, dtype, epochs):
-    model = Adapted(kind, dtype)
+def by_hand(kind, dtype, epochs, make=Adapted):
+    model = make(kind, dtype)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
     for _ in range(epochs):
@@ -80,7 +94,7 @@ def by_hand(kind, dtype, epochs):
             optimizer.zero_grad()
             step(model, (part,)).backward()
             optimizer.step()
-    return model.up.weight.detach()
+    return trained(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -95,21 +109,22 @@ def test_adapters_over_a_quantized_base_are_trained_as_by_hand_and_resumed(tmp_p
         fit(kind, dtype, tmp_path, epochs=4, seed=1)
 
 
+@pytest.mark.parametrize("make", [Adapted, with_peft])
 @pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
 @pytest.mark.parametrize("kind", LIBRARIES)
-def test_two_devices_train_over_a_quantized_base_as_one_does(tmp_path, kind, backend):
+def test_two_devices_train_over_a_quantized_base_as_one_does(tmp_path, kind, backend, make):
     pytest.importorskip(LIBRARIES[kind])
-    two = {"backend": backend, "devices": ["cpu", "cpu"]}
+    two = {"backend": backend, "devices": ["cpu", "cpu"], "make": make}
     fit(kind, torch.float32, tmp_path, **two)
     found = fit(kind, torch.float32, tmp_path, epochs=2, **two)
-    torch.testing.assert_close(found, by_hand(kind, torch.float32, 2), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, by_hand(kind, torch.float32, 2, make), rtol=1e-4, atol=1e-6)
 
 
 def on_two_ranks(kind):
-    trained = fit(kind, torch.float32, epochs=2, backend="ddp")
+    found = fit(kind, torch.float32, epochs=2, backend="ddp")
     with pytest.raises(ModelError, match=r"'base.0.weight' is quantized .* fully_shard cannot cut"):
         fit(kind, torch.float32, backend="fsdp")
-    return trained
+    return found
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from tp_core.errors import ConfigError, DeviceError, ModelError
 from tp_core.replicas import Replicas
+from tp_core.replicas._mirror import ParameterMirror
 
 
 def call(replica, part):
@@ -218,6 +219,50 @@ def test_a_shard_is_refused(model):
     model[0].weight.tp_sharded = True
     with pytest.raises(ModelError, match=r"'0.weight' is one rank's shard"):
         Replicas(model, ["cpu", "cpu"]).run(call, X)
+
+
+class Packed(torch.Tensor):
+    """Integers and scales in one tensor, as torchao has them: nothing makes an empty one."""
+
+    @staticmethod
+    def __new__(cls, values, scales):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scales.dtype)
+
+    def __init__(self, values, scales):
+        self.values, self.scales = values, scales
+
+    def __tensor_flatten__(self):
+        return ["values", "scales"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        assert "detach" in str(operator), operator
+        return cls(args[0].values, args[0].scales)
+
+
+class Adapted(nn.Module):
+    adapter_layer_names = ("up",)  # as peft's layers have
+
+    def __init__(self):
+        super().__init__()
+        packed = Packed(torch.ones(4, 3, dtype=torch.int8), torch.full((4, 1), 0.5))
+        self.weight, self.up = nn.Parameter(packed, requires_grad=False), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return x @ (self.weight.values * self.weight.scales).T + self.up(x)
+
+
+def test_replicas_with_adapters_share_a_quantized_base_on_their_device():
+    model = Adapted()
+    replicas = Replicas(model, ["cpu", "cpu"])
+    for _ in range(2):
+        outputs = replicas.run(call, X)
+        assert torch.equal(outputs[1], model(X[1]))
+    assert copied(replicas) == 2
+    outputs[1].sum().backward()
+    assert torch.equal(model.up.bias.grad, torch.ones(4))
+    with pytest.raises(ModelError, match=r"a quantized weight \(Packed\) cannot be copied to meta"):
+        ParameterMirror(torch.device("meta")).follow([model.weight])
 
 
 def test_dropping_the_replicas_frees_copies_and_threads(model):

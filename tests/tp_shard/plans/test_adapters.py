@@ -373,6 +373,16 @@ def test_a_plan_says_which_adapted_layer_stays_whole_and_why(capsys):
     assert "computes more than LoRA, DoRA or IA3 (MiCALinearVariant)" in said
 
 
+@pytest.mark.slow
+def test_another_kind_of_adapter_is_refused_by_name():
+    import peft
+
+    warnings.simplefilter("ignore")
+    model = peft.get_peft_model(plain("llama"), peft.LoHaConfig(r=4, target_modules=["up_proj"]))
+    with pytest.raises(ModelError, match=r"mlp.up_proj cannot be split: its adapter \(peft.tuners.loha"):
+        ts.parallelize(model, LLAMA)
+
+
 # -- What is saved, and what is refused -----------------------------------------------------------
 
 

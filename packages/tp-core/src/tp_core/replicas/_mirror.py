@@ -300,8 +300,8 @@ class ParameterMirror:
             if parameter.device == self.device:
                 return parameter
             msg = (
-                f"a quantized weight ({type(parameter).__name__}) cannot be copied to {self.device}: train over "
-                "it on one device, or with a process for each device on the backend 'ddp'"
+                f"a quantized weight ({type(parameter).__name__}) cannot be copied to {self.device}: train "
+                "over it on one device, or with a process for each device on the backend 'ddp'"
             )
             raise ModelError(msg)
         # Autograd refuses tensors made in inference mode, and copies outlive the call that makes them.

@@ -58,9 +58,9 @@ def check_not_quantized(model: torch.nn.Module, backend: str) -> None:
     for name, parameter in model.named_parameters():
         if is_quantized(parameter):
             msg = (
-                f"the model's {name!r} is quantized ({type(parameter).__name__}), and {backend} cannot cut its integers "
-                "and scales: train adapters over it on the backend 'single' or 'ddp', or load the base in "
-                "floating point (bfloat16)"
+                f"the model's {name!r} is quantized ({type(parameter).__name__}), and {backend} cannot cut "
+                "its integers and scales: train adapters over it on the backend 'single' or 'ddp', or load "
+                "the base in floating point (bfloat16)"
             )
             raise ModelError(msg)
 
