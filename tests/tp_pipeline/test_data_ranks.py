@@ -6,10 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from tp_core.testing import RankPool
 from tp_pipeline._shards import buckets  # private: no public name cuts into buckets
-from tp_trainer import Checkpoints, Trainer
+from tp_trainer import Checkpoints, Trainer, checkpoint_activations
+from tp_trainer.callbacks import ExponentialMovingAverage
 
 from tests.integration import pipeline_families as families
 
@@ -88,6 +91,75 @@ def test_a_run_with_shared_weights_is_resumed_on_one_device_and_back(four, tmp_p
     resumed += four.run(ended, "pipeline", str(tmp_path / "back"), SHARED)
     for found in resumed:
         torch.testing.assert_close(found[1], expected, rtol=1e-9, atol=1e-10)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def train_layers(case, data=None):
+    """Train four layers in one way, in stages if ``data`` is given; return losses and weights."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    if case == "recomputed":
+        checkpoint_activations(model, Layer)
+    if case == "adapters":
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+        model = get_peft_model(model, adapters)
+    arguments = {"bf16": {"precision": "bf16-mixed"}, "fp16": {"precision": "fp16-mixed"}}.get(case, {})
+    if case == "compiled":
+        arguments["compile"] = "blocks"
+    if data is not None:
+        schedule = "ZBVZeroBubble" if case == "zero bubble" else "1F1B"
+        options = {"pipeline": {"ranks": 2, "data": data, "schedule": schedule}}
+        arguments |= {"backend": "pipeline", "options": options}
+    rows = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(*rows), batch_size=8)
+    with Trainer(devices="cpu", progress=False, seed=0, **arguments) as trainer:
+        history = trainer.fit(
+            model,
+            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01),
+            loader,
+            step=lambda m, b: F.mse_loss(m(b[0]), b[1]),
+            validation=loader,
+            epochs=2,
+            clip_norm=0.5,
+            callbacks=[ExponentialMovingAverage(0.5)] if case == "averaged" else [],
+        )
+        state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+    return [loss for record in history for loss in (record.train["loss"], record.val["loss"])], state
+
+
+def train_in_both_ways(cases):
+    """Return the outcomes of each case, of data ranks with whole weights and with rows of them."""
+    return [[train_layers(case, data) for data in ("ddp", "fsdp")] for case in cases]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(
+            ["bf16", "fp16", "averaged", "recomputed", "adapters", "zero bubble"], marks=pytest.mark.slow
+        ),
+        pytest.param(["compiled"], marks=pytest.mark.nightly),
+    ],
+    ids=["eager", "compiled"],
+)
+def test_rows_of_weights_train_as_whole_ones_in_each_way(four, cases):
+    for case, (whole, of_rows) in zip(cases, four.run(train_in_both_ways, cases)[0], strict=True):
+        torch.testing.assert_close(of_rows, whole, rtol=1e-6, atol=1e-6, msg=lambda m, c=case: f"{c}: {m}")
+        if case != "compiled":  # which takes long
+            # Half precision rounds the gradients of micro-batches.
+            tolerance = 1e-3 if case in {"bf16", "fp16"} else 1e-6
+            torch.testing.assert_close(whole, train_layers(case), rtol=tolerance, atol=tolerance)
 
 
 def test_buckets_end_at_their_size_and_where_types_change():
