@@ -34,7 +34,7 @@ from tp_trainer.planning._samples import Measured, Subject
 from tests.bench._results import Results
 from tests.bench.trainer.memory import MIB, STEPS, Samples, resident, texts, word_loss
 
-SAMPLES, LENGTH, ROUNDS = 8, 128, 3
+SAMPLES, LENGTH, ROUNDS = 8, 128, 2
 LEAST_WORDS = 2000
 
 
