@@ -4,8 +4,8 @@
 measures it. ``order``: layouts of three models on four ranks, by the plan with the rates that
 ``calibrate()`` measures first, and by the clock: Kendall's tau of both orders. The ranks take the layouts in
 turns, several rounds of them, and the fastest step of each counts, so that what else the machine does falls
-on all alike. Models are those of transformers, made small. ``blind``: what torchtitan has published, beside
-what the plan says of it with rates that nothing was fitted to.
+on all alike. Models are those of transformers, made small. ``blind``: what torchtitan and Megatron-LM
+have published, beside what the plan says of it with rates that nothing was fitted to.
 """
 
 import gc
@@ -23,11 +23,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment
-from tp_core.jobs import Layout
+from tp_core.internal import averaged_gradients
+from tp_core.jobs import Layout, StepWork
 from tp_core.plugins import Job, registry
 from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 from tp_trainer.planning import Links, Machine, calibrate, plan
+from tp_trainer.planning._machine import Operators
 from tp_trainer.planning._plan import time_of
 from tp_trainer.planning._samples import Measured, Subject
 
@@ -195,11 +197,33 @@ def order(results: Results) -> None:
 
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: Llama 3.1 8B on H100s of 96 GB, parameters in
 # float32 that are gathered in bfloat16. GiB; tokens per second and GPU.
-# Tables 1 and 3: fully_shard, 8,192 tokens, two samples on each, selective activation checkpointing.
+# Tables 1 and 3: fully_shard, 8,192 tokens, two samples on each, selective activation checkpointing; eager,
+# and with torch.compile.
 PRINTED = {8: (82.4, 5762.0), 128: (67.0, 5605.0)}
+COMPILED = {8: (77.0, 6667.0), 128: (62.0, 6514.0)}
 # Table 2: 8 GPUs, fsdp x context, one sample, every block again; compiled, and with products in float8.
 CONTEXT = {1: (83.9, 3890.0), 2: (84.2, 2540.0), 4: (84.0, 1071.0), 8: (84.5, 548.0)}
 WIDTH, HIDDEN, HEADS, KEYS, WORDS = 4096, 14336, 32, 8, 128256
+LINKS = Links.parse("node=8x450GB/s,between=50GB/s")
+
+# Megatron-LM, README.md and images/ of release core_r0.8.0: GPT, 4,096 tokens, 131,072 words, H100s. Weak
+# scaling, on 48 data ranks each: heads, width, layers, ranks for tensors and stages, samples of a step, and
+# teraFLOP/s of one GPU. Strong scaling has the model of 177B with 1,152 samples, at 47 % of the peak on the
+# fewest and 42 % on the most ranks; its layouts are not printed. All counts are multiples of 48, so the
+# stages of that model's row are taken.
+WEAK = {
+    "1.7B": (16, 2048, 24, 1, 1, 192, 408.8),
+    "7.1B": (32, 4096, 30, 2, 1, 192, 465.9),
+    "16B": (48, 6144, 32, 4, 1, 192, 489.1),
+    "32B": (56, 7168, 48, 8, 1, 192, 459.6),
+    "70B": (64, 8192, 84, 8, 2, 384, 419.7),
+    "119B": (80, 10240, 92, 8, 4, 768, 420.5),
+    "177B": (96, 12288, 96, 8, 6, 1152, 432.8),
+    "314B": (128, 16384, 96, 8, 8, 1536, 474.4),
+    "462B": (144, 18432, 112, 8, 16, 3072, 459.9),
+}
+STRONG = {96: 47, 2304: 44, 4608: 42}
+TOKENS, ENTRIES, PEAK = 4096, 131072, 989e12
 
 
 class Block(nn.Module):
@@ -268,6 +292,16 @@ def measured_8b(length: int, samples: int, what: Any) -> tuple[nn.Module, Measur
     return model, replace(found, footprint=replace(half, **states))
 
 
+def fused(needed: Measured) -> Measured:
+    """Return what is left to do where a compiler makes all else part of products."""
+
+    def products(found: Operators) -> Operators:
+        kept = found.flops > 0
+        return Operators(found.flops[kept], found.nbytes[kept], found.times[kept])
+
+    return replace(needed, forward=products(needed.forward), backward=products(needed.backward))
+
+
 def predicted(
     model: nn.Module, needed: Measured, layout: Layout, backend: str, what: Any
 ) -> tuple[int, float]:
@@ -283,10 +317,118 @@ def predicted(
         recomputation=what,
     )
     found = chosen.forecast(job, layout)
-    links = Links.parse("node=8x450GB/s,between=50GB/s")
     return found.memory.total, time_of(
-        needed, found.work, 1, Machine(), links, trained=1 / layout.ranks
+        needed, found.work, 1, Machine(), LINKS, trained=1 / layout.ranks
     ).total
+
+
+class GptBlock(nn.Module):
+    """A block of GPT-3, without dropout: (batch, tokens, width) -> the same."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class GptModel(nn.Module):
+    """A GPT with learned positions, whose head is its table: tokens (batch, tokens) -> logits."""
+
+    def __init__(self, heads: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(ENTRIES, width), nn.Embedding(TOKENS, width)
+        self.blocks = nn.ModuleList(GptBlock(heads, width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, ENTRIES, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Gpt:
+    """A GPT of Megatron-LM's table, with what its steps need."""
+
+    def __init__(self, heads: int, width: int, layers: int) -> None:
+        with torch.device("meta"):
+            self.model = GptModel(heads, width, layers)
+            tokens = torch.zeros(2, TOKENS, dtype=torch.long)
+        self.subject = Subject(self.model, None, tokens, next_word_loss, "bf16-true")
+        # Of a sample: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+        # Megatron-LM", 2021, with nothing computed again. Attention is over all pairs of tokens.
+        self.flops = 72 * TOKENS * layers * width**2
+        self.flops *= 1 + TOKENS / (6 * width) + ENTRIES / (12 * layers * width)
+
+    def work_of(self, backend: str, layout: Layout, needed: Measured) -> StepWork:
+        (chosen,) = [c.item for c in registry.backends() if c.item.name == backend]
+        job = Job(
+            devices=(torch.device("cuda", 0),),
+            environment=LaunchEnvironment(world_size=layout.ranks, local_world_size=8),
+            model=self.model,
+            precision="bf16-true",
+            options=layout.options,
+            footprint=needed.footprint,
+            recomputation="nothing",
+        )
+        found: StepWork = chosen.forecast(job, layout).work
+        return found
+
+    def reached(self, data: int, tensor: int, stages: int, samples: int) -> float:
+        """Return the floating-point operations of a device in a second.
+
+        Stages take the faster of 1F1B and its interleaved form with two stages on each rank. No backend
+        forecasts stages of split tensors yet: here a rank does its part of both.
+        """
+        each, seconds = samples // data, []
+        parts = each if stages > 1 else 1  # micro-batches of a sample in a batch
+        needed = self.subject.measure(parts, "nothing")
+        split = StepWork()
+        if tensor > 1:
+            options = {"shard": {"group_size": tensor, "data": "ddp"}}
+            split = self.work_of("shard", Layout(axes={"tensor": tensor}, options=options), needed)
+        for schedule in ("1F1B", "Interleaved1F1B") if stages > 1 else ("",):
+            staged = StepWork()
+            if stages > 1:
+                options = {"pipeline": {"ranks": stages, "schedule": schedule, "microbatches": parts}}
+                staged = self.work_of("pipeline", Layout(axes={"pipeline": stages}, options=options), needed)
+            mine = staged.operations
+            sums = [
+                replace(t, nbytes=t.nbytes // parts, times=round(t.times * parts * mine))
+                for t in split.transfers
+            ]
+            sends = [replace(t, stride=tensor) for t in staged.transfers]
+            part = mine * split.operations
+            gradients = int(needed.footprint.gradients * part)
+            averages = averaged_gradients(gradients, data, stride=tensor * stages)
+            work = replace(staged, operations=part, transfers=(*sums, *sends, *averages))
+            time = time_of(needed, work, each // parts, Machine(), LINKS, trained=part / data)
+            seconds.append(time.total)
+        return samples * self.flops / min(seconds) / (data * tensor * stages)
+
+
+def megatron(results: Results) -> None:
+    for name, (heads, width, layers, tensor, stages, samples, printed) in WEAK.items():
+        model = Gpt(heads, width, layers)
+        ranks = 48 * tensor * stages
+        reached = model.reached(48, tensor, stages, samples)
+        label = f"GPT {name}, {ranks} devices: predicted"
+        results.add(label, reached / 1e12, "TFLOP/s", note=f"printed {printed}")
+        results.add(f"{label}, of the peak", 100 * reached / PEAK, "%", note=f"printed {printed / 9.89:.0f}")
+        if name == "177B":
+            for ranks, share in STRONG.items():
+                reached = model.reached(ranks // (tensor * stages), tensor, stages, samples)
+                label = f"GPT 177B, {samples} samples, {ranks} devices: predicted, of the peak"
+                results.add(label, 100 * reached / PEAK, "%", note=f"printed {share}")
 
 
 def blind(results: Results) -> None:
@@ -301,6 +443,9 @@ def blind(results: Results) -> None:
             results.add(
                 f"{label}: predicted rate", 2 * 8192 / seconds, "tokens/s", note=f"printed {rate:,.0f}"
             )
+            _, seconds = predicted(model, fused(needed), layout, "fsdp", what)
+            note = "compiled, printed {} GiB, {:,.0f}".format(*COMPILED[ranks])
+            results.add(f"{label}: predicted rate, fused", 2 * 8192 / seconds, "tokens/s", note=note)
     for context, (memory, rate) in CONTEXT.items():
         length = 32768 * context
         model, needed = measured_8b(length, 1, "every block")
@@ -312,6 +457,7 @@ def blind(results: Results) -> None:
         results.add(f"{label}: predicted", nbytes / 2**30, "GiB", note=f"printed {memory}")
         here = length / seconds / context
         results.add(f"{label}: predicted rate", here, "tokens/s", note=f"printed {rate:,.0f}, in float8")
+    megatron(results)
 
 
 def main(wanted: list[str]) -> None:
