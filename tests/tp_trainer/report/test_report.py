@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -73,16 +74,15 @@ def test_a_trace_in_the_folder_of_a_run_is_a_picture_of_who_computed_what_when(t
         {"name": "thread_name", "ph": "M", "tid": rank, "args": {"name": f"rank {rank}"}} for rank in (0, 1)
     ]
     spans = [
-        {"name": f"{kind} {part}", "ph": "X", "tid": rank, "ts": 100.0 * (part + rank), "dur": 90.0}
-        for kind in ("forward", "backward")
-        for part in (0, 1)
+        {"name": f"{kind} {part}", "ph": "X", "tid": rank, "ts": 100.0 * (time + rank), "dur": 90.0}
+        for time, (kind, part) in enumerate(product(("forward", "backward"), (6, 7)))
         for rank in (0, 1)
     ]
     trace = folder / "stages.trace.json"
     trace.write_text(json.dumps({"traceEvents": rows + spans}))
     page = page_of(folder)
     assert page.count("<svg") == 3
-    assert all(f">{words}<" in page for words in ("stages", "rank 0", "rank 1", "forward", "backward"))
+    assert all(f">{words}<" in page for words in ("stages: idle 27%", "rank 0", "rank 1", "forward", "7"))
     trace.write_text("{}")
     with pytest.raises(StateError, match=r"stages.trace.json is not a trace of Chrome's format: .* move it"):
         page_of(folder)

@@ -972,7 +972,8 @@ def _write_trace(path: str, spans: Sequence[Span]) -> None:
         for rank in sorted({span.rank for span in spans})
     ]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({"traceEvents": rows + events}))
+    rows.append({"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "stages of a batch"}})
+    Path(path).write_text(json.dumps({"traceEvents": rows + events, "displayTimeUnit": "ms"}))
 
 
 class _Body(nn.Module):

@@ -29,13 +29,14 @@ _SIZE_INCHES = (4.6, 2.7)
 _MARKS = {"run": "restart", "interruption": "interruption"}
 
 # Unlikely colors: in the SVG they are replaced by variables of the page's light or dark theme.
-_INK, _GRID, _MARK = "#010203", "#010204", "#010205"
+_INK, _GRID, _MARK, _CARD = "#010203", "#010204", "#010205", "#010206"
 _COLORS = tuple(f"#0102{0x10 + i:02x}" for i in range(8))
 _PNG_COLORS = ("#1f6fb2", "#c8501e", "#2e8b57", "#8a4fbf", "#b8860b", "#c2185b", "#00838f", "#5d4037")
 _VARIABLES = {
     _INK: "var(--ink)",
     _GRID: "var(--grid)",
     _MARK: "var(--mark)",
+    _CARD: "var(--card)",
     **{color: f"var(--c{i})" for i, color in enumerate(_COLORS)},
 }
 
@@ -81,12 +82,26 @@ class Timeline:
     Attributes:
         name: The name of the file that it was read from.
         rows: The names of the rows.
-        spans: The row, the begin and the duration in seconds, and the kind of each span.
+        spans: The row, the begin and the duration in seconds, the kind, and the number of each span.
     """
 
     name: str
     rows: list[str]
-    spans: list[tuple[int, float, float, str]]
+    spans: list[tuple[int, float, float, str, str]]
+
+    @property
+    def title(self) -> str:
+        """The name, and the share of the time in which rows are empty."""
+        if not self.spans:
+            return self.name
+        first = min(begin for _, begin, *_ in self.spans)
+        whole = max(begin + seconds for _, begin, seconds, *_ in self.spans) - first
+        busy, reached = 0.0, [first] * len(self.rows)  # spans may lie within others
+        for row, begin, seconds, *_ in sorted(self.spans):
+            busy += max(0.0, begin + seconds - max(begin, reached[row]))
+            reached[row] = max(reached[row], begin + seconds)
+        idle = 1 - busy / whole / len(self.rows) if whole else 0.0
+        return f"{self.name}: idle {idle:.0%}"
 
 
 def timelines(run: LoggedRun) -> list[Timeline]:
@@ -105,10 +120,11 @@ def _read_timeline(path: Path) -> Timeline:
         spans = [e for e in events if e["ph"] == "X"]
         names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
         ids = sorted({e["tid"] for e in spans})
-        found = [
-            (ids.index(e["tid"]), e["ts"] / 1e6, e["dur"] / 1e6, e["name"].rstrip("0123456789 "))
-            for e in spans
-        ]
+        found = []
+        for e in spans:
+            kind = e["name"].rstrip("0123456789 ")
+            number = e["name"][len(kind) :].strip()
+            found.append((ids.index(e["tid"]), e["ts"] / 1e6, e["dur"] / 1e6, kind, number))
     except (ValueError, KeyError, TypeError) as error:
         msg = f"{path} is not a trace of Chrome's format: {error!r}; move it out of the run's folder"
         raise StateError(msg) from error
@@ -178,28 +194,36 @@ def draw(*charts: Chart | Timeline, png: bool = False) -> "Figure":
         ink, grid, mark = ("#222222", "#dddddd", "#888888") if png else (_INK, _GRID, _MARK)
         colors = _PNG_COLORS if png else _COLORS
         if isinstance(chart, Timeline):
-            _draw_spans(axes, chart, colors)
+            _draw_spans(axes, chart, colors, "#ffffff" if png else _CARD)
+            _style(axes, chart.title, ink, grid)
         else:
             _draw_curves(axes, chart, colors, mark)
-        _style(axes, chart.name, ink, grid)
+            _style(axes, chart.name, ink, grid)
     return figure
 
 
-def _draw_spans(axes: Any, timeline: Timeline, colors: Sequence[str]) -> None:
-    kinds = list(dict.fromkeys(kind for *_, kind in timeline.spans))
+def _draw_spans(axes: Any, timeline: Timeline, colors: Sequence[str], paper: str) -> None:
+    """Draw a bar for each span, with its number where there is room."""
+    kinds = list(dict.fromkeys(span[3] for span in timeline.spans))
+    whole = max((begin + seconds for _, begin, seconds, *_ in timeline.spans), default=0.0)
+    unit, scale = ("milliseconds", 1e3) if whole < 1 else ("seconds", 1.0)
     for number, kind in enumerate(kinds):
         own = [span for span in timeline.spans if span[3] == kind]
-        axes.barh(
+        bars = axes.barh(
             [row for row, *_ in own],
-            [seconds for _, _, seconds, _ in own],
-            left=[begin for _, begin, *_ in own],
+            [scale * span[2] for span in own],
+            left=[scale * span[1] for span in own],
             height=0.7,
             color=colors[number % len(colors)],
+            edgecolor=paper,
+            linewidth=0.5,
             label=kind,
         )
+        texts = [span[4] if span[2] > whole / 60 * len(span[4]) else "" for span in own]
+        axes.bar_label(bars, texts, label_type="center", color=paper, fontsize=6)
     axes.set_yticks(range(len(timeline.rows)), timeline.rows)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds")
+    axes.set_xlabel(unit)
 
 
 def _draw_curves(axes: Any, chart: Chart, colors: Sequence[str], mark: str) -> None:
@@ -233,7 +257,9 @@ def _style(axes: Any, title: str, ink: str, grid: str) -> None:
     for side in ("left", "bottom"):
         axes.spines[side].set_color(grid)
     if len(axes.get_legend_handles_labels()[0]) > 1:
-        axes.legend(fontsize=8, labelcolor=ink, frameon=False)
+        is_covered = bool(axes.patches)  # by bars, which are everywhere
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "borderaxespad": 0}
+        axes.legend(fontsize=8, labelcolor=ink, frameon=False, **(place if is_covered else {}))
 
 
 def svg(chart: Chart | Timeline) -> str:
