@@ -157,7 +157,7 @@ def check_kind(path: str, module: nn.Module, style: Style) -> None:
         return
     tables = isinstance(style, Vocab) or (isinstance(style, Column) and style.heads is not None)
     if not is_linear(module) and not (tables and isinstance(module, nn.Embedding)):
-        if hasattr(module, "base_layer"):
+        if is_linear(getattr(module, "base_layer", module)):
             msg = (
                 f"{path} cannot be split: its adapter ({type(module).__module__}.{kind}) computes more than "
                 "LoRA, DoRA or IA3; leave the layer out of the plan, and it stays whole"
