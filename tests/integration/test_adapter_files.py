@@ -1,7 +1,7 @@
 """Adapters of peft in files: written by every backend, and loaded by peft and by every backend."""
 
 import json
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 
 import pytest
@@ -67,16 +67,21 @@ def step(model, batch):
     return model(input_ids=batch[0], labels=batch[0]).loss
 
 
-def split(model, backend):
-    if backend != "shard":
+@cache
+def plan_of(kind):
+    return ts.plans.auto(make(kind), verbose=False)
+
+
+def split(model, plan):
+    if plan is None:
         return model
     if not torch.distributed.is_initialized():
         ts.distributed.init_process_group()
-    return ts.parallelize(model, ts.plans.auto(model, verbose=False))
+    return ts.parallelize(model, plan)
 
 
-def train(kind, backend, folder, *, adapters=("default",), devices="cpu", epochs=1):
-    model = split(make(kind, adapters=adapters), backend)
+def train(kind, backend, folder, *, adapters=("default",), devices="cpu", epochs=1, plan=None):
+    model = split(make(kind, adapters=adapters), plan)
     ids = torch.randint(TOKENS, (8, 6), generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     with Trainer(seed=0, progress=False, devices=devices, backend=backend) as trainer:
@@ -91,7 +96,7 @@ def train(kind, backend, folder, *, adapters=("default",), devices="cpu", epochs
         )
         trainer.export(model, folder / "adapter", adapter=True)
         trainer.export(model, folder / "merged.safetensors", merged=True)
-        fresh = split(make(kind, adapters=adapters), backend)
+        fresh = split(make(kind, adapters=adapters), plan)
         trainer.load_model(fresh, folder / "adapter")
         state = trainer.session.model_state(model)
         loaded = trainer.session.model_state(fresh)
@@ -132,15 +137,16 @@ def test_peft_loads_what_one_process_writes(tmp_path, backend, kind):
     check(kind, tmp_path, train(kind, backend, tmp_path, devices=devices))
 
 
-def train_all(backend, folder):
-    return {kind: train(kind, backend, folder / kind) for kind in KINDS}
+def train_all(backend, folder, plans):
+    return {kind: train(kind, backend, folder / kind, plan=plans.get(kind)) for kind in KINDS}
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "shard"])
 def test_peft_loads_what_two_ranks_write(two_ranks, tmp_path, backend):
     for kind in KINDS:
         (tmp_path / kind).mkdir()
-    for found in two_ranks.run(partial(train_all, backend, tmp_path)):
+    plans = {kind: plan_of(kind) for kind in KINDS} if backend == "shard" else {}
+    for found in two_ranks.run(partial(train_all, backend, tmp_path, plans)):
         for kind in KINDS:
             check(kind, tmp_path / kind, found[kind])
 
@@ -173,7 +179,8 @@ def test_models_and_files_that_do_not_go_together_are_refused(tmp_path):
 def test_a_run_goes_from_backend_to_backend_without_its_base(tmp_path):
     train("saved", "single", tmp_path)
     for epochs, backend in ((2, "shard"), (3, "fsdp")):
-        run_ranks(partial(train, epochs=epochs), 2, "saved", backend, tmp_path, timeout_s=300)
+        plan = plan_of("saved") if backend == "shard" else None
+        run_ranks(partial(train, epochs=epochs, plan=plan), 2, "saved", backend, tmp_path, timeout_s=300)
     found, _ = train("saved", "single", tmp_path, epochs=4)
     expected, _ = train("saved", "single", tmp_path / "undisturbed", epochs=4)
     for name, weight in expected.items():
