@@ -18,22 +18,9 @@ from tp_core.cli._plain import platform_notes
 from tp_core.discovery import CONTRACT_VERSION, PluginRegistry
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.plugins import registry
-from tp_core.plugins._hooks import DISABLE_VARIABLE, describe, stdout_to_stderr
+from tp_core.plugins._hooks import DISABLE_VARIABLE, FIRST_PARTY, describe, stdout_to_stderr
 from tp_core.plugins._registry import ENTRY_POINT_GROUP, KEYWORD, find_forgotten
 from tp_core.plugins._select import Selection, select
-
-_DISTRIBUTIONS = (
-    "tp-context",
-    "tp-core",
-    "tp-dp-gather",
-    "tp-pipeline",
-    "tp-runner",
-    "tp-shard",
-    "tp-trainer",
-    "tp-tuple",
-    "tp-verify",
-)
-
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -192,9 +179,9 @@ def _libraries() -> dict[str, str]:
 
 def _installed() -> dict[str, str]:
     """Return the versions of tp's distributions, and after them of what these require, with their extras."""
-    ours = {name: found for name in _DISTRIBUTIONS if (found := _version(name)) is not None}
+    ours = {name: found for name in sorted(FIRST_PARTY) if (found := _version(name)) is not None}
     needed = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for name in ours for text in requires(name) or ()}
-    others = {name: _version(name) for name in sorted(needed - {*_DISTRIBUTIONS, "torch"})}
+    others = {name: _version(name) for name in sorted(needed - FIRST_PARTY - {"torch"})}
     return ours | {name: found for name, found in others.items() if found is not None}
 
 
