@@ -242,10 +242,7 @@ class _Loop(cst.CSTTransformer):
             return updated_node
         name = _name_of(value.func)
         last = name.rpartition(".")[2]
-        if (
-            last in ("init_process_group", "destroy_process_group", "set_device", "set_device_index")
-            or last == "set_epoch"
-        ):
+        if last in _OF_TP:
             self._removed = True
         elif name in ("torch.save", "save") and not self._is_moved(value):
             return updated_node.with_changes(
