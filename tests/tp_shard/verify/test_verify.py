@@ -132,6 +132,19 @@ class Late(nn.Module):
         return self.down(hidden if self.calls < 3 else hidden.roll(1, -1))
 
 
+class Hidden(nn.Module):
+    """Has the mean of all features at hidden places; those on the left may give no numbers."""
+
+    def __init__(self, *, left):
+        super().__init__()
+        self.up, self.down, self.left = nn.Linear(8, 16), nn.Linear(16, 8), left
+
+    def forward(self, x, mask):
+        hidden = self.up(x).relu()
+        hidden = torch.where(mask[..., None] == 1, hidden, hidden.mean(-1, keepdim=True))
+        return self.down(hidden if self.left else hidden / mask[:, :1, None])
+
+
 def test_a_batch_of_its_own_and_three_steps_find_what_the_given_one_hides():
     plan = {"": Local(heads=4, query=("heads",)), "o": Row(heads=4)}
     plan |= dict.fromkeys("qkv", Column(heads=4))
@@ -141,6 +154,9 @@ def test_a_batch_of_its_own_and_three_steps_find_what_the_given_one_hides():
     report = ts.verify(Late(), {"up": Column(), "down": Row()}, torch.randn(4, 8))
     assert report.fault.module == "down"
     assert report.modes == ("evaluation", "training")
+    for left in (True, False):
+        given = {"x": torch.randn(2, 4, 8), "mask": torch.ones(2, 4, dtype=torch.long)}
+        assert ts.verify(Hidden(left=left), {"up": Column(), "down": Row()}, given).fault.module == "down"
 
 
 def changed(**changes):

@@ -136,9 +136,9 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
     # By all of the memory, and not by the free one: every rank has to find the same plan.
     share = 2 * ranks * bytes_needed(model, torch.float64, share=False) > _memory()
     probe, call, flow = _traced(model, call, share=share)
-    others = [other for other in other_calls(probe, call) if takes(probe, other)]
+    other = next((other for other in other_calls(probe, call) if takes(probe, other)), None)
     repeats = _repeat_names(model)
-    proof = Proof({}, {}, flow, probe, [call, *others[:1]], repeats)
+    proof = Proof({}, {}, flow, probe, [call, *([other] if other is not None else [])], repeats)
     ordered = sorted(flow.regions, key=lambda r: -len(r.columns))
     containers = {r.container for r in ordered} | set(flow.experts)
     containers = {c for c in containers if _is_called(probe, c) and not _is_inside(c, repeats)}

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -347,7 +348,7 @@ def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
     """Yield calls of the same kind with random values, of another shape first.
 
     Equal values and single positions hide the effect of a plan. Tokens are drawn from the table in which they
-    are looked up. Other integers, such as masks, are repeated.
+    are looked up. Masks hide other places, where a model takes it. Other integers are repeated.
     """
     counts = _looked_up(model, call)
     named = list(tensors_of((call.args, dict(call.kwargs))))
@@ -358,20 +359,40 @@ def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
     generator = torch.Generator().manual_seed(0)
     changes = ((_MORE_ROWS, _MORE_PLACES), (_MORE_ROWS, 0), (0, 0)) if lead is not None else ((0, 0),)
     lead_rows, lead_places = (-1, -1) if lead is None else (lead.size(0), lead.size(1))
-    for rows, places in changes:
+    # Padding on both sides first, the user's own mask last: some models have no numbers for a hidden start.
+    hidden = (_pad_both, _pad_right, Tensor.clone) if masks else (Tensor.clone,)
+    for (rows, places), hide in itertools.product(changes, hidden):
 
-        def other(tensor: Tensor, rows: int = rows, places: int = places) -> Tensor:
+        def other(
+            tensor: Tensor, rows: int = rows, places: int = places, hide: Callable[[Tensor], Tensor] = hide
+        ) -> Tensor:
             made = tensor.detach()
             for dim, size in enumerate(tensor.shape):
                 more = rows if dim == 0 and size == lead_rows else 0
                 more = places if dim > 0 and size == lead_places else more
                 made = made.index_select(dim, torch.arange(size + more) % size) if more else made
             if id(tensor) in masks:
-                return made.clone()
+                return hide(made)
             return _drawn(made, counts.get(id(tensor)), generator).requires_grad_(tensor.requires_grad)
 
         args, kwargs = mapped((call.args, dict(call.kwargs)), other)
         yield replace(call, args=args, kwargs=kwargs)
+
+
+def _pad_both(mask: Tensor) -> Tensor:
+    """Return a mask with padding on the left of every second row, and on the right of the others."""
+    padded = _pad_right(mask)
+    padded[::2] = padded[::2].flip(1) if mask.dim() == 2 else padded[::2]
+    return padded
+
+
+def _pad_right(mask: Tensor) -> Tensor:
+    """Return a mask (rows, places) that hides a third of the places, if it hides none."""
+    padded = mask.clone()
+    if mask.dim() == 2 and mask.unique().numel() == 1:
+        kept = mask.size(1) - mask.size(1) // 3
+        padded[:, kept:] = (mask[:, kept:] == 0).to(mask.dtype)
+    return padded
 
 
 def _looked_up(model: nn.Module, call: Call) -> dict[int, int]:

@@ -336,12 +336,14 @@ def run_whole_or_detached(
 
 
 def takes(model: nn.Module, call: Call) -> bool:
-    """Return whether a model takes a call, in evaluation and in training, with finite outputs."""
+    """Return whether a model takes a call, in evaluation and in training, with finite numbers to compare."""
     try:
         for training in (False, True):
             run, _ = run_whole_or_detached(model, replace(call, training=training), ())
             if not all(tensor.isfinite().any() for tensor in run.outputs.values() if tensor.numel()):
                 return False
+            if not all(g.to_dense().isfinite().all() for g in run.gradients.values() if g is not None):
+                return False  # such as of a place that sees padding alone
     except Exception:  # noqa: BLE001 - generated values and shapes may not suit the model
         return False
     return True
