@@ -91,77 +91,72 @@ _SCRIPT = '''"""{found}
 """
 
 import runpy
-
 import torch
 import torch.distributed as dist
 
 {functions}
 BATCH = {batch}
-
-
-def make():
+dist.init_process_group("gloo")
+rank, ranks, both = dist.get_rank(), dist.get_world_size(), []
+for is_parallel in (False, True):
     torch.manual_seed(0)
-    model = build()
-{cut}    for own in map(vars, model.modules()):  # without dropout
-        own.update({{k: 0.0 for k, v in own.items() if type(v) is float and ("drop" in k or k == "p")}})
-    return model.to({dtype})
-
-
-def parallelize(model):
+    model, batch, count = build(), BATCH, 1
+{cut}{dropout}    model = model.to({dtype})
+    if is_parallel:
 {parallel}
-    return model
-
-
-def train(model, batch, ranks):
     seen = {{}}
     for name, module in model.named_modules():
         if name.removeprefix("module.") == {module!r}:
-            module.register_forward_hook(lambda module, args, output: seen.update(output=output))
-    found = step(model, batch)
-    loss, weight = (found["loss"], found.get("weight", 1)) if isinstance(found, dict) else (found, 1)
+            module.register_forward_hook(lambda module, args, output: seen.update({{{output!r}: output}}))
+    made = step(model, batch)
+    loss, weight = (made["loss"], made.get("weight", 1)) if isinstance(made, dict) else (made, 1)
     sums = torch.stack([loss.detach().double() * weight, torch.as_tensor(weight).double()])
-    if ranks > 1:
-        dist.all_reduce(sums)
-    (loss * float(weight * ranks / sums[1])).backward()
-    named = {{"the loss": sums[0] / sums[1], "the output of {module}": seen.get("output")}}
-    named |= {{"the gradient of " + n.removeprefix("module."): p.grad for n, p in model.named_parameters()}}
-    whole = {{n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in named.items()}}
-    return {{n: t.detach().double() for n, t in whole.items() if isinstance(t, torch.Tensor)}}
-
-
-dist.init_process_group("gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
-exact = train(make(), BATCH, 1)
-mine = train(parallelize(make()), {share}, {count})
-for name, whole in exact.items():
-    part = mine.get(name, torch.tensor(float("nan")))
-    whole = whole.tensor_split({count})[rank] if "output" in name and {count} > 1 else whole
-    apart = (part - whole).norm() / whole.norm() if part.shape == whole.shape else float("nan")
+{summed}    (loss * float(weight * count / sums[1])).backward()
+    seen |= {{"the gradient of " + n.removeprefix("module."): p.grad for n, p in model.named_parameters()}}
+    seen = {{"the loss": sums[0] / sums[1]}} | {{n: t for n, t in seen.items() if torch.is_tensor(t)}}
+    both.append({{n: getattr(t, "full_tensor", t.clone)().double() for n, t in seen.items()}})
+for name, whole in both[0].items():
+    part = both[1].get(name, torch.tensor(float("nan")))
+{place}    apart = (part - whole).norm() / whole.norm() if part.shape == whole.shape else float("nan")
     print(f"rank {{rank}}: {{name}} differs by {{apart:.2g}} of its norm")
 '''
+
+# Where the model has rates of dropout.
+_DROPOUT = """    for own in map(vars, model.modules()):
+        own.update({k: 0.0 for k, v in own.items() if type(v) is float and ("drop" in k or k == "p")})
+"""
+# Where ranks have rows of their own.
+_SUMMED = "    if is_parallel:\n        dist.all_reduce(sums)\n"
+_PLACE = '    whole = whole.tensor_split(ranks)[rank] if name.startswith("the output") else whole\n'
 
 
 def script(case: Case, step: Step, way: Way, finding: Finding, dtype: torch.dtype | None) -> str:
     """Return a script that prints how ranks differ from one device, for what the finding names."""
+    with torch.random.fork_rng(devices=[]):
+        model = case.build()
     is_rows = way.data == "rows"
+    drops = any("Dropout" in type(m).__name__ or "drop" in "".join(vars(m)) for m in model.modules())
     cut = [f"    del model.get_submodule({name!r})[1:]\n" for name in case.cut]
-    if case.cut and hasattr(getattr(case.build(), "config", None), "num_hidden_layers"):
+    if case.cut and hasattr(getattr(model, "config", None), "num_hidden_layers"):
         cut.append("    model.config.num_hidden_layers = 1\n")
-    share = "BATCH"
+    parallel = way.lines()
     if is_rows:
         share = "{k: t.tensor_split(ranks)[rank] for k, t in BATCH.items()}"
         share = share if isinstance(case.batch, dict) else "BATCH.tensor_split(ranks)[rank]"
+        parallel = [*parallel, f"batch, count = {share}, ranks"]
     return _SCRIPT.format(
         found=finding,
         ranks=case.ranks,
         functions="\n".join(function_lines(case.build, step)),
         batch=_written(case.batch),
         cut="".join(cut),
+        dropout=_DROPOUT if drops else "",
         dtype=dtype or "torch.get_default_dtype()",
-        parallel="\n".join(f"    {line}" for line in way.lines()),
+        parallel="\n".join(f"        {line}" for line in parallel),
         module=finding.module,
-        share=share,
-        count="ranks" if is_rows else "1",
+        output=f"the output of {finding.module}",
+        summed=_SUMMED if is_rows else "",
+        place=_PLACE if is_rows else "",
     )
 
 
