@@ -256,6 +256,19 @@ def test_the_best_of_validations_within_an_epoch_is_kept_and_rates_are_logged(tm
 
 
 @pytest.mark.needs("lightning")
+def test_validations_within_some_epochs_are_not_saved_and_refused(tmp_path):
+    theirs = importlib.import_module("lightning.pytorch.callbacks")
+
+    class Validates(Line):
+        def validation_step(self, batch):
+            pass
+
+    trainer = make(callbacks=[theirs.ModelCheckpoint(tmp_path, every_n_epochs=2)], val_check_interval=1 / 3)
+    with pytest.raises(ConfigError, match=r"every_n_epochs=2\) with validations within an epoch is not here"):
+        trainer.fit(Validates(), batches(), batches())
+
+
+@pytest.mark.needs("lightning")
 def test_checkpoints_are_asked_for_once(tmp_path):
     theirs = importlib.import_module("lightning.pytorch.callbacks")
     kept = theirs.ModelCheckpoint(tmp_path)

@@ -605,12 +605,22 @@ class Trainer:
                 theirs.best_model_score = torch.tensor(metrics[kept.best])
 
     def _saved_after(self, validating: Validation | None) -> Any:
-        """Return when to save: for Lightning's callback after each validation, those within epochs too."""
+        """Return when to save: for Lightning's callback after each validation, those within epochs too.
+
+        Raises:
+            ConfigError: Only some epochs' validations within them would be saved, which is not here.
+        """
         kept: Any = self._checkpoint
         every = None if validating is None else validating.every_steps
         is_lightnings = self.checkpoint_callback is not None and isinstance(kept, Checkpoints)
-        if every is None or not is_lightnings or kept.every_epochs != 1:
+        if every is None or not is_lightnings or kept.every_epochs is None:
             return kept
+        if kept.every_epochs > 1:
+            msg = (
+                f"ModelCheckpoint(every_n_epochs={kept.every_epochs}) with validations within an epoch "
+                "is not here; with tp, leave every_n_epochs out, to save after each validation"
+            )
+            raise ConfigError(msg)
         return replace(kept, every_steps=every)
 
     def _validation(self, loaders: Sequence[PreparedLoader], steps: int | None) -> Validation:
