@@ -111,6 +111,16 @@ def larger(model):
 def test_a_way_that_changes_the_plain_model_is_named_before_the_first_step(ranks):
     report = verify(Branches, [torch.ones(4, 3)], parallel=larger, step=square, ranks=ranks)
     assert str(report.finding).startswith("the weights before the first step of used.weight")
+    assert " on rank" not in str(report.finding)  # all are wrong
+
+
+def larger_on_the_second(model):
+    return larger(model) if torch.distributed.get_rank() == 1 else model
+
+
+def test_the_rank_with_the_wrong_copy_is_named(ranks):
+    report = verify(Branches, [torch.ones(4, 3)], parallel=larger_on_the_second, step=square, ranks=ranks)
+    assert str(report.finding).endswith("of used.weight: it differs by 1 of its norm on rank 1")
 
 
 def test_batches_that_the_ranks_cannot_share_are_refused():

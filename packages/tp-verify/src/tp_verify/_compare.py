@@ -62,10 +62,12 @@ class Match:
     Attributes:
         kind: "same", "partial" (they sum to the whole), "unknown" (not comparable) or "parts".
         error: The norm of the difference, as a share of the whole's.
+        where: The ranks whose tensors differ, in words; empty where they are all or not known.
     """
 
     kind: str
     error: float = 0.0
+    where: str = ""
 
 
 def relate(
@@ -85,7 +87,8 @@ def relate(
     expected = [selected(exact, shares[rank]) if rank < len(shares) else exact for rank, _ in present]
     parts = [one.tensor for _, one in present]
     if all(e.shape == p.shape for e, p in zip(expected, parts, strict=True)):
-        error = max(norm_of(p.double() - e) for p, e in zip(parts, expected, strict=True))
+        errors = {r: norm_of(p.double() - e) for (r, _), p, e in zip(present, parts, expected, strict=True)}
+        error = max(errors.values())
         if error <= limit:
             return Match("same")
         groups = _alike(expected)
@@ -95,8 +98,16 @@ def relate(
         ]
         if all(len(group) > 1 for group in groups) and max(sums) <= limit * len(present):
             return Match("partial", error / max(norm_of(exact), 1e-300))
-        return Match("parts", error / max(norm_of(exact), 1e-300))
+        return Match("parts", error / max(norm_of(exact), 1e-300), _where(errors, limit))
     return _relate_joined(exact, expected, parts, limit, reorders=reorders)
+
+
+def _where(errors: Mapping[int, float], limit: float) -> str:
+    """Return which ranks are wrong, in words; empty where all are."""
+    wrong = [str(rank) for rank, error in errors.items() if not error <= limit]
+    if len(wrong) == len(errors):
+        return ""
+    return f" on rank{'s' * (len(wrong) > 1)} {', '.join(wrong)}"
 
 
 def _relate_joined(
@@ -435,9 +446,9 @@ class Comparison:
         scale = max((norm_of(g) for g in exact.values() if g is not None), default=0.0)
         wrong = {}
         for name, whole in exact.items():
-            found = [one[name] for one in ranks if name in one]
-            if whole is None or any(one is None for one in found):
-                given = [one is not None and bool(one.any()) for one in found]
+            found = {rank: one[name] for rank, one in enumerate(ranks) if name in one}
+            if whole is None or any(one is None for one in found.values()):
+                given = [one is not None and bool(one.any()) for one in found.values()]
                 if whole is None and any(given):
                     wrong[name] = ("it has a gradient, and on one device it has none", 0.0)
                 elif whole is not None and norm_of(whole) > self.bound.atol * scale and not all(given):
@@ -448,26 +459,30 @@ class Comparison:
                 continue
             said = self._difference(whole, near.get(name), found, scale)
             if said:
-                ratio = _ratio(found[0].double(), whole)
+                ratio = _ratio(next(iter(found.values())).double(), whole)
                 wrong[name] = (said, ratio)
         return wrong
 
-    def _difference(self, whole: Tensor, near: Tensor | None, found: Sequence[Tensor], scale: float) -> str:
+    def _difference(
+        self, whole: Tensor, near: Tensor | None, found: Mapping[int, Tensor], scale: float
+    ) -> str:
         """Return in words how ranks differ from the whole; empty where they do not."""
-        limit = self.bound.limit(whole, near, scale)
-        if all(one.shape == whole.shape for one in found):
-            errors = [norm_of(one.double() - whole) for one in found]
-            if max(errors) <= limit:
+        limit, parts = self.bound.limit(whole, near, scale), list(found.values())
+        if all(one.shape == whole.shape for one in parts):
+            errors = {rank: norm_of(one.double() - whole) for rank, one in found.items()}
+            if max(errors.values()) <= limit:
                 return ""
-            sums = norm_of(sum((one.double() for one in found), torch.zeros(())) - whole)
-            if len(found) > 1 and sums <= limit * len(found):
+            sums = norm_of(sum((one.double() for one in parts), torch.zeros(())) - whole)
+            if len(parts) > 1 and sums <= limit * len(parts):
                 return "the ranks' parts sum to it, and were not summed"
-            apart = max(norm_of(one.double() - found[0].double()) for one in found)
-            also = "; ranks differ from each other" if apart > limit else ""
-            return f"it differs by {max(errors) / max(norm_of(whole), 1e-300):.2g} of its norm{also}"
-        match = _relate_joined(whole, [whole] * len(found), list(found), limit)
+            where = _where(errors, limit)
+            apart = max(norm_of(one.double() - parts[0].double()) for one in parts)
+            also = "; ranks differ from each other" if apart > limit and not where else ""
+            error = max(errors.values()) / max(norm_of(whole), 1e-300)
+            return f"it differs by {error:.2g} of its norm{where}{also}"
+        match = _relate_joined(whole, [whole] * len(parts), parts, limit)
         if match.kind == "unknown":
-            shapes = ", ".join(str(tuple(one.shape)) for one in found)
+            shapes = ", ".join(str(tuple(one.shape)) for one in parts)
             return f"ranks have {shapes}, which do not join to {tuple(whole.shape)}: give Way.whole()"
         return "" if match.kind == "same" else f"it differs by {match.error:.2g} of its norm"
 
@@ -534,7 +549,7 @@ class Comparison:
         """Compare parameters, or what belongs to them, by name; return the first that parts."""
         scale = max((norm_of(t) for t in exact.values() if t is not None), default=0.0)
         for name, whole in exact.items():
-            found = [one[name] for one in ranks if one.get(name) is not None]
+            found = {rank: one[name] for rank, one in enumerate(ranks) if one.get(name) is not None}
             if whole is None:
                 continue
             parameter = name.partition(":")[0]
@@ -596,7 +611,7 @@ def _ratio(found: Tensor, whole: Tensor) -> float:
 def _said(match: Match) -> str:
     if match.kind == "partial":
         return "the ranks' parts sum to it, and were not summed"
-    return f"it differs by {match.error:.2g} of its norm"
+    return f"it differs by {match.error:.2g} of its norm{match.where}"
 
 
 def _blame(what: str, step: int, matches: Sequence[tuple[Place, Match]]) -> Finding:
