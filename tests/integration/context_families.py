@@ -3,7 +3,8 @@
     python -m tests.integration.context_families                 # all models and masks on 2, 3 and 4 ranks
     python -m tests.integration.context_families llama t5 --ranks 2 --masks none left
 
-The table has the largest relative difference of losses and of weights after three steps, in float64.
+The table has the largest relative difference of losses, of the first step's gradients and of weights after
+three steps, in float64.
 """
 
 import argparse
@@ -278,7 +279,7 @@ def all_in_float64():
 
 
 def train(name, mask, backend, **options):
-    """Train for three steps; return the losses and the weights, or the refusal."""
+    """Train for three steps; return the losses, the weights beside the first gradients, or the refusal."""
     with all_in_float64():
         return _train(name, mask, backend, **options)
 
@@ -299,16 +300,31 @@ def _train(name, mask, backend, **options):
             options={backend: options} if options else {},
         ) as trainer:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            gradients = first_gradients(model, optimizer)
             history = trainer.fit(
                 model, optimizer, DataLoader(Samples(name, mask), batch_size=ROWS), step=step, epochs=1
             )
             losses = [history[0].train["loss"]]
             state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
-        return losses, state
+        return losses, state | gradients
     except (TpError, ValueError, RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
         if isinstance(error, TpError):
             return "refused", str(error)
         return "failed", f"{type(error).__name__}: {error}"
+
+
+def first_gradients(model, optimizer):
+    """Return a dictionary that has each parameter's gradient once the optimizer has made its first step."""
+    found = {}
+
+    def note(*_):
+        for name, parameter in model.named_parameters() if not found else ():
+            found[f"gradient of {name}"] = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            )
+
+    optimizer.register_step_pre_hook(note)
+    return found
 
 
 def difference(found, expected):

@@ -102,6 +102,20 @@ class Encoder(nn.Module):
         return self.head(self.layer(x, src_mask=mask, is_causal=True))
 
 
+class Stack(Encoder):
+    """torch's stack of layers, with padding and a mask of near positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoder(self.layer, 2)
+
+    def forward(self, tokens, padding):
+        x = self.embedding(tokens)
+        x = x + positions(tokens.size(1))[:, None].to(x) / 10
+        far = (positions(tokens.size(1))[:, None] - torch.arange(gather(tokens, 1).size(1))).abs() > 5
+        return self.head(self.layer(x, mask=far, src_key_padding_mask=padding))
+
+
 class OwnAttention(Decoder):
     """Attention of more queries than keys and values, with a mask made from the positions."""
 
@@ -218,6 +232,7 @@ def test_a_decoder_on_slices_equals_one_device(two_ranks):
         ((Encoder, False, 0.3), "all-gather"),
         ((Encoder, True, 0.3), "ulysses"),
         ((Encoder,), "ring"),
+        ((Stack,), "all-gather"),
         ((OwnAttention,), "all-gather"),
         ((OwnAttention,), "ulysses"),
         ((OwnAttention,), "ring"),
@@ -818,6 +833,55 @@ def test_adapters_train_on_slices_and_the_model_generates_on_each_rank(two_ranks
         assert found[2] == expected[2]
 
 
+class OwnMask(nn.Module):
+    """A Llama under a causal mask, joined to two functions of positions by transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = families.make_model("llama")
+
+    def forward(self, input_ids, labels):
+        from transformers.masking_utils import create_causal_mask
+
+        embedded = self.model.get_input_embeddings()(input_ids)
+        mask = create_causal_mask(
+            self.model.config, embedded, None, None, or_mask_function=in_prefix, and_mask_function=is_near
+        )
+        return self.model(inputs_embeds=embedded, attention_mask=mask, labels=labels).loss
+
+
+def in_prefix(_batch, _head, _query, key):
+    return key < 7
+
+
+def is_near(_batch, head, query, key):
+    return (query - key < 12) | (key == 0)
+
+
+def step_of_own_mask(model, batch):
+    return model(**batch)
+
+
+def under_own_mask(backend):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with families.all_in_float64():
+        model = OwnMask()
+        loader = DataLoader(families.Samples("llama", "none"), batch_size=3)
+        with Trainer(backend=backend, devices="cpu", seed=0, progress=False) as trainer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            (record,) = trainer.fit(model, optimizer, loader, step=step_of_own_mask, epochs=1)
+            return [record.train["loss"]], dict(trainer.session.model_state(model))
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+def test_functions_of_masks_in_transformers_equal_one_device(two_ranks):
+    expected = under_own_mask("single")
+    for found in two_ranks.run(under_own_mask, "context"):
+        assert families.difference(found, expected) < 1e-12
+
+
 def asking_for_weights(model, batch):
     return model(**batch, output_attentions=True).loss
 
@@ -854,12 +918,15 @@ def documents_of(batcher):
 
 
 def on_batches(backend, name, batcher):
-    """Train on batches of tp-data; return what `families.train` does."""
+    """Train on batches of tp-data; return what `families.train` does, and how often the model ran by then."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with families.all_in_float64():
         model = families.make_model(name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        calls, steps = [], []
+        model.register_forward_pre_hook(lambda *_: calls.append(1))
+        optimizer.register_step_pre_hook(lambda *_: steps.append(len(calls)))
         with Trainer(backend=backend, devices="cpu", progress=False, seed=0) as trainer:
             try:
                 (record,) = trainer.fit(
@@ -868,7 +935,7 @@ def on_batches(backend, name, batcher):
                 )  # fmt: skip
             except ModelError as error:
                 return str(error)
-            return [record.train["loss"]], dict(trainer.session.model_state(model))
+            return [record.train["loss"]], dict(trainer.session.model_state(model)), steps
 
 
 @pytest.mark.slow
@@ -881,7 +948,9 @@ def on_batches(backend, name, batcher):
 def test_batches_of_documents_equal_one_device(two_ranks, batcher):
     expected = on_batches("single", "llama", batcher)
     for found in two_ranks.run(on_batches, "context", "llama", batcher):
-        assert families.difference(found, expected) < 1e-12
+        assert families.difference(found[:2], expected[:2]) < 1e-12
+        first, second, third = found[2]
+        assert third - second == second - first == 1, "checks are before the first step alone"
 
 
 @pytest.mark.slow

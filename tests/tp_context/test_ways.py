@@ -115,8 +115,6 @@ REFUSED = {
 def cuts_of(*lengths, way):
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     size, rank = dist.get_world_size(), dist.get_rank()
     return Cuts([Cut(n, rank, size, None) for n in dict.fromkeys(lengths)], way)
 
@@ -153,29 +151,36 @@ def compared(tensors, call, way, mask=None):
 
 def table(ways, names):
     """Return what is seen of each case, as far as there are heads for all ranks."""
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
-    results = {}
-    for way in ways:
-        for name in names:
-            sizes, mask, causal = CASES[name]
-            sizes = dict(sizes)
-            drops = sizes.pop("drops", 0.0)
-            tensors = shaped(**sizes)
-            mask = None if mask is None else mask(tensors[0].size(-2))
-            call = partial(
-                attention,
-                dropout_p=drops,
-                is_causal=causal,
-                enable_gqa=sizes.get("shared", 4) < sizes.get("heads", 4),
-            )
-            if name in SCORES:
-                call = partial(in_transformers, **SCORES[name])
-            try:
-                with patch.object(torch, "float32", torch.float64):  # transformers' type of weights
-                    results[way, name] = compared(tensors, call, way, mask)
-            except StepError as error:
-                results[way, name] = str(error)
-    return results
+    dist.init_process_group("gloo")
+    try:
+        return {(way, name): outcome(way, name) for way in ways for name in names}
+    finally:
+        dist.destroy_process_group()
+
+
+def outcome(way, name):
+    """Return the largest differences of a case, or the refusal."""
+    sizes, mask, causal = CASES[name]
+    sizes = dict(sizes)
+    drops = sizes.pop("drops", 0.0)
+    tensors = shaped(**sizes)
+    mask = None if mask is None else mask(tensors[0].size(-2))
+    call = partial(
+        attention,
+        dropout_p=drops,
+        is_causal=causal,
+        enable_gqa=sizes.get("shared", 4) < sizes.get("heads", 4),
+    )
+    if name in SCORES:
+        call = partial(in_transformers, **SCORES[name])
+    try:
+        with patch.object(torch, "float32", torch.float64):  # transformers' type of weights
+            return compared(tensors, call, way, mask)
+    except StepError as error:
+        return str(error)
 
 
 WAYS = ("all-gather", "ulysses", "ring")

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -415,7 +416,8 @@ def _serve(pipe: "Pipe", variables: dict[str, str], path: list[str], timeout_s: 
         faulthandler.dump_traceback_later(max(0.5 * timeout_s, timeout_s - 2.0))
         try:
             function, args = pickle.loads(payload)
-            data = dumps(Report(function(*args)))
+            with warnings.catch_warnings():  # filters of one call are not those of the next
+                data = dumps(Report(function(*args)))
         except BaseException:  # noqa: BLE001 - it is reported to the parent
             data = dumps(Report(error=traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()

@@ -120,19 +120,13 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
     events = settings.loop.events
     sends_backward_end = events.has("on_backward_end")
 
-    def check_first(model: Any, batch: Any) -> StepOutput:
-        nonlocal step
-        if isinstance(batch, CountedBatch) and not hooks.weighs_batches:
-            batch.check(step, model)
-            hooks.weighs_batches, step = True, weighed(step)
-        return step(model, batch)
-
     def run_first(_: Step, model: Any, batch: Any) -> StepOutput:
-        # The step itself where it can be: a backend that checks each step it has not seen checks it once.
+        nonlocal step
         # Iterating parts as a tuple: users' code that unpacks them is refused.
         parts = [*tuple.__iter__(batch)] if isinstance(batch, Parts) else [batch]
-        first = check_first if any(isinstance(p, CountedBatch) for p in parts) else step
-        return run_watched(hooks.run, update.session, update.optimizer, first, model, batch)
+        if not hooks.weighs_batches and any(isinstance(p, CountedBatch) for p in parts):
+            hooks.weighs_batches, step = True, weighed(step, [step])
+        return run_watched(hooks.run, update.session, update.optimizer, step, model, batch)
 
     def finish_first() -> bool:
         nonlocal run, finish

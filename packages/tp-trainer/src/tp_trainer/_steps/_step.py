@@ -64,10 +64,18 @@ def _returned(output: Any) -> str:
     return repr(output)
 
 
-def weighed(step: "Step") -> "Step":
-    """Return a step with its batch's own weight in the output, where it returns none."""
+def weighed(step: "Step", unchecked: list["Step"] | None = None) -> "Step":
+    """Return a step with its batch's own weight in the output, where it returns none.
+
+    Its first batch checks the steps that are ``unchecked``. One function does both, as a backend checks each
+    function that it has not seen.
+    """
 
     def run(model: Any, batch: Any) -> StepOutput:
+        if unchecked and isinstance(batch, CountedBatch):
+            for each in [*unchecked]:  # parts of a batch may run in several threads
+                batch.check(each, model)
+            unchecked.clear()
         output = step(model, batch)
         named = {"loss": output} if isinstance(output, Tensor) else output
         if not isinstance(batch, CountedBatch) or not isinstance(named, Mapping) or "weight" in named:
