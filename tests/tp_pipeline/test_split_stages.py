@@ -1,14 +1,17 @@
 """Stages whose tensors are split over ranks train as one device does, and are saved as on every backend."""
 
+import os
 import pickle
+import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 from tp_core.errors import TpError
-from tp_core.testing import RankPool, run_ranks
+from tp_core.testing import RankPool, rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Trainer
 
 from tests.integration import pipeline_families as families
@@ -149,3 +152,44 @@ def test_what_split_stages_do_not_go_with_is_refused_on_all_ranks(four, options,
         with pytest.raises(TpError, match=message):
             raise TpError(text)
         assert steps == 0
+
+
+class FaultError(LookupError):
+    pass
+
+
+def fails_alone(folder):
+    """Let one rank of the first stage fail in its second run, where the other one waits for its part."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rank, calls = int(os.environ["RANK"]), []
+    ts.distributed.init_process_group(2)
+    kinds = {str(i): ts.Row() if i % 2 else ts.Column() for i in range(4)}
+    model = ts.parallelize(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in kinds)), kinds)
+
+    def fault(*_):
+        calls.append(0)
+        if rank == 1 and len(calls) == 4:  # one on stand-ins, two in the first batch
+            Path(folder, "began").write_text(str(time.time()))
+            raise FaultError("the sample is bad")
+
+    model[1].register_forward_pre_hook(fault)
+    loader = DataLoader(torch.ones(8, 4), batch_size=4)
+    options = {"pipeline": SPLIT | {"microbatches": 2}}
+    with Trainer(backend="pipeline", devices="cpu", progress=False, options=options) as trainer:
+        try:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            trainer.fit(model, optimizer, loader, step=lambda m, b: m(b).mean())
+        finally:
+            Path(folder, str(rank)).write_text(str(time.time()))
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_in_a_split_stage_ends_all_with_its_cause(tmp_path):
+    outcomes = rank_outcomes(fails_alone, 4, str(tmp_path), timeout_s=120)
+    began = float((tmp_path / "began").read_text())
+    assert "FaultError: the sample is bad" in outcomes[1].error
+    assert "rank 1 has failed in its stages: FaultError: the sample is bad" in outcomes[0].error
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is not None, str(outcome)
+        assert float((tmp_path / str(rank)).read_text()) - began < 15

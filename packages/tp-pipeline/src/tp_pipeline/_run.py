@@ -233,6 +233,7 @@ class Exchange:
         device: The device.
         timeout_s: The seconds that a rank waits for another one.
         store: A store of all ranks.
+        mates: A name of the ranks that compute together with this one in its stages, and their number.
 
     Attributes:
         me: This rank in the group.
@@ -241,12 +242,20 @@ class Exchange:
     """
 
     def __init__(
-        self, group: ProcessGroup, orders: Orders, device: torch.device, timeout_s: float, store: Store
+        self,
+        group: ProcessGroup,
+        orders: Orders,
+        device: torch.device,
+        timeout_s: float,
+        store: Store,
+        mates: tuple[str, int],
     ) -> None:
         self._group, self.rank_of, self._stages = group, orders.rank_of, orders.stages
         self.device, self._timeout_s = device, timeout_s
         self.me, self._global_me = dist.get_rank(group), dist.get_rank()
         self._store = PrefixStore(f"tp/pipeline/{group.group_name}", store)
+        name, self.mates = mates
+        self._failures, self._batches = PrefixStore(f"tp/pipeline/failures/{name}", store), 0
         self.is_broken = False
         self.waited_s = 0.0
         self._sent: list[tuple[Any, Tensor]] = []
@@ -322,6 +331,43 @@ class Exchange:
                 break
         return stage
 
+    def fail(self, error: Exception) -> Exception:
+        """Return the error with which this rank comes to the end of the batch.
+
+        Ranks that compute together with this one wait for it within layers, where it has no zeros for them.
+        Unless all of them have failed, it ends here: so they learn of it, and their launcher does.
+
+        Raises:
+            Exception: The error, if another one of them has not failed, or a neighbor has gone.
+        """
+        ends = self.is_broken or self.mates > 1
+        if self.mates > 1:
+            batch = str(self._batches)
+            try:
+                error = self._noted(error, batch)
+                if not self.is_broken:
+                    self._failures.wait([f"{batch}/all"], timedelta(seconds=_MATES_S))
+                    ends = False
+            except RuntimeError:  # not in time, or the store has gone with its rank
+                pass
+        if ends:
+            raise error
+        return error
+
+    def _noted(self, error: Exception, batch: str) -> Exception:
+        """Write an error into the store; return the first one of them if this rank's may follow from it."""
+        number = self._failures.add(f"{batch}/number", 1)
+        text = f"has failed in its stages: {type(error).__name__}: {error}"
+        if number == 1:
+            self._failures.set(f"{batch}/first", f"rank {self._global_me} {text}")
+        else:
+            first = self._failures.get(f"{batch}/first").decode()
+            if not first.endswith(text):  # such as that of a connection that the first one has left
+                error = RankFailedError(first)
+        if number == self.mates:
+            self._failures.set(f"{batch}/all", "")
+        return error
+
     def finish(self) -> None:
         """Wait until all has been sent.
 
@@ -336,6 +382,7 @@ class Exchange:
             raise RankFailedError(msg) from error
         finally:
             self._sent.clear()
+            self._batches += 1
 
     def _tag(self, work: Work, number: int) -> int:
         is_back = work.kind.endswith("B")
@@ -437,10 +484,8 @@ class BatchRun:
             began, waited_s = time.time(), self._exchange.waited_s
             try:
                 does[work.kind](work)
-            except Exception as error:
-                if self._exchange.is_broken:
-                    raise
-                self.failure = error
+            except Exception as error:  # noqa: BLE001 - raised at the end, on all ranks, or there
+                self.failure = self._exchange.fail(error)
             if self._is_timed and work.kind in _COMPUTED:
                 began += self._exchange.waited_s - waited_s  # it waits before it computes
                 self.spans.append((work, began, time.time()))
@@ -594,6 +639,7 @@ class BatchRun:
 
 
 _CHAIN_S = 5.0  # how long a rank that has waited in vain waits for what the next one waits for
+_MATES_S = 2.0  # how long a rank that has failed waits for the same of those that compute with it
 _COMPUTED = {"F", "B", "I", "W"}
 
 

@@ -117,7 +117,12 @@ class PipelineSession(ProcessGroupSession):
         self.options, self.ranks = options, ranks
         self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
         self._exchange = Exchange(
-            self.group, self.orders, self.device, options.timeout_s, rendezvous_store(job.environment)
+            self.group,
+            self.orders,
+            self.device,
+            options.timeout_s,
+            rendezvous_store(job.environment),
+            self._mates(),
         )
         self._stages: PerModule[Stages] = PerModule()
         self._optimizers: list[Optimizer] = []
@@ -182,6 +187,10 @@ class PipelineSession(ProcessGroupSession):
             raise ConfigError(msg)
         self.group, self._team, self.place = pipeline, team, inner.sample_rank
         self._places = [place for copy, place in everyone if copy == inner.data_rank]
+
+    def _mates(self) -> tuple[str, int]:
+        """Return a name of the ranks that compute together with this one in its stages, and their number."""
+        return f"{self._team.group_name}/{self.place}", self._places.count(self.place)
 
     # -- preparing ----------------------------------------------------------------------------
 
@@ -513,6 +522,8 @@ class PipelineSession(ProcessGroupSession):
         try:
             dist.all_gather_object(said, (mine, reported), group=self._team)
         except RuntimeError as error:
+            if failure is not None:
+                raise failure from error
             msg = f"a rank that holds the model with this one has ended, or hangs: {error}"
             raise RankFailedError(msg) from error
         failed = [(rank, *reported) for rank, (_, reported) in enumerate(said) if reported is not None]
