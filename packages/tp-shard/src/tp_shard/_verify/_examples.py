@@ -360,8 +360,9 @@ def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
     changes = ((_MORE_ROWS, _MORE_PLACES), (_MORE_ROWS, 0), (0, 0)) if lead is not None else ((0, 0),)
     lead_rows, lead_places = (-1, -1) if lead is None else (lead.size(0), lead.size(1))
     # Padding on both sides first, the user's own mask last: some models have no numbers for a hidden start.
-    hidden: tuple[Callable[[Tensor], Tensor], ...]
-    hidden = (_pad_both, _pad_right, Tensor.clone) if masks else (Tensor.clone,)
+    hidden: list[Callable[[Tensor], Tensor]] = [Tensor.clone]
+    if masks:
+        hidden = [_pad_both, _pad_right, *hidden]
     for (rows, places), hide in itertools.product(changes, hidden):
 
         def other(
