@@ -362,7 +362,7 @@ class Exchange:
             self._failures.set(f"{batch}/first", f"rank {self._global_me} {text}")
         else:
             first = self._failures.get(f"{batch}/first").decode()
-            if not first.endswith(text):  # such as that of a connection that the first one has left
+            if not first.endswith(text):  # such as a connection that the first one has left
                 error = RankFailedError(first)
         if number == self.mates:
             self._failures.set(f"{batch}/all", "")
