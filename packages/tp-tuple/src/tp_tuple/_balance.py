@@ -146,9 +146,9 @@ def check_weights(weights: Sequence[float], parts: int) -> tuple[float, ...]:
 
 def free_memory(devices: Sequence[torch.device]) -> list[float]:
     """Return the bytes that are free on each device; a device that occurs twice gives half each."""
-    times = Counter(devices)
-    # At least 1: weights must be positive.
-    return [max(1.0, _free(d) / times[d]) for d in devices]
+    # Asked once for each device, as the answer changes at any moment. At least 1: weights must be positive.
+    free = {device: max(1.0, _free(device) / times) for device, times in Counter(devices).items()}
+    return [free[device] for device in devices]
 
 
 def _free(device: torch.device) -> float:
