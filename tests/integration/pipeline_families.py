@@ -166,6 +166,28 @@ def _train(name, backend, dtype, **options):
         return "refused", str(error)
 
 
+def fit(trainer, model, optimizer, rows, step=step, **arguments):
+    """Train two epochs of uneven batches; return losses, weights, and the elements of the optimizer here."""
+    history = trainer.fit(
+        model,
+        optimizer,
+        DataLoader(rows, batch_size=8),
+        step=step,
+        validation=DataLoader(rows[:5], batch_size=4),
+        epochs=2,
+        clip_norm=0.5,
+        **arguments,
+    )
+    state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+    kept = sum(v.numel() for one in optimizer.state.values() for v in one.values() if v.dim())
+    losses = [loss for record in history for loss in (record.train["loss"], record.val["loss"])]
+    return losses, state, kept
+
+
+def assert_same(found, expected, tolerance=1e-12):
+    assert families.difference(found[:2], expected[:2]) < tolerance
+
+
 def join():
     """Join the process group in which all rows of the table run."""
     torch.set_num_threads(1)

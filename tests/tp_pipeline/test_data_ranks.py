@@ -43,24 +43,7 @@ def _train(name, backend, options, accumulate=1, **arguments):
         backend=backend, devices="cpu", progress=False, seed=0, accumulate=accumulate, **given
     ) as trainer:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        history = trainer.fit(
-            model,
-            optimizer,
-            DataLoader(rows, batch_size=8),
-            step=families.step,
-            validation=DataLoader(rows[:5], batch_size=4),
-            epochs=2,
-            clip_norm=0.5,
-            **arguments,
-        )
-        state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
-        kept = sum(v.numel() for one in optimizer.state.values() for v in one.values() if v.dim())
-        losses = [loss for record in history for loss in (record.train["loss"], record.val["loss"])]
-    return losses, state, kept
-
-
-def assert_same(found, expected, tolerance=1e-12):
-    assert families.families.difference(found[:2], expected[:2]) < tolerance
+        return families.fit(trainer, model, optimizer, rows, **arguments)
 
 
 @pytest.mark.slow
@@ -72,7 +55,7 @@ def test_shared_weights_equal_those_of_one_device(four, name, options, accumulat
     expected = train(name, "single", accumulate=accumulate)
     found = four.run(partial(train, name, "pipeline", SHARED | options, accumulate=accumulate))
     for one in found:
-        assert_same(one, expected)
+        families.assert_same(one, expected)
         assert one[2] < 0.4 * expected[2]  # of two stages with two data ranks each, and what is tied
 
 

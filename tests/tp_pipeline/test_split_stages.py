@@ -40,7 +40,7 @@ def train(name, options=None, **arguments):
         ts.distributed.destroy_process_group()
 
 
-def _train(name, backend, options, accumulate=1, step=families.step, **arguments):
+def _train(name, backend, options, accumulate=1, **arguments):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     model = families.make_model(name, torch.float64)
@@ -54,24 +54,7 @@ def _train(name, backend, options, accumulate=1, step=families.step, **arguments
     ) as trainer:
         # Not Adam: it divides the biases of GPT-2's keys, which have no gradient but rounding, by their size.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        history = trainer.fit(
-            model,
-            optimizer,
-            DataLoader(rows, batch_size=8),
-            step=step,
-            validation=DataLoader(rows[:5], batch_size=4),
-            epochs=2,
-            clip_norm=0.5,
-            **arguments,
-        )
-        state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
-        kept = sum(v.numel() for one in optimizer.state.values() for v in one.values() if v.dim())
-        losses = [loss for record in history for loss in (record.train["loss"], record.val["loss"])]
-    return losses, state, kept
-
-
-def assert_same(found, expected, tolerance=1e-12):
-    assert families.families.difference(found[:2], expected[:2]) < tolerance
+        return families.fit(trainer, model, optimizer, rows, **arguments)
 
 
 @pytest.mark.slow
@@ -82,7 +65,7 @@ def assert_same(found, expected, tolerance=1e-12):
 def test_stages_of_split_tensors_equal_one_device(four, name, options, accumulate):
     expected = train(name, accumulate=accumulate)
     for found in four.run(partial(train, name, options, accumulate=accumulate)):
-        assert_same(found, expected)
+        families.assert_same(found, expected)
         assert found[2] < 0.4 * expected[2]  # of two stages of two ranks each, and what is tied
 
 
@@ -106,7 +89,7 @@ def test_a_run_of_split_stages_is_resumed_on_one_device_and_back(four, tmp_path)
 def test_eight_ranks_divide_samples_stages_and_tensors(name, options):
     expected = train(name)
     for found in run_ranks(partial(train, name, {"microbatches": 2} | options), 8, timeout_s=280):
-        assert_same(found, expected)
+        families.assert_same(found, expected)
 
 
 def refused(options, groups, **more):

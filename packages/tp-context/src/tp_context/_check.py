@@ -254,6 +254,10 @@ def _run(step: Step, model: nn.Module, batch: Any, join: Callable[[Any], Any], *
     return _Run(outputs, returned, sums)
 
 
+_PIECE = 2**20
+"""Elements at a time: in float64, all of a large gradient would need more memory than the step does."""
+
+
 def _sums(grad: Tensor, generator: torch.Generator) -> tuple[float, float]:
     """Return the sum of a gradient with drawn signs, and its norm, in float64."""
     product = squares = 0.0
@@ -263,10 +267,6 @@ def _sums(grad: Tensor, generator: torch.Generator) -> tuple[float, float]:
         product += float((exact * (signs * 2 - 1)).sum())
         squares += float(exact.square().sum())
     return product, math.sqrt(squares)
-
-
-_PIECE = 2**20
-"""Elements at a time: in float64, all of a large gradient would need more memory than the step does."""
 
 
 def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:

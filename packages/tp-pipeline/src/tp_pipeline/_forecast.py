@@ -195,7 +195,7 @@ def _most(order: Sequence[Work], values: Mapping[int, _Values]) -> float:
 def _need(
     job: Job, footprint: Footprint, own: list[_Stage], activations: int, copies: int, shared: int
 ) -> MemoryNeed:
-    """Return what a rank needs, of whose rows ``shared`` data ranks have equal parts."""
+    """Return what a rank needs that has its weights in equal parts with ``shared`` data ranks."""
     weights, gradients = _nbytes(job, own), _nbytes(job, own, trained=True)
     part = gradients / max(1, footprint.gradients) / shared
     optimizer = int(footprint.optimizer_nbytes * part)

@@ -530,7 +530,7 @@ def exchange_nothing(func: Any, args: Sequence[Any]) -> Any:
     return done if len(func._schema.returns) == 1 else (args[0], done)
 
 
-_CALL = nn.Module._call_impl.__code__
+_CALL = nn.Module._call_impl.__code__  # private: a traceback has no other mark of a module's call
 
 
 def call_last_hooks(error: BaseException) -> None:

@@ -150,7 +150,7 @@ class Pieces:
             parameter: The parameter, which may be empty on ranks of other places.
             group: The ranks that hold the model together.
             places: The place of each of them in its pipeline.
-            owner: The place whose ranks send their pieces.
+            owner: The place in the pipeline from which pieces are sent.
         """
         later = torch.empty(self.shapes[id(parameter)], dtype=parameter.dtype, device="meta")
         senders = [rank for rank, place in enumerate(places) if place == owner]

@@ -62,7 +62,7 @@ class Match:
     Attributes:
         kind: "same", "partial" (they sum to the whole), "unknown" (not comparable) or "parts".
         error: The norm of the difference, as a share of the whole's.
-        where: The ranks whose tensors differ, in words; empty where they are all or not known.
+        where: The ranks with the tensors that differ, in words; empty for all of them, or where not known.
     """
 
     kind: str

@@ -384,7 +384,8 @@ def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
 def _pad_both(mask: Tensor) -> Tensor:
     """Return a mask with padding on the left of every second row, and on the right of the others."""
     padded = _pad_right(mask)
-    padded[::2] = padded[::2].flip(1) if mask.dim() == 2 else padded[::2]
+    if mask.dim() == 2:
+        padded[::2] = padded[::2].flip(1)
     return padded
 
 
