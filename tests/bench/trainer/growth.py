@@ -1,10 +1,10 @@
-"""How costs grow with the ranks of a job: python -m tests.bench.trainer.growth [real | simulated]
+"""How costs grow with the ranks of a job: python -m tests.bench.trainer.growth [real [RANKS ...] | simulated]
 
-``real``: processes of this machine. The launcher starts 2 to 16 ranks, which agree on their settings and
-open a session; beside the machine's cores, more ranks take turns, so only what grows faster than they do
-says something. ``simulated``: rank 0 of up to 4,096 alone, with a store in memory in which the others
-have answered already, and the order of a batch for so many. So waits and links are missing, and the work is
-there.
+``real``: processes of this machine. The launcher starts 2 to 64 ranks, or as many as are named, which agree
+on their settings and train a tiny model. Beyond the machine's cores, ranks take turns: so each cost is given
+for each rank, too, and only what grows there grows faster than the ranks. ``simulated``: rank 0 of up to
+4,096 alone, with a store in memory in which the others have answered already, and the order of a batch for
+so many. So waits and links are missing, and the work is there.
 """
 
 import json
@@ -17,16 +17,15 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.distributed import HashStore
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from tp_core import LaunchEnvironment
 from tp_core.data._batches import EpochBatches
 from tp_trainer import Trainer, launch
 from tp_trainer._opening import _agreement
 
 from tests.bench._results import Results
-from tests.bench.trainer.memory import Samples
 
-REAL, SIMULATED, REPEATS = (2, 4, 8, 16), (16, 64, 256, 1024, 4096), 3
+REAL, SIMULATED, REPEATS = (2, 4, 8, 16, 32, 64), (16, 64, 256, 1024, 4096), 3
 FACTS = {"backend": "'ddp' of tp-trainer", "seed": 0, "precision": "fp32", "accumulate": 1, "options": {}}
 
 
@@ -41,7 +40,7 @@ def of_a_rank(folder: str) -> dict[str, float]:
     with Trainer(backend="ddp", devices="cpu", seed=0, progress=False) as trainer:
         model = nn.Linear(64, 64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(Samples(lambda i: torch.zeros(64), 64 * 20), batch_size=64)
+        loader = DataLoader(TensorDataset(torch.zeros(64 * 20, 64)), batch_size=64)
         made, using, batches = trainer.prepare(model, optimizer, loader)
         began = perf_counter()
         for _ in batches:
@@ -56,14 +55,16 @@ def of_a_rank(folder: str) -> dict[str, float]:
     return found
 
 
-def real(results: Results) -> None:
-    for ranks in REAL:
+def real(results: Results, counts: tuple[int, ...]) -> None:
+    for ranks in counts:
         with TemporaryDirectory() as folder:
             began = perf_counter()
             found = launch(of_a_rank, ranks, folder)
-            results.add(f"launch to end, {ranks} ranks", perf_counter() - began, "s")
-        for name in found[0]:
-            results.add(f"{name}, {ranks} ranks", 1e3 * max(own[name] for own in found), "ms")
+            seconds = {"launch to end": perf_counter() - began}
+        seconds |= {name: max(own[name] for own in found) for name in found[0]}
+        for name, each in seconds.items():
+            results.add(f"{name}, {ranks} ranks", 1e3 * each, "ms")
+            results.add(f"{name}, {ranks} ranks: for each rank", 1e3 * each / ranks, "ms")
 
 
 def agree(ranks: int) -> float:
@@ -97,10 +98,13 @@ def simulated(results: Results) -> None:
 
 
 def main(wanted: list[str]) -> None:
-    for name, measure in (("real", real), ("simulated", simulated)):
-        if not wanted or name in wanted:
-            with Results(f"trainer-growth-{name}") as results:
-                measure(results)
+    counts = tuple(int(word) for word in wanted if word.isdecimal())
+    if not wanted or "real" in wanted:
+        with Results("trainer-growth-real", is_part=bool(counts)) as results:
+            real(results, counts or REAL)
+    if not wanted or "simulated" in wanted:
+        with Results("trainer-growth-simulated") as results:
+            simulated(results)
 
 
 if __name__ == "__main__":

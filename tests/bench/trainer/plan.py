@@ -11,7 +11,7 @@ have published, beside what the plan says of it with rates that nothing was fitt
 import gc
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import tp_shard as ts
 from torch import nn
 from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment
@@ -72,8 +73,16 @@ def sample(i: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids
 
 
-def planned(name: str, ranks: int, machine: Machine | None = None, *, each: int = 99) -> list[Any]:
-    """Return the layouts of a model, without split tensors, whose models a script makes itself."""
+def planned(
+    name: str,
+    ranks: int,
+    machine: Machine | None = None,
+    *,
+    each: int = 3,
+    more: Mapping[str, int] | None = None,
+) -> list[Any]:
+    """Return the fastest layouts of each backend, so many; those of split tensors where ``more`` has some."""
+    counts = dict(more or {"shard": 0})
     model = ALL[name]()
     optimizer = torch.optim.AdamW(model.parameters())
     batch = [torch.stack(column) for column in zip(*(sample(i) for i in range(2)), strict=True)]
@@ -90,8 +99,9 @@ def planned(name: str, ranks: int, machine: Machine | None = None, *, each: int 
     )
     kept: list[Any] = []
     for layout in found.layouts:
-        is_split = layout.layout.axes.get("tensor", 1) > 1
-        if not is_split and sum(k.backend == layout.backend for k in kept) < each:
+        is_nested = layout.backend != "shard" and layout.layout.axes.get("tensor", 1) > 1
+        most = counts.get(layout.backend, each)
+        if not is_nested and sum(k.backend == layout.backend for k in kept) < most:
             kept.append(layout)
     return kept
 
@@ -106,24 +116,30 @@ def trainer_of(layout: Any) -> Trainer:
     )
 
 
-def fit(name: str, layout: Any, steps: int) -> None:
-    model = ALL[name]()
+def fit(name: str, layout: Any, steps: int, splits: Any = None) -> None:
+    """Train a model in a layout; where its tensors are split, by a plan that was found before."""
+    is_split = layout.backend == "shard"
+    if is_split:
+        ts.distributed.init_process_group(layout.layout.axes["tensor"])
+    model = ts.parallelize(ALL[name](), splits) if is_split else ALL[name]()
     loader = DataLoader(Samples(sample, SAMPLES * steps), batch_size=SAMPLES)
     with trainer_of(layout) as trainer:
         trainer.fit(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loader, step=word_loss)
+    if is_split:
+        ts.distributed.destroy_process_group()
 
 
-def peaks(name: str, layouts: Iterable[Any]) -> list[int]:
+def peaks(name: str, layouts: Iterable[Any], splits: Any) -> list[int]:
     """Return the bytes that each layout adds to what was resident before its model was made."""
     torch.set_num_threads(1)
     found = []
     for number, layout in enumerate(layouts):
         if number == 0:
-            fit(name, layout, 1)  # what libraries take at first
+            fit(name, layout, 1, splits)  # what libraries take at first
         gc.collect()  # models of the layout before, which are in cycles
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", "ascii")
-        fit(name, layout, STEPS)
+        fit(name, layout, STEPS, splits)
         found.append(resident("VmHWM") - before)
     return found
 
@@ -131,9 +147,12 @@ def peaks(name: str, layouts: Iterable[Any]) -> list[int]:
 def memory(results: Results) -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(2**16)
     name = "Llama with many words"
-    for ranks in (2, 4):
-        layouts = planned(name, ranks, each=3)
-        measured = [max(own) for own in zip(*run_ranks(peaks, ranks, name, layouts), strict=True)]
+    tokens = torch.stack([sample(i)[0] for i in range(2)])
+    splits = ts.plans.auto(ALL[name](), {"input_ids": tokens}, verbose=False)
+    for ranks, more in ((2, {"shard": 0}), (4, {"fsdp": 4, "shard": 4, "context": 5, "pipeline": 6})):
+        layouts = planned(name, ranks, more=more)
+        own = run_ranks(peaks, ranks, name, layouts, splits, timeout_s=1800)
+        measured = [max(each) for each in zip(*own, strict=True)]
         for layout, peak in zip(layouts, measured, strict=True):
             label = f"{layout.backend}, {layout.name}, {ranks} ranks"
             results.add(f"{label}: predicted", layout.memory.total / MIB, "MiB")
@@ -141,27 +160,33 @@ def memory(results: Results) -> None:
             results.add(f"{label}: ratio", layout.memory.total / peak, "")
 
 
-def steps(name: str, layouts: list[Any]) -> list[float]:
-    """Return the seconds of the fastest step of each layout."""
+def steps(layouts_of: Mapping[str, list[Any]]) -> dict[str, list[float]]:
+    """Return the seconds of the fastest step of each layout, by model: the same ranks do all."""
     torch.set_num_threads(1)
-    best = [float("inf")] * len(layouts)
-    for _ in range(ROUNDS):
-        for number, layout in enumerate(layouts):
-            with trainer_of(layout) as trainer:
-                model = ALL[name]()
-                made = trainer.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-                loader = DataLoader(Samples(sample, SAMPLES * 3), batch_size=SAMPLES)
-                seconds = []
-                for part in trainer.prepare(loader):
-                    dist.barrier()
-                    began = perf_counter()
-                    made[1].zero_grad()
-                    trainer.backward(trainer.run(word_loss, made[0], part))
-                    made[1].step()
-                    dist.barrier()
-                    seconds.append(perf_counter() - began)
-                best[number] = min(best[number], *seconds[1:])
+    best = {name: [float("inf")] * len(layouts) for name, layouts in layouts_of.items()}
+    for name, layouts in layouts_of.items():
+        for _ in range(ROUNDS):
+            for number, layout in enumerate(layouts):
+                best[name][number] = min(best[name][number], fastest_step(name, layout))
     return best
+
+
+def fastest_step(name: str, layout: Any) -> float:
+    """Return the seconds of the faster of two steps; one before, in which backends check, does not count."""
+    with trainer_of(layout) as trainer:
+        model = ALL[name]()
+        made = trainer.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+        loader = DataLoader(Samples(sample, SAMPLES * 3), batch_size=SAMPLES)
+        seconds = []
+        for part in trainer.prepare(loader):
+            dist.barrier()
+            began = perf_counter()
+            made[1].zero_grad()
+            trainer.backward(trainer.run(word_loss, made[0], part))
+            made[1].step()
+            dist.barrier()
+            seconds.append(perf_counter() - began)
+        return min(seconds[1:])
 
 
 def tau(first: list[float], second: list[float]) -> float:
@@ -177,20 +202,22 @@ def tau(first: list[float], second: list[float]) -> float:
 
 
 def order(results: Results) -> None:
+    began = perf_counter()
     machine = calibrate(4)
-    expected: list[float] = []
-    found: list[float] = []
-    for name in MODELS:
-        layouts = planned(name, 4, machine, each=2)[:5]
-        times = run_ranks(steps, 4, name, layouts)[0]
-        for layout, seconds in zip(layouts, times, strict=True):
+    results.add("calibrating", perf_counter() - began, "s")
+    layouts_of = {name: planned(name, 4, machine, each=2)[:5] for name in MODELS}
+    results.add("calibrating and planning", perf_counter() - began, "s")
+    times = run_ranks(steps, 4, layouts_of, timeout_s=1800)[0]
+    expected = {name: [p.time.total for p in layouts] for name, layouts in layouts_of.items()}
+    for name, layouts in layouts_of.items():
+        for layout, seconds in zip(layouts, times[name], strict=True):
             label = f"{name}, {layout.backend}, {layout.name}"
             results.add(f"{label}: predicted", 1e3 * layout.time.total, "ms")
             results.add(f"{label}: measured", 1e3 * seconds, "ms")
-        expected += [layout.time.total for layout in layouts]
-        found += times
-        results.add(f"{name}: Kendall's tau", tau([p.time.total for p in layouts], times), "")
-    results.add("Kendall's tau", tau(expected, found), "")
+        results.add(f"{name}: Kendall's tau", tau(expected[name], times[name]), "")
+    both = [[t for name in MODELS for t in found[name]] for found in (expected, times)]
+    results.add("Kendall's tau", tau(*both), "")
+    results.add("all of it", perf_counter() - began, "s")
 
 
 # -- Predictions beside figures that others have published ------------------------------------------
