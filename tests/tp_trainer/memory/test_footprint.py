@@ -153,3 +153,18 @@ def test_what_modules_keep_is_known_by_name():
     assert sorted(found.kept) == sorted(found.passed) == ["0", "1"]
     assert found.passed["0"] == ROW_NBYTES
     assert found.kept["0"] >= 2 * ROW_NBYTES
+
+
+def test_attention_with_dropout_is_one_kernel_on_devices_that_have_one():
+    words = torch.zeros(2, 512, WIDTH)
+
+    def of(device):
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True)
+        return measure_footprint(
+            layer, None, words, lambda m, b: m(b).square().mean(), device=torch.device(device)
+        )
+
+    weights = 2 * 4 * 512 * 512 * 4  # (batch, heads, queries, keys)
+    here, elsewhere = of("cpu"), of("cuda")
+    assert here.activations > weights > elsewhere.activations
+    assert (here.attentions, elsewhere.attentions) == (0, 1)

@@ -5,14 +5,15 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import tree_leaves, tree_map
 from tp_core.data import StepOutput
@@ -267,7 +268,7 @@ def measure_footprint(
         unknown="no batch and step are known",
     )
     stand_ins = StandIns(_usable(device), dtype=dtype)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _attention_of(device):
         try:
             copied = stand_ins.of_model(model)
             recompute(copied, recomputation)
@@ -440,6 +441,38 @@ def nbytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> in
         t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size())
         for t in {id(t): t for t in tensors}.values()
     )
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Leaves out the dropout of attention weights.
+
+    With it torch has one kernel on CUDA, and on the CPU a product, a softmax and another product, whose
+    (queries, keys) matrices a CUDA device would never have.
+    """
+
+    _PLACES: ClassVar = {
+        nn.functional.scaled_dot_product_attention: 4,
+        nn.functional.multi_head_attention_forward: 10,  # within which the mode is off
+    }
+
+    def __torch_function__(
+        self, function: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function, an attention without its ``dropout_p``."""
+        given = dict(kwargs or {})
+        place = self._PLACES.get(function)
+        if place is not None:
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            else:
+                given["dropout_p"] = 0.0
+        return function(*args, **given)
+
+
+def _attention_of(device: torch.device | None) -> AbstractContextManager[object]:
+    """Return what makes attention on stand-ins that of a device: they are on the CPU where it is missing."""
+    is_elsewhere = device is not None and device.type != _usable(device).type
+    return _FusedAttention() if is_elsewhere else nullcontext()
 
 
 def _usable(device: torch.device | None) -> torch.device:

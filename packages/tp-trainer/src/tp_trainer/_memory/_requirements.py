@@ -315,7 +315,10 @@ def estimate(
         free_nbytes=parse_nbytes(memory) if isinstance(memory, str) else memory,
     )
     share = batch if samples is None else resized(batch, samples)
-    job = replace(job, footprint=measure_footprint(model, optimizer, share, step, precision=precision))
+    found = measure_footprint(
+        model, optimizer, share, step, precision=precision, device=torch.device("cuda", 0)
+    )
+    job = replace(job, footprint=found)
     return table_of(job, registry.backends(), devices=devices, kind="cuda")
 
 

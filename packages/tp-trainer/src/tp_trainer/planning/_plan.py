@@ -258,7 +258,7 @@ def plan(
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         msg = f"no layout of {samples} samples on {devices} devices can be compared: {reasons}"
         raise ConfigError(msg)
-    subject = Subject(model, optimizer, batch, step, precision)
+    subject = Subject(model, optimizer, batch, step, precision, job.devices[0])
     sizes = {samples // way.layout.readers // a for way in ways for a in way.accumulations}
     measured = subject.measure_all(sizes, recomputations(model))
     unknown = next((m.footprint.unknown for m in measured.values() if m.footprint.unknown), "")

@@ -52,11 +52,13 @@ class Subject:
         batch: Any,
         step: Callable[[Any, Any], Any],
         precision: Precision,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device
         self._model, self._batch, self._step, self._precision = model, batch, step, precision
         self._blocks = _blocks_alike(model)
         log = OperatorLog()  # the optimizer's step is the same for all samples
-        self._updated = measure_footprint(model, optimizer, precision=precision, operators=log)
+        self._updated = measure_footprint(model, optimizer, precision=precision, device=device, operators=log)
         self._update = Operators.of(log.update)
 
     def measure(self, samples: int, recomputation: Recomputation) -> Measured:
@@ -82,6 +84,7 @@ class Subject:
             resized(self._batch, samples),
             self._step,
             precision=self._precision,
+            device=self._device,
             recomputation=recomputation,
             operators=log,
         )
