@@ -1,5 +1,6 @@
 """Public scripts of other projects, and what ``tp move`` makes of them; their sources are not kept here.
 
+    python -m tests.tp_trainer.move.tried             fetches the repositories, at the commits below
     python -m tests.tp_trainer.move.tried FOLDER      FOLDER/OWNER+NAME is a clone
 
 What "trains" was moved without a hand, and then trained for four steps on made-up data, on the CPU: pictures
@@ -19,6 +20,13 @@ from tp_core.plugins import registry
 from typer.main import get_command
 
 TRAINS = "trains"
+COMMITS = {
+    "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
+    "huggingface/accelerate": "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
+    "Lightning-AI/pytorch-lightning": "7f0c3436cd3f6ad3753125672024fc415cbcb414",
+    "karpathy/nanoGPT": "3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
+    "karpathy/minGPT": "37baab71b9abea1b76ab957409a1cc2fbfba8a26",
+}
 TRIED = {
     "pytorch/examples": {
         "distributed/ddp-tutorial-series/multigpu.py": TRAINS,
@@ -71,13 +79,22 @@ def moved(source):
         return new.read_text()
 
 
+def fetch(folder):
+    """Fetch one commit of each repository into a folder."""
+    for repository, commit in COMMITS.items():
+        clone, address = Path(folder, repository.replace("/", "+")), f"https://github.com/{repository}"
+        clone.mkdir()
+        for command in (["init"], ["fetch", "--depth=1", address, commit]):
+            subprocess.run(["git", "-C", str(clone), *command, "--quiet"], check=True)
+
+
 def differences(folder):
     """Yield a line for each script with another outcome than the table's."""
     for repository, scripts in TRIED.items():
         clone = Path(folder) / repository.replace("/", "+")
         clone = clone if (clone / ".git").exists() or not (clone / "repo").exists() else clone / "repo"
         for path, expected in scripts.items():
-            show = ["git", "-C", str(clone), "show", f"HEAD:{path}"]
+            show = ["git", "-C", str(clone), "show", f"{COMMITS[repository]}:{path}"]
             source = subprocess.run(show, capture_output=True, text=True, check=True).stdout
             try:
                 compile(moved(source), path, "exec")
@@ -89,6 +106,9 @@ def differences(folder):
 
 
 if __name__ == "__main__":
-    found = list(differences(sys.argv[1]))
+    with TemporaryDirectory() as fetched:
+        if not sys.argv[1:]:
+            fetch(fetched)
+        found = list(differences(sys.argv[1] if sys.argv[1:] else fetched))
     print("\n".join(found) or f"{sum(map(len, TRIED.values()))} scripts as in the table")
     sys.exit(bool(found))

@@ -78,7 +78,7 @@ def facts_of(tree: ast.Module) -> Facts | str:
         return facts
     backwards = [node for node in ast.walk(tree) if _is_backward(node)]
     if not backwards:
-        return "it has no call of backward(): it does not train, or another file does"
+        return "it has no call of backward(): it does not train, or another file does, which you can move"
     if called & set(_SCALERS):
         return (
             "it scales its losses by GradScaler; write Trainer(precision='fp16-mixed') and "

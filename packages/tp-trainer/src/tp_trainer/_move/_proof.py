@@ -15,6 +15,7 @@ from tp_core.internal import write_atomically
 
 _CLOSE = 1e-4  # relative: sums of float32 in another order
 _MOST_LINES = 12
+_TWO, _THEIRS = "with tp, 2 ranks", "before, 2 ranks"
 
 
 def proof(script: Path, changed: str, arguments: Sequence[str], *, steps: int) -> Table:
@@ -30,13 +31,12 @@ def proof(script: Path, changed: str, arguments: Sequence[str], *, steps: int) -
         RankFailedError: A run failed; with the end of what it said.
     """
     twin = script.with_name(f".{script.stem}_tp_{os.getpid()}.py")
-    runs = {"before": (script, 1), "with tp": (twin, 1), "with tp, 2 ranks": (twin, 2)}
-    source = script.read_text(encoding="utf-8")
-    if "init_process_group" in source:
-        # What joins a process group by itself needs a launcher for one rank, too.
-        runs = {"before": (script, 0), "before, 2 ranks": (script, 2), **dict(list(runs.items())[1:])}
-    elif "accelerate" in source:
-        runs = {"before": (script, 1), "before, 2 ranks": (script, 2), **dict(list(runs.items())[1:])}
+    runs = {"before": (script, 1), "with tp": (twin, 1), _TWO: (twin, 2)}
+    accelerates = any(text in changed for text in ("tp_trainer.compat.accelerate", "import accelerate as"))
+    # What joins a process group by itself needs a launcher for one rank, too.
+    joins = "init_process_group" in script.read_text(encoding="utf-8")
+    if joins or accelerates:
+        runs = {"before": (script, 0 if joins else 1), _THEIRS: (script, 2), **dict(list(runs.items())[1:])}
     write_text(changed, twin)
     try:
         found = {name: _losses(*run, arguments, steps) for name, run in runs.items()}
@@ -47,14 +47,19 @@ def proof(script: Path, changed: str, arguments: Sequence[str], *, steps: int) -
         table.add_column(name, justify="right")
     for number, row in enumerate(zip_longest(*found.values()), start=1):
         table.add_row(str(number), *(f"{v:.6f}" if v is not None else "-" for v in row))
-    first, *others = found
-    for name in others:
-        # Under Accelerate a batch size counts for each process, so two have other batches than one.
-        own = name == "with tp, 2 ranks" and runs["before"][1] == 1 and "before, 2 ranks" in found
-        reference = "before, 2 ranks" if own else first
-        pairs = list(zip(found[reference], found[name], strict=False))
-        same = sum(abs(a - b) <= _CLOSE * max(abs(a), 1e-6) for a, b in pairs)
-        table.caption = f"{table.caption or ''}{name}: {same} of {len(pairs)} equal to {reference}\n"
+    lines = []
+    if len(set(found["before"])) < 2:
+        lines.append("the loss is the same in each step: that it is equal here proves nothing")
+    for name, losses in found.items():
+        if name == _THEIRS:
+            lines.append(f"{name}: batches twice as large, of batch_size for each rank")
+        elif name != "before":
+            # tp's Accelerator has the batches of Accelerate, on two ranks as on one.
+            reference = _THEIRS if accelerates and name == _TWO else "before"
+            pairs = list(zip(found[reference], losses, strict=False))
+            same = sum(abs(a - b) <= _CLOSE * max(abs(a), 1e-6) for a, b in pairs)
+            lines.append(f"{name}: {same} of {len(pairs)} equal to {reference}")
+    table.caption = "\n".join(lines)
     return table
 
 
@@ -75,6 +80,7 @@ def _losses(script: Path, ranks: int, arguments: Sequence[str], steps: int) -> l
             own = ["-m", "tp_core.cli", "launch", "-n", str(ranks or 1)]
             run = [*own, "-m", *run[1:]]
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environ["ACCELERATE_USE_CPU"] = "true"  # without it Accelerate leaves ranks of the CPU apart
         done = subprocess.run(
             [sys.executable, *run],
             cwd=script.parent,

@@ -191,6 +191,8 @@ class _Loop(cst.CSTTransformer):
         target = updated_node.targets[0].target
         name, value = _name_of(target), updated_node.value
         last = name.rpartition(".")[2]
+        if name and _name_of(value) == name:  # what wrapped it is gone
+            self._removed = True
         if _makes_sampler(value):
             self._samplers[last] = _shuffles(value)
             # Not removed: the script may ask whether it is None.
@@ -278,6 +280,9 @@ class _Loop(cst.CSTTransformer):
                 return _expression(f"{self.tp}.{last.removeprefix('get_')}")
             if last == "state_dict" and owner.rpartition(".")[2] in self._models:
                 return _expression(f"{self.tp}.session.model_state({owner})")
+            if last == "load_state_dict" and owner.rpartition(".")[2] in self._models:
+                state = _code(updated_node.args[0].value)
+                return _expression(f"{self.tp}.session.load_model_state({owner}, {state})")
             if last == "to" and len(updated_node.args) == 1 and self._is_rank(updated_node.args[0].value):
                 return _expression(f"{owner}.to({self.tp}.device)")
             if owner in self._models and last not in _MODULE_NAMES and "." not in owner:
@@ -290,6 +295,13 @@ class _Loop(cst.CSTTransformer):
             return updated_node.args[0].value
         if last == "DataLoader":
             return self._without_sampler(updated_node)
+        return updated_node
+
+    def leave_FormattedString(
+        self, original_node: cst.FormattedString, updated_node: cst.FormattedString
+    ) -> Any:
+        if self._facts.is_parallel and "cuda:{" in _code(updated_node)[:9]:
+            return _expression(f"{self.tp}.device")
         return updated_node
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
@@ -323,7 +335,8 @@ class _Loop(cst.CSTTransformer):
         kept = [a for a in kept if not (a.keyword and a.keyword.value == "shuffle")]
         order = cst.Arg(_expression(str(shuffles)), keyword=cst.Name("shuffle"), equal=_tight())
         kept = [*(a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in kept), order]
-        return cst.ensure_type(_expression(_code(call.with_changes(args=kept))), cst.Call)
+        one_line = call.with_changes(args=kept, whitespace_before_args=cst.SimpleWhitespace(""))
+        return cst.ensure_type(_expression(_code(one_line)), cst.Call)
 
 
 def _makes_sampler(value: cst.BaseExpression) -> bool:

@@ -32,7 +32,7 @@ def main(folder: str, steps: int, script: str, *arguments: str) -> None:
     _patch(
         DistributedSampler, "__init__", lambda own, self, *a, **k: own(self, *a, **{**k, "shuffle": False})
     )
-    _patch(nn.Dropout, "forward", lambda own, self, x: x)  # noqa: ARG005
+    _without_dropout()
     out = Path(folder) / f"{os.environ.get('RANK', '0')}.json"
     done = 0
 
@@ -77,6 +77,20 @@ def _record(losses: list[float]) -> None:
 
     _patch(torch.Tensor, "backward", of_tensor)
     _patch(Trainer, "backward", of_trainer)
+
+
+def _without_dropout() -> None:
+    """Keep what dropout would drop, also in attention, whose dropout has no module."""
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
+        _patch(nn.functional, name, lambda own, x, *_, **__: x)  # noqa: ARG005
+    names = ("attn_mask", "dropout_p", "is_causal")
+
+    def attend(own: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        given = {**dict(zip(names, args, strict=False)), **options, "dropout_p": 0.0}
+        attended: Tensor = own(query, key, value, **given)
+        return attended
+
+    _patch(nn.functional, "scaled_dot_product_attention", attend)
 
 
 def _on_the_cpu() -> None:
