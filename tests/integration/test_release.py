@@ -1,11 +1,13 @@
 """A release by one command, in a repository of its own."""
 
+import importlib.metadata
 import re
 import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
+from email.message import Message
 
 import pytest
 
@@ -166,3 +168,13 @@ def test_the_site_links_versions_once_it_has_an_address(monkeypatch):
     template = jinja2.Template((ROOT / "docs" / "_templates" / "versions.html").read_text())
     page = template.render(release="0.1.0", **found["html_context"])
     assert '<a href="https://tp.example/docs/">newest</a>' in page
+
+
+def test_the_site_links_sources_once_they_have_an_address(monkeypatch):
+    conf = str(ROOT / "docs" / "conf.py")
+    about = Message()
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: about)
+    assert "html_theme_options" not in runpy.run_path(conf)
+    about["Project-URL"] = "Homepage, https://forge.example/you/tp"
+    found = runpy.run_path(conf)["html_theme_options"]
+    assert found["source_repository"] == "https://forge.example/you/tp/"
