@@ -137,17 +137,24 @@ def test_peft_loads_what_one_process_writes(tmp_path, backend, kind):
     check(kind, tmp_path, train(kind, backend, tmp_path, devices=devices))
 
 
-def train_all(backend, folder, plans):
-    return {kind: train(kind, backend, folder / kind, plan=plans.get(kind)) for kind in KINDS}
+def train_all(kinds, backend, folder, plans):
+    return {kind: train(kind, backend, folder / kind, plan=plans.get(kind)) for kind in kinds}
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp", "shard"])
-def test_peft_loads_what_two_ranks_write(two_ranks, tmp_path, backend):
-    for kind in KINDS:
+@pytest.mark.parametrize(
+    ("backend", "kinds"),
+    [
+        ("fsdp", ["lora", "ia3"]),
+        ("shard", ["dora", "saved"]),
+        *(pytest.param(name, list(KINDS), marks=pytest.mark.nightly) for name in ("ddp", "fsdp", "shard")),
+    ],
+)
+def test_peft_loads_what_two_ranks_write(two_ranks, tmp_path, backend, kinds):
+    for kind in kinds:
         (tmp_path / kind).mkdir()
-    plans = {kind: plan_of(kind) for kind in KINDS} if backend == "shard" else {}
-    for found in two_ranks.run(partial(train_all, backend, tmp_path, plans)):
-        for kind in KINDS:
+    plans = {kind: plan_of(kind) for kind in kinds} if backend == "shard" else {}
+    for found in two_ranks.run(partial(train_all, kinds, backend, tmp_path, plans)):
+        for kind in kinds:
             check(kind, tmp_path / kind, found[kind])
 
 

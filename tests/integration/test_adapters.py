@@ -44,8 +44,15 @@ def test_adapters_are_trained_as_by_hand_and_resumed(places, family, kind, begun
     assert places.check(family, kind, begun, finished) == "right"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "kind"), [*zip(adapters.TABLE, itertools.cycle(adapters.KINDS))])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(
+            family, kind, marks=pytest.mark.slow if family in ("llama", "gpt2") else pytest.mark.nightly
+        )
+        for family, kind in zip(adapters.TABLE, itertools.cycle(adapters.KINDS))
+    ],
+)
 def test_a_run_that_goes_through_all_backends_is_right(places, family, kind):
     assert places.check_all(family, kind) == "right"
 

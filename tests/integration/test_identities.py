@@ -12,11 +12,13 @@ IDENTITIES = Path(__file__).parents[2] / "docs" / "examples" / "identities.py"
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launch", "options"),
-    [([], []), (TWO_RANKS, []), (TWO_RANKS, ["--sample-rate", "0.3"])],
-    ids=["alone", "two ranks", "two ranks, sampled"],
+    [
+        pytest.param([], [], id="alone", marks=pytest.mark.nightly),
+        pytest.param(TWO_RANKS, [], id="two ranks", marks=pytest.mark.nightly),
+        pytest.param(TWO_RANKS, ["--sample-rate", "0.3"], id="two ranks, sampled", marks=pytest.mark.slow),
+    ],
 )
 def test_images_find_their_identity(launch, options):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("TP_")}

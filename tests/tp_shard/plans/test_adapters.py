@@ -26,6 +26,7 @@ DIFFERENT = [
     "ia3",
     pytest.param("rslora", marks=pytest.mark.nightly),
 ]  # "lora" by another factor
+PROVEN = [k if k in ("dora", "several") else pytest.param(k, marks=pytest.mark.nightly) for k in ADAPTERS]
 HEADS = {"heads": 4, "kv_heads": 2}
 LLAMA = {
     "**.q_proj": ts.Column(**HEADS),
@@ -126,11 +127,9 @@ def trains(family, kind, plan):
 
 
 def each_once():
-    """Each kind of adapters and two families more in the slow part; the others of the product are nightly."""
+    """Each kind of adapters and a family more in the slow part; the others of the product are nightly."""
     for family, kind in itertools.product(FAMILIES, KINDS):
-        is_slow = (
-            family == "llama" or (family, kind) in PLANS or (kind == "lora" and family in ("t5", "bert"))
-        )
+        is_slow = (family, kind) in {*PLANS, ("llama", "ia3"), ("t5", "lora")}
         yield pytest.param(family, kind, marks=pytest.mark.slow if is_slow else pytest.mark.nightly)
 
 
@@ -236,8 +235,8 @@ def drops(family, kind, plan):
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        pytest.param(family, kind, marks=() if kind == slow else pytest.mark.nightly)
-        for family, slow in {"llama": "lora", "gpt2": "dora", "bert": "lora", "t5": "dora"}.items()
+        pytest.param(family, kind, marks=() if (family, kind) in PLANS else pytest.mark.nightly)
+        for family in ("llama", "gpt2", "bert", "t5")
         for kind in ("lora", "dora")
     ],
 )
@@ -275,7 +274,7 @@ def test_the_plan_of_transformers_fits_a_wrapped_and_a_loaded_model(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", PROVEN)
 def test_a_plan_of_ones_own_is_proven_for_an_adapted_model(kind):
     model, batch = adapted("llama", kind, **({} if kind == "ia3" else {"lora_dropout": 0.1})), inputs("llama")
     ts.verify(model, LLAMA, batch).assert_ok()
@@ -317,7 +316,7 @@ PARTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", PROVEN)
 def test_adapters_on_parts_of_a_sequence_are_right(kind):
     options = {} if kind == "ia3" else {"lora_dropout": 0.1}
     options |= {"bias": "all"} if kind in ("lora", "dora") else {}
@@ -334,7 +333,7 @@ def test_adapters_train_on_parts_of_a_sequence_like_one_device(on_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.nightly)])
 def test_a_plan_with_parts_of_sequences_is_found_for_an_adapted_model(family):
     plan = ts.plans.auto(adapted(family, "dora"), inputs(family), sequence=True, verbose=False)
     assert any(isinstance(style, ts.Gathered) for style in plan.values())
