@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import functools
 import gc
 import importlib.util
 import os
@@ -136,9 +137,12 @@ def _deselect_missing(config, items):
     _deselect(config, items, of_gpus)
 
 
+_find_spec = functools.cache(importlib.util.find_spec)
+
+
 def _missing(item):
     needed = [module for mark in item.iter_markers("needs") for module in mark.args]
-    return [module for module in needed if importlib.util.find_spec(module) is None]
+    return [module for module in needed if _find_spec(module) is None]
 
 
 def _deselect(config, items, left_out):

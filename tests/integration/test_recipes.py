@@ -20,7 +20,8 @@ EXAMPLES = DOCS / "examples"
 PAGES = sorted(page for folder in ("recipes", "tutorials") for page in (DOCS / folder).glob("*.md"))
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Which commands the slow part runs of pages that start one program many times; the nightly part runs all.
-# Tests below train "contrastive", "reinforce" and "segmentation" in one process; "classes" is test_identities.py.
+# Tests below train "contrastive", "reinforce" and "segmentation" in one process.
+# The command of "classes" is in test_identities.py.
 SOME = {
     "classes": [],
     "contrastive": [1],

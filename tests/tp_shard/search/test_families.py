@@ -11,7 +11,6 @@ import torch
 import tp_shard as ts
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
-from tp_shard._shards import ShardTable  # not every split tensor has a mark of its own
 
 TOKENS = 96
 DECODER = {
@@ -400,8 +399,9 @@ def drops(family):
         ts.check_gradients(split)
         optimizer.step()
         optimizer.zero_grad()
-    held = {n: v for n, v in split.state_dict().items() if n not in ShardTable(split).exact and v.numel()}
-    alike = torch.cat([v.detach().double().reshape(-1).nan_to_num() for v in [*held.values(), torch.rand(4)]])
+    held = split.state_dict()
+    whole = [held[n] for n, v in ts.collect_state_dict(split, held).items() if v.shape == held[n].shape]
+    alike = torch.cat([v.detach().double().reshape(-1).nan_to_num() for v in [*whole, torch.rand(4)]])
     everyones = ts.distributed.gather(alike.unsqueeze(0), 0)
     return {
         "drawn": all(drawn),

@@ -13,12 +13,41 @@ from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, PluginError
 from tp_core.plugins import Logger, LoggerFactory
 from tp_trainer import LogOptions, Trainer, loggers
-from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, WandbLogger
-
-# private: what a run writes of where it runs
-from tp_trainer.loggers._named import environment, make_loggers, versions
+from tp_trainer.loggers import CsvLogger, RunInfo, WandbLogger
 
 PLUGINS = PluginRegistry(environ={})
+
+
+class Listener(Logger):
+    """Keeps the facts of a run."""
+
+    name, info = "listener", None
+
+    def open(self, info):
+        self.info = info
+
+    def log(self, numbers, *, step, epoch):
+        pass
+
+    def close(self, status):
+        pass
+
+
+def fit(log, plugins=PLUGINS, *, devices="cpu", **settings):
+    """Train for a step with these loggers."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Trainer(devices=devices, progress=False, plugins=plugins) as trainer:
+        trainer.fit(
+            model, optimizer, [torch.ones(1, 1)], step=lambda model, x: model(x).mean(), log=log, **settings
+        )
+
+
+def info(hyperparameters=None):
+    """Return what a run gives to its loggers."""
+    listener = Listener()
+    fit(LogOptions(listener, hyperparameters=hyperparameters))
+    return listener.info
 
 
 def test_the_loggers_of_this_package_are_found_by_name():
@@ -47,17 +76,15 @@ def test_every_accelerator_is_named_whoever_made_it(monkeypatch, module, expecte
         torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu")
     )
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert environment({})["gpus"] == expected
+    assert info().environment["gpus"] == expected
 
 
-def test_names_and_loggers_are_taken_together():
-    own = CsvLogger("somewhere")
-    made = make_loggers([own, "jsonl", "csv"], PLUGINS)
-    assert made[0] is own
-    assert [type(logger) for logger in made] == [CsvLogger, JsonLinesLogger, CsvLogger]
-    assert [type(logger) for logger in make_loggers("csv", PLUGINS)] == [CsvLogger]
-    assert make_loggers(own, PLUGINS) == [own]
-    assert make_loggers(None, PLUGINS) == []
+def test_names_and_loggers_are_taken_together(tmp_path):
+    own = Listener()
+    for number, (log, files) in enumerate([([own, "csv"], 1), ("csv", 1), (own, 0), (None, 0)]):
+        fit(log, checkpoint=tmp_path / f"{number}")
+        assert len([*tmp_path.glob(f"{number}/metrics.csv")]) == files
+    assert own.info.folder == tmp_path / "2"
 
 
 @pytest.mark.parametrize(
@@ -73,49 +100,51 @@ def test_names_and_loggers_are_taken_together():
 )
 def test_what_is_no_logger_is_told_what_may_have_been_meant(log, words):
     with pytest.raises(ConfigError, match=words):
-        make_loggers(log, PLUGINS)
+        fit(log)
 
 
 def test_one_logger_twice_is_refused():
     own = CsvLogger("somewhere")
     with pytest.raises(ConfigError, match="CsvLogger is in log= twice"):
-        make_loggers([own, own], PLUGINS)
+        fit([own, own])
 
 
 def test_a_blocked_plugin_is_named():
+    blocked = PluginRegistry(environ={"TP_DISABLE_PLUGINS": "tp-trainer"})
     with pytest.raises(ConfigError, match="those there are: none"):
-        make_loggers("csv", PluginRegistry(environ={"TP_DISABLE_PLUGINS": "tp-trainer"}))
+        fit("csv", blocked, devices=2)
     with pytest.raises(PluginError, match="blocked"):
-        make_loggers("tp-trainer", PluginRegistry(environ={"TP_DISABLE_PLUGINS": "tp-trainer"}))
+        fit("tp-trainer", blocked, devices=2)
 
 
 def test_a_factory_that_makes_something_else_is_refused():
     plugins = PluginRegistry(environ={})
     plugins.register(LoggerFactory("mine", "nothing", object))
     with pytest.raises(ConfigError, match="'mine' must make a Logger, got object"):
-        make_loggers("mine", plugins)
+        fit("mine", plugins)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "aim"])
 def test_a_package_that_is_not_installed_is_named_with_its_extra(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"needs the package {name}: pip install 'tp-trainer\[{name}\]'"):
-        make_loggers(name, PLUGINS)
+        fit(name)
 
 
 def test_what_is_exported_exists():
     assert all(hasattr(loggers, name) for name in loggers.__all__)
 
 
-def test_the_facts_of_a_run_have_what_the_launcher_and_the_scheduler_said():
-    facts = environment({"TP_BACKEND": "ddp", "SLURM_JOB_ID": "17", "PASSWORD": "no", "TP_MINE": "no"})
-    assert "TP_MINE" not in facts
-    assert facts["TP_BACKEND"] == "ddp"
-    assert facts["SLURM_JOB_ID"] == "17"
-    assert facts["host"]
-    assert "PASSWORD" not in facts
-    assert versions()["tp-trainer"]
-    assert versions()["torch"]
+def test_the_facts_of_a_run_have_what_the_launcher_and_the_scheduler_said(monkeypatch):
+    said = {"TP_BACKEND": "single", "SLURM_JOB_ID": "17", "PASSWORD": "no", "TP_MINE": "no"}
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    found = info()
+    assert said.items() & found.environment.items() == {("TP_BACKEND", "single"), ("SLURM_JOB_ID", "17")}
+    assert not {"PASSWORD", "TP_MINE"} & set(found.environment)
+    assert found.environment["host"]
+    assert found.versions["tp-trainer"]
+    assert found.versions["torch"]
 
 
 def test_secrets_are_masked_wherever_a_run_is_described(monkeypatch):
@@ -155,37 +184,16 @@ def test_secrets_are_masked_wherever_a_run_is_described(monkeypatch):
         "git@github.com:x/y.git",
     ]
     monkeypatch.setattr("sys.argv", [*words, *plain])
-    command = environment({})["command"]
+    command = info().environment["command"]
     assert not re.search(r"\ba\d", command), command
     assert "https://***@github.com/x?access_token=***&page=2" in command
     assert command.endswith(" ".join(plain))
 
 
-class Listener(Logger):
-    """Keeps the facts of a run."""
-
-    def open(self, info):
-        self.info = info
-
-    def log(self, numbers, *, step, epoch):
-        pass
-
-    def close(self, status):
-        pass
-
-
 def logged(hyperparameters):
     """Return the hyperparameters that a run gives to its loggers."""
-    model, listener = torch.nn.Linear(1, 1), Listener()
-    with Trainer(devices="cpu", progress=False) as trainer:
-        trainer.fit(
-            model,
-            torch.optim.SGD(model.parameters()),
-            [torch.ones(1, 1)],
-            step=lambda model, batch: model(batch).mean(),
-            log=LogOptions(listener, hyperparameters=hyperparameters),
-        )
-    return {name: listener.info.hyperparameters[name] for name in hyperparameters}
+    found = info(hyperparameters).hyperparameters
+    return {name: found[name] for name in hyperparameters}
 
 
 def test_secrets_in_hyperparameters_are_masked_however_deep_they_are():

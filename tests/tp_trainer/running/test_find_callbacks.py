@@ -4,20 +4,34 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, PluginError
 from tp_core.plugins import NamedCallback, hookimpl
 from tp_core.testing import fake_distribution
-from tp_trainer import Callback
-from tp_trainer._running._callbacks import find_callbacks  # private: plugins that are not installed
+from tp_trainer import Callback, Trainer
+
+CALLED = []
 
 
 class Mine(Callback):
+    def on_fit_start(self, run):
+        CALLED.append(self)
+
+
+class Theirs(Mine):
     pass
 
 
-class Theirs(Callback):
-    pass
+def called(given, plugins):
+    """Return the callbacks of a run in their order."""
+    CALLED.clear()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Trainer(backend="single", devices="cpu", progress=False, plugins=plugins) as trainer:
+        data = [torch.ones(1, 1)]
+        trainer.fit(model, optimizer, data, step=lambda model, x: model(x).mean(), callbacks=given)
+    return CALLED[:]
 
 
 @pytest.fixture
@@ -41,20 +55,17 @@ def plugins():
 def test_those_of_the_script_come_first_and_those_that_join_last(plugins, caplog):
     mine = Mine()
     with caplog.at_level(logging.WARNING):
-        found, joined = find_callbacks([mine, "named"], plugins)
+        found = called([mine, "named"], plugins)
     assert [type(c) for c in found] == [Mine, Theirs, Theirs]
     assert found[0] is mine
-    assert joined == {found[2]: "always"}
     assert "'broken' of sensors is left out: RuntimeError('no sensor')" in caplog.text
 
 
 def test_one_that_is_named_does_not_join_again(plugins):
-    found, joined = find_callbacks(["always"], plugins)
-    assert len(found) == 1
-    assert not joined
+    assert len(called(["always"], plugins)) == 1
 
 
-def test_an_installed_one_joins_unless_it_is_blocked_by_name(tmp_path):
+def test_an_installed_one_joins_unless_it_is_blocked_by_name(tmp_path, caplog):
     source = """
         from tp_core.plugins import Callback, NamedCallback, hookimpl
 
@@ -68,22 +79,23 @@ def test_an_installed_one_joins_unless_it_is_blocked_by_name(tmp_path):
     """
     modules = {"sensor_plugin": source}
     with fake_distribution(tmp_path, "sensors", entry_points={"sensors": "sensor_plugin"}, modules=modules):
-        found, joined = find_callbacks([], PluginRegistry(environ={}))
-        assert [type(c).__name__ for c in found] == ["Sensor"]
-        assert list(joined.values()) == ["sensor"]
+        with caplog.at_level(logging.ERROR):
+            called([], PluginRegistry(environ={}))
+        assert "'sensor' failed in on_step_end" in caplog.text
+        caplog.clear()
         blocked = PluginRegistry(environ={"TP_DISABLE_PLUGINS": "sensors"})
-        assert find_callbacks([], blocked) == ([], {})
+        called([], blocked)
+        assert not caplog.text
         with pytest.raises(ConfigError, match=r"called 'sensor'; .*TP_DISABLE_PLUGINS blocks sensors \("):
-            find_callbacks(["sensor"], blocked)
+            called(["sensor"], blocked)
         with pytest.raises(
             PluginError, match=r"plugin sensors \(.*is blocked by TP_DISABLE_PLUGINS; unset it"
         ):
-            find_callbacks(["sensors"], blocked)
+            called(["sensors"], blocked)
 
 
 def test_each_run_gets_one_of_its_own(plugins):
-    (first, *_), _ = find_callbacks(["named"], plugins)
-    (second, *_), _ = find_callbacks(["named"], plugins)
+    (first, *_), (second, *_) = called(["named"], plugins), called(["named"], plugins)
     assert first is not second
 
 
@@ -102,7 +114,7 @@ def test_each_run_gets_one_of_its_own(plugins):
 )
 def test_what_is_not_a_callback_is_refused(plugins, given, words):
     with pytest.raises(ConfigError, match=words):
-        find_callbacks(given, plugins)
+        called(given, plugins)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +133,7 @@ def test_a_method_for_an_event_that_does_not_exist_is_refused(plugins, given, me
     own, mixed = type("Own", (Callback,), method), type("Mixed", (type("Mixin", (), method), Callback), {})
     for kind in (own, mixed):
         with pytest.raises(ConfigError, match=f"has a method '{given}'.*did you mean '{meant}'"):
-            find_callbacks([kind()], plugins)
+            called([kind()], plugins)
 
 
 def test_helpers_and_kept_functions_are_no_events(plugins):
@@ -134,5 +146,4 @@ def test_helpers_and_kept_functions_are_no_events(plugins):
         def _on_step(self):
             pass
 
-    mine = Mine()
-    assert find_callbacks([mine], plugins)[0][0] is mine
+    called([Mine()], plugins)
