@@ -227,6 +227,7 @@ def test_a_callback_generates_on_shards_as_on_one_device(places):
 # -- Steps that disable adapters -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_disabling_adapters_in_one_replica_leaves_the_others_trainable():
     model = adapters.make("llama", "lora")
 
@@ -250,7 +251,8 @@ def distilled(model, batch):
     return {**found, "loss": found["loss"] + away.mean()}
 
 
-@pytest.mark.parametrize("backend", ["tuple", pytest.param("dp-gather", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
 def test_a_step_that_disables_adapters_trains_as_on_one_device(backend):
     def train(name, devices):
         model = adapters.make("llama", "lora").double()

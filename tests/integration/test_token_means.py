@@ -1,7 +1,6 @@
 """A language model of transformers, with labels that do not count, leads where a loop by hand leads."""
 
 import functools
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]
 
 SAMPLES, BATCH_SIZE, EPOCHS = 22, 4, 2
 
@@ -136,7 +135,6 @@ def _trained_on_ranks():
     return [train(step, accumulate) for step, accumulate in JOBS]
 
 
-@pytest.mark.slow
 def test_tokens_count_alike_on_two_ranks():
     for outcomes in run_ranks(_trained_on_ranks, 2):
         for trained, (step, accumulate) in zip(outcomes, JOBS, strict=True):

@@ -466,6 +466,7 @@ def test_a_translated_plan_trains_like_the_whole_model(on_ranks, world):
         assert found["heads"]
 
 
+@pytest.mark.slow
 def test_a_model_without_a_plan_of_its_own_is_sent_to_auto():
     with pytest.raises(ConfigError, match=r"GPT2LMHeadModel brings no plan .* take ts.plans.auto"):
         ts.plans.from_hf(make("gpt2"))
@@ -473,6 +474,7 @@ def test_a_model_without_a_plan_of_its_own_is_sent_to_auto():
         ts.plans.from_hf(nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_what_a_brought_plan_splits_and_cannot_be_proven_is_named():
     model = make("llama")
     for block in model.model.layers:

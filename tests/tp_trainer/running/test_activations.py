@@ -279,6 +279,7 @@ def of_transformers(name):
     return getattr(transformers, f"{name}{head}")(config).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keep"), [("Llama", "matmuls"), ("Llama", "inputs"), ("GPT2", "matmuls"), ("T5", "inputs")]
 )
@@ -296,6 +297,7 @@ def test_models_that_would_cache_are_trained_the_same(name, keep):
     torch.testing.assert_close(gradients(keep=keep), gradients())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # by later ones than we require
 def test_a_cache_with_keys_is_refused():
     model = of_transformers("Llama")

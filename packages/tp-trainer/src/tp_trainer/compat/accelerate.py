@@ -755,7 +755,6 @@ class Loader:
 
     def __init__(self, accelerator: Accelerator, prepared: PreparedLoader, *, skip: int = 0) -> None:
         self._accelerator, self.prepared, self._skip = accelerator, prepared, skip
-        self._drop = 0
 
     def __len__(self) -> int:
         return len(self.prepared) - self._skip

@@ -249,7 +249,6 @@ class Trainer:
         self.global_step = 0
         self._loop: Loop | None = None
         self._prepared: nn.Module | None = None
-        self._last_norm: Tensor | None = None
 
     # -- what a module reads --------------------------------------------------------------------------
 
