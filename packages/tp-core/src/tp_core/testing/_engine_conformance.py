@@ -130,7 +130,8 @@ class EngineConformance(DeclaredLimits):
             for item, result in zip(tensors, pool.run(tensors), strict=True):
                 assert torch.equal(result, 2 * item)
             (text,) = pool.run([b"0123456789" * 1_000_000])
-            assert text == b"0123456789" * 2_000_000
+            is_whole = text == b"0123456789" * 2_000_000
+        assert is_whole, "a text of 20 MB came back as another"
 
     def test_a_worker_that_dies_is_an_error_and_the_pool_stays_usable(self) -> None:
         with self.open(functools.partial(_dier, os.getpid())) as pool:
