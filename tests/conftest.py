@@ -188,7 +188,6 @@ _looked_over = 0  # how many modules were loaded when the collector last looked 
 def _freeze():
     """Spare the collector, which many tests call, what is loaded by now and stays."""
     global _looked_over  # noqa: PLW0603 - of this process
-    gc.collect()
     gc.freeze()
     _looked_over = len(sys.modules)
 
@@ -210,6 +209,7 @@ def pytest_collection_finish(session):
 def pytest_runtest_protocol(item, nextitem):
     result = yield
     if len(sys.modules) > _looked_over + 100:  # as after the first optimizer step, or for transformers
+        gc.collect()  # a test's garbage is to be freed
         _freeze()
     return result
 

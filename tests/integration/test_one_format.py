@@ -71,6 +71,10 @@ def load_by_trainer(path):
         return trainer.session.model_state(model)
 
 
+def load_all(paths):
+    return [(load(path), load_by_trainer(path)) for path in paths]
+
+
 def equal(one, other):
     assert one.keys() == other.keys()
     for name, tensor in one.items():
@@ -83,13 +87,12 @@ def equal(one, other):
 def test_each_reads_what_the_other_wrote_on_any_number_of_ranks(tmp_path, writers, readers):
     state, entries, rates = start(train, writers, tmp_path)[0]
     (checkpoint,) = (tmp_path / "run").glob("step-*")
-    for path in (checkpoint, tmp_path / "own"):
-        for found, found_entries, found_rates in start(load, readers, path):
+    for of_rank in start(load_all, readers, [checkpoint, tmp_path / "own"]):
+        for (found, found_entries, found_rates), by_trainer in of_rank:
             equal(found, state)
             equal(found_entries, entries)
             assert found_rates == rates == [0.02]
-        for found in start(load_by_trainer, readers, path):
-            equal(found, state)
+            equal(by_trainer, state)
 
 
 def compiled_on_ranks(folder):
