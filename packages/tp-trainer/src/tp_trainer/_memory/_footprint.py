@@ -470,7 +470,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def _attention_of(device: torch.device | None) -> AbstractContextManager[object]:
-    """Return what makes attention on stand-ins that of a device: they are on the CPU where it is missing."""
+    """Let stand-ins, which are on the CPU where a device is missing, attend by the kernels of that device."""
     is_elsewhere = device is not None and device.type != _usable(device).type
     return _FusedAttention() if is_elsewhere else nullcontext()
 
