@@ -21,8 +21,13 @@ def wheel(tmp_path_factory):
     return make
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("package", PACKAGES)
+SLOW = ("tp-core", "tp-data", "tp-trainer")  # ``tests/matrix.sh --wheels`` tries each, each pair and all
+
+
+@pytest.mark.parametrize(
+    "package",
+    [pytest.param(p, marks=pytest.mark.slow if p in SLOW else pytest.mark.nightly) for p in PACKAGES],
+)
 def test_a_distribution_works_with_tp_core_alone(package, wheel, tmp_path):
     (tmp_path / "wheels").mkdir()
     for name in {CORE, package}:  # no other could be installed by mistake

@@ -14,6 +14,8 @@ METHODS = [
     pytest.param({}, marks=pytest.mark.slow),
     pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow),
 ]
+# Spawned workers take seconds to start, and get their numbers as the others do: one test of them is enough.
+FEWER = [*METHODS[:2], pytest.param({"start_method": "spawn"}, marks=pytest.mark.nightly)]
 
 
 def draw(_):
@@ -32,7 +34,7 @@ def state(made, _):
     return made
 
 
-@pytest.mark.parametrize("options", METHODS, ids=str)
+@pytest.mark.parametrize("options", FEWER, ids=str)
 def test_no_two_workers_nor_runs_have_the_same_numbers(options):
     np.random.rand()
     seen = [
@@ -120,7 +122,7 @@ def draw_own(_):
 
 
 @pytest.mark.parametrize(
-    "options", [*METHODS, {"engine": "thread"}, {"start_method": "fork", "max_items_per_worker": 7}], ids=str
+    "options", [*FEWER, {"engine": "thread"}, {"start_method": "fork", "max_items_per_worker": 7}], ids=str
 )
 def test_the_generators_of_an_item_are_the_same_on_every_engine(options):
     alone = list(tp_runner.map(draw_own, range(30), seed=7, engine="inline", n_workers=1))

@@ -36,9 +36,14 @@ class Writes(OrderedRunner):
         return tp_runner.worker().number, float(cfg.parts[0][0])
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "make", [pytest.param(np.ones, marks=pytest.mark.slow), torch.ones], ids=["array", "tensor"]
+    ("make", "method"),
+    [
+        pytest.param(torch.ones, "forkserver", id="tensor-forkserver"),
+        pytest.param(np.ones, "fork", id="array-fork", marks=pytest.mark.slow),
+        pytest.param(torch.ones, "spawn", id="tensor-spawn", marks=pytest.mark.slow),
+        pytest.param(np.ones, "spawn", id="array-spawn", marks=pytest.mark.nightly),
+    ],
 )
 def test_workers_hold_no_copy_of_their_own(method, make):
     held = []

@@ -89,7 +89,9 @@ def start(processes, run):
     "ways",
     [
         [(2, "fsdp"), (4, "fsdp"), (1, "single"), (2, "fsdp")],
-        [(2, "fsdp"), (2, "ddp"), (3, "fsdp"), (3, "ddp"), (2, "fsdp")],
+        pytest.param(
+            [(2, "fsdp"), (2, "ddp"), (3, "fsdp"), (3, "ddp"), (2, "fsdp")], marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_another_backend_or_number_of_ranks_goes_on_each_time(tmp_path, ways):
@@ -102,7 +104,13 @@ def test_another_backend_or_number_of_ranks_goes_on_each_time(tmp_path, ways):
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("options", [FsdpOptions(replicas=2), FsdpOptions(reshard_after_forward=False)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        FsdpOptions(replicas=2),
+        pytest.param(FsdpOptions(reshard_after_forward=False), marks=pytest.mark.nightly),
+    ],
+)
 def test_as_many_ranks_go_on_bit_for_bit(tmp_path, options):
     whole = run_ranks(functools.partial(fit, options=options, epochs=3), 4)
     checkpointed = functools.partial(fit, options=options, checkpoint=tmp_path, resume="auto")
