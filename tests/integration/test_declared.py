@@ -24,6 +24,8 @@ ELSEWHERE = {
     "tp-shard": {"typer": "its command is loaded by tp alone, which cannot start without it"},
     "tp-verify": {
         "accelerate": "whoever verifies it has it",
+        "deepspeed": "whoever verifies it has it",
+        "megatron": "whoever verifies it has it",
         "pytest": "pytest alone loads its plugin",
         "transformers": "whoever verifies a model of it has it",
     },

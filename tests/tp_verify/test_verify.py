@@ -123,6 +123,14 @@ def test_the_rank_with_the_wrong_copy_is_named(ranks):
     assert str(report.finding).endswith("of used.weight: it differs by 1 of its norm on rank 1")
 
 
+def test_a_way_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(ConfigError, match="Megatron needs the package megatron: pip install 'megatron-core'"):
+        ways.Megatron({}).parallelize(m.build())
+    with pytest.raises(ConfigError, match=r"no backend 'none' is installed; there are .*ddp"):
+        ways.TpBackend("none").parallelize(m.build())
+
+
 def test_batches_that_the_ranks_cannot_share_are_refused():
     with pytest.raises(ConfigError, match="has 3 rows, and 2 ranks with 2 micro-batches need 4"):
         verify(Branches, [torch.ones(3, 3)], parallel=unchanged, step=square, micro=2)
@@ -211,30 +219,68 @@ def doubled(model):
     return torch.nn.parallel.DistributedDataParallel(model)
 
 
+def statistics():
+    """Build blocks with batch norms: a rank has the statistics of its own rows."""
+    blocks = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)]
+    return torch.nn.Sequential(*blocks)
+
+
+def tokens(batch):
+    return batch["tokens"]
+
+
+def labels(batch):
+    return batch["labels"]
+
+
+PIPELINING = ways.Pipelining(inputs=tokens, target=labels, loss=m.loss_of)
+ROWS = [torch.randn(4, 3, generator=torch.Generator().manual_seed(0))]
+
+
 @pytest.mark.slow
-def test_the_smallest_reproduction_is_a_script_of_torch(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("build", "batches", "step", "way", "said"),
+    [
+        (m.build, m.EVEN, m.step, doubled, r"rank 1: the output of blocks\.0\.mlp\.down differs by 1 of"),
+        pytest.param(
+            statistics,
+            ROWS,
+            square,
+            ways.FullyShard(),
+            r"rank 1: the output of 0\.1 differs by 0",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            m.build_stages,
+            [m.make_batch(8, 0)],
+            m.step,
+            PIPELINING,
+            r"rank 1: the loss differs by 0",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=["ddp", "fully_shard", "pipelining"],
+)
+def test_the_smallest_reproduction_is_a_script_of_torch(build, batches, step, way, said, ranks, tmp_path):
     file = tmp_path / "smallest.py"
-    report = verify(m.build, m.EVEN, parallel=doubled, step=m.step, ranks=ranks, reproduce=file)
+    report = verify(build, batches, parallel=way, step=step, ranks=ranks, reproduce=file)
     assert report.reproduction == f"torchrun --nproc-per-node 2 {file}"
+    assert report.reproduction in report.to_html()
     text = file.read_text()
-    assert "del model.get_submodule('blocks')[1:]" in text
+    assert ("del model.get_submodule('blocks')[1:]" in text) == (build is m.build)
     assert "tp_verify" not in text.replace("tests/tp_verify", "")
-    start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        str(file),
-    ]
+    lines = [line for line in text.partition("import runpy")[2].splitlines() if line]
+    assert len(lines) <= 32, text
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(file)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    said = subprocess.run(start, capture_output=True, text=True, timeout=300, check=True, env=environ).stdout
-    assert re.search(r"rank 1: the output of blocks\.0\.mlp\.down differs by 1 of its norm", said), said
+    done = subprocess.run(start, capture_output=True, text=True, timeout=300, check=False, env=environ)
+    assert re.search(said, done.stdout), text + done.stdout + done.stderr
 
 
 def test_a_script_that_cannot_name_what_it_needs_is_refused_before_anything_runs():
     for way, said in (
         (Dies(), "Dies has no lines for a script"),
+        (MoreDropout(), r"MoreDropout has a parallelize\(\) that its lines\(\) lack: override lines\(\)"),
         (lambda model: model, "at the top of a file"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -432,6 +432,8 @@ class Comparison:
         if place is not None and _position(order, place[0].module) >= _position(order, last):
             where, match = place
             also = f"; so do the gradients of {len(wrong)} parameters, {last} among them"
+            if len(wrong) == 1:
+                also = f"; so does the gradient of {last}"
             return Finding("the gradient of the input", where.module, step, f"{_said(match)}{also}")
         module, _, parameter = last.rpartition(".")
         return Finding("the gradient", module, step, said, tensor=parameter)

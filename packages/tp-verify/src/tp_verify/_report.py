@@ -128,5 +128,6 @@ def _section(report: Report) -> str:
             for head, lines in lists
             if lines
         )
+        + (f"<p>Reproduce: <code>{html.escape(report.reproduction)}</code>" if report.reproduction else "")
         + f"<h3>Compared</h3><table>{rows}</table>"
     )

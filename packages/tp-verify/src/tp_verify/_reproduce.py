@@ -1,6 +1,6 @@
 """The smallest case that still parts, written as a script of torch alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +10,14 @@ from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import repeated_blocks
 
 from tp_verify._report import Finding
+from tp_verify._run import cast
 from tp_verify._way import Step, Way, function_lines, mapped, row_count, tensors_in
 
-SHOWN = ("the output", "the loss", "the gradient", "the gradient of the input")
-"""The kinds of findings that a script can show: numbers of the first forward and backward pass."""
+
+def is_shown(finding: Finding, way: Way) -> bool:
+    """Return whether a script can show a finding: a number of the first forward and backward pass."""
+    inside = () if type(way).backward is not Way.backward else ("the output", "the gradient of the input")
+    return finding.step == 1 and finding.what in ("the loss", "the gradient", *inside)
 
 
 @dataclass(frozen=True)
@@ -100,71 +104,106 @@ dist.init_process_group("gloo")
 rank, ranks, both = dist.get_rank(), dist.get_world_size(), []
 for is_parallel in (False, True):
     torch.manual_seed(0)
-    model, batch, count = build(), BATCH, 1
-{cut}{dropout}    model = model.to({dtype})
-    if is_parallel:
-{parallel}
-    seen = {{}}
-    for name, module in model.named_modules():
-        if name.removeprefix("module.") == {module!r}:
-            module.register_forward_hook(lambda module, args, output: seen.update({{{output!r}: output}}))
-    made = step(model, batch)
-    loss, weight = (made["loss"], made.get("weight", 1)) if isinstance(made, dict) else (made, 1)
-    sums = torch.stack([loss.detach().double() * weight, torch.as_tensor(weight).double()])
-{summed}    (loss * float(weight * count / sums[1])).backward()
-    seen |= {{"the gradient of " + n.removeprefix("module."): p.grad for n, p in model.named_parameters()}}
-    seen = {{"the loss": sums[0] / sums[1]}} | {{n: t for n, t in seen.items() if torch.is_tensor(t)}}
-    both.append({{n: getattr(t, "full_tensor", t.clone)().double() for n, t in seen.items()}})
-for name, whole in both[0].items():
-    part = both[1].get(name, torch.tensor(float("nan")))
-{place}    apart = (part - whole).norm() / whole.norm() if part.shape == whole.shape else float("nan")
-    print(f"rank {{rank}}: {{name}} differs by {{apart:.2g}} of its norm")
+    model, batch{count} = build(){dtype}, BATCH{one}
+{body}
+whole, part = both{place}
+if part.shape == whole.shape:
+    print(f"rank {{rank}}: {what} differs by {{(part - whole).norm() / whole.norm():.2g}} of its norm")
 '''
 
 # Where the model has rates of dropout.
-_DROPOUT = """    for own in map(vars, model.modules()):
-        own.update({k: 0.0 for k, v in own.items() if type(v) is float and ("drop" in k or k == "p")})
-"""
-# Where ranks have rows of their own.
-_SUMMED = "    if is_parallel:\n        dist.all_reduce(sums)\n"
-_PLACE = '    whole = whole.tensor_split(ranks)[rank] if name.startswith("the output") else whole\n'
+_DROPOUT = [
+    "for own in map(vars, model.modules()):",
+    '    own.update({k: 0.0 for k, v in own.items() if type(v) is float and ("drop" in k or k == "p")})',
+]
 
 
 def script(case: Case, step: Step, way: Way, finding: Finding, dtype: torch.dtype | None) -> str:
     """Return a script that prints how ranks differ from one device, for what the finding names."""
     with torch.random.fork_rng(devices=[]):
         model = case.build()
-    is_rows = way.data == "rows"
-    drops = any("Dropout" in type(m).__name__ or "drop" in "".join(vars(m)) for m in model.modules())
-    cut = [f"    del model.get_submodule({name!r})[1:]\n" for name in case.cut]
+        plain = case()
+        output = step(plain if dtype is None else plain.to(dtype), cast(case.batch, dtype))
+    functions = function_lines(case.build, step)
+    if (case.build.__name__, step.__name__) != ("build", "step"):
+        functions.append(f"build, step = {case.build.__name__}, {step.__name__}")
+    body = [f"del model.get_submodule({name!r})[1:]" for name in case.cut]
     if case.cut and hasattr(getattr(model, "config", None), "num_hidden_layers"):
-        cut.append("    model.config.num_hidden_layers = 1\n")
-    parallel = way.lines()
-    if is_rows:
+        body.append("model.config.num_hidden_layers = 1")
+    if any("Dropout" in type(m).__name__ or "drop" in "".join(vars(m)) for m in model.modules()):
+        body += _DROPOUT
+    parallel, passes = way.lines(), _passes(case, way, finding, output)
+    if way.data == "rows":
         share = "{k: t.tensor_split(ranks)[rank] for k, t in BATCH.items()}"
         share = share if isinstance(case.batch, dict) else "BATCH.tensor_split(ranks)[rank]"
         parallel = [*parallel, f"batch, count = {share}, ranks"]
+    if type(way).backward is not Way.backward:  # the way's lines have run it
+        passes = ["else:", *(f"    {line}" for line in passes)]
+    name = finding.path or next(n for n, p in model.named_parameters() if p.requires_grad)
+    body += ["if is_parallel:", *(f"    {line}" for line in parallel), *passes]
+    if finding.what == "the loss":
+        body.append("both.append(loss.detach())")
+    else:
+        found = "seen[0]"
+        if finding.what == "the gradient":
+            body.append("parameters = {n.removeprefix('module.'): p for n, p in model.named_parameters()}")
+            found = f"parameters[{name!r}].grad"
+        whole = 'getattr(found, "full_tensor", found.clone)().detach()'
+        body += [f"found = {found}", f"both.append(torch.zeros(0) if found is None else {whole})"]
+    cut = {"the output": "", "the gradient of the input": " * ranks"}.get(finding.what)
     return _SCRIPT.format(
         found=finding,
         ranks=case.ranks,
-        functions="\n".join(function_lines(case.build, step)),
-        batch=_written(case.batch),
-        cut="".join(cut),
-        dropout=_DROPOUT if drops else "",
-        dtype=dtype or "torch.get_default_dtype()",
-        parallel="\n".join(f"        {line}" for line in parallel),
-        module=finding.module,
-        output=f"the output of {finding.module}",
-        summed=_SUMMED if is_rows else "",
-        place=_PLACE if is_rows else "",
+        functions="\n".join(functions),
+        batch=_written(case.batch, dtype),
+        count=", count" if way.data == "rows" else "",
+        dtype="" if dtype is None else f".to({dtype})",
+        one=", 1" if way.data == "rows" else "",
+        body="\n".join(f"    {line}" for line in body),
+        place=f"\nwhole = whole.tensor_split(ranks)[rank]{cut}"
+        if way.data == "rows" and cut is not None
+        else "",
+        what="the loss" if finding.what == "the loss" else f"{finding.what} of {name}",
     )
 
 
-def _written(batch: Any) -> str:
+def _passes(case: Case, way: Way, finding: Finding, output: Any) -> list[str]:
+    """Return the lines of a forward pass, and of a backward pass where the finding is of one."""
+    lines = []
+    if finding.what.startswith("the gradient of the input") or finding.what == "the output":
+        lines = ["modules = {n.removeprefix('module.'): m for n, m in model.named_modules()}", "seen = []"]
+        hook = "backward_hook(lambda m, inputs, _: seen.append(inputs[0]))"
+        if finding.what == "the output":
+            place = "".join(f"[{k if k.isdigit() else repr(k)}]" for k in finding.tensor.split(".") if k)
+            hook = f"forward_hook(lambda m, args, output: seen.append(output{place}))"
+        kind = "full_" if "backward" in hook else ""
+        lines.append(f"modules[{finding.module!r}].register_{kind}{hook}")
+    if finding.what == "the output":
+        return [*lines, "step(model, batch)"]
+    loss = '["loss"]' if isinstance(output, Mapping) else "" if isinstance(output, Tensor) else ".loss"
+    if way.data != "rows":
+        lines.append(f"loss = step(model, batch){loss}")
+    else:
+        lines += ["made = step(model, batch)", f"loss = made{loss}"]
+        rows = "batch" if isinstance(case.batch, Tensor) else "next(iter(batch.values()))"
+        weight = 'made["weight"]' if isinstance(output, Mapping) and "weight" in output else f"len({rows})"
+        lines += [
+            f"sums = torch.tensor([float(loss) * float({weight}), float({weight})], dtype=torch.float64)",
+            "if is_parallel:",
+            "    dist.all_reduce(sums)",
+            f"loss = loss * (float({weight}) * count / float(sums[1]))",
+        ]
+        if finding.what == "the loss":
+            return [*lines[:-1], "loss = sums[0] / sums[1]"]
+    return lines if finding.what == "the loss" else [*lines, "loss.backward()"]
+
+
+def _written(batch: Any, dtype: torch.dtype | None) -> str:
     if isinstance(batch, Tensor):
-        kind = "" if batch.dtype in (torch.int64, torch.float32, torch.bool) else f", dtype={batch.dtype}"
+        kept = dtype if dtype is not None and batch.is_floating_point() else batch.dtype
+        kind = "" if kept in (torch.int64, torch.float32, torch.bool) else f", dtype={kept}"
         return f"torch.tensor({batch.tolist()}{kind})"
-    return "{" + ", ".join(f"{key!r}: {_written(inner)}" for key, inner in batch.items()) + "}"
+    return "{" + ", ".join(f"{key!r}: {_written(inner, dtype)}" for key, inner in batch.items()) + "}"
 
 
 def check_reproducible(build: Any, step: Any, batches: Any, way: Way) -> None:
@@ -180,7 +219,13 @@ def check_reproducible(build: Any, step: Any, batches: Any, way: Way) -> None:
         if not all(isinstance(one, Tensor) for one in inside):
             msg = f"a script has tensors or a dict of them as batch, not {batch!r:.50}: leave out reproduce"
             raise ConfigError(msg)
-    if type(way).backward is not Way.backward:
-        msg = f"a script has no backward pass of its own, as {type(way).__name__} has: leave out reproduce"
-        raise ConfigError(msg)
     way.lines()
+    for method in ("parallelize", "prepare", "backward"):
+        if not issubclass(_definer(way, "lines"), _definer(way, method)):
+            kind = type(way).__name__
+            msg = f"{kind} has a {method}() that its lines() lack: override lines(), or leave out reproduce"
+            raise ConfigError(msg)
+
+
+def _definer(way: Way, method: str) -> type:
+    return next(kind for kind in type(way).__mro__ if method in vars(kind))

@@ -229,11 +229,11 @@ def _one_step(
 
     with Recording(way, model, seen), NoDropout(model):
         seen.loss = float(way.backward(model, step, parts))
-    seen.gradients = _whole(way, {n: p.grad for n, p in model.named_parameters()})
+    seen.gradients = _whole(way, {n: way.gradient(p) for n, p in model.named_parameters()})
     if task.max_norm is not None:
         norm = way.clip(model, task.max_norm)
         seen.norm = float(norm.full_tensor() if is_dtensor(norm) else norm)
-        seen.clipped = _whole(way, {n: p.grad for n, p in model.named_parameters()})
+        seen.clipped = _whole(way, {n: way.gradient(p) for n, p in model.named_parameters()})
     if followed is not None:
         _put(model, followed.gradients, lambda parameter: parameter.grad)
     way.update(model, optimizer)

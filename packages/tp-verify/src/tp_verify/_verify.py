@@ -17,7 +17,7 @@ from tp_core.internal import RankPool
 from tp_verify._after import compare_draws, compare_generated, compare_loaded
 from tp_verify._compare import Bound, Comparison, joined_parts
 from tp_verify._report import Finding, Report
-from tp_verify._reproduce import SHOWN, Case, check_reproducible, script, smallest
+from tp_verify._reproduce import Case, check_reproducible, is_shown, script, smallest
 from tp_verify._run import (
     Followed,
     OneDevice,
@@ -142,7 +142,7 @@ def _reproduce(
     task: Task, way: Way, ranks: int | RankPool, finding: Finding, timeout_s: float, file: Path
 ) -> str:
     """Write the script of the smallest case that parts as the finding does; return how to run it."""
-    if finding.what not in SHOWN or finding.step != 1:
+    if not is_shown(finding, way):
         return "no script: it shows the outputs, losses and gradients of the first step"
     found = finding
 
@@ -253,7 +253,7 @@ def _proven(task: Task, exact: RunRecord, comparison: Comparison, runs: _Runs) -
     lines = [
         f"{steps} optimizer step{'s' if steps > 1 else ''} on batches of "
         + ", ".join(dict.fromkeys(_shapes(batch) for batch in task.batches)),
-        "training and evaluation, without dropout",
+        f"training{'' if 'evaluation' in comparison.unknown else ' and evaluation'}, without dropout",
     ]
     if task.micro > 1:
         lines.append(f"{task.micro} micro-batches for each step")

@@ -150,6 +150,10 @@ class Way:
     def close(self) -> None:
         """Release what the way holds, once all is recorded."""
 
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return this rank's gradient of a parameter; what a wrapper keeps elsewhere is not in ``grad``."""
+        return parameter.grad
+
     def whole(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002 - for ways that need the name
         """Return a whole parameter, gradient or optimizer state from this rank's part of it.
 
@@ -173,6 +177,8 @@ class Way:
     def lines(self) -> list[str]:
         """Return the lines of a script that make ``model`` parallel, for a reproduction without tp.
 
+        A way with a :meth:`backward` of its own runs it there, too: on ``batch``, with the loss in ``loss``.
+
         Raises:
             ConfigError: The way has none.
         """
@@ -189,14 +195,18 @@ def function_lines(*functions: Any) -> list[str]:
     Raises:
         ConfigError: One is not a function at the top of a file.
     """
-    lines = []
+    by_file: dict[str | None, list[str]] = {}
     for function in functions:
         if not inspect.isfunction(function) or "." in function.__qualname__ or "<" in function.__qualname__:
             msg = f"a script calls functions at the top of a file, not {function!r}: leave out reproduce"
             raise ConfigError(msg)
-        name = function.__name__
-        lines.append(f"{name} = runpy.run_path({inspect.getsourcefile(function)!r})[{name!r}]")
-    return lines
+        by_file.setdefault(inspect.getsourcefile(function), []).append(function.__name__)
+    return [
+        f"{', '.join(names)} = map(runpy.run_path({file!r}).get, {names})"
+        if len(names) > 1
+        else f"{names[0]} = runpy.run_path({file!r})[{names[0]!r}]"
+        for file, names in by_file.items()
+    ]
 
 
 def plain_options(options: Mapping[str, Any]) -> str:

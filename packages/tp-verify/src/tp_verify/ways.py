@@ -1,22 +1,35 @@
-"""Ready ways: of torch, transformers, Accelerate, and the backends of tp."""
+"""Ready ways: of torch, transformers, Accelerate, DeepSpeed, Megatron-core, and the backends of tp."""
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.errors import ConfigError
-from tp_core.internal import is_dtensor, repeated_blocks
+from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import check_installed, is_dtensor, repeated_blocks
 
-from tp_verify._way import MakeOptimizer, Step, Way, loss_and_weight, plain_options, rows_of
+from tp_verify._way import (
+    MakeOptimizer,
+    Step,
+    Way,
+    function_lines,
+    loss_and_weight,
+    plain_options,
+    rows_of,
+)
 
 __all__ = [
     "Accelerate",
     "DataParallel",
+    "DeepSpeed",
     "FullyShard",
+    "Megatron",
     "Pipelining",
     "TensorParallel",
     "TpBackend",
@@ -67,10 +80,22 @@ class FullyShard(Way):
         """Shard the blocks, then the rest."""
         from torch.distributed.fsdp import fully_shard
 
-        for block in repeated_blocks(model).values():
-            fully_shard(block, **self._options)
+        with suppress(ModelError):  # a model without such blocks is sharded as one
+            for block in repeated_blocks(model).values():
+                fully_shard(block, **self._options)
         fully_shard(model, **self._options)
         return model
+
+    def lines(self) -> list[str]:
+        """Return the lines of a script."""
+        options = plain_options(self._options)
+        return [
+            "from torch.distributed.fsdp import fully_shard",
+            "for name, block in reversed(list(model.named_modules())):",
+            '    if name.rpartition(".")[2].isdigit():',
+            f"        fully_shard(block{options})",
+            f"model = fully_shard(model{options})",
+        ]
 
     def sync_gradients(self, model: nn.Module, *, last: bool) -> None:
         """Reduce gradients in the last backward pass alone."""
@@ -191,14 +216,12 @@ class Accelerate(Way):
         from accelerate import Accelerator, PartialState
         from accelerate.utils import DistributedType
 
-        options = dict(self._options() if self._options is not None else {})
-        self._accelerator = Accelerator(cpu=True, **options, **self._given)
-        plugin = {**options, **self._given}.get("fsdp_plugin")
-        if plugin is not None:  # without a GPU Accelerate leaves it out in silence, and trains with DDP
-            # In both states, as on a GPU: each new accelerator's state is made from the partial one.
-            self._accelerator.state.distributed_type = DistributedType.FSDP
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            self._accelerator.state.fsdp_plugin = plugin
+        options = {**(self._options() if self._options is not None else {}), **self._given}
+        if options.keys() & {"fsdp_plugin", "parallelism_config"}:
+            # As on a GPU: on a CPU, Accelerate leaves the former out in silence, and refuses the latter.
+            PartialState(cpu=True)
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        self._accelerator = Accelerator(cpu=True, **options)
         prepared = self._accelerator.prepare(model, make(model))
         return prepared[0], prepared[1]
 
@@ -217,7 +240,212 @@ class Accelerate(Way):
 
     def close(self) -> None:
         """Forget the state that all accelerators of a process share."""
-        self._accelerator.state._reset_state()
+        self._accelerator.state._reset_state(reset_partial_state=True)
+
+
+class DeepSpeed(Way):
+    """DeepSpeed's engine, with ZeRO. It computes in float32 or bfloat16: verify with that ``dtype``.
+
+    Args:
+        stage: The stage of ZeRO: 1, 2 or 3.
+        **config: More of DeepSpeed's configuration.
+    """
+
+    name, data = "deepspeed", "rows"
+
+    def __init__(self, stage: int = 2, **config: Any) -> None:
+        super().__init__(name=f"deepspeed, ZeRO {stage}")
+        self._config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            **config,
+        }
+
+    def prepare(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+        """Make the engine.
+
+        Raises:
+            ConfigError: DeepSpeed is not installed.
+        """
+        check_installed("deepspeed", by="ways.DeepSpeed", extra="deepspeed")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import
+        import deepspeed
+
+        # Without its own kernels: a compiler would build them, and the lock of a build that was ended
+        # makes all later ones wait without end. Gloo communicates.
+        deepspeed.ops.__compatible_ops__ = {}
+        self._deepspeed = deepspeed.utils
+        plain = make(model)
+        self._engine, self._zero, *_ = deepspeed.initialize(model=model, optimizer=plain, config=self._config)
+        self._parameters = dict(model.named_parameters())
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._is_updated = False
+        states: Any = _ZeroStates(self._zero, list(self._parameters.values()))
+        return self._engine, states
+
+    def backward(self, model: nn.Module, step: Step, parts: Sequence[Any]) -> Tensor:  # noqa: ARG002 - contract
+        """Run the engine's backward pass for each micro-batch.
+
+        Collective: an all-reduce of the weights, and the engine's own.
+        """
+        weights, mean = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for number, part in enumerate(parts):
+            self._engine.set_gradient_accumulation_boundary(number == len(parts) - 1)
+            loss, weight = loss_and_weight(step(self._engine, part), part)
+            self._engine.backward(loss * weight, scale_wrt_gas=False)
+            mean += loss.detach().double() * weight
+            weights += weight
+        mean /= weights.clamp(min=1e-30)
+        dist.all_reduce(weights)
+        self._scale_gradients(dist.get_world_size() / weights.item())
+        return mean
+
+    def _scale_gradients(self, factor: float) -> None:
+        """Scale the gradients that ZeRO keeps, which are means over ranks; note them whole."""
+        for parameter in self._parameters.values():
+            gradient = self._deepspeed.safe_get_full_grad(parameter)
+            if gradient is not None:
+                self._gradients[parameter] = gradient * factor
+                self._deepspeed.safe_set_full_grad(parameter, self._gradients[parameter])
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the whole gradient, as ZeRO had it after the backward pass."""
+        return self._gradients.get(parameter)
+
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:  # noqa: ARG002 - the engine has it
+        """Make the engine's optimizer step, which clips; return the norm that it found."""
+        self._zero.clip_grad = max_norm
+        self._engine.step()
+        self._is_updated = True
+        norm = torch.as_tensor(self._engine.get_global_grad_norm())
+        for gradient in self._gradients.values():
+            gradient.mul_(min(1.0, max_norm / (float(norm) + 1e-6)))
+        return norm
+
+    def update(self, model: nn.Module, optimizer: Optimizer) -> None:  # noqa: ARG002 - the engine has both
+        """Make the engine's optimizer step, unless :meth:`clip` has."""
+        if not self._is_updated:
+            self._engine.step()
+        self._is_updated = False
+        self._gradients.clear()
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Gather a weight, of which ZeRO 3 keeps slices elsewhere."""
+        if tensor.numel():
+            return tensor
+        whole: Tensor = self._deepspeed.safe_get_full_fp32_param(self._parameters[name])
+        return whole
+
+    def save(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:  # noqa: ARG002 - as above
+        """Save the engine's checkpoint."""
+        self._engine.save_checkpoint(folder)
+
+    def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:  # noqa: ARG002 - as above
+        """Load the engine's checkpoint."""
+        self._engine.load_checkpoint(folder)
+
+    def close(self) -> None:
+        """Release the engine."""
+        self._engine.destroy()
+
+
+class _ZeroStates:
+    """The states of an optimizer that ZeRO has wrapped, by the model's parameters."""
+
+    def __init__(self, zero: Any, parameters: list[nn.Parameter]) -> None:
+        self._zero, self.param_groups = zero, [{"params": parameters}]
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """Return whole states; those without dimensions are alike for all.
+
+        Collective: an all-reduce for each.
+        """
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        kept: dict[str, Tensor] = next(iter(self._zero.optimizer.state.values()), {})
+        return {
+            p: {
+                key: safe_get_full_optimizer_state(p, key) if value.dim() else value
+                for key, value in kept.items()
+            }
+            for p in self.param_groups[0]["params"]
+        }
+
+
+class Megatron(Way):
+    """Layers of megatron-core in place of a plain model's; all ranks read the same batch.
+
+    Args:
+        plan: "column", "row" or "vocab" by the names of modules, which may have wildcards.
+    """
+
+    name, data = "megatron-core", "whole"
+
+    def __init__(self, plan: Mapping[str, Literal["column", "row", "vocab"]]) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Replace the layers that the plan names, and keep their values.
+
+        Raises:
+            ConfigError: megatron-core is not installed.
+        """
+        check_installed("megatron", by="ways.Megatron", extra="megatron-core")
+        from megatron.core import tensor_parallel
+
+        for name, module in list(model.named_modules()):
+            kind = next((k for pattern, k in self._plan.items() if fnmatch(name, pattern)), None)
+            if kind is not None:
+                model.set_submodule(name, _of_megatron(tensor_parallel, kind, module))
+        return model
+
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clip by the norm over split and whole gradients.
+
+        Collective: an all-reduce.
+        """
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        squares = torch.zeros(2, dtype=torch.float64)  # of whole gradients, and of this rank's slices
+        for parameter in parameters:
+            norm: Tensor = torch.linalg.vector_norm(parameter.grad)
+            squares[int(getattr(parameter, "tensor_model_parallel", False))] += norm.square()
+        dist.all_reduce(squares[1:])
+        norm = squares.sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+
+def _of_megatron(layers: Any, kind: str, module: Any) -> nn.Module:
+    """Return megatron-core's layer with this rank's part of the plain layer's values."""
+    from megatron.core import ModelParallelConfig
+
+    ranks, weight = dist.get_world_size(), module.weight
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=ranks, use_cpu_initialization=True, params_dtype=weight.dtype
+    )
+    # Megatron's own initial values are of float32, so the plain layer's are copied below.
+    shared = {"config": config, "init_method": lambda weight: weight, "tp_group": dist.group.WORLD}
+    if kind == "vocab":
+        made = layers.VocabParallelEmbedding(module.num_embeddings, module.embedding_dim, **shared)
+    else:
+        shared |= {"bias": module.bias is not None, "skip_bias_add": False}
+        sizes = module.in_features, module.out_features
+        if kind == "row":
+            made = layers.RowParallelLinear(*sizes, input_is_parallel=True, **shared)
+        else:
+            # An output that is joined would be joined on a GPU.
+            made = layers.ColumnParallelLinear(*sizes, gather_output=False, **shared)
+        made.register_forward_hook(lambda layer, args, output: output[0])  # noqa: ARG005 - without the bias
+    for name, parameter in made.named_parameters():
+        whole = getattr(module, name).detach()
+        if getattr(parameter, "tensor_model_parallel", False):
+            whole = whole.chunk(ranks, parameter.partition_dim)[dist.get_rank()]
+        parameter.data.copy_(whole)
+    return made  # type: ignore[no-any-return]  # a module of a package that may be missing
 
 
 class Pipelining(Way):
@@ -266,6 +494,23 @@ class Pipelining(Way):
         if not number:
             return None
         return f"{int(number) + self._first}{'.' if rest else ''}{rest}"
+
+    def lines(self) -> list[str]:
+        """Return the lines of a script, with the schedule's own passes."""
+        inputs, target, loss = (f.__name__ for f in (self._inputs, self._target, self._loss))
+        return [
+            *function_lines(self._inputs, self._target, self._loss),
+            "from torch.distributed import pipelining",
+            "blocks, losses = list(model.children()), []",
+            "begin, end = rank * len(blocks) // ranks, (rank + 1) * len(blocks) // ranks",
+            "own = torch.nn.Sequential(*blocks[begin:end])",
+            'stage = pipelining.PipelineStage(own, rank, ranks, torch.device("cpu"))',
+            f"schedule = pipelining.{self._schedule_name}(stage, {self._microbatches}, loss_fn={loss})",
+            f"given = [{inputs}(batch)] if rank == 0 else []",
+            f"more = {{'target': {target}(batch), 'losses': losses}} if rank == ranks - 1 else {{}}",
+            "schedule.step(*given, **more)",
+            "loss = torch.stack(losses).mean() if losses else torch.zeros(0)",
+        ]
 
     def backward(self, model: nn.Module, step: Step, parts: Sequence[Any]) -> Tensor:  # noqa: ARG002 - contract
         """Run the schedule; the last rank has the loss."""
