@@ -5,6 +5,7 @@
 
 The strategy puts sharded parameters in the place of the model's own. ``fabric.setup(model, optimizer)``
 leaves the optimizer with the old ones, without an error. Set up the model first, and make the optimizer then.
+The last case is Fabric's DDP.
 """
 
 import torch
@@ -30,18 +31,19 @@ def sharded(model, mesh):
 class Fabric(Way):
     """Fabric on as many processes as there are ranks."""
 
-    name, data = "Fabric, ModelParallelStrategy", "rows"
+    data = "rows"
 
-    def __init__(self, is_joint):
-        super().__init__(name=f"Fabric, set up {'together' if is_joint else 'one by one'}")
-        self.is_joint = is_joint
+    def __init__(self, strategy, is_joint):
+        super().__init__(name=f"Fabric, {strategy}, set up {'together' if is_joint else 'one by one'}")
+        self.strategy, self.is_joint = strategy, is_joint
 
     def prepare(self, model, make):
         import lightning
         from lightning.fabric.strategies import ModelParallelStrategy
 
-        ranks = dist.get_world_size()
-        strategy = ModelParallelStrategy(sharded, data_parallel_size=ranks, tensor_parallel_size=1)
+        ranks, strategy = dist.get_world_size(), self.strategy
+        if strategy == "model parallel":
+            strategy = ModelParallelStrategy(sharded, data_parallel_size=ranks, tensor_parallel_size=1)
         self.fabric = lightning.Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
         self.fabric.launch()
         if self.is_joint:
@@ -58,4 +60,5 @@ class Fabric(Way):
 def cases():
     batch = torch.randint(24, (4, 6), generator=torch.Generator().manual_seed(0))
     case = {"build": build, "batches": [batch], "step": step, "dtype": torch.float32}
-    return [case | {"parallel": Fabric(is_joint)} for is_joint in (True, False)]
+    tried = ("model parallel", True), ("model parallel", False), ("ddp", True)
+    return [case | {"parallel": Fabric(*one)} for one in tried]

@@ -1,0 +1,31 @@
+"""DeepSpeed 0.19's ZeRO on the CPU: stages 1 to 3, with accumulation, clipping and uneven tokens.
+
+    pip install torch deepspeed tp-verify
+    tp verify zero.py:cases
+
+``ways.DeepSpeed`` has gloo communicate. By itself, DeepSpeed first compiles a kernel for shared memory. After
+a build that was ended early, it waits without end for the lock of that build.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tp_verify import ways
+
+
+def build():
+    return nn.Sequential(nn.Embedding(24, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 24))
+
+
+def step(model, batch):
+    is_token = batch != 3
+    loss = F.cross_entropy(model(batch).flatten(0, 1), batch.flatten(), ignore_index=3)
+    return {"loss": loss, "weight": is_token.sum()}
+
+
+def cases():
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(24, (4, 6), generator=generator) for _ in range(3)]
+    case = {"build": build, "batches": batches, "step": step, "dtype": torch.float32}
+    case |= {"micro": 2, "max_norm": 0.5}
+    return [case | {"parallel": ways.DeepSpeed(stage)} for stage in (1, 2, 3)]
