@@ -3,6 +3,10 @@
 import os
 import signal
 import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -65,6 +69,22 @@ def test_each_rank_ends_in_its_own_way_when_that_is_asked():
     returned, killed = rank_outcomes(lambda: dies() if rank() else "done", 2)
     assert (returned.ok, returned.value) == (True, "done")
     assert str(killed) == "rank 1 was killed by SIGKILL"
+
+
+def test_ranks_of_two_threads_end_each_in_its_own_way(monkeypatch):
+    # An exit status can be read once, and starting a process reads those of others. Here whoever reads it
+    # first takes long, after a process's id, which comes the same way.
+    read, reads = forkserver.read_signed, Counter()
+
+    def read_late(descriptor):
+        reads[descriptor] += 1
+        time.sleep(0.2 * (reads[descriptor] % 2 == 0))
+        return read(descriptor)
+
+    monkeypatch.setattr(forkserver, "read_signed", read_late)
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: rank_outcomes(os.getpid, 1, timeout_s=60)[0], range(9)))
+    assert [outcome.exitcode for outcome in found] == [0] * 9
 
 
 def test_a_pool_runs_many_checks_in_the_same_ranks(pool):

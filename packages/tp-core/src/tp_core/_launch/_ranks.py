@@ -8,6 +8,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -28,6 +29,10 @@ _BLOCK = 64
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _calls = count()
+
+# Starting a process asks all others whether they have ended, and an exit status can be read once: of two
+# threads that read it at the same time, multiprocessing would report 255 to one.
+_asking = threading.Lock()
 
 
 def free_port() -> int:
@@ -177,7 +182,7 @@ def start_ranks(
     # A fork server: its children have torch imported, and none of this process's threads or groups.
     context = multiprocessing.get_context("forkserver")
     # Preload the modules of tp that are loaded here: each rank would import them again.
-    ours = sorted(name for name in sys.modules if name.startswith("tp_") and "." in name)
+    ours = sorted(name for name in list(sys.modules) if name.startswith("tp_") and "." in name)
     context.set_forkserver_preload([*_PRELOAD, *ours])
     port = str(free_port())
     ranks = []
@@ -196,7 +201,8 @@ def start_ranks(
         process = context.Process(
             target=target, args=(theirs, variables, *args), kwargs=dict(kwargs), daemon=True
         )
-        process.start()
+        with _asking:
+            process.start()
         theirs.close()  # else the pipe would not report the end of a rank that died
         ranks.append((process, mine))
     return ranks
@@ -223,17 +229,31 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool
             reader.close()  # ranks that have returned wait for this before they exit
         for rank in reports:
             # The fork server reports the exit status, on a busy machine not at once.
-            ranks[rank][0].join(max(5.0, deadline - time.monotonic()))
+            _exit_status(ranks[rank][0], max(5.0, deadline - time.monotonic()))
         return [
-            RankOutcome(rank, *reports.get(rank, Report()), process.exitcode)
+            RankOutcome(rank, *reports.get(rank, Report()), _exit_status(process, 0))
             for rank, (process, _) in enumerate(ranks)
         ]
     finally:
-        for process, _ in ranks:
-            if process.is_alive():
-                process.kill()
-            process.join()
-            process.close()
+        _end([process for process, _ in ranks])
+
+
+def _exit_status(process: Any, timeout_s: float | None) -> int | None:
+    """Return the exit status of a process, once it has ended; ``None`` if it has not within the timeout."""
+    wait([process.sentinel], timeout_s)
+    with _asking:
+        status: int | None = process.exitcode
+        return status
+
+
+def _end(processes: list[Any]) -> None:
+    """Kill processes that have not ended: they may hang in a collective, and have nothing to save."""
+    for process in processes:
+        if _exit_status(process, 0) is None:
+            process.kill()
+    for process in processes:
+        _exit_status(process, None)
+        process.close()
 
 
 def _run_rank(
@@ -342,12 +362,9 @@ class RankPool:
     def close(self) -> None:
         """End the ranks; closing twice does nothing."""
         ranks, self._ranks = self._ranks, []
-        for process, pipe in ranks:
+        for _, pipe in ranks:
             pipe.close()
-            process.kill()  # it may hang in a collective, and has nothing to save
-        for process, _ in ranks:
-            process.join()
-            process.close()
+        _end([process for process, _ in ranks])
 
     def _call(self, payload: bytes) -> list[Any]:
         try:
@@ -383,8 +400,7 @@ class RankPool:
 
     def _how_it_ended(self, rank: int) -> str:
         process, _ = self._ranks[rank]
-        process.join(self.timeout_s)
-        return str(RankOutcome(rank, exitcode=process.exitcode))
+        return str(RankOutcome(rank, exitcode=_exit_status(process, self.timeout_s)))
 
     def __enter__(self) -> Self:
         return self
