@@ -226,12 +226,14 @@ EXPERTS = [
     r"output of model\.layers\.0\.mlp\.experts\.act_fn",
     "",
 ]
+BEFORE = ["transformers==5.5.4", "huggingface-hub==1.5.0", "tokenizers==0.22.2"]
+BEFORE += ["anyio", "h11", "httpcore", "httpx"]
 ZERO = ["deepspeed==0.19.8", "einops", "hjson", "msgpack", "py-cpuinfo", "ninja"]
 TITAN = ["torchtitan==0.3.0", "spmd-types", "tyro", "shtab", "typeguard"]
 
 
 STACKS = [
-    (["transformers==5.5.4"], "experts.py", EXPERTS),  # before its pull request 45473
+    (BEFORE, "experts.py", EXPERTS),  # before its pull request 45473
     (["accelerate==1.14.0"], "adapters.py", [r"loaded weight of .*lora_A"]),  # before 4206
     (["accelerate==1.15.0"], "hybrid.py", ["", ""]),
     (["lightning==2.6.6"], "joint_setup.py", ["change of the weight", "", ""]),

@@ -1,4 +1,4 @@
-"""torchtitan 0.3's plans for its Llama: FSDP, tensor parallelism, and both, on gloo.
+"""torchtitan 0.3's plans for its Llama: FSDP, then tensor parallelism, on gloo.
 
     pip install torch torchtitan tp-verify
     tp verify titan_llama.py:cases
@@ -13,20 +13,16 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from tp_verify import Way
 
 sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()
 
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402 - after the stand-in
+from torchtitan.components.loss import cross_entropy_loss  # noqa: E402 - after the stand-in
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims, parallel_dims  # noqa: E402
-from torchtitan.models.common import (  # noqa: E402
-    ComplexRoPE,
-    Embedding,
-    Linear,
-    RMSNorm,
-)
+from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config  # noqa: E402
 from torchtitan.models.llama3 import Llama3Model, parallelize_llama  # noqa: E402
@@ -36,8 +32,6 @@ from torchtitan.models.llama3.sharding import set_llama3_sharding_config  # noqa
 parallel_dims.device_type = "cpu"  # where there is no accelerator, it is CUDA
 
 WORDS, WIDTH, HEADS = 64, 32, 4
-
-
 NORMAL = {"weight": partial(torch.nn.init.normal_, std=0.1)}
 
 
@@ -78,8 +72,8 @@ def build():
 
 
 def step(model, batch):
-    logits = model(batch)[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    labels = batch[:, 1:].contiguous()
+    return cross_entropy_loss(model(batch)[:, :-1], labels) / labels.numel()
 
 
 class Titan(Way):
@@ -90,6 +84,7 @@ class Titan(Way):
         self.tensor = tensor
 
     def parallelize(self, model):
+        set_spmd_backend("partial_dtensor")
         sizes = ParallelismConfig(tensor_parallel_degree=self.tensor, spmd_backend="partial_dtensor")
         parallel = parallelize_llama(
             model,
