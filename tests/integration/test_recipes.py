@@ -24,13 +24,13 @@ CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The command of "classes" is in test_identities.py.
 SOME = {
     "classes": [],
-    "contrastive": [1],
+    "contrastive": [],
     "fine-tuning": [0, 1],
     "folder": [0, 1],
     "gan": [1],
     "long-documents": [1],
     "reinforce": [],
-    "segmentation": [2],
+    "segmentation": [],
     "stages": [1],
     "two_hosts": [0, 6, 7, 8],
 }
