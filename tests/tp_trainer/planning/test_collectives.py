@@ -5,10 +5,12 @@ It is private to torch; nothing public takes its place.
 """
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import tp_shard as ts
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import LaunchEnvironment
 from tp_core.jobs import Footprint, Layout
 from tp_core.plugins import Job, registry
+from tp_trainer._memory._footprint import measure_footprint  # private: a plan adds much to it
 
 KINDS = {
     "_allgather_base_": "all-gather",
@@ -62,15 +65,16 @@ def model():
     return nn.Sequential(*(Block() for _ in range(3)), nn.Linear(64, 8192, bias=False))
 
 
-def forecast_of(name, plain, layout):
+def forecast_of(name, plain, layout, footprint=None):
     (backend,) = [c.item for c in registry.backends() if c.item.name == name]
     nbytes = sum(p.nbytes for p in plain.parameters())
+    found = footprint or Footprint(weights=nbytes, gradients=nbytes, optimizer=0, activations=0)
     job = Job(
         devices=(torch.device("cpu"),),
         environment=LaunchEnvironment(world_size=layout.ranks, local_world_size=8),
         model=plain,
         options=layout.options,
-        footprint=Footprint(weights=nbytes, gradients=nbytes, optimizer=0, activations=0),
+        footprint=found,
     )
     times, sizes = Counter(), Counter()
     for transfer in backend.forecast(job, layout).work.transfers:
@@ -97,3 +101,40 @@ def test_of_shards(ranks, again):
     times, sizes = forecast_of("fsdp", model(), layout)
     assert times == counting.times
     assert dict(sizes) == pytest.approx(counting.nbytes, rel=0.02)
+
+
+class Words(nn.Module):
+    """Blocks with an embedding and a head, as transformers' models have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=8)
+        self.words = nn.Embedding(2048, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(Block()) for _ in range(3))
+        self.head = nn.Linear(64, 2048, bias=False)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("ranks", [8], indirect=True)
+def test_of_split_tensors(ranks):
+    tokens, plain = torch.zeros(2, 32, dtype=torch.long), Words()
+    footprint = measure_footprint(plain, None, tokens, lambda m, b: m(b).sum())
+    ts.distributed.init_process_group(ranks)
+    pair = {"blocks.*.0.up": ts.Column(), "blocks.*.0.down": ts.Row()}
+    plan = {**pair, "words": ts.Vocab(), "head": ts.Vocab(gather_output=True)}
+    split, counting = ts.parallelize(plain, plan), Counting()
+    try:
+        with counting:
+            split(tokens).sum().backward()
+    finally:
+        ts.distributed.destroy_process_group()
+    options = {"shard": {"group_size": ranks, "data": "ddp"}}
+    layout = Layout(axes={"data": 1, "tensor": ranks}, options=options)
+    times, sizes = forecast_of("shard", Words(), layout, footprint)
+    assert times == counting.times
+    assert dict(sizes) == dict(counting.nbytes)

@@ -85,7 +85,8 @@ def forecast(job: Job, layout: Layout, options: FullyShardOptions | None) -> For
     if split.words:
         logits = Transfer(kind="all-gather", nbytes=split.words, ranks=tensor)
         transfers = (*transfers, logits)
-    return Forecast(memory=need, work=StepWork(operations=part, transfers=(*transfers, sums)))
+    work = StepWork(operations=part, is_sharded=options is not None, transfers=(*transfers, sums))
+    return Forecast(memory=need, work=work)
 
 
 def _own(footprint: Footprint, part: float, saved: int) -> Footprint:

@@ -317,7 +317,8 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
         need = sharded_memory(job, options, ranks=ranks)
         if need is None:
             return None
-        return Forecast(memory=need, work=StepWork(transfers=sharded_transfers(job, options, ranks=ranks)))
+        transfers = sharded_transfers(job, options, ranks=ranks)
+        return Forecast(memory=need, work=StepWork(is_sharded=True, transfers=transfers))
 
     def open(self, job: Job) -> "FsdpSession":
         """Join the process group, unless the script has, and leave it when the session is closed.

@@ -98,6 +98,7 @@ class StepWork:
         starts: The part of the operators that it starts; above 1 where it computes in smaller pieces.
         imbalance: How many times as much as the mean of all ranks the fullest one computes.
         bubble: The time for which it waits for other stages, as a part of the time that it computes.
+        is_sharded: Whether the optimizer steps DTensors.
         transfers: Its collectives.
     """
 
@@ -105,6 +106,7 @@ class StepWork:
     starts: float = 1.0
     imbalance: float = 1.0
     bubble: float = 0.0
+    is_sharded: bool = False
     transfers: tuple[Transfer, ...] = ()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError
 from tp_core.internal import device_of_rank
@@ -30,6 +31,8 @@ _ROUNDS = 5
 _LEAST_S = 0.04
 """The seconds of a round: long enough for ranks that share a core to take turns."""
 _WIDTH = 512
+_ROWS = (96, 256, 768)  # of square matrices
+_FLOATS = (2**13, 2**17, 2**20, 2**22)  # which caches hold, and which they do not
 _SIZES = (4096, 2**20, 2**23)  # bytes, of which the smallest shows the latency and the largest the rate
 
 
@@ -56,24 +59,31 @@ def _measure() -> dict[str, Any]:
     leave = join_process_group(environment, device=device)
     try:
         ranks = dist.get_world_size()
-        matrix = torch.rand(768, 768, device=device)
-        wide = torch.rand(2**22, device=device)
-        tiny = torch.rand(8, device=device)
-        together, alone = (_seconds(lambda: matrix @ matrix, device, alone=way) for way in (False, True))
+        start_s = _start_s(device)
+        products = [[0.0, start_s]]
+        for n in _ROWS:
+            matrix = torch.rand(n, n, device=device)
+            products.append([2.0 * n**3, _seconds(lambda: matrix @ matrix, device)])  # noqa: B023
+        memory = [[0.0, start_s]]
+        for n in _FLOATS:
+            values = torch.rand(n, device=device)
+            memory.append([2.0 * values.nbytes, _seconds(lambda: values + 1.0, device)])  # noqa: B023
+        alone = _seconds(lambda: matrix @ matrix, device, alone=True)
         found = Machine(
-            flops=2 * 768**3 / together,
-            bandwidth=2 * wide.nbytes / _seconds(lambda: wide + 1.0, device),
-            start_s=_seconds(lambda: tiny + 1.0, device),
+            flops=products[-1][0] / products[-1][1],
+            bandwidth=memory[-1][0] / memory[-1][1],
+            start_s=start_s,
+            operators={"products": _rising(products), "memory": _rising(memory)},
             is_ahead=device.type != "cpu",
-            overlap=0.0 if device.type == "cpu" else 0.9,  # gloo takes the cores that compute
-            crowding=max(1.0, together / alone, _ranks_for_a_core(device, ranks)),
+            overlap=_overlap(matrix, device),
+            crowding=max(1.0, products[-1][1] / alone, _ranks_for_a_core(device, ranks)),
             collectives={
                 kind: {str(n): _line(run, device, n) for n in sorted({2, ranks})}
                 for kind, run in _collectives()
             },
             source=f"measured on {ranks} ranks, {device.type}",
         )
-        return asdict(replace(found, slower=_of_blocks(found, device)))
+        return asdict(replace(found, slower=_of_blocks(found, device), dtensor_s=_of_dtensors(device)))
     finally:
         leave()
 
@@ -95,6 +105,31 @@ def _seconds(work: Callable[[], object], device: torch.device, *, alone: bool = 
     counts = torch.tensor(math.ceil(_LEAST_S / round_of(1)), device=device)
     dist.broadcast(counts, src=0)  # ranks that exchange do so as often
     return min(round_of(int(counts)) for _ in range(_ROUNDS)) / int(counts)
+
+
+def _rising(points: list[list[float]]) -> list[list[float]]:
+    """Return measured sizes without those that took no longer than a smaller one."""
+    found = points[:1]
+    for point in points[1:]:
+        if point[1] > found[-1][1]:
+            found.append(point)
+    return found
+
+
+def _overlap(matrix: Tensor, device: torch.device) -> float:
+    """Return the part of an all-reduce that products hide which begin with it and take as long."""
+    whole = torch.zeros(_SIZES[-1] // 4, device=device)
+    once, exchange = (_seconds(w, device) for w in (lambda: matrix @ matrix, lambda: dist.all_reduce(whole)))
+    times = max(1, round(exchange / once))
+
+    def both() -> None:
+        work = dist.all_reduce(whole, async_op=True)
+        for _ in range(times):
+            matrix @ matrix
+        work.wait()
+
+    hidden = times * once + exchange - _seconds(both, device)
+    return min(1.0, max(0.0, hidden / min(exchange, times * once)))
 
 
 def _ranks_for_a_core(device: torch.device, ranks: int) -> float:
@@ -125,23 +160,32 @@ class _Block(nn.Module):
         return y
 
 
+def _start_s(device: torch.device) -> float:
+    """Return the seconds to start an operator of a model in training, with what Python and autograd take."""
+    model, batch = _Block(16).to(device), torch.rand(2, 8, 16, device=device)
+    log = OperatorLog()
+    measure_footprint(model, None, batch, _square, operators=log)
+    return _seconds(lambda: _square(model, batch).backward(), device) / (len(log.forward) + len(log.backward))
+
+
+def _square(model: Any, x: Any) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
 def _of_blocks(machine: Machine, device: torch.device) -> dict[str, float]:
     """Return how many times as long as by single operators each pass of two blocks takes."""
     model = nn.Sequential(_Block(), _Block()).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.rand(2, 128, _WIDTH, device=device)
 
-    def step(model: Any, x: Any) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        return loss
-
     log = OperatorLog()
-    measure_footprint(model, optimizer, batch, step, operators=log)
-    forward = _seconds(lambda: step(model, batch), device)
+    measure_footprint(model, optimizer, batch, _square, operators=log)
+    forward = _seconds(lambda: _square(model, batch), device)
 
     def train() -> None:
         optimizer.zero_grad()
-        step(model, batch).backward()
+        _square(model, batch).backward()
 
     both = _seconds(train, device)
     measured = {
@@ -150,6 +194,23 @@ def _of_blocks(machine: Machine, device: torch.device) -> dict[str, float]:
         "update": _seconds(lambda: optimizer.step(), device),  # noqa: PLW0108 - it returns a value
     }
     return {name: measured[name] / machine.seconds_of(Operators.of(getattr(log, name))) for name in measured}
+
+
+def _of_dtensors(device: torch.device) -> float:
+    """Return the seconds that an operator of an optimizer takes longer on parameters that are DTensors."""
+    plain, split = (
+        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).to(device) for _ in range(2)
+    )
+    fully_shard(split)
+    log = OperatorLog()
+    measure_footprint(plain, torch.optim.AdamW(plain.parameters()), operators=log)
+    seconds = []
+    for model in (plain, split):
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        seconds.append(_seconds(lambda: optimizer.step(), device))  # noqa: B023, PLW0108 - it returns a value
+    return max(0.0, seconds[1] - seconds[0]) / max(1, len(log.update))
 
 
 # -- Collectives ------------------------------------------------------------------------------------

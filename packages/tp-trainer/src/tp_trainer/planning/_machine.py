@@ -1,6 +1,7 @@
 """The rates of a machine, given or measured, and the seconds that they make of work and collectives.
 
-An operator takes the longer of its products and its memory traffic. A collective takes a latency for each
+An operator takes the longer of its products and its memory traffic: at two rates, or along a line through
+measured sizes, since small operators stay in caches. A collective takes a latency for each
 round and its bytes at the rate of the slowest link (the alpha-beta model), along a ring::
 
     all-gather, reduce-scatter     (ranks - 1) / ranks of the bytes
@@ -84,12 +85,15 @@ class Machine:
         flops: The floating-point operations of a device in a second, in large matrix products.
         bandwidth: The bytes that a device reads or writes in its memory in a second.
         start_s: The seconds to start an operator.
+        operators: Measured sizes, from 0 on, with their seconds: "products" by floating-point operations,
+            "memory" by bytes. They take the place of the three rates above.
         is_ahead: Whether operators are started while earlier ones run, as on an accelerator.
         overlap: The part of computing during which collectives make progress.
         crowding: How many times as fast a rank computes while the others wait: above 1 where ranks share
             cores.
         slower: How many times as long as by its single operators a pass takes: "forward", "backward",
             "update".
+        dtensor_s: The seconds that an operator of the optimizer takes longer on DTensors.
         latency_s: The seconds of a round of a collective between devices of a host, and between hosts.
         collectives: Measured seconds: by kind, then by the number of ranks, the latency and the seconds for
             each byte.
@@ -99,10 +103,12 @@ class Machine:
     flops: float = 4e14
     bandwidth: float = 2.5e12
     start_s: float = 6e-6
+    operators: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=lambda: MappingProxyType({}))
     is_ahead: bool = True
     overlap: float = 0.9
     crowding: float = 1.0
     slower: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    dtensor_s: float = 0.0
     latency_s: tuple[float, float] = (8e-6, 2e-5)
     collectives: Mapping[str, Mapping[str, Sequence[float]]] = field(
         default_factory=lambda: MappingProxyType({})
@@ -137,16 +143,24 @@ class Machine:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {
             "slower": dict(self.slower),
+            "operators": dict(self.operators),
             "collectives": {k: dict(v) for k, v in self.collectives.items()},
         }
         Path(path).write_text(json.dumps(values, indent=1) + "\n", "utf-8")
 
     def seconds_of(self, operators: "Operators", *, part: float = 1.0, starts: float = 1.0) -> float:
         """Return the seconds of operators, of which a device computes a part in ``starts`` times as many."""
-        busy = torch.maximum(operators.flops / self.flops, operators.nbytes / self.bandwidth) * part
-        start_s = self.start_s * starts
-        each = torch.clamp(busy, min=start_s) if self.is_ahead else busy + start_s
-        return float((each * operators.times).sum())
+        size = part / max(starts, 1e-9)  # of a piece
+        flops, nbytes = operators.flops * size, operators.nbytes * size
+        if self.operators:
+            products, memory = (
+                _along(self.operators[kind], n) for kind, n in (("products", flops), ("memory", nbytes))
+            )
+            each = torch.where(flops > 0, torch.maximum(products, memory), memory)
+        else:
+            busy = torch.maximum(flops / self.flops, nbytes / self.bandwidth)
+            each = torch.clamp(busy, min=self.start_s) if self.is_ahead else busy + self.start_s
+        return starts * float((each * operators.times).sum())
 
     def seconds_for(self, transfer: Transfer, links: Links) -> float:
         """Return the seconds of one collective, and of copying its tensors."""
@@ -171,6 +185,14 @@ class Machine:
             return latency + nbytes / (links.between if crosses else links.within)
         once = math.ceil(math.log2(ranks)) * latency + (ranks - 1) / ranks * nbytes / rate
         return 2 * once if transfer.kind == "all-reduce" else once
+
+
+def _along(points: Sequence[Sequence[float]], sizes: Tensor) -> Tensor:
+    """Return the seconds of sizes on the line through measured ones, and on its last piece beyond them."""
+    known, seconds = torch.tensor(points, dtype=torch.float64).unbind(1)
+    after = torch.searchsorted(known, sizes).clamp(1, len(known) - 1)
+    slope = (seconds[after] - seconds[after - 1]) / (known[after] - known[after - 1])
+    return seconds[after - 1] + slope * (sizes - known[after - 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -467,12 +467,15 @@ def time_of(
     pieces = accumulate * work.starts / max(work.operations, 1e-9)
     sums = 3 * trained * needed.footprint.gradients * max(0.0, pieces - 1) / machine.bandwidth
     compute = accumulate * (forward + backward) + sums
+    update = slower["update"] * machine.seconds_of(needed.update, part=trained)
+    if work.is_sharded:
+        update += machine.dtensor_s * float(needed.update.times.sum())
     # A rank that shares cores computes faster while others wait: then all of them are as fast as their mean.
     alone, mean = compute / machine.crowding, compute / work.imbalance
     busy = max(alone, mean)
     return StepTime(
         compute=busy,
-        update=slower["update"] * machine.seconds_of(needed.update, part=trained),
+        update=update,
         exposed=exposed,
         bubble=max(0.0, alone * (1 + work.bubble) - busy),
         hidden=hidden,
