@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import tp_context
 import tp_shard as ts
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from tp_context._slices import Cut, Cuts, activate  # private: a session compares ranks, which are missing
 from tp_core import LaunchEnvironment
 from tp_core.jobs import Footprint, Layout
 from tp_core.plugins import Job, registry
@@ -24,6 +26,7 @@ KINDS = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
     "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
 }
 
 
@@ -136,5 +139,24 @@ def test_of_split_tensors(ranks):
     options = {"shard": {"group_size": ranks, "data": "ddp"}}
     layout = Layout(axes={"data": 1, "tensor": ranks}, options=options)
     times, sizes = forecast_of("shard", Words(), layout, footprint)
+    assert times == counting.times
+    assert dict(sizes) == dict(counting.nbytes)
+
+
+def test_of_split_sequences(ranks):
+    def attend(module, batch):
+        return tp_context.attention(*batch, is_causal=True).sum() * module.weight.sum()
+
+    footprint = measure_footprint(nn.Linear(1, 1), None, torch.rand(3, 2, 4, ranks, 16), attend)
+    counting = Counting()
+    batch = torch.rand(3, 2, 4, 1, 16, requires_grad=True)  # a token on each rank
+    with counting, activate(Cuts([Cut(ranks, 0, ranks, None)])):
+        attend(nn.Linear(1, 1), batch).backward()
+    options = {"context": {"context": ranks, "weights": "whole"}}
+    layout = Layout(axes={"data": 1, "context": ranks}, options=options)
+    times, sizes = forecast_of("context", model(), layout, footprint)
+    for found, each in ((times, 1), (sizes, 256 * ranks)):
+        del found["all-reduce"]  # of gradients
+        found["all-gather"] -= 2 * each  # of what ranks compare around a step
     assert times == counting.times
     assert dict(sizes) == dict(counting.nbytes)

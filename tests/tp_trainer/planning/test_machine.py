@@ -41,7 +41,7 @@ def test_rates_of_one_rank_are_refused():
 @pytest.mark.slow
 def test_this_machine_is_measured():
     found = calibrate(2)
-    assert set(found.collectives) == {"all-reduce", "all-gather", "reduce-scatter", "send"}
+    assert set(found.collectives) == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"}
     assert min(found.flops, found.bandwidth, found.start_s) > 0
     assert found.crowding >= 1
     assert found.seconds_of(Operators.of([(1e9, 1e6)])) > 0

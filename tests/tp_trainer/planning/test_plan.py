@@ -197,5 +197,7 @@ def test_the_command_prints_the_table_or_json(tmp_path, monkeypatch, capsys):
     told = json.loads(capsys.readouterr().out)
     assert (told["samples"], told["tokens"]) == (4, 16)
     assert {"memory", "seconds", "start", "lacks_bytes"} <= set(told["layouts"][0])
+    assert run(["plan", "things.py:without_batch"]) == 2
+    assert 'return {"model": model, "batch": batch, "step": step}' in capsys.readouterr().err
     assert run([*asked, "--memory", "1KB"]) == 1
     assert "do not fit" in capsys.readouterr().out

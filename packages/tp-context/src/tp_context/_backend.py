@@ -94,19 +94,20 @@ class ContextBackend(RanksBackend[ContextOptions]):
             inner = None if weights is None else weights.forecast(replace(job, footprint=sliced), layout)
         if inner is None:
             return None
-        once = footprint.keys // (2 * footprint.attentions) // tensor
         gathers = Transfer(
             kind="all-gather",
-            nbytes=once,
+            nbytes=footprint.keys // footprint.attentions // tensor,  # keys and values together
             ranks=context,
             stride=tensor,
-            times=4 * footprint.attentions,  # of keys, of values, in forward and in backward
+            times=2 * footprint.attentions,  # in forward, and again in backward
         )
-        sums = replace(gathers, kind="all-to-all", times=2 * footprint.attentions)
+        sums = replace(gathers, kind="all-to-all", times=footprint.attentions)
+        # Before each batch ranks compare its numbers, and after it they join their losses.
+        numbers = replace(gathers, nbytes=256 * context, times=2)
         work = replace(
             inner.work,
             operations=inner.work.operations / context,
-            transfers=(*inner.work.transfers, gathers, sums),
+            transfers=(*inner.work.transfers, gathers, sums, numbers),
         )
         return Forecast(memory=inner.memory, work=work)
 

@@ -176,6 +176,12 @@ def _plan(
             machine = machine.with_speed(speed)
         made = {"step": _plain_step, **built}
         made["batch"] = _token_batch(made["model"]) if made.get("batch") is None else made["batch"]
+        if made["batch"] is None:
+            msg = (
+                f"{builder} returns a model without a batch, and tp can make none for it; return "
+                '{"model": model, "batch": batch, "step": step}, where step(model, batch) returns the loss'
+            )
+            raise ConfigError(msg)
         found = planning.plan(
             **made,
             devices=devices,

@@ -224,6 +224,7 @@ def _collectives() -> Iterator[tuple[str, _Run]]:
     yield "all-reduce", lambda t, group: dist.all_reduce(t, group=group)
     yield "all-gather", _gather
     yield "reduce-scatter", _scatter
+    yield "all-to-all", lambda t, group: dist.all_to_all_single(torch.empty_like(t), t, group=group)
     yield "send", _pass_on
 
 
