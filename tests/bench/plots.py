@@ -30,6 +30,7 @@ STYLE = {
 }
 
 Rows = list[tuple[str, float]]
+Curves = dict[str, list[tuple[int, float]]]
 
 
 def figures(name: str, folder: Path = FOLDER) -> dict[str, float]:
@@ -92,8 +93,25 @@ def head(folder: Path) -> Rows:
     return [(label, found[f"{name}: held"]) for name, label in names.items()]
 
 
-PLOTS: dict[str, tuple[Callable[[Path], Rows], str]] = {
+def growth(folder: Path) -> Curves:
+    """Return milliseconds by the number of ranks: of real ranks, for each, and of one simulated rank."""
+
+    def curve(name: str, label: str, ending: str = "") -> list[tuple[int, float]]:
+        head, tail = f"{label}, ", f" ranks{ending}"
+        found = {n: v for n, v in figures(name, folder).items() if n.startswith(head) and n.endswith(tail)}
+        return sorted((int(n[len(head) : -len(tail)]), v) for n, v in found.items())
+
+    real = ("launch to end", "agreement", "a batch", "checkpoint")
+    return {
+        **{f"{n}, each real rank": curve("trainer-growth-real", n, ": for each rank") for n in real},
+        "agreement, simulated": curve("trainer-growth-simulated", "agreement on rank 0"),
+        "order of a batch, simulated": curve("trainer-growth-simulated", "order of a batch"),
+    }
+
+
+PLOTS: dict[str, tuple[Callable[[Path], Rows | Curves], str]] = {
     "equipped": (equipped, "with loggers, callbacks and a metric: times by hand"),
+    "growth": (growth, "milliseconds by the number of ranks"),
     "head": (head, "a head of 1M classes: MiB that each of two ranks holds"),
     "items": (items, "1 MB arrays there and back: times tp-runner"),
     "steps": (steps, "a step of a tiny model: times a loop by hand"),
@@ -115,21 +133,36 @@ def draw(out: Path, folder: Path = FOLDER) -> list[Path]:
     paths = []
     with mpl.rc_context(STYLE):
         for name, (rows_of, title) in PLOTS.items():
-            rows = rows_of(folder)
-            figure = Figure(figsize=(6.4, 0.55 + 0.36 * len(rows)), layout="constrained")
+            shown = rows_of(folder)
+            height = 4.2 if isinstance(shown, dict) else 0.55 + 0.36 * len(shown)
+            figure = Figure(figsize=(6.4, height), layout="constrained")
             axes: Any = figure.subplots()
-            labels, values = zip(*reversed(rows), strict=True)
-            colors = [OURS if label.startswith("tp") else THEIRS for label in labels]
-            bars = axes.barh(labels, values, color=colors, height=0.62)
-            axes.bar_label(
-                bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values], padding=4
-            )
+            (_lines if isinstance(shown, dict) else _bars)(axes, shown)
             axes.set_title(title, loc="left", fontsize=11)
-            axes.xaxis.set_visible(False)
-            axes.spines["bottom"].set_visible(False)
-            axes.margins(x=0.12)
             path = out / f"{name}.svg"
             metadata = {"Date": None, "Creator": None, "Description": digest_of(name, folder)}
             figure.savefig(path, transparent=True, metadata=metadata)
             paths.append(path)
     return paths
+
+
+def _bars(axes: Any, rows: Rows) -> None:
+    labels, values = zip(*reversed(rows), strict=True)
+    colors = [OURS if label.startswith("tp") else THEIRS for label in labels]
+    bars = axes.barh(labels, values, color=colors, height=0.62)
+    axes.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values], padding=4)
+    axes.xaxis.set_visible(False)
+    axes.spines["bottom"].set_visible(False)
+    axes.margins(x=0.12)
+
+
+def _lines(axes: Any, curves: Curves) -> None:
+    marks = ("o-", "s-", "^-", "D-", "v-", "P-")
+    for number, ((label, points), mark) in enumerate(zip(curves.items(), marks, strict=True)):
+        ranks, values = zip(*points, strict=True)
+        color = THEIRS if "simulated" in label else OURS
+        axes.plot(ranks, values, mark, color=color, alpha=1 - 0.15 * (number % 4), markersize=5, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("ranks")
+    axes.legend(fontsize=8, frameon=False, labelcolor=GRAY, loc="lower right")
