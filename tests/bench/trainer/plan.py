@@ -1,8 +1,9 @@
 """What `tp plan` says beside what is measured: python -m tests.bench.trainer.plan [memory | order | blind]
 
 ``memory``: the fullest rank of each layout, in a fit of three steps, as ``tests.bench.trainer.memory``
-measures it. ``order``: layouts of three models on four ranks, by the plan with the rates that
-``calibrate()`` measures first, and by the clock: Kendall's tau of both orders. The ranks take the layouts in
+measures it. ``order``: layouts of three models on four and on eight ranks, by the plan with the rates that
+``calibrate()`` measures first, and by the clock: Kendall's tau of both orders. Of a model these are the
+fastest layout of each backend, then the slowest of each, five together. The ranks take the layouts in
 turns, several rounds of them, and the fastest step of each counts, so that what else the machine does falls
 on all alike. Models are those of transformers, made small. ``blind``: what torchtitan and Megatron-LM
 have published, beside what the plan says of it with rates that nothing was fitted to.
@@ -201,23 +202,31 @@ def tau(first: list[float], second: list[float]) -> float:
     return (sum(s > 0 for s in signs) - sum(s < 0 for s in signs)) / len(pairs)
 
 
+def spread(layouts: list[Any]) -> list[Any]:
+    """Return the fastest layout of each backend, then the slowest of each, five together."""
+    fastest = {p.backend: p for p in reversed(layouts)}
+    slowest = {p.backend: p for p in layouts}
+    found = {id(p): p for p in sorted(fastest.values(), key=layouts.index)}
+    found |= {id(p): p for p in sorted(slowest.values(), key=layouts.index, reverse=True)}
+    return list(found.values())[:5]
+
+
 def order(results: Results) -> None:
-    began = perf_counter()
-    machine = calibrate(4)
-    results.add("calibrating", perf_counter() - began, "s")
-    layouts_of = {name: planned(name, 4, machine, each=2)[:5] for name in MODELS}
-    results.add("calibrating and planning", perf_counter() - began, "s")
-    times = run_ranks(steps, 4, layouts_of, timeout_s=1800)[0]
-    expected = {name: [p.time.total for p in layouts] for name, layouts in layouts_of.items()}
-    for name, layouts in layouts_of.items():
-        for layout, seconds in zip(layouts, times[name], strict=True):
-            label = f"{name}, {layout.backend}, {layout.name}"
-            results.add(f"{label}: predicted", 1e3 * layout.time.total, "ms")
-            results.add(f"{label}: measured", 1e3 * seconds, "ms")
-        results.add(f"{name}: Kendall's tau", tau(expected[name], times[name]), "")
-    both = [[t for name in MODELS for t in found[name]] for found in (expected, times)]
-    results.add("Kendall's tau", tau(*both), "")
-    results.add("all of it", perf_counter() - began, "s")
+    for ranks in (4, 8):
+        began = perf_counter()
+        machine = calibrate(ranks)
+        results.add(f"{ranks} ranks: calibrating", perf_counter() - began, "s")
+        layouts_of = {name: spread(planned(name, ranks, machine, each=99)) for name in MODELS}
+        times = run_ranks(steps, ranks, layouts_of, timeout_s=1800)[0]
+        expected = {name: [p.time.total for p in layouts] for name, layouts in layouts_of.items()}
+        for name, layouts in layouts_of.items():
+            for layout, seconds in zip(layouts, times[name], strict=True):
+                label = f"{ranks} ranks, {name}, {layout.backend}, {layout.name}"
+                results.add(f"{label}: predicted", 1e3 * layout.time.total, "ms")
+                results.add(f"{label}: measured", 1e3 * seconds, "ms")
+            results.add(f"{ranks} ranks, {name}: Kendall's tau", tau(expected[name], times[name]), "")
+        both = [[t for name in MODELS for t in found[name]] for found in (expected, times)]
+        results.add(f"{ranks} ranks: Kendall's tau", tau(*both), "")
 
 
 # -- Predictions beside figures that others have published ------------------------------------------

@@ -32,7 +32,7 @@ _LEAST_S = 0.04
 """The seconds of a round: long enough for ranks that share a core to take turns."""
 _WIDTH = 512
 _ROWS = (96, 256, 768)  # of square matrices
-_FLOATS = (2**13, 2**17, 2**20, 2**22)  # which caches hold, and which they do not
+_FLOATS = (2**13, 2**16, 2**18, 2**19, 2**20, 2**22)  # which caches hold, and which they do not
 _SIZES = (4096, 2**20, 2**23)  # bytes, of which the smallest shows the latency and the largest the rate
 
 

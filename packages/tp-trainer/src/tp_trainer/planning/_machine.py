@@ -189,7 +189,7 @@ class Machine:
 
 def _along(points: Sequence[Sequence[float]], sizes: Tensor) -> Tensor:
     """Return the seconds of sizes on the line through measured ones, and on its last piece beyond them."""
-    known, seconds = torch.tensor(points, dtype=torch.float64).unbind(1)
+    known, seconds = torch.tensor(list(zip(*points, strict=True)), dtype=torch.float64)
     after = torch.searchsorted(known, sizes).clamp(1, len(known) - 1)
     slope = (seconds[after] - seconds[after - 1]) / (known[after] - known[after - 1])
     return seconds[after - 1] + slope * (sizes - known[after - 1])
