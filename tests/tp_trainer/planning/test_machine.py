@@ -33,6 +33,15 @@ def test_an_operator_takes_the_longer_of_its_products_and_its_memory():
     assert ahead.seconds_of(operators) == pytest.approx(10 + 6)
 
 
+def test_operators_take_what_was_measured_of_their_size_and_more_by_the_last_piece():
+    points = {"products": [[0.0, 1.0], [10.0, 2.0]], "memory": [[0.0, 1.0], [4.0, 2.0], [8.0, 6.0]]}
+    machine = Machine(operators=points)
+    assert machine.seconds_of(Operators.of([(0.0, 6.0), (0.0, 10.0)])) == pytest.approx(4 + 8)
+    assert machine.seconds_of(Operators.of([(30.0, 4.0)])) == pytest.approx(4)
+    # Two pieces of half the size each.
+    assert machine.seconds_of(Operators.of([(0.0, 8.0)]), starts=2) == pytest.approx(2 * 2)
+
+
 def test_rates_of_one_rank_are_refused():
     with pytest.raises(ConfigError, match="takes two of them or more, got 1"):
         calibrate(1)

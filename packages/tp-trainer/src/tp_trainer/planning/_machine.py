@@ -192,7 +192,8 @@ def _along(points: Sequence[Sequence[float]], sizes: Tensor) -> Tensor:
     known, seconds = torch.tensor(list(zip(*points, strict=True)), dtype=torch.float64)
     after = torch.searchsorted(known, sizes).clamp(1, len(known) - 1)
     slope = (seconds[after] - seconds[after - 1]) / (known[after] - known[after - 1])
-    return seconds[after - 1] + slope * (sizes - known[after - 1])
+    found: Tensor = seconds[after - 1] + slope * (sizes - known[after - 1])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
