@@ -31,7 +31,7 @@ def modules(base, data_base):
 
         def test_step(self, batch, batch_idx):
             x = batch[0].view(batch[0].size(0), -1)
-            self.log("test_loss", nn.functional.mse_loss(self.decoder(self.encoder(x)), x))
+            self.log("test_loss", nn.functional.mse_loss(self.decoder(self.encoder(x)), x), on_step=True)
 
         def predict_step(self, batch, batch_idx):
             return self.encoder(batch[0].view(batch[0].size(0), -1))

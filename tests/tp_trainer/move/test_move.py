@@ -8,6 +8,8 @@ from importlib.resources import files
 import pytest
 import torch
 from tp_core.errors import ConfigError
+from tp_core.plugins import registry
+from typer.main import get_command
 
 from tests.tp_trainer.move.tried import TRAINS, TRIED, moved
 
@@ -211,6 +213,21 @@ def test_a_moved_loop_comes_to_the_same_losses(tmp_path, monkeypatch):
     exec(compile(source, "after.py", "exec"), after)
     assert after["losses"] == pytest.approx(before["losses"], rel=1e-5)
     assert torch.allclose(torch.load("plain.pt")["weight"], weights["weight"])
+
+
+def test_an_optimizer_that_the_model_makes_is_prepared():
+    lines = added(
+        PLAIN.replace("torch.optim.SGD(model.parameters(), lr=0.1)", "model.configure_optimizers(0.1)")
+    )
+    assert "model, optimizer = tp.prepare(model, optimizer)" in lines
+    assert not any("configure_optimizers" in line for line in lines)
+
+
+def test_an_option_after_the_script_is_not_lost(tmp_path):
+    (move,) = (c.item for c in registry.commands() if c.item.name == "move")
+    words = [str(tmp_path / "script.py"), "--write", "new.py"]
+    with pytest.raises(ConfigError, match=r"'--write' comes after .* options of tp move come first"):
+        get_command(move.load())(words, standalone_mode=False)
 
 
 def test_what_could_not_be_decided_is_a_comment():

@@ -44,6 +44,12 @@ def _move(
     It knows plain loops, DistributedDataParallel, Accelerate's Accelerator and Lightning's Trainer. What it
     could not decide stands in comments that begin with "tp:". The script itself is not changed.
     """
+    if arguments and not prove:
+        msg = (
+            f"{arguments[0]!r} comes after {script}, so it is an argument of the script, which runs with "
+            f"--prove alone; options of tp move come first, as in: tp move --write moved.py {script}"
+        )
+        raise ConfigError(msg)
     try:
         source = script.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -12,7 +12,8 @@ from tp_core.errors import ConfigError
 from tp_trainer._move._facts import Facts, facts_of
 
 _TRAINER = "tp_trainer"
-_MODULE_NAMES = frozenset(dir(nn.Module)) | {"module"}
+# What is called as it stands: methods of modules, and what makes the optimizer, before there is a session.
+_MODULE_NAMES = frozenset(dir(nn.Module)) | {"module", "configure_optimizers"}
 _OF_RANKS = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
 _SINGLE = {"LOCAL_RANK": "local_rank", "RANK": "rank", "WORLD_SIZE": "world_size"}
 _LIGHTNING_ROOTS = ("lightning", "pytorch_lightning")

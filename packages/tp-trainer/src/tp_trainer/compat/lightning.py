@@ -779,6 +779,8 @@ class Trainer:
             loaders = data.loaders(name, dataloaders)
             self._prepare_for(model, ckpt_path)
             found = self._evaluate(stage, loaders)
+        forked = self.results.forked
+        found = {_forked(name, "epoch") if name in forked else name: v for name, v in found.items()}
         if verbose:
             for name, value in found.items():
                 self.print(f"{name}  {float(value):.6g}")
@@ -959,11 +961,13 @@ class _Results:
     Attributes:
         newest: The newest values, by all names that a callback may ask for.
         loader: The number of the loader, if there are several.
+        forked: Names of the last epoch that have values of steps, too.
     """
 
     def __init__(self) -> None:
         self.newest: dict[str, Tensor] = {}
         self.loader: int | None = None
+        self.forked: set[str] = set()
         self._values: dict[tuple[str, str], _Value] = {}
         self._function, self._batch = "", None
 
@@ -1018,7 +1022,7 @@ class _Results:
         if on_step:
             self.newest[name] = number
             if known.forked:
-                self.newest[f"{name}_step"] = number
+                self.newest[_forked(name, "step")] = number
         return number if on_step or stage == "train" else None
 
     def finish(self, stage: str, session: Any) -> dict[str, Tensor]:
@@ -1027,6 +1031,7 @@ class _Results:
         Collective: one gather of objects.
         """
         mine = {n: v for (s, n), v in self._values.items() if s == stage}
+        self.forked = {name for name, value in mine.items() if value.forked}
         for name in mine:
             del self._values[stage, name]
         sums = {n: (v.reduction, float(v.total), v.weight) for n, v in mine.items() if v.metric is None}
@@ -1042,8 +1047,14 @@ class _Results:
             if name in found:
                 self.newest[name] = found[name]
                 if value.forked:
-                    self.newest[f"{name}_epoch"] = found[name]
+                    self.newest[_forked(name, "epoch")] = found[name]
         return {n: v for n, v in found.items() if v.numel() == 1}
+
+
+def _forked(name: str, word: str) -> str:
+    """Return the name of the steps' values, or of the epoch's, where a module logs both."""
+    own, mark, loader = name.partition("/dataloader_idx_")
+    return f"{own}_{word}{mark}{loader}"
 
 
 def _joined(parts: Sequence[tuple[str, float, float]]) -> float:
