@@ -45,8 +45,9 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # So would what nohup has ignored. A handler ends where a program is started, and this process lives on:
     # a worker of xdist is such a program.
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or hasattr(config, "workerinput"):
-        signal.signal(signal.SIGHUP, lambda *_: None)
+    hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hang_up and (signal.getsignal(hang_up) is signal.SIG_IGN or hasattr(config, "workerinput")):
+        signal.signal(hang_up, lambda *_: None)
 
 
 _OF_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", re.MULTILINE)

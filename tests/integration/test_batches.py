@@ -493,7 +493,7 @@ def test_a_step_that_is_called_for_each_device_has_no_rows_of_all():
 
     with Trainer(progress=False, seed=0, devices=["cpu", "cpu"], backend="dp-gather") as trainer:
         model = trainer.prepare(WithLoss())
-        with pytest.raises(StepError, match="in a step whose model returns a loss of each device"):
+        with pytest.raises(StepError, match="in a step with a loss of each device"):
             trainer.run(step, model, torch.ones(4, 3))
         trainer.run(step, model, torch.ones(1, 3))  # which one device has
 

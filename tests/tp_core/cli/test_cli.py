@@ -297,7 +297,7 @@ def bare(tmp_path, *words):
 
 def test_without_its_libraries_tp_has_its_version_and_a_plain_doctor(tmp_path):
     done = bare(tmp_path, "--version")
-    assert (done.returncode, done.stdout) == (0, f"tp {version('tp-core')}\n")
+    assert (done.returncode, done.stdout) == (0, f"tp-core {version('tp-core')}\n")
     done = bare(tmp_path, "doctor", "--no-measure")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("python 3.")
@@ -306,8 +306,10 @@ def test_without_its_libraries_tp_has_its_version_and_a_plain_doctor(tmp_path):
 
 
 def test_without_its_libraries_tp_says_what_to_install(tmp_path):
-    done = bare(tmp_path, "explain", "config-error")
-    assert done.returncode == 1
+    done = bare(tmp_path, "explain", "ConfigError")  # each error's message ends with this command
+    assert done.stdout.startswith("### ConfigError\n"), done.stderr
+    done = bare(tmp_path, "doctor", "--json")  # the plain report is none
+    assert (done.returncode, done.stdout) == (1, "")
     assert "tp: the command line needs typer" in done.stderr
     assert "pip install 'tp-core[cli]'" in done.stderr
 

@@ -127,7 +127,7 @@ def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
         (source("x").replace("@hookimpl", ""), "tp_backends that is no hook: decorate it with @hookimpl"),
         (source("x").replace("return [Other]", "return 'other'"), "got str: 'o'"),
         (source("x").replace("return [Other]", "yield 1 / 0"), "ZeroDivisionError"),
-        (source("x").replace("def open", "def opens"), "abstract method"),
+        (source("x").replace("def open", "def opens"), "needs the methods open"),
         (
             source("x").replace("name = 'x'", "name = property(lambda self: 'x')"),
             "a string and not empty, and no property",

@@ -1,6 +1,5 @@
 """A place has one owner at a time: races, forks, interruptions, deaths, and file systems without locks."""
 
-import fcntl
 import os
 import re
 import subprocess
@@ -12,6 +11,8 @@ import filelock
 import pytest
 from tp_core.errors import ConfigError
 from tp_core.internal import Ownership
+
+fcntl = pytest.importorskip("fcntl", reason="Windows has other locks")
 
 # Prints what a second owner meets, and dies as its owner.
 DYING = """

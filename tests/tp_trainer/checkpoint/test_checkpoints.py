@@ -404,7 +404,7 @@ def test_fewer_ranks_go_on_and_say_what_is_lost(tmp_path, caplog):
     assert run_ranks(stop_on_ranks, 2, tmp_path) == [True, True]
     with caplog.at_level(logging.WARNING, logger="tp_trainer"):
         found = fit(Checkpoints(tmp_path), resume="auto")
-    assert "is of 2 ranks, and these are 1" in caplog.text
+    assert "was saved by 2 ranks, and this run has 1" in caplog.text
     for weight, wanted in zip(found, fit(None), strict=True):
         torch.testing.assert_close(weight, wanted)
 

@@ -266,6 +266,7 @@ def speaking():
 def test_only_rank_0_speaks():
     for rank, text in run_ranks(speaking, 2):
         assert ("epoch 1/1" in text) == (rank == 0)
+        assert text.startswith("backend 'ddp' (auto): 2 processes on 1 host(s)") == (rank == 0)
 
 
 def test_a_bar_is_shown_on_a_terminal(monkeypatch, capsys):

@@ -38,8 +38,11 @@ def lazy_exports(
             return _version_of(package)
         if name not in modules:
             msg = f"module {package!r} has no attribute {name!r}"
-            rooms = ", ".join(room for room, module in modules.items() if module == package)
-            msg += f"; look in its modules {rooms}" if rooms else ""
+            rooms = [f"{package}.{room}" for room, module in modules.items() if module == package]
+            # Imports for a user's typo alone: tools that probe a module ask for private names.
+            looked_in = () if name.startswith("_") else rooms
+            homes = [room for room in looked_in if hasattr(importlib.import_module(room), name)]
+            msg += f"; it is in {homes[0]}" if homes else f"; look in {', '.join(rooms)}" if rooms else ""
             raise AttributeError(msg, name=name, obj=sys.modules[package])  # Python adds the nearest name
         module = modules[name]
         if module == package:

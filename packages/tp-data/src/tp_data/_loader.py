@@ -59,7 +59,7 @@ _MOST_ERRORS = 20
 class _Task(NamedTuple):
     epoch: int
     rows: Sequence[Row] = ()
-    costs: Sequence[int] = ()  # the positions whose costs are asked for, instead of a batch
+    costs: Sequence[int] = ()  # positions, to ask for their costs instead of a batch
     noted: Sequence[int] = ()  # the costs that the rows were planned with, where they come from a file
 
 
@@ -232,7 +232,7 @@ class Loader:
     def batches_in(self, epoch: int) -> int:
         """Return the number of batches of an epoch; they may be more in one than in another.
 
-        With ``costs``, samples whose cost is not known yet are loaded now. Each rank begins with other ones.
+        With ``costs``, samples of unknown cost are loaded now. Each rank begins with other ones.
 
         Raises:
             TypeError: It is not known.

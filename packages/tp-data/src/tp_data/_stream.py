@@ -99,6 +99,9 @@ class Stream:
                     f"caps={{{name!r}: {cap!r}}}: give a number of samples above 0 of one of {sorted(sizes)}"
                 )
                 raise ConfigError(msg)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            msg = f"seed must be a whole number, got {seed!r}"
+            raise ConfigError(msg)
         if not isinstance(shuffle, bool | Shuffle):
             msg = f"shuffle={shuffle!r}: give True, False or Shuffle(...)"
             raise ConfigError(msg)

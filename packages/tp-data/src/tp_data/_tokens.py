@@ -417,7 +417,7 @@ def count_tokens(sample: Any, *, length: str | Callable[[Any], int] = "input_ids
         if length not in sample:
             names = sorted(map(str, sample))
             msg = (
-                f"a sample has no field {length!r} whose tokens could be counted, but {names}; tokenize the "
+                f"a sample has no field {length!r} to count tokens in, but {names}; tokenize the "
                 "samples first, or name the field: TokenBudget(length=...)"
             )
             raise LoaderError(msg)

@@ -119,7 +119,7 @@ class GatherSession(Session):
         self._last_step = step, _has_loss_of_each_part(output, calls)
         if not self._last_step[1]:
             return output
-        with self._batches.computing_part("in a step whose model returns a loss of each device"):
+        with self._batches.computing_part("in a step with a loss of each device"):
             return _output_by_parts(step, model, batch, calls, loss=self.job.loss)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - parts never meet

@@ -4,7 +4,7 @@ A stage has consecutive units, cut by parameters as a run cuts them. A rank hold
 and what each micro-batch that is on its way keeps of them, by the order of its work. On "1F1B"::
 
     first rank   the most micro-batches on their way, and the embedding
-    last rank    one micro-batch, and the head, whose logits are the largest values
+    last rank    one micro-batch, and the head with its logits, the largest values
 """
 
 from collections import Counter, defaultdict

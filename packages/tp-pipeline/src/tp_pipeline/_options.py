@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tp_core.errors import ConfigError
 from tp_core.internal import check_above_zero
@@ -17,6 +17,7 @@ ScheduleName = Literal[
     "DualPipeV",
     "auto",
 ]
+_CHOICES = {"schedule": get_args(ScheduleName), "data": ("ddp", "fsdp"), "weights": ("whole", "shard")}
 V_SCHEDULES = frozenset({"ZBVZeroBubble", "DualPipeV"})
 """Those in which the last rank has two stages in the middle, and the first rank the first and the last."""
 
@@ -69,6 +70,11 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         check_above_zero(self, "timeout_s")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                choices = ", ".join(map(repr, known))
+                msg = f"PipelineOptions({name}=...) must be one of {choices}, got {getattr(self, name)!r}"
+                raise ConfigError(msg)
         if self.ranks != -1 and self.ranks < 1:
             msg = f"PipelineOptions(ranks=...) must be -1 for all ranks, or their number, got {self.ranks}"
             raise ConfigError(msg)

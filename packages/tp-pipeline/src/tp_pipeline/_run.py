@@ -145,7 +145,7 @@ class _StageRun:
             output = self._stand_in(number, args, kwargs)
         else:
             self._draw(number, 0)
-            if not plan.replayed[number]:  # whose hooks a compiler would compile again in each call
+            if not plan.replayed[number]:  # a compiler would compile its hooks again in each call
                 forward = self.compiled.get(name, forward)
             with self._watching(number):
                 output = forward(*args, **kwargs)

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
+from tp_core.errors import ConfigError
 from tp_core.internal import shows_progress
 
 from tp_runner._engines import PoolFactory, worker_devices
@@ -141,13 +142,20 @@ def map(
         the function, an item or a result cannot travel between processes.
 
     Raises:
-        ConfigError: An option is unknown or has a wrong value.
+        ConfigError: An option is unknown or has a wrong value, or there is no function, or no items.
         DeviceError: A device does not exist here.
 
     Example:
         >>> list(map(abs, [-2, 3], n_workers=2, engine="thread"))
         [2, 3]
     """
+    if not callable(function):
+        msg = f"map() takes a function, and then the items, got {type(function).__name__}: {function!r:.80}"
+        raise ConfigError(msg)
+    if not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"):
+        kind = type(items).__name__
+        msg = f"map() takes items one by one from an iterable or a dataset, got {kind}: {items!r:.80}"
+        raise ConfigError(msg)
     factory = PoolFactory(
         engine,
         FunctionProgram(function, init),

@@ -347,6 +347,7 @@ _NAMES_ELSEWHERE = {
 """Names of options in other libraries, and ours for them."""
 
 OPTIONS = (*sorted(RunnerOptions.__annotations__), "ordered", "queue_scale")
+_ARGUMENTS = ("devices", "engine", "init", "n_workers", "progress")  # of `map` and runners themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,9 +402,9 @@ def make_settings(
     """Check options that were given by name; fill in the rest."""
     for name, value in options.items():
         if name not in OPTIONS:
-            meant = _NAMES_ELSEWHERE.get(name)
-            hint = f"; it is {meant!r} here" if meant else did_you_mean(name, OPTIONS)
-            msg = f"unknown option {name!r} of engine {engine!r}{hint}; there are: {', '.join(OPTIONS)}"
+            meant, others = _NAMES_ELSEWHERE.get(name), ", ".join(OPTIONS)
+            hint = f"; it is {meant!r} here" if meant else did_you_mean(name, (*OPTIONS, *_ARGUMENTS))
+            msg = f"unknown option {name!r} of engine {engine!r}{hint or f'; there are: {others}'}"
             raise ConfigError(msg)
         reason = unfit.get(name)
         if reason is not None and value is not None and value != 0:

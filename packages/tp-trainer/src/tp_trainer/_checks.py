@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.utils.data import DataLoader, Dataset
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import check_initialized
+from tp_core.internal import check_initialized, did_you_mean
 
 from tp_trainer._checkpoint import Checkpoints
 
@@ -50,6 +50,17 @@ def check_limit(what: str, value: object) -> None:
     if value is not None and not (is_number and value > 0):  # type: ignore[operator]  # it is a number
         msg = f"{what} must be None or a number greater than 0, got {value!r}"
         raise ConfigError(msg)
+
+
+def metrics_hint(name: str, known: Iterable[str]) -> str:
+    """Return which metrics a run has, and what to do to have the one of a name."""
+    known = list(known)
+    validates = any(metric.startswith("val_") for metric in known)
+    remedy = (
+        "return it in the step's dict" if validates or name[:4] != "val_" else "give fit(validation=loader)"
+    )
+    meant = did_you_mean(name, known) if validates or name[:4] != "val_" else ""
+    return f"which are {', '.join(known) or 'none'}{meant or f'; {remedy}'}"
 
 
 def check_callable(what: str, value: object) -> None:

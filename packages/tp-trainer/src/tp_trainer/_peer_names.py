@@ -6,7 +6,6 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from tp_core.errors import ConfigError
-from tp_core.internal import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,6 +106,12 @@ ATTRIBUTES = {
 _methods: dict[str, inspect.Signature] = {}
 
 
+def explain_fields(kind: type[R]) -> type[R]:
+    """Have a class of settings answer arguments that it does not have; a decorator."""
+    setattr(kind, "__init__", explain_arguments(f"{kind.__name__}(...)")(kind.__init__))  # noqa: B010 - typed
+    return kind
+
+
 def explain_arguments(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a method, which answers arguments that it does not have.
 
@@ -140,6 +145,11 @@ def _answer(call: str, signature: inspect.Signature, given: dict[str, object], r
     others = [other for other, known in _methods.items() if name in known.parameters]
     if others:
         return f"{here}() has no argument {name!r}, which belongs to {others[0].partition('(')[0]}()"
+    from difflib import get_close_matches  # for messages alone
+
     own = [name for name in signature.parameters if name != "self"]
-    hint = did_you_mean(name, own) or f"; its arguments are {', '.join(own)}"
-    return f"{here}() has no argument {name!r}{hint}"
+    meant = next(iter(get_close_matches(name, [*own, *ARGUMENTS], n=1)), None)
+    if meant in ARGUMENTS and meant not in own:
+        return f"{here}() has no argument {name!r}; write {ARGUMENTS[meant]}"
+    hint = f"did you mean {meant!r}?" if meant else f"its arguments are {', '.join(own)}"
+    return f"{here}() has no argument {name!r}; {hint}"

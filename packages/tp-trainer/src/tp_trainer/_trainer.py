@@ -191,6 +191,7 @@ class Trainer:
         self._boundaries: StepBoundaries | None = None
         self._watched: Watchdog | None = None
         self._shares: BatchShares | None = None  # with several data ranks
+        self._choice = ""  # the line on the backend, until a run has shown it
         self._epochs: Epochs | None = None  # from the first fit() on
         self._scaler = LossScaler() if precision == "fp16-mixed" else None
         if devices in (None, "auto") and (named := os.environ.get("TP_DEVICES")):
@@ -764,9 +765,10 @@ class Trainer:
         from tp_trainer._running._loop import build_loop, classify_state
 
         session = self.session
+        choice, self._choice = self._choice, ""
         return build_loop(
             session,
-            replace(settings, backend=self.selection.chosen.name),
+            replace(settings, backend=self.selection.chosen.name, choice=choice),
             classify_state(session, settings.state, prepared=self._lazy.prepared, scaler=self._scaler, **own),
             train,
             hooks=hooks,
@@ -1328,6 +1330,8 @@ class Trainer:
         session = self._lazy.open(*models, by=by, estimate=add_memory)
         if not is_open and self.is_main and session.job.recomputation not in (None, "nothing"):
             log.info("the backward pass computes %s again, to save memory", session.job.recomputation)
+        if not is_open and (session.world_size > 1 or len(session.job.devices) > 1):
+            self._choice = str(self.selection).partition("\n")[0]
         if not is_open and session.data_size > 1:
             from tp_trainer._steps._loaders import BatchShares
 

@@ -74,7 +74,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return the report as text."""
-        head = f"{self.name} on {self.ranks} ranks, {self.dtype}: "
+        head = f"{self.name} on {self.ranks} rank{'s' * (self.ranks > 1)}, {self.dtype}: "
         lines = [head + _outcome(self) + ("" if self.ok else f"\n  {self.finding}")]
         lines += [f"  proven for {line}" for line in self.proven]
         lines += [f"  not covered: {line}" for line in self.not_covered]

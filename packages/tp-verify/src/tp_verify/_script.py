@@ -87,7 +87,7 @@ class Trials:
             ranks: The number of processes.
             devices: The number of devices of each process.
             stop: The step after which it gets a SIGTERM; 0 for none.
-            resumes: The name of the run whose checkpoints it continues.
+            resumes: The name of the run that it resumes.
             plain: Whether dropout and the statistics of batches are left out.
         """
         folder = self.folder / label

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,6 +95,9 @@ def verify(
         >>> verify(build, batches, parallel=DistributedDataParallel, step=step)  # doctest: +SKIP
     """
     began = time.perf_counter()
+    if not isinstance(parallel, Way) and not callable(parallel):
+        msg = f"parallel is a function of the model, or a Way as ways.DataParallel(), got {parallel!r}"
+        raise ConfigError(msg)
     way = parallel if isinstance(parallel, Way) else Way(parallel)
     count = ranks if isinstance(ranks, int) else ranks.processes
     task = Task(build, batches, step, optimizer, micro, max_norm, dtype, generate=generate, seeds=dropout)
@@ -195,10 +199,18 @@ def _in_group(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function on a rank, in a process group that stays for the pool's next verification."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    # FSDP2 warns of gradients that an operation in place could lose: here gradients are compared.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     return function(*args)
 
 
 def _check(task: Task, way: Way, count: int) -> None:
+    if isinstance(task.build, nn.Module):
+        msg = f"build is a function that returns the plain model, got a model, {type(task.build).__name__}"
+        raise ConfigError(msg)
+    if not isinstance(task.dtype, torch.dtype | None):
+        msg = f"dtype is one of torch's, as torch.bfloat16, or None for the model's own, got {task.dtype!r}"
+        raise ConfigError(msg)
     if not task.batches:
         msg = "there is nothing to verify with: give at least one batch, as a list"
         raise ConfigError(msg)

@@ -151,6 +151,6 @@ def test_an_elastic_job_goes_on_without_a_host_that_is_cut_off(machines, tp):
     assert hosts[0].returncode == 0, err
     assert "was lost" in err
     assert "restart 1 of 1, on 1 host" in err
-    assert "is of 2 ranks, and these are 1" in err  # it went on from the last checkpoint
+    assert "was saved by 2 ranks, and this run has 1" in err  # it went on from the last checkpoint
     assert "trained on 1" in out
     assert hosts[1].wait(800) == 1

@@ -74,7 +74,7 @@ class Transfer:
         ranks: The number of ranks that take part.
         stride: The distance between neighbors among them: 1 for consecutive ranks.
         times: How many there are.
-        hidden_by: The pass whose operators can run meanwhile, all but one of them; empty for none.
+        hidden_by: The pass that runs meanwhile, all of its operators but one; empty for none.
         per_step: Whether they come once for an optimizer step, and not for each batch of it.
         is_packed: Whether tensors are copied into the one that is exchanged, or out of it.
     """

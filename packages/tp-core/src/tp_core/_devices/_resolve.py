@@ -214,10 +214,10 @@ def _left_in_group() -> int | None:
 
 def _left_to(limit: str, used: str) -> int | None:
     """Return the rest of a limit of this process, from the kernel's count under ``used``."""
-    if os.name != "posix":
+    try:
+        import resource
+    except ImportError:  # on Windows
         return None
-    import resource
-
     most = resource.getrlimit(getattr(resource, limit))[0]
     status = Path("/proc/self/status")
     if most == resource.RLIM_INFINITY or not status.exists():

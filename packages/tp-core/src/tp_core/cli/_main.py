@@ -16,8 +16,9 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from tp_core._messages import did_you_mean
+from tp_core.cli._plain import section_of, sections
 from tp_core.discovery import Contribution, PluginRegistry
-from tp_core.errors import ConfigError, ContractError, TpError
+from tp_core.errors import ContractError, TpError
 from tp_core.plugins import Command, registry
 from tp_core.plugins._hooks import PluginInfo, call, describe
 
@@ -93,23 +94,13 @@ def _explain(
     ] = None,
 ) -> None:
     """Print what an error of tp means and what to do about it."""
-    from importlib.resources import files
-
     from rich.console import Console
     from rich.markdown import Markdown
 
-    page = files("tp_core.cli").joinpath("errors.md").read_text(encoding="utf-8")
-    # Each section by the error's name in the page's address.
-    found = re.findall(r"^\(([\w-]+)\)=\n(#.*?)(?=^\(|^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    sections = {name: text.strip() for name, text in found}
     if error is None:
-        typer.echo("\n".join(sections))
+        typer.echo("\n".join(sections()))
         return
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", error.rpartition("#")[2].rpartition(".")[2]).lower()
-    if name not in sections:
-        msg = f"no error of tp is called {error!r}{did_you_mean(name, sections)}"
-        raise ConfigError(msg)
-    Console().print(Markdown(sections[name]))
+    Console().print(Markdown(section_of(error)))
 
 
 # -- The command ``tp`` and the sub-commands that plugins bring -----------------------------------
@@ -233,7 +224,7 @@ def build_app(plugins: PluginRegistry = registry) -> TyperGroup:
     return _Tp(
         plugins,
         name="tp",
-        help="Parallelism for PyTorch that one installs.",
+        help="Parallelism for PyTorch that you install.",
         params=_options(),
     )
 

@@ -1,22 +1,66 @@
-"""What ``tp`` says without the command line's libraries: version, a plain doctor, notes on the platform."""
+"""What ``tp`` says without the command line's libraries: version, plain doctor, errors, platform notes."""
 
 import importlib.util
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
+from importlib.resources import files
+
+from tp_core._messages import did_you_mean
+from tp_core.errors import ConfigError
 
 
 def plain_command(words: Sequence[str]) -> Callable[[], int] | None:
     """Return what runs a command line without further libraries, or ``None`` if that takes them."""
-    if list(words) == ["--version"]:
-        return _say_version
-    return _doctor if words[:1] == ["doctor"] else None
+    match list(words):
+        case ["--version"]:
+            return _print_version
+        case ["doctor"] | ["doctor", "--no-measure"]:
+            return _doctor
+        case ["explain", name]:
+            return partial(_explain, name)
+    return None
 
 
-def _say_version() -> int:
-    print(f"tp {version('tp-core')}")
+def _print_version() -> int:
+    print(f"tp-core {version('tp-core')}")
     return 0
+
+
+def _explain(name: str) -> int:
+    try:
+        print(section_of(name))
+    except ConfigError as error:
+        print(f"tp explain: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def sections() -> dict[str, str]:
+    """Return the sections on errors, each by its name in the page's address."""
+    page = files("tp_core.cli").joinpath("errors.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\(([\w-]+)\)=\n(#.*?)(?=^\(|^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    return {name: text.strip() for name, text in found}
+
+
+def section_of(error: str) -> str:
+    """Return the section on an error, as Markdown.
+
+    Args:
+        error: Its class, with or without its module, or its name in the page's address.
+
+    Raises:
+        ConfigError: There is no such error.
+    """
+    known = sections()
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", error.rpartition("#")[2].rpartition(".")[2]).lower()
+    if name not in known:
+        msg = f"no error of tp is called {error!r}{did_you_mean(name, known)}"
+        raise ConfigError(msg)
+    return known[name]
 
 
 def _doctor() -> int:
@@ -56,6 +100,7 @@ def platform_notes(name: str = sys.platform) -> list[str]:
             notes.append(
                 "worker processes of tp-runner do not run on Windows: take engine='thread', 'inline' or 'ray'"
             )
+        notes.append("tp launch does not run on Windows: start scripts with torchrun, or in WSL")
         notes.append("on Windows ranks meet over gloo alone: NCCL is on Linux; WSL has it")
     elif name == "darwin":
         notes.append("on macOS ranks meet over gloo, on the CPU: 'mps' trains in one process")

@@ -253,6 +253,9 @@ def validated(item: object, kind: type[T], info: PluginInfo) -> T:
         ContractError: ``item`` is of another kind, or has no name.
     """
     if isinstance(item, type) and issubclass(item, kind):
+        if missing := sorted(getattr(item, "__abstractmethods__", ())):
+            msg = f"{kind.__name__} {item.__name__} of plugin {info} needs the methods {', '.join(missing)}"
+            raise ContractError(msg)
         item = item()
     if not isinstance(item, kind):
         msg = (

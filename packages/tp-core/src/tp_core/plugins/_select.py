@@ -272,6 +272,8 @@ def _unknown(wanted: str, asked_by: str, installed: Collection[str]) -> str:
         lines.append(f"to get it: pip install {missing[wanted]}")
     elif wanted in ("gloo", "nccl", "mpi"):
         lines.append(f"{wanted!r} is a transport of torch.distributed, which is chosen by the devices")
+    elif wanted in ("deepspeed", "fully_shard", "zero"):
+        lines.append("'fsdp' shards weights, gradients and optimizer state")
     elif meant := get_close_matches(str(wanted).lower(), known, n=1):
         source = f" (pip install {missing[meant[0]]})" if meant[0] in missing else ""
         lines.append(f"did you mean {meant[0]!r}{source}?")

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core._devices._transfer import move_module, recursive_to
 from tp_core._messages import did_you_mean
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, ModelError
 from tp_core.replicas._replicas import Replicas
 
 Device = int | str | torch.device
@@ -49,6 +49,10 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
     ) -> None:
         # torch's own constructor accepts accelerators only: CPU replicas would be refused.
         nn.Module.__init__(self)
+        if not isinstance(module, nn.Module):
+            kind = type(module).__name__
+            msg = f"{type(self).__name__} wraps a torch.nn.Module, got {kind}: {module!r:.80}"
+            raise ModelError(msg)
         self.module = module
         self.training = module.training
         devices = resolve_devices(device_ids)

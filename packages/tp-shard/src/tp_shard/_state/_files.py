@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.errors import RankFailedError, StateError, TpError
+from tp_core.errors import ConfigError, RankFailedError, StateError, TpError
 from tp_core.internal import DIGESTS, INDEX, Ownership, is_dtensor, read_digests, write_atomically
 from tp_core.state import (
     FileRecord,
@@ -167,6 +167,7 @@ def load_sharded(
         optimizer: An optimizer over its parameters, to load too.
 
     Raises:
+        ConfigError: The first argument is no model.
         FileNotFoundError: There is no such checkpoint.
         StateError: A key is missing, new or of another shape, and is named; a file was truncated or changed
             since it was written; or another rank failed.
@@ -174,6 +175,9 @@ def load_sharded(
 
     Collectives: two all-gathers of small objects, over all ranks.
     """
+    if not isinstance(model, nn.Module):
+        msg = f"load_sharded(model, folder) takes the model first, got {type(model).__name__}: {model!r:.80}"
+        raise ConfigError(msg)
     model = unwrap(model)
     reshard(model)
     agree_on_failure(lambda: _check_digests(Path(path)))

@@ -6,8 +6,11 @@ from typing import Literal
 
 from tp_core.errors import ConfigError
 
+from tp_trainer._peer_names import explain_fields
+
 
 # No slots: `tp train` takes it as a parameter's default, of which jsonargparse reads `vars()`.
+@explain_fields
 @dataclass(frozen=True)
 class Checkpoints:
     """The folder, the times and the number of a run's checkpoints.

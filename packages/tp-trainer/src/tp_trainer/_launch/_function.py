@@ -42,7 +42,7 @@ def launch(
         The results by rank; they must be picklable.
 
     Raises:
-        ConfigError: The function or an argument cannot be pickled; or this process is a rank itself.
+        ConfigError: There is no function; it or an argument cannot be pickled; or this process is a rank.
         RankFailedError: A rank raised, with its traceback, or died.
         KeyboardInterrupt: Ctrl-C was pressed; the ranks had time to save.
 
@@ -56,6 +56,9 @@ def launch(
             f"launch() was called in rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}; start the "
             "program with python instead of a launcher, or call the function itself"
         )
+        raise ConfigError(msg)
+    if not callable(function):
+        msg = f"launch() takes a function, the number of processes and its arguments, got {function!r:.80}"
         raise ConfigError(msg)
     from tp_trainer._launch._plan import LaunchRequest, make_plan
     from tp_trainer._launch._run import execute

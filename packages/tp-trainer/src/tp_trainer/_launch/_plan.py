@@ -84,7 +84,10 @@ class LaunchRequest:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no launch can have."""
+        """Refuse numbers that no launch can have, and systems that end no groups of processes."""
+        if not hasattr(os, "killpg"):
+            msg = "tp launch needs Linux or macOS; on Windows write: torchrun --nproc-per-node 2 script.py"
+            raise ConfigError(msg)
         if self.max_restarts < 0:
             msg = f"--max-restarts must be 0 or more, got {self.max_restarts}"
             raise ConfigError(msg)

@@ -33,7 +33,7 @@ class Facts:
         kind: "accelerate", "lightning" or "loop".
         names: All names in it.
         training: The names of loaders that are iterated in loops with a backward pass.
-        makers: For each name, the functions whose results are assigned to it.
+        makers: For each name, the functions that it is assigned results of.
         models: The last names of models that optimizers train.
         loaders: The number of ``DataLoader(...)`` calls.
         is_parallel: Whether it joins a process group.
@@ -158,7 +158,7 @@ def _makes_optimizer(node: ast.AST) -> bool:
 
 
 def _trained_models(tree: ast.Module) -> Iterator[str]:
-    """Yield the last names of models whose parameters an optimizer gets."""
+    """Yield the last names of models that give an optimizer parameters."""
     for node in ast.walk(tree):
         if _makes_optimizer(node):
             for call in ast.walk(node):

@@ -378,7 +378,7 @@ def _parameters_of(value: cst.BaseExpression) -> str | None:
 
 
 def _model_of(call: cst.Call) -> str | None:
-    """Return the model whose parameters an optimizer's constructor gets, or ``None``."""
+    """Return the model that gives an optimizer's constructor its parameters, or ``None``."""
     owner, _, name = _name_of(call.func).rpartition(".")
     if name == "configure_optimizers" and owner:
         return owner

@@ -257,7 +257,9 @@ class StepBoundaries:
 
 
 # Of the launcher and Slurm, of Slurm's warning before the time limit, of Ctrl-C, of a closed terminal.
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+# Windows has the first and the third.
+_REQUEUE, _CLOSED = getattr(signal, "SIGUSR1", None), getattr(signal, "SIGHUP", None)
+_SIGNALS = [number for number in (signal.SIGTERM, _REQUEUE, signal.SIGINT, _CLOSED) if number is not None]
 _SCONTROL_TIMEOUT_S = 60.0
 
 
@@ -294,7 +296,7 @@ def interrupted(number: int, session: Session, *, step: int, saved: Path | None)
     write_exit_report(number, saved)
     if session.is_main:
         log.warning("%s: the run ended after step %d; saved: %s", error.signal.name, step, saved)
-        if number == signal.SIGUSR1:
+        if number == _REQUEUE:
             _requeue()
     return error
 
@@ -339,7 +341,7 @@ class SignalWatch:
         if self._catches and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 # nohup starts a program with SIGHUP ignored: closing the terminal must not end the run.
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                if number != _CLOSED or signal.getsignal(number) != signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -360,7 +362,7 @@ class SignalWatch:
                 self._put_back(number)
                 os.kill(os.getpid(), number)
             return
-        if number == signal.SIGHUP:
+        if number == _CLOSED:
             discard_closed_terminal()
         if self._boundaries.seen and number == signal.SIGINT:
             raise KeyboardInterrupt

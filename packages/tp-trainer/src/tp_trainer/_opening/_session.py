@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from tp_core.discovery import PluginRegistry, Selection, select
-from tp_core.errors import ConfigError, DisagreementError, ModelError, PluginError, SelectionError
+from tp_core.errors import ConfigError, DisagreementError, ModelError, PluginError, SelectionError, TpError
 from tp_core.internal import PerModule, check_backend_name
 from tp_core.plugins import Backend, Job, NoOptions, Session
 
@@ -184,7 +184,8 @@ def _check_options(job: Job, installed: Mapping[str, Backend[Any]]) -> None:
             kinds = {backend.options_type for backend in installed.values()}
             having = sorted(k.__name__ for k in kinds if name in getattr(k, "__dataclass_fields__", ()))
             if having:
-                msg = f"write options={having[0]}({name}=...); {name!r} is a field of {' and '.join(having)}"
+                choices = " or ".join(f"{kind}({name}=...)" for kind in having)
+                msg = f"{name!r} is an option of a backend, not the name of one; write options={choices}"
             raise ConfigError(msg)
         installed[name].parse_options(job)
 
@@ -260,8 +261,8 @@ def _end_after_failure() -> None:
 class _Hook:
     """An excepthook that shows the exception as before, and gives the process 15 seconds to exit.
 
-    All ranks raise a ``DisagreementError``: the first of each host shows the script's line, the others the
-    message alone.
+    Of an error that says what was given and what to do, it leaves out tp's own frames. All ranks raise a
+    ``DisagreementError``: the first of each host shows the script's line, the others the message alone.
     """
 
     def __init__(self, show: Callable[..., Any]) -> None:
@@ -270,8 +271,9 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # A daemon: another thread would itself keep the process alive.
         threading.Thread(target=_end, name="tp-failed-end", daemon=True).start()
-        if isinstance(error, DisagreementError):
-            trace = _without_own_frames(trace) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        if isinstance(error, TpError) and error.__cause__ is None:
+            is_other = isinstance(error, DisagreementError) and os.environ.get("LOCAL_RANK", "0") != "0"
+            trace = None if is_other else _without_own_frames(trace)
             error.__traceback__ = trace  # Python's own hook reads this one
         self._show(kind, error, trace)
 
@@ -400,6 +402,8 @@ class LazySession:
     def _start(
         self, models: Sequence[nn.Module], by: str, estimate: Callable[[Job], Iterable[Job]] | None
     ) -> Session:
+        if self._job.environment.is_distributed:
+            _end_after_failure()
         seed = torch.initial_seed() if self._seed is None else self._seed
         job = replace(self._job, model=joined(models), seed=seed)
         jobs: Iterable[Job] = [job]

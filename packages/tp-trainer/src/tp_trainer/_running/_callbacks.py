@@ -117,7 +117,12 @@ def _made(installed: dict[str, Contribution[NamedCallback]], name: str, plugins:
     if name not in installed:
         plugins.require(name)
         close = get_close_matches(name, installed, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"installed: {', '.join(installed) or 'none'}"
+        others = ", ".join(installed) or "none"
+        hint = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else f"installed: {others}; or give an object: EarlyStopping()"
+        )
         if blocked := plugins.disabled():
             hint += f"; TP_DISABLE_PLUGINS blocks {', '.join(map(str, blocked))}"
         msg = f"no installed plugin brings a callback called {name!r}; {hint}"

@@ -323,6 +323,8 @@ class Loop:
 
     def _enter(self) -> None:
         state, saving, open_ = self._run_state, self._saving, self._open
+        if self._settings.choice:
+            self._say(self._settings.choice)
         if saving is not None:
             state.check(replay=saving.checkpointer.settings.replay)
             saving.checkpointer.open()

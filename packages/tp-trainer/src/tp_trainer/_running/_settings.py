@@ -21,6 +21,7 @@ from tp_trainer._checks import (
     check_seconds,
 )
 from tp_trainer._metrics import Metric, check_metrics, named_loaders
+from tp_trainer._peer_names import explain_fields
 from tp_trainer._running._callbacks import Events
 from tp_trainer._steps._optimizer_step import GradientRules
 from tp_trainer._steps._step import Step
@@ -39,6 +40,7 @@ class Scheduler(Protocol):
 
 
 # No slots: `tp train` takes it as a parameter's default, of which jsonargparse reads `vars()`.
+@explain_fields
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """The limits of a run, of its epochs and of a step.
@@ -83,6 +85,7 @@ class Limits:
         check_seconds("step_timeout_s", self.step_timeout_s)
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True)
 class Validation:
     """The validation of a run, after every epoch and at the times given here.
@@ -131,6 +134,7 @@ class Validation:
                 raise ConfigError(msg)
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
     """A learning-rate scheduler, and when it is stepped.
@@ -168,6 +172,7 @@ class SchedulerOptions:
             raise ConfigError(msg)
 
 
+@explain_fields
 @dataclass(frozen=True)  # no slots, as `Limits`
 class LogOptions:
     """The loggers of a run, and what they get.
@@ -262,6 +267,7 @@ class LoopSettings:
         state: Further objects to save and restore, by name.
         progress: Whether rank 0 shows progress.
         backend: The name of the backend.
+        choice: The line on the choice of the backend, if the run is the first to show it.
     """
 
     limits: Limits
@@ -273,6 +279,7 @@ class LoopSettings:
     state: dict[str, Any]
     progress: Progress
     backend: str = ""
+    choice: str = ""
 
     def facts(self, steps: int) -> dict[str, object]:
         """Return what all ranks must have been given alike, by its name in messages.

@@ -46,6 +46,7 @@ from tp_trainer._checkpoint._base import (
     frozen_weights,
 )
 from tp_trainer._checkpoint._checkpointer import Checkpointer
+from tp_trainer._checks import metrics_hint
 from tp_trainer._running._history import EpochRecord
 from tp_trainer._steps._meter import Meter, added_states, empty_state
 from tp_trainer._steps._optimizer_step import OptimizerStep
@@ -554,15 +555,16 @@ class RunState:
             restore_rng_state(mine["generators"])
             return
         self.meter_state = _share_of_sums(session.data_rank, ranks)
-        log.warning(
-            "%s is of %d ranks, and these are %d (with %d and %d shares of the data): model, optimizer and "
-            "position come from the checkpoint, the random generators are seeded again",
-            path,
-            common["world_size"],
-            session.world_size,
-            shares,
-            session.data_size,
-        )
+        if session.rank == 0:
+            log.warning(
+                "%s was saved by %d ranks, and this run has %d (with %d and %d shares of the data): model, "
+                "optimizer and position come from the checkpoint, the random generators are seeded again",
+                path,
+                common["world_size"],
+                session.world_size,
+                shares,
+                session.data_size,
+            )
         seed_everything(seed_of((common["position"]["seed"], self.step, session.data_rank)))
 
 
@@ -691,7 +693,7 @@ class Saving:
         """Make sure that the metric of ``best=`` exists."""
         name, known = self.checkpointer.settings.best, self._state.metrics
         if name is not None and name not in known:
-            msg = f"best={name!r} is none of the metrics of the run, which are {', '.join(known)}"
+            msg = f"best={name!r} is none of the metrics of the run, {metrics_hint(name, known)}"
             raise ConfigError(msg)
 
 

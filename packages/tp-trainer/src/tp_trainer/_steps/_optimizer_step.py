@@ -16,6 +16,7 @@ from tp_core.internal import zero_backward
 from tp_core.plugins import Session
 
 from tp_trainer._checks import check_limit, check_not_negative
+from tp_trainer._peer_names import explain_fields
 from tp_trainer._steps._step import LossScaler
 
 # -- Weighted losses: means over other units than samples -----------------------------------------
@@ -95,6 +96,7 @@ _SMALLEST_SCALE = 2.0**-10
 """With a loss scale up to this, an overflow is in the gradients themselves, and not due to the scale."""
 
 
+@explain_fields
 @dataclass(frozen=True, kw_only=True)  # no slots, as `Limits`
 class GradientRules:
     """The clipping of gradients, and the treatment of NaN and infinite ones.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from tp_core.errors import ConfigError
 from tp_core.plugins import Callback, RunView
 
-from tp_trainer._checks import check_positive
+from tp_trainer._checks import check_positive, metrics_hint
 
 
 class EarlyStopping(Callback):
@@ -98,10 +98,8 @@ class EarlyStopping(Callback):
             run.stop(f"{self.metric} was {self.best:g} at best, and no better {self._waited} times in a row")
 
     def _unknown(self, metrics: Mapping[str, float]) -> str:
-        return (
-            f"EarlyStopping({self.metric!r}) looks at none of the metrics of the run, which are "
-            f"{', '.join(metrics) or 'none'}"
-        )
+        hint = metrics_hint(self.metric, metrics)
+        return f"EarlyStopping({self.metric!r}) looks at none of the metrics of the run, {hint}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and the number of checks since then."""

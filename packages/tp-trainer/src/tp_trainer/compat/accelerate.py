@@ -517,7 +517,7 @@ class Accelerator:
     # -- loaders ------------------------------------------------------------------------------------
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> "Loader":
-        """Return a prepared loader whose iterations begin after ``num_batches`` batches.
+        """Return a prepared loader that begins after ``num_batches`` batches.
 
         Raises:
             ConfigError: The loader was not prepared.

@@ -460,7 +460,7 @@ class Trainer:
             "all_gather": self._all_gather,
             "print": self.print,
         }
-        vars(model).update(answers)  # before the class's own, whose private parts are Lightning's
+        vars(model).update(answers)  # before the class's own, as its private parts are Lightning's
         try:
             for holder in (datamodule, model):
                 if hasattr(holder, "prepare_data"):

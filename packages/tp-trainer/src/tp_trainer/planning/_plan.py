@@ -28,7 +28,7 @@ log = logging.getLogger("tp_trainer")
 
 _GB = 2**30
 _SPLITTING = ("context", "pipeline", "shard")
-"""Backends in packages of their own whose layouts are named where they are missing."""
+"""Backends in packages of their own: a plan names their layouts where they are missing."""
 
 
 @dataclass(frozen=True, slots=True)
