@@ -1,8 +1,19 @@
 """Mistakes that people make, as calls: each must end in an error that names what was given and what to do."""
 
 import torch
+import tp_data
+import tp_dp_gather
+import tp_pipeline
+import tp_runner
+import tp_shard as ts
+import tp_trainer
+import tp_tuple
+import tp_verify
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from tp_context import ContextOptions
+from tp_core import recursive_to, resolve_devices
+from tp_core.plugins import Backend, registry
 from tp_trainer import (
     Checkpoints,
     DdpOptions,
@@ -14,7 +25,9 @@ from tp_trainer import (
     Trainer,
     Validation,
     callbacks,
+    checkpoint_activations,
     find_checkpoint,
+    launch,
     loggers,
 )
 from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES  # private: the tables of theirs
@@ -93,140 +106,666 @@ def unknown_event():
     fit(callbacks=[Mine()])
 
 
+def layers():
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def fit_on(backend, **options):
+    trainer(backend=backend, options={backend: options} if options else None).prepare(model())
+
+
+def run(function, items, **options):
+    return list(tp_runner.map(function, items, **{"engine": "inline"} | options))
+
+
+def use_after_close():
+    runner = tp_runner.OrderedRunner(engine="inline")
+    runner.close()
+    runner([1])
+
+
+def samples(**options):
+    return tp_data.Stream({"a": range(100)}, **options)
+
+
+def load(batch=4, **options):
+    return tp_data.Loader(samples(), batch, **options)
+
+
+def load_state_of_others():
+    load().load_state_dict(tp_data.Loader(tp_data.Stream({"a": range(50)}), 4).state_dict())
+
+
+def verify(build=layers, batches=(DATA[:],), parallel=lambda net: net, **options):
+    tp_verify.verify(build, list(batches), parallel=parallel, step=step, **options)
+
+
+class Unfinished(Backend):
+    name = "unfinished"
+
+    def assess(self, job):
+        raise NotImplementedError
+
+
+TWO = ["cpu", "cpu"]
+ROWS = torch.ones(4, 3)
+
 # Each: the call, and words of the error: what was given, and what to do.
 MISTAKES = {
     "seed is text": (lambda: trainer(seed="1"), "seed must be None or a whole number from 0, got '1'"),
     "seed below 0": (lambda: trainer(seed=-1), "whole number from 0, got -1"),
-    "no such backend": (lambda: trainer(backend="dpp"), "did you mean 'ddp'"),
-    "an upper-case backend": (lambda: trainer(backend="DDP"), "ddp"),
-    "a transport for a backend": (lambda: trainer(backend="nccl"), "nccl"),
-    "no such device": (lambda: Trainer(devices="gpu"), "gpu"),
-    "more devices than there are": (lambda: Trainer(devices="cuda:7"), "cuda:7"),
-    "devices below 1": (lambda: Trainer(devices=-3), "-3"),
-    "precision 16": (lambda: trainer(precision=16), "16"),
-    "precision bf16": (lambda: trainer(precision="bf16"), "bf16-mixed"),
-    "precision mixed": (lambda: trainer(precision="mixed"), "mixed"),
-    "accumulate 0": (lambda: trainer(accumulate=0), "0"),
-    "accumulate half": (lambda: trainer(accumulate=0.5), "0.5"),
-    "loss total": (lambda: trainer(loss="total"), "total"),
+    "no such backend": (lambda: trainer(backend="dpp"), "'shard', 'single', 'tuple'\ndid you mean 'ddp'?"),
+    "an upper-case backend": (
+        lambda: trainer(backend="DDP"),
+        "'DDP' (asked for) is not installed; installed: 'context', 'ddp'",
+    ),
+    "a transport for a backend": (
+        lambda: trainer(backend="nccl"),
+        "'nccl' is a transport of torch.distributed, which is chosen by the devices",
+    ),
+    "no such device": (
+        lambda: Trainer(devices="gpu"),
+        "'gpu' in it, which is not a device; this process sees the cpu alone",
+    ),
+    "more devices than there are": (
+        lambda: Trainer(devices="cuda:7"),
+        "'cuda:7' needs cuda, which is not here",
+    ),
+    "devices below 1": (lambda: Trainer(devices=-3), "devices=-3 asks for less than one device"),
+    "precision 16": (lambda: trainer(precision=16), "precision=16 is 'fp16-mixed' here"),
+    "precision bf16": (lambda: trainer(precision="bf16"), "'bf16' is 'bf16-mixed' or 'bf16-true' here"),
+    "precision mixed": (
+        lambda: trainer(precision="mixed"),
+        "one of 'fp32', 'bf16-mixed', 'fp16-mixed', 'bf16-true', got 'mixed'",
+    ),
+    "accumulate 0": (lambda: trainer(accumulate=0), "accumulate must be a whole number from 1, got 0"),
+    "accumulate half": (lambda: trainer(accumulate=0.5), "accumulate must be a whole number from 1, got 0.5"),
+    "loss total": (lambda: trainer(loss="total"), "loss must be one of 'mean', 'sum', got 'total'"),
     "compile yes": (lambda: trainer(compile="yes"), "compile must be True, False, 'blocks'"),
     "recomputation of all": (lambda: trainer(activation_checkpointing="full"), "None or 'auto', got 'full'"),
-    "progress loud": (lambda: Trainer(devices="cpu", progress="loud"), "loud"),
+    "progress loud": (
+        lambda: Trainer(devices="cpu", progress="loud"),
+        "True, False or 'auto' (on a terminal or in a notebook), got 'loud'",
+    ),
     "flat options": (
         lambda: trainer(options={"find_unused_parameters": True}).prepare(model()),
-        "find_unused_parameters",
+        "not the name of one; write options=ContextOptions(find_unused_parameters=...) or DdpOptions(",
     ),
-    "options of no backend": (lambda: trainer(options=object()), "DdpOptions"),
-    "options twice": (lambda: trainer(options=[DdpOptions(), DdpOptions()]), "give one"),
-    "bucket of 0": (lambda: DdpOptions(bucket_cap_mb=0), "bucket_cap_mb"),
-    "model is a class": (lambda: fit(model=nn.Linear), "Linear"),
-    "model is text": (lambda: fit(model="resnet"), "resnet"),
-    "optimizer is a class": (lambda: fit(optimizer=torch.optim.SGD), "SGD"),
-    "optimizer is text": (lambda: fit(optimizer="adam"), "adam"),
+    "options of no backend": (
+        lambda: trainer(options=object()),
+        "options must be objects of ContextOptions, DdpOptions",
+    ),
+    "options twice": (
+        lambda: trainer(options=[DdpOptions(), DdpOptions()]),
+        "two of DdpOptions, both for backend 'ddp'; give one",
+    ),
+    "bucket of 0": (
+        lambda: DdpOptions(bucket_cap_mb=0),
+        "DdpOptions(bucket_cap_mb=...) must be a finite number above 0, got 0",
+    ),
+    "model is a class": (
+        lambda: fit(model=nn.Linear),
+        "takes a model, a torch.nn.Module, got type: <class 'torch.nn.modules.linear.Linear'>",
+    ),
+    "model is text": (lambda: fit(model="resnet"), "takes a model, a torch.nn.Module, got str: 'resnet'"),
+    "optimizer is a class": (
+        lambda: fit(optimizer=torch.optim.SGD),
+        "must be made first: SGD(model.parameters(), lr=...)",
+    ),
+    "optimizer is text": (lambda: fit(optimizer="adam"), "must be a torch.optim.Optimizer, got str: 'adam'"),
     "optimizer of another model": (
         lambda: fit(optimizer=torch.optim.SGD(model().parameters(), lr=1)),
-        "optimizer",
+        "has none of the model's parameters, so training would change nothing; make it from",
     ),
-    "loader is a number": (lambda: fit(train_loader=3), "train_loader"),
-    "empty loader": (lambda: fit(train_loader=[]), "the loader is empty"),
-    "dataset for a loader": (lambda: fit(train_loader=None), "train_loader"),
+    "loader is a number": (
+        lambda: fit(train_loader=3),
+        "train_loader must be a DataLoader or another iterable of batches, got int: 3",
+    ),
+    "empty loader": (
+        lambda: fit(train_loader=[]),
+        "the loader is empty: it has no batch; look at its dataset, its sampler, and drop_last",
+    ),
+    "dataset for a loader": (
+        lambda: fit(train_loader=None),
+        "train_loader must be a DataLoader or another iterable of batches, got NoneType",
+    ),
     "sampler of ranks": (
         lambda: fit(train_loader=DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0))),
-        "give a plain loader",
+        "DistributedSampler already splits the data over 2 ranks",
     ),
-    "step is no function": (lambda: fit(step=3), "step"),
-    "step is missing": (lambda: trainer().fit(model(), None, loader()), "step"),
-    "step returns nothing": (fit_step(lambda net, batch: None), "None"),
-    "step returns rows": (fit_step(lambda net, batch: net(batch[0])), "scalar"),
-    "step returns text": (fit_step(lambda net, batch: "0.5"), "0.5"),
-    "step returns a dict without loss": (fit_step(lambda net, batch: {"acc": 1.0}), "loss"),
-    "step returns a model's output": (fit_step(lambda net, batch: Output(step(net, batch))), "loss"),
-    "step returns a detached loss": (fit_step(lambda net, batch: step(net, batch).detach()), "detach"),
-    "step goes back itself": (fit_step(lambda net, batch: step(net, batch).backward()), "it returned None"),
-    "step is asynchronous": (lambda: fit(step=slow), "coroutine"),
-    "step is a generator": (lambda: fit(step=generator), "generator"),
-    "loss is NaN": (fit_step(lambda net, batch: step(net, batch) * float("nan")), "nan"),
-    "epochs 0": (lambda: fit(epochs=0), "0"),
-    "epochs as text": (lambda: fit(epochs="3"), "'3'"),
-    "max_steps 0": (lambda: fit(max_steps=0), "max_steps"),
-    "epochs twice": (lambda: fit(epochs=1, limits=Limits(epochs=2)), "epochs"),
-    "time without a unit": (lambda: fit(limits=Limits(max_time="soon")), "soon"),
-    "more batches than there are": (lambda: fit(limits=Limits(steps_per_epoch=9)), "steps_per_epoch=9"),
-    "validation is a number": (lambda: fit(validation=3), "validation"),
+    "step is no function": (
+        lambda: fit(step=3),
+        "a function step(model, batch) that returns the loss, got int: 3",
+    ),
+    "step is missing": (
+        lambda: trainer().fit(model(), None, loader()),
+        "missing a required argument: 'step'; write fit(model, optimizer, loader, step=step)",
+    ),
+    "step returns nothing": (
+        fit_step(lambda net, batch: None),
+        "must return its loss, a scalar tensor, or a dict with it as 'loss'; it returned None",
+    ),
+    "step returns rows": (
+        fit_step(lambda net, batch: net(batch[0])),
+        "must be a scalar, got shape (4, 1); return its mean over the samples (loss.mean())",
+    ),
+    "step returns text": (
+        fit_step(lambda net, batch: "0.5"),
+        "or a dict with it as 'loss'; it returned '0.5'",
+    ),
+    "step returns a dict without loss": (
+        fit_step(lambda net, batch: {"acc": 1.0}),
+        "or a dict with it as 'loss'; it returned a dict with ['acc']",
+    ),
+    "step returns a model's output": (
+        fit_step(lambda net, batch: Output(step(net, batch))),
+        "it returned an object of Output; return its loss: output.loss",
+    ),
+    "step returns a detached loss": (
+        fit_step(lambda net, batch: step(net, batch).detach()),
+        "leads to no parameter (it does not require grad); compute it from the model's output",
+    ),
+    "step goes back itself": (
+        fit_step(lambda net, batch: step(net, batch).backward()),
+        "or a dict with it as 'loss'; it returned None",
+    ),
+    "step is asynchronous": (lambda: fit(step=slow), "it returned a coroutine; write the step without async"),
+    "step is a generator": (
+        lambda: fit(step=generator),
+        "it returned a generator; return the loss in place of yielding it",
+    ),
+    "loss is NaN": (
+        fit_step(lambda net, batch: step(net, batch) * float("nan")),
+        "the loss is nan at training step 1 (rank 0)",
+    ),
+    "epochs 0": (lambda: fit(epochs=0), "epochs must be a whole number from 1, got 0"),
+    "epochs as text": (lambda: fit(epochs="3"), "epochs must be a whole number from 1, got '3'"),
+    "max_steps 0": (lambda: fit(max_steps=0), "max_steps must be a whole number from 1, got 0"),
+    "epochs twice": (
+        lambda: fit(epochs=1, limits=Limits(epochs=2)),
+        "epochs=1 and limits=Limits(epochs=2) are given; give one",
+    ),
+    "time without a unit": (
+        lambda: fit(limits=Limits(max_time="soon")),
+        "or text such as '1h30m' or '01:30:00', got 'soon'",
+    ),
+    "more batches than there are": (
+        lambda: fit(limits=Limits(steps_per_epoch=9)),
+        "steps_per_epoch=9 is more than the loader has: it would have ended after 2 of 9",
+    ),
+    "validation is a number": (
+        lambda: fit(validation=3),
+        "validation must be a DataLoader or another iterable of batches, got int: 3",
+    ),
     "metric without its arguments": (
         lambda: fit(validation=Validation(loader(), metrics={"f1": FunctionMetric(max)})),
-        "f1",
+        "nothing for the metrics ['f1']: it must return a dict with the arguments",
     ),
-    "metric that is a function": (lambda: fit(validation=Validation(loader(), metrics={"f1": max})), "f1"),
-    "clip of 0": (lambda: fit(clip_norm=0), "clip_norm"),
-    "clip below 0": (lambda: fit(gradients=GradientRules(clip_value=-1.0)), "clip_value"),
-    "clip twice": (lambda: fit(clip_norm=1.0, gradients=GradientRules(clip_norm=2.0)), "clip_norm"),
-    "scheduler is a class": (lambda: fit(scheduler=torch.optim.lr_scheduler.StepLR), "StepLR"),
+    "metric that is a function": (
+        lambda: fit(validation=Validation(loader(), metrics={"f1": max})),
+        "the metric 'f1' must be an object with update(), compute() and reset()",
+    ),
+    "clip of 0": (lambda: fit(clip_norm=0), "clip_norm must be None or a number greater than 0, got 0"),
+    "clip below 0": (
+        lambda: fit(gradients=GradientRules(clip_value=-1.0)),
+        "clip_value must be None or a number greater than 0, got -1.0",
+    ),
+    "clip twice": (
+        lambda: fit(clip_norm=1.0, gradients=GradientRules(clip_norm=2.0)),
+        "clip_norm=1.0 and gradients=GradientRules(clip_norm=2.0) are given; give one",
+    ),
+    "scheduler is a class": (
+        lambda: fit(scheduler=torch.optim.lr_scheduler.StepLR),
+        "scheduler must be made first: StepLR(optimizer, ...)",
+    ),
     "scheduler every week": (
         lambda: fit(
             scheduler=SchedulerOptions(schedule(torch.optim.SGD(model().parameters())), every="week")
         ),
-        "week",
+        "SchedulerOptions(every=...) must be 'epoch' or 'step', got 'week'",
     ),
     "scheduler of another optimizer": (
         lambda: fit(scheduler=schedule(torch.optim.SGD(model().parameters()))),
-        "optimizer",
+        "StepLR, moves another optimizer, a SGD, than the one that is given; make it from",
     ),
-    "checkpoint is a number": (lambda: fit(checkpoint=3), "3"),
-    "checkpoints every 0 steps": (lambda: Checkpoints("run", every_steps=0), "every_steps"),
-    "checkpoints kept 0": (lambda: Checkpoints("run", keep=0), "keep"),
-    "checkpoints of the middle": (lambda: Checkpoints("run", mode="mid"), "mid"),
-    "weights of some": (lambda: Checkpoints("run", weights="some"), "some"),
-    "resume without a folder": (lambda: fit(resume="auto"), "checkpoint"),
-    "callback is text": (lambda: fit(callbacks=["early"]), "early"),
-    "callback is a class": (lambda: fit(callbacks=[callbacks.EarlyStopping]), "EarlyStopping"),
-    "callback with an unknown event": (unknown_event, "on_batch_end"),
-    "patience of 0": (lambda: callbacks.EarlyStopping(patience=0), "patience"),
-    "log to a typo": (lambda: fit(log="tensorbord"), "tensorboard"),
-    "log is a class": (lambda: fit(log=loggers.CsvLogger), "CsvLogger()"),
-    "log every 0 steps": (lambda: fit(log=LogOptions("csv", every_steps=0)), "every_steps"),
-    "state with a name of fit": (lambda: fit(state={"model": model()}), "fit() keeps its own model"),
-    "state is a list": (lambda: fit(state=[1]), "state"),
-    "loop without with": (loop_without_with, "with trainer.loop"),
-    "an epoch left early": (left_epoch, "stop()"),
-    "backward before prepare": (lambda: trainer().backward(torch.ones((), requires_grad=True)), "prepare"),
-    "run without a batch": (lambda: trainer().run(step, model()), "run(step, model, batch)"),
-    "run without a model": (lambda: trainer().run(step), "run(step, model, batch)"),
-    "prepare a number": (lambda: trainer().prepare(3), "3"),
-    "evaluate without a step": (lambda: trainer().evaluate(model(), loader()), "step"),
-    "predict without a step": (lambda: trainer().predict(model(), loader()), "step"),
-    "gather text": (lambda: trainer().gather_for_metrics(["a"]), "'a'"),
-    "load what is not there": (lambda: trainer().load_model(model(), "nowhere.pt"), "nowhere.pt"),
+    "checkpoint is a number": (
+        lambda: fit(checkpoint=3),
+        "checkpoint must be a folder or Checkpoints(folder, ...), got 3",
+    ),
+    "checkpoints every 0 steps": (
+        lambda: Checkpoints("run", every_steps=0),
+        "Checkpoints(every_steps=...) must be a whole number from 1, got 0",
+    ),
+    "checkpoints kept 0": (
+        lambda: Checkpoints("run", keep=0),
+        "Checkpoints(keep=...) must be a whole number from 1, got 0",
+    ),
+    "checkpoints of the middle": (
+        lambda: Checkpoints("run", mode="mid"),
+        "Checkpoints(mode=...) must be 'min' or 'max', got 'mid'",
+    ),
+    "weights of some": (
+        lambda: Checkpoints("run", weights="some"),
+        "Checkpoints(weights=...) must be 'all' or 'trainable', got 'some'",
+    ),
+    "resume without a folder": (
+        lambda: fit(resume="auto"),
+        "resume='auto' needs to know where the checkpoints are: checkpoint=folder",
+    ),
+    "callback is text": (
+        lambda: fit(callbacks=["early"]),
+        "brings a callback called 'early'; installed: none; or give an object: EarlyStopping()",
+    ),
+    "callback is a class": (
+        lambda: fit(callbacks=[callbacks.EarlyStopping]),
+        "_early_stopping.EarlyStopping'>; give an object: EarlyStopping()",
+    ),
+    "callback with an unknown event": (
+        unknown_event,
+        "'on_batch_end', and a run has no such event: it would never be called; did you mean 'on_step_end'?",
+    ),
+    "patience of 0": (
+        lambda: callbacks.EarlyStopping(patience=0),
+        "patience must be a whole number from 1, got 0",
+    ),
+    "log to a typo": (
+        lambda: fit(log="tensorbord"),
+        "there is no logger 'tensorbord'; did you mean 'tensorboard'?",
+    ),
+    "log is a class": (
+        lambda: fit(log=loggers.CsvLogger),
+        "takes names of loggers and loggers, as CsvLogger(); got <class",
+    ),
+    "log every 0 steps": (
+        lambda: fit(log=LogOptions("csv", every_steps=0)),
+        "LogOptions(every_steps=...) must be a whole number from 1, got 0",
+    ),
+    "state with a name of fit": (
+        lambda: fit(state={"model": model()}),
+        "state= cannot have 'model': fit() keeps its own model under that name",
+    ),
+    "state is a list": (lambda: fit(state=[1]), "a dict of what is to be saved, by name, got list: [1]"),
+    "loop without with": (
+        loop_without_with,
+        "in a with block: with trainer.loop(...) as loop: for batch in loop",
+    ),
+    "an epoch left early": (
+        left_epoch,
+        "was left after 0 of 2 batches; call stop() on the loop to end the run",
+    ),
+    "backward before prepare": (
+        lambda: trainer().backward(torch.ones((), requires_grad=True)),
+        "comes after the preparation: trainer.prepare(model, optimizer, loader)",
+    ),
+    "run without a batch": (
+        lambda: trainer().run(step, model()),
+        "a step, the models that it gets, and last the batch: run(step, model, batch)",
+    ),
+    "run without a model": (
+        lambda: trainer().run(step),
+        "a step, the models that it gets, and last the batch: run(step, model, batch)",
+    ),
+    "prepare a number": (
+        lambda: trainer().prepare(3),
+        "takes models, optimizers, loaders and schedulers, got int: 3",
+    ),
+    "evaluate without a step": (
+        lambda: trainer().evaluate(model(), loader()),
+        "argument: 'step'; write evaluate(model, loader, step=step)",
+    ),
+    "predict without a step": (
+        lambda: trainer().predict(model(), loader()),
+        "argument: 'step'; write predict(model, loader, step)",
+    ),
+    "gather text": (
+        lambda: trainer().gather_for_metrics(["a"]),
+        "with a first dimension over samples, alone or in dicts, lists and tuples; got str: 'a'",
+    ),
+    "load what is not there": (
+        lambda: trainer().load_model(model(), "nowhere.pt"),
+        "No such file or directory: 'nowhere.pt'",
+    ),
     "export merged and adapter": (
         lambda: trainer().export(model(), "x", adapter=True, merged=True),
         "adapter=True or merged=True",
     ),
-    "export an adapter of none": (lambda: trainer().export(model(), "x", adapter=True), "adapter"),
-    "find a checkpoint of nowhere": (lambda: find_checkpoint("nowhere"), "nowhere"),
-    "estimate for 0 devices": (lambda: trainer().estimate(model(), devices=0), "devices"),
-    "estimate in pounds": (lambda: trainer().estimate(model(), memory="80lb"), "80lb"),
+    "export an adapter of none": (
+        lambda: trainer().export(model(), "x", adapter=True),
+        "needs one model with adapters, a PeftModel of peft, and Linear has none",
+    ),
+    "find a checkpoint of nowhere": (lambda: find_checkpoint("nowhere"), "there is no checkpoint at nowhere"),
+    "estimate for 0 devices": (
+        lambda: trainer().estimate(model(), devices=0),
+        "devices must be a whole number from 1, got 0",
+    ),
+    "estimate in pounds": (
+        lambda: trainer().estimate(model(), memory="80lb"),
+        "is written 80GiB, 512MiB or 24e9, got '80lb'",
+    ),
     "accelerate in fp16": (
         lambda: Accelerator(cpu=True, mixed_precision="fp16"),
-        "Trainer(precision='fp16-mixed')",
+        "mixed_precision='fp16' is not here: 'bf16' is; scaled losses are in Trainer(precision='fp16-mixed')",
     ),
-    "accelerate with DeepSpeed": (lambda: Accelerator(cpu=True, deepspeed_plugin=1), "with tp, write"),
-    "accelerate, misspelled": (lambda: Accelerator(cpu=True, log_wth="csv"), "did you mean 'log_with'"),
+    "accelerate with DeepSpeed": (
+        lambda: Accelerator(cpu=True, deepspeed_plugin=1),
+        "no argument 'deepspeed_plugin'; with tp, write Trainer(backend=",
+    ),
+    "accelerate, misspelled": (
+        lambda: Accelerator(cpu=True, log_wth="csv"),
+        "no argument 'log_wth'; did you mean 'log_with'",
+    ),
     "accelerate's state nowhere": (
         lambda: Accelerator(cpu=True).load_state("nowhere"),
-        "there is no state in",
+        "there is no state in nowhere: it has no state.pt",
     ),
-    "accelerate without a folder": (lambda: Accelerator(cpu=True).save_state(), "give a folder"),
+    "accelerate without a folder": (
+        lambda: Accelerator(cpu=True).save_state(),
+        "save_state(output_dir) is missing: give a folder",
+    ),
     "accelerate a plain loader": (
         lambda: Accelerator(cpu=True).skip_first_batches(loader(), 1),
-        "that prepare() returned",
+        "takes a loader that prepare() returned, got DataLoader",
     ),
-    "lightning on two devices": (lambda: LightningTrainer(accelerator="cpu", devices=2), "tp launch -n 2"),
-    "lightning by DeepSpeed": (lambda: LightningTrainer(strategy="deepspeed"), "backend='shard'"),
-    "lightning's profiler": (lambda: LightningTrainer(profiler="simple"), "with tp, write"),
-    "lightning, misspelled": (lambda: LightningTrainer(max_epoch=1), "did you mean 'max_epochs'"),
-    "lightning without a module": (lambda: LightningTrainer(accelerator="cpu").fit(3), "got int"),
+    "lightning on two devices": (
+        lambda: LightningTrainer(accelerator="cpu", devices=2),
+        "devices=2, and a launcher started 1 process(es) on this host; start it with: tp launch -n 2",
+    ),
+    "lightning by DeepSpeed": (
+        lambda: LightningTrainer(strategy="deepspeed"),
+        "strategy='deepspeed' is not here",
+    ),
+    "lightning's profiler": (
+        lambda: LightningTrainer(profiler="simple"),
+        "no argument 'profiler'; with tp, write callbacks=",
+    ),
+    "lightning, misspelled": (
+        lambda: LightningTrainer(max_epoch=1),
+        "no argument 'max_epoch'; did you mean 'max_epochs'",
+    ),
+    "lightning without a module": (
+        lambda: LightningTrainer(accelerator="cpu").fit(3),
+        "the first argument is a LightningModule, got int",
+    ),
+    "a typo in Limits": (
+        lambda: Limits(max_epoch=3),
+        "Limits() has no argument 'max_epoch'; write fit(epochs=5)",
+    ),
+    "a typo in Checkpoints": (
+        lambda: Checkpoints("run", evry_steps=5),
+        "no argument 'evry_steps'; did you mean 'every_steps'?",
+    ),
+    "settings of another object": (
+        lambda: trainer(keep=3),
+        "no argument 'keep', which belongs to Checkpoints()",
+    ),
+    "a callback looked for at the top": (
+        lambda: tp_trainer.EarlyStopping,
+        "no attribute 'EarlyStopping'; it is in tp_trainer.callbacks",
+    ),
+    "a metric with a typo": (
+        lambda: fit(callbacks=[callbacks.EarlyStopping("val_lss")], validation=loader()),
+        "('val_lss') looks at none of the metrics of the run, which are val_loss; did you mean 'val_loss'?",
+    ),
+    "a metric of no validation": (
+        lambda: fit(callbacks=[callbacks.EarlyStopping("val_loss")]),
+        "which are loss; give fit(validation=loader)",
+    ),
+    "best of no validation": (
+        lambda: fit(checkpoint=Checkpoints("run", best="val_acc")),
+        "best='val_acc' comes from a validation, and there is none: give validation=",
+    ),
+    "loader in the place of the optimizer": (
+        lambda: trainer().fit(model(), loader()),
+        "missing a required argument: 'train_loader'; write fit(model, optimizer, loader, step=step)",
+    ),
+    "step with an index": (
+        lambda: fit(step=lambda net, batch, index: net(batch)),
+        "<lambda>(net, batch, index) cannot be called with these two: missing a required argument: 'index'",
+    ),
+    "step without a model": (
+        lambda: fit(step=lambda batch: batch),
+        "<lambda>(batch) cannot be called with these two: too many positional arguments",
+    ),
+    "step returns a tuple": (
+        fit_step(lambda net, batch: (step(net, batch), 1)),
+        "it returned a tuple of 2; return one value: {'loss': loss} with the numbers to log",
+    ),
+    "step returns a weight below 0": (
+        fit_step(lambda net, batch: {"loss": step(net, batch), "weight": -1}),
+        "the step's 'weight' is -1.0, and must be a finite number from 0",
+    ),
+    "step returns text as a number": (
+        fit_step(lambda net, batch: {"loss": step(net, batch), "note": "hi"}),
+        "the step's 'note' must be a number or a scalar tensor, of which means are made, got str: 'hi'",
+    ),
+    "a generator of batches": (
+        lambda: fit(train_loader=(batch for batch in loader())),
+        "the loader (generator) has no length; give the number of batches that make an epoch",
+    ),
+    "a dataset of samples": (
+        lambda: fit(train_loader=DATA),
+        "must yield batches, got a dataset, TensorDataset",
+    ),
+    "a backend of others": (lambda: fit_on("deepspeed"), "backend 'deepspeed' (asked for) is not installed"),
+    "shards on one device": (
+        lambda: fit_on("fsdp"),
+        "does not fit: one process, and this takes one per device; tp launch -n 2 script.py",
+    ),
+    "stages on one device": (
+        lambda: fit_on("pipeline"),
+        "does not fit: one process, and this takes one per device; tp launch -n 2 script.py",
+    ),
+    "slices on one device": (
+        lambda: fit_on("context"),
+        "does not fit: one process, and this takes one per device; tp launch -n 2 script.py",
+    ),
+    "an option of a split model that is not there": (
+        lambda: fit_on("shard", plan="auto"),
+        "backend 'shard' has no option 'plan'; it has: group_size",
+    ),
+    "recomputation of no block": (
+        lambda: checkpoint_activations(model(), every=0),
+        "every must be a whole number from 1, got 0",
+    ),
+    "recomputation of another class": (
+        lambda: checkpoint_activations(model(), nn.Conv2d),
+        "no module of the class 'Conv2d'; it has Linear",
+    ),
+    "a result to launch": (
+        lambda: launch(len("ab"), 2),
+        "launch() takes a function, the number of processes and its arguments, got 2",
+    ),
+    "launch on no process": (lambda: launch(abs, 0, 1), "must be 1 or more processes, or 'auto'; got 0"),
+    "averages that grow": (
+        lambda: callbacks.ExponentialMovingAverage(decay=2.0),
+        "(decay=...) must be from 0 up to but not including 1, got 2.0",
+    ),
+    "estimate of a name": (
+        lambda: trainer().estimate("resnet"),
+        "estimate() takes a model, a torch.nn.Module, got str: 'resnet'",
+    ),
+    "no device": (lambda: resolve_devices([]), "devices=[] names no device"),
+    "no idle device": (
+        lambda: resolve_devices("idle:0"),
+        "devices='idle:0' is not a request for idle devices",
+    ),
+    "a device for tensors": (lambda: recursive_to(ROWS, "gpu"), "device='gpu' names no device"),
+    "an unfinished backend": (
+        lambda: registry.register(Unfinished),
+        "the class Unfinished needs the methods open",
+    ),
+    "runner: a typo in the engine": (
+        lambda: run(abs, [1], engine="proces"),
+        "no engine is called 'proces'; installed: 'inline', 'process', 'ray', 'thread'",
+    ),
+    "runner: a typo in an option": (
+        lambda: run(abs, [1], n_workes=2),
+        "unknown option 'n_workes' of engine 'inline'; did you mean 'n_workers'?",
+    ),
+    "runner: no function": (lambda: run(3, [1]), "map() takes a function, and then the items, got int: 3"),
+    "runner: no items": (
+        lambda: run(abs, 5),
+        "map() takes items one by one from an iterable or a dataset, got int: 5",
+    ),
+    "runner: no workers": (
+        lambda: run(abs, [1], n_workers=0),
+        "n_workers must be a whole number of at least 1, got 0",
+    ),
+    "runner: empty batches": (
+        lambda: run(abs, [1], batch=0),
+        "batch must be a whole number of at least 1, got 0",
+    ),
+    "runner: errors ignored": (
+        lambda: run(abs, [1], on_error="ignore"),
+        "on_error must be one of 'raise', 'return', got 'ignore'",
+    ),
+    "runner: another way to start": (
+        lambda: run(abs, [1], engine="process", start_method="forks"),
+        "start_method must be one of 'forkserver', 'spawn', 'fork', got 'forks'",
+    ),
+    "runner: used after its end": (
+        use_after_close,
+        "this OrderedRunner is closed; activate() starts it again",
+    ),
+    "runner: an executor without workers": (
+        lambda: tp_runner.Executor(0),
+        "max_workers must be greater than 0, got 0",
+    ),
+    "shard: a plan for other names": (
+        lambda: ts.parallelize(layers(), {"*.up": ts.Column()}),
+        "the plan's ['*.up'] fit no layer; the layers are '0', '1', '2'",
+    ),
+    "shard: a style as text": (
+        lambda: ts.parallelize(layers(), {"0": "column"}),
+        "the plan's '0' is a Column(), Row(), Vocab()",
+    ),
+    "shard: a plan as a list": (
+        lambda: ts.parallelize(layers(), [ts.Column()]),
+        "a plan is a dict from names to styles, as {'*.up_proj': ts.Column()}, got [Column(",
+    ),
+    "shard: a plan without a batch": (
+        lambda: ts.plans.auto(layers()),
+        "cannot be called without a batch of yours: auto(model, batch)",
+    ),
+    "shard: a third dimension": (
+        lambda: ts.nn.ParallelLinear(4, 4, dim=2),
+        "0 (input features) or None (not split), got 2",
+    ),
+    "shard: a column of an activation": (
+        lambda: ts.parallelize(layers(), {"1": ts.Column()}),
+        "holds='q') is for an nn.Linear",
+    ),
+    "shard: a plan of nobody": (
+        lambda: ts.plans.from_hf(layers()),
+        "take ts.plans.auto(model), which needs none",
+    ),
+    "shard: the folder first": (
+        lambda: ts.load_sharded("run", layers()),
+        "load_sharded(model, folder) takes the model first, got str: 'run'",
+    ),
+    "shard: proof on no rank": (
+        lambda: ts.verify(layers(), {"0": ts.Column()}, ROWS, ranks=0),
+        "ranks is a number of 1 or more, got 0",
+    ),
+    "data: no such file": (lambda: tp_data.Stream("nowhere.jsonl"), "nowhere.jsonl does not exist"),
+    "data: a mixture of others": (
+        lambda: samples(mixture={"b": 1.0}),
+        "the mixture has weights of ['b'], and the sources are ['a']",
+    ),
+    "data: a seed as text": (lambda: samples(seed="1"), "seed must be a whole number, got '1'"),
+    "data: shuffle as text": (
+        lambda: samples(shuffle="yes"),
+        "shuffle='yes': give True, False or Shuffle(...)",
+    ),
+    "data: empty batches": (
+        lambda: load(0),
+        "a batch needs a number of samples above 0, for all ranks together, got 0",
+    ),
+    "data: workers below 0": (lambda: load(workers=-1), "workers=-1: give a number from 0 on"),
+    "data: a list for a stream": (
+        lambda: tp_data.Loader([1, 2], 2),
+        "a Loader needs a Stream, got list; write Loader(Stream(...), ...)",
+    ),
+    "data: the position of other samples": (
+        load_state_of_others,
+        "give the sources of the run that saved it, or start over",
+    ),
+    "data: samples without tokens": (
+        lambda: next(iter(load(tp_data.TokenBudget(8)))),
+        "got int: 0; tokenize the samples first",
+    ),
+    "context: another attention": (
+        lambda: ContextOptions(attention="flash"),
+        "must be one of all-gather, ulysses, ring, auto, got 'flash'",
+    ),
+    "pipeline: a schedule in lower case": (
+        lambda: tp_pipeline.PipelineOptions(schedule="1f1b"),
+        "PipelineOptions(schedule=...) must be one of 'GPipe', '1F1B'",
+    ),
+    "pipeline: parts twice": (
+        lambda: tp_pipeline.PipelineOptions(microbatches=2, microbatch_size=2),
+        "and not both; got 2 and 2",
+    ),
+    "pipeline: cuts as text": (
+        lambda: tp_pipeline.PipelineOptions(cuts="5"),
+        "as in ['layers.4', 'layers.8']; got '5'",
+    ),
+    "verify: a model for its builder": (
+        lambda: verify(layers()),
+        "build is a function that returns the plain model, got a model, Sequential",
+    ),
+    "verify: no batch": (
+        lambda: verify(batches=()),
+        "there is nothing to verify with: give at least one batch, as a list",
+    ),
+    "verify: a name for a way": (
+        lambda: verify(parallel="ddp"),
+        "parallel is a function of the model, or a Way as ways.DataParallel(), got 'ddp'",
+    ),
+    "verify: a type as text": (
+        lambda: verify(dtype="bf16"),
+        "dtype is one of torch's, as torch.bfloat16, or None for the model's own, got 'bf16'",
+    ),
+    "verify: more parts than rows": (
+        lambda: verify(micro=8),
+        "a batch has 8 rows, and 2 ranks with 8 micro-batches need 16",
+    ),
+    "tuple: a whole batch": (
+        lambda: tp_tuple.TupleParallel(model(), TWO)(ROWS),
+        "one part per device, got Tensor of shape (4, 3); tp_tuple.tp_collate makes",
+    ),
+    "tuple: too many parts": (
+        lambda: tp_tuple.TupleParallel(model(), TWO)((ROWS,) * 3),
+        "argument 0 must have 1 to 2 parts, one per device, got 3",
+    ),
+    "tuple: too few weights": (
+        lambda: tp_tuple.tp_collate(2, weights=[1]),
+        "2 parts need 2 weights, got 1: [1]",
+    ),
+    "tuple: a function for a module": (
+        lambda: tp_tuple.TupleParallel(abs, TWO),
+        "TupleParallel wraps a torch.nn.Module, got builtin_function_or_method",
+    ),
+    "dp-gather: texts for rows": (
+        lambda: tp_dp_gather.DataParallel(model(), TWO)(ROWS, ["a"] * 4),
+        "it is a list of 4, and there are as many rows",
+    ),
+    "dp-gather: other rows": (
+        lambda: tp_dp_gather.DataParallel(nn.Bilinear(3, 3, 1), TWO)(ROWS, ROWS[:3]),
+        "the same number of rows along dim 0, got 4 and 3",
+    ),
+    "dp-gather: an older option": (
+        lambda: tp_dp_gather.DataParallel(model(), TWO, minibatch=True),
+        "does not have the option minibatch=True (pass inputs_are_scattered=True",
+    ),
 }
 for _name, _answer in ARGUMENTS.items():
-    MISTAKES[f"Trainer({_name}=)"] = (lambda name=_name: Trainer(**{name: 1}), _answer)
+    MISTAKES[f"Trainer({_name}=)"] = (
+        lambda name=_name: Trainer(**{name: 1}),
+        f"Trainer() has no argument {_name!r}; write {_answer}",
+    )
 for _name, _answer in ATTRIBUTES.items():
-    MISTAKES[f"trainer.{_name}"] = (lambda name=_name: getattr(trainer(), name), _answer)
+    MISTAKES[f"trainer.{_name}"] = (
+        lambda name=_name: getattr(trainer(), name),
+        f"a Trainer has no {_name!r}; write {_answer}",
+    )

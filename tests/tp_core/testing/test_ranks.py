@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -136,3 +138,14 @@ def test_closing_twice_does_nothing(pool):
     pool.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_a_program_needs_no_guard_of_its_main(tmp_path):
+    program = (
+        "import os\nfrom tp_core.testing import run_ranks\nprint(run_ranks(lambda: os.environ['RANK'], 2))\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.stdout == "['0', '1']\n", done.stderr

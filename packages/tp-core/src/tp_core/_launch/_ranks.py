@@ -12,12 +12,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
 from tp_core._pickling import dumps_by_value
@@ -201,11 +201,24 @@ def start_ranks(
         process = context.Process(
             target=target, args=(theirs, variables, *args), kwargs=dict(kwargs), daemon=True
         )
-        with _asking:
+        with _asking, _without_main():
             process.start()
         theirs.close()  # else the pipe would not report the end of a rank that died
         ranks.append((process, mine))
     return ranks
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from running the program's file in the processes that start in this block.
+
+    What ranks call travels by value. A program without a guard of its main would start ranks in ranks.
+    """
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool) -> list[RankOutcome]:

@@ -222,13 +222,25 @@ def class_of(name: str) -> type:
 def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
     """Return a plugin and its name; a bare contribution is wrapped in a plugin that brings it."""
     kinds = tuple(map(class_of, HOOKS))
-    bare = plugin() if isinstance(plugin, type) and issubclass(plugin, kinds) else plugin
+    bare = _made(plugin) if isinstance(plugin, type) and issubclass(plugin, kinds) else plugin
     for kind in kinds:
         if isinstance(bare, kind):
             hook = hook_of(kind)
             implementation = hookimpl(specname=hook)(lambda: [bare])
             return SimpleNamespace(**{hook: implementation}), name or name_of(bare)
     return plugin, name or str(getattr(plugin, "__name__", type(plugin).__name__))
+
+
+def _made(kind: type[T]) -> T:
+    """Return an object of a contribution's class.
+
+    Raises:
+        ContractError: The class lacks methods.
+    """
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        msg = f"the class {kind.__name__} needs the methods {', '.join(missing)}"
+        raise ContractError(msg)
+    return kind()
 
 
 def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: PluginInfo) -> list[T]:
@@ -253,10 +265,7 @@ def validated(item: object, kind: type[T], info: PluginInfo) -> T:
         ContractError: ``item`` is of another kind, or has no name.
     """
     if isinstance(item, type) and issubclass(item, kind):
-        if missing := sorted(getattr(item, "__abstractmethods__", ())):
-            msg = f"{kind.__name__} {item.__name__} of plugin {info} needs the methods {', '.join(missing)}"
-            raise ContractError(msg)
-        item = item()
+        item = _made(item)
     if not isinstance(item, kind):
         msg = (
             f"{hook_of(kind)} of plugin {info} must return {kind.__name__} objects, "

@@ -1,6 +1,5 @@
 """The modules that a plan names, the features of each rank, and the layers that replace the modules."""
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -100,11 +99,8 @@ def choose(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
     """Return the modules that a plan names, by their names, each with its style.
 
     Raises:
-        ConfigError: It is no plan, or a pattern fits no module.
+        ConfigError: A pattern fits no module.
     """
-    if not isinstance(plan, Mapping):
-        msg = f"a plan is a dict from names to styles, as {{'*.up_proj': ts.Column()}}, got {plan!r:.80}"
-        raise ConfigError(msg)
     chosen: dict[str, tuple[nn.Module, Style]] = {}
     used: set[str] = set()
     for path, module in model.named_modules():

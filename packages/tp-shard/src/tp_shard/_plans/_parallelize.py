@@ -179,6 +179,9 @@ def parallelize(
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         msg = f"the model is wrapped in {type(model).__name__}; parallelize the plain one and wrap it then"
         raise ModelError(msg)
+    if not isinstance(plan, Mapping):
+        msg = f"a plan is a dict from names to styles, as {{'*.up_proj': ts.Column()}}, got {plan!r:.80}"
+        raise ConfigError(msg)
     for pattern, style in plan.items():
         if not isinstance(style, Style):
             styles = "a Column(), Row(), Vocab(), Sequence(), Replicated(), Local(), Gathered() or Experts()"

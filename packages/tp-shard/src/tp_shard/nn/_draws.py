@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from tp_core.errors import ModelError
 from tp_core.internal import is_random_op, not_compiled_alone
+from tp_core.replicas import untraced
 
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import get_state, mixed_seed, set_state
@@ -382,6 +383,7 @@ def _checkpoint_frame() -> FrameType | None:
     return frame
 
 
+@untraced  # it breaks the graph, and the compiler would warn of that at each place
 def _number() -> int:
     """Draw a number; the generator is explicit, so that a watched block does not count it as its own draw."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu", generator=torch.default_generator))
