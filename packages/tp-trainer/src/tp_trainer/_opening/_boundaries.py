@@ -258,8 +258,8 @@ class StepBoundaries:
 
 # Of the launcher and Slurm, of Slurm's warning before the time limit, of Ctrl-C, of a closed terminal.
 # Windows has the first and the third.
-_REQUEUE, _CLOSED = getattr(signal, "SIGUSR1", None), getattr(signal, "SIGHUP", None)
-_SIGNALS = [number for number in (signal.SIGTERM, _REQUEUE, signal.SIGINT, _CLOSED) if number is not None]
+_USR1, _HUP = getattr(signal, "SIGUSR1", None), getattr(signal, "SIGHUP", None)
+_SIGNALS = [number for number in (signal.SIGTERM, _USR1, signal.SIGINT, _HUP) if number is not None]
 _SCONTROL_TIMEOUT_S = 60.0
 
 
@@ -296,7 +296,7 @@ def interrupted(number: int, session: Session, *, step: int, saved: Path | None)
     write_exit_report(number, saved)
     if session.is_main:
         log.warning("%s: the run ended after step %d; saved: %s", error.signal.name, step, saved)
-        if number == _REQUEUE:
+        if number == _USR1:
             _requeue()
     return error
 
@@ -341,7 +341,7 @@ class SignalWatch:
         if self._catches and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 # nohup starts a program with SIGHUP ignored: closing the terminal must not end the run.
-                if number != _CLOSED or signal.getsignal(number) != signal.SIG_IGN:
+                if number != _HUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -362,7 +362,7 @@ class SignalWatch:
                 self._put_back(number)
                 os.kill(os.getpid(), number)
             return
-        if number == _CLOSED:
+        if number == _HUP:
             discard_closed_terminal()
         if self._boundaries.seen and number == signal.SIGINT:
             raise KeyboardInterrupt
