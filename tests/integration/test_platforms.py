@@ -40,7 +40,7 @@ import asyncio, multiprocessing.util, multiprocessing.popen_spawn_posix, os, sig
 for name in ("fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty"):
     sys.modules[name] = None
 for name in (
-    "fork", "forkpty", "getgid", "getloadavg", "getpgid", "getuid", "killpg", "mkfifo", "register_at_fork",
+    "fork", "forkpty", "getgid", "getloadavg", "getpgid", "getuid", "killpg", "mkfifo",
     "sched_getaffinity", "sched_setaffinity", "setpgid", "setsid", "waitid", "O_NOFOLLOW",
     "O_NONBLOCK",
 ):
