@@ -19,6 +19,7 @@ BANNED = {
     r"\b(?:is|are) told\b": "what does it, and to what",
     r"\bso many times\b": "how many times",
     r"\bthat of\b": "a possessive, or the noun again",
+    r"\btold\b|\bwhose\b": "'with', or a sentence of its own",
     r"\bwhich is how\b": "so",
     r"\bshall\b": "must, or the imperative",
 }

@@ -80,7 +80,7 @@ def _record(losses: list[float]) -> None:
 
 
 def _without_dropout() -> None:
-    """Keep what dropout would drop, also in attention, whose dropout has no module."""
+    """Keep what dropout would drop, also in attention, where dropout is no module."""
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
         _patch(nn.functional, name, lambda own, x, *_, **__: x)  # noqa: ARG005
     names = ("attn_mask", "dropout_p", "is_causal")
