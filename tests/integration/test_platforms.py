@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 # Loaded by each process before anything else. What the standard library needs of them is imported first.
 WINDOWS = """
-import asyncio, multiprocessing.util, multiprocessing.popen_spawn_posix, os, signal, subprocess, sys, tempfile
+import asyncio, multiprocessing.util, multiprocessing.popen_spawn_posix, os, psutil, signal, subprocess, sys
 for name in ("fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty"):
     sys.modules[name] = None
 for name in (
