@@ -446,8 +446,8 @@ def nbytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> in
 class _FusedAttention(TorchFunctionMode):
     """Leaves out the dropout of attention weights.
 
-    With it torch has one kernel on CUDA, and on the CPU a product, a softmax and another product, whose
-    (queries, keys) matrices a CUDA device would never have.
+    With it torch has one kernel on CUDA, and on the CPU a product, a softmax and another product, with
+    (queries, keys) matrices that a CUDA device would never have.
     """
 
     _PLACES: ClassVar = {
