@@ -129,8 +129,8 @@ def _no_sync_with_a_static_graph():
     return str(caught.value)
 
 
-def test_a_static_graph_cannot_accumulate():
-    for message in run_ranks(_no_sync_with_a_static_graph, 2):
+def test_a_static_graph_cannot_accumulate(two_ranks):
+    for message in two_ranks.run(_no_sync_with_a_static_graph):
         assert "static_graph=True does not go with no_sync()" in message
 
 
@@ -166,10 +166,10 @@ def _branches(uses, *, options=None):
         return [p.item() for p in model.parameters()]
 
 
-def test_a_parameter_without_a_gradient_is_an_error_before_the_optimizer_steps():
+def test_a_parameter_without_a_gradient_is_an_error_before_the_optimizer_steps(two_ranks):
     never, last = [(False, False)], [(True, True), (True, True), (False, False)]
     for uses in (never, last):
-        for rank, (message, is_untouched) in enumerate(run_ranks(partial(_branches, uses), 2)):
+        for rank, (message, is_untouched) in enumerate(two_ranks.run(partial(_branches, uses))):
             assert f"the loss on rank {rank} came without 'b.weight', 'b.bias' of the model's 4" in message
             assert "find_unused_parameters=True" in message
             assert is_untouched
@@ -206,15 +206,15 @@ def _thawed():
     return str(caught.value)
 
 
-def test_a_parameter_that_is_trained_only_since_then_is_an_error():
-    for message in run_ranks(_thawed, 2):
+def test_a_parameter_that_is_trained_only_since_then_is_an_error(two_ranks):
+    for message in two_ranks.run(_thawed):
         assert message.startswith("'b.weight', 'b.bias' of the model were frozen when it was prepared")
 
 
-def test_steps_may_differ_in_what_they_use_where_that_was_said():
+def test_steps_may_differ_in_what_they_use_where_that_was_said(two_ranks):
     uses = [(True, True), (False, True), (False, False)]
     body = partial(_branches, uses, options={"find_unused_parameters": True})
-    first, second = run_ranks(body, 2)
+    first, second = two_ranks.run(body)
     assert first == second
 
 
@@ -226,8 +226,8 @@ def _hooks_of_optimizers():
     return len(hooks) - before
 
 
-def test_optimizers_are_left_alone_when_the_session_is_closed():
-    assert run_ranks(_hooks_of_optimizers, 2) == [0, 0]
+def test_optimizers_are_left_alone_when_the_session_is_closed(two_ranks):
+    assert two_ranks.run(_hooks_of_optimizers) == [0, 0]
 
 
 def _different_models():
@@ -240,8 +240,8 @@ def _different_models():
     return str(caught.value)
 
 
-def test_ranks_whose_models_differ_are_told_on_every_rank():
-    for message in run_ranks(_different_models, 2):
+def test_ranks_whose_models_differ_are_told_on_every_rank(two_ranks):
+    for message in two_ranks.run(_different_models):
         assert "rank 0 has weight: (2, 3)" in message
         assert "rank 1 has weight: (3, 3)" in message
 
@@ -254,8 +254,8 @@ def _different_weights():
         return session.unwrap(prepared).weight.tolist()
 
 
-def test_ranks_whose_weights_differ_start_from_those_of_rank_0():
-    first, second = run_ranks(_different_weights, 2)
+def test_ranks_whose_weights_differ_start_from_those_of_rank_0(two_ranks):
+    first, second = two_ranks.run(_different_weights)
     assert first == second
 
 
@@ -269,8 +269,8 @@ def _batch_norm_after_training():
         return model.running_mean.tolist()
 
 
-def test_ranks_evaluate_with_the_statistics_of_rank_0():
-    first, second = run_ranks(_batch_norm_after_training, 2)
+def test_ranks_evaluate_with_the_statistics_of_rank_0(two_ranks):
+    first, second = two_ranks.run(_batch_norm_after_training)
     assert first == second
 
 
@@ -283,8 +283,8 @@ def _second_session():
     return values
 
 
-def test_a_session_can_follow_another_one():
-    assert run_ranks(_second_session, 2) == [[2.0, 2.0]] * 2
+def test_a_session_can_follow_another_one(two_ranks):
+    assert two_ranks.run(_second_session) == [[2.0, 2.0]] * 2
 
 
 def _frozen_model():
@@ -293,8 +293,8 @@ def _frozen_model():
         return session.prepare_model(model) is model
 
 
-def test_a_model_without_anything_to_train_is_not_wrapped():
-    assert run_ranks(_frozen_model, 2) == [True, True]
+def test_a_model_without_anything_to_train_is_not_wrapped(two_ranks):
+    assert two_ranks.run(_frozen_model) == [True, True]
 
 
 def _uneven_gather():
@@ -306,7 +306,7 @@ def _uneven_gather():
         return session.gather(mine).tolist(), reduced
 
 
-def test_gather_takes_uneven_lengths_and_reduce_every_operation():
-    for gathered, reduced in run_ranks(_uneven_gather, 2):
+def test_gather_takes_uneven_lengths_and_reduce_every_operation(two_ranks):
+    for gathered, reduced in two_ranks.run(_uneven_gather):
         assert gathered == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
         assert reduced == [1.5, 1.0, 2.0]

@@ -5,7 +5,6 @@ import math
 import cloudpickle
 import pytest
 from tp_core.errors import ConfigError
-from tp_core.testing import run_ranks
 from tp_trainer.callbacks import EarlyStopping
 
 from tests.tp_trainer import callback_run
@@ -73,8 +72,8 @@ def on_a_rank():
     return len(train([EarlyStopping(mode="max", patience=2)], backend="ddp", epochs=9)[1])
 
 
-def test_all_ranks_end_alike():
-    first, second = run_ranks(on_a_rank, 2)
+def test_all_ranks_end_alike(two_ranks):
+    first, second = two_ranks.run(on_a_rank)
     assert first == second == len(train([EarlyStopping(mode="max", patience=2)], epochs=9)[1]) < 9
 
 

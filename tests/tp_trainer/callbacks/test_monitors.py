@@ -6,7 +6,6 @@ import cloudpickle
 import pytest
 import torch
 from tp_core.errors import ConfigError
-from tp_core.testing import run_ranks
 from tp_trainer import Callback
 from tp_trainer.callbacks import GradientNorm, LearningRateMonitor, Profiler, Throughput
 
@@ -66,8 +65,8 @@ def on_a_rank(folder):
     return norms("ddp"), [sorted(numbers) for _, numbers in spy.logged]
 
 
-def test_monitors_on_ranks(tmp_path):
-    for found, logged in run_ranks(on_a_rank, 2, tmp_path):
+def test_monitors_on_ranks(two_ranks, tmp_path):
+    for found, logged in two_ranks.run(on_a_rank, tmp_path):
         assert found == pytest.approx(norms("single"), rel=1e-9)
         assert logged == [["peak_memory", "samples_per_s", "steps_per_s", "waiting"]] * 6
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -4,7 +4,6 @@ import cloudpickle
 import pytest
 import torch
 from tp_core.errors import ConfigError
-from tp_core.testing import run_ranks
 from tp_trainer import Callback
 from tp_trainer.callbacks import GradualUnfreezing
 
@@ -40,8 +39,8 @@ def test_parameters_are_trained_from_their_epoch_on(backend):
     assert moved(backend) == [["3.weight", "3.bias"], ["0.weight", "3.weight", "3.bias"]]
 
 
-def test_parameters_are_trained_from_their_epoch_on_over_ranks():
-    assert run_ranks(moved, 2, "ddp") == [[["3.weight", "3.bias"], ["0.weight", "3.weight", "3.bias"]]] * 2
+def test_parameters_are_trained_from_their_epoch_on_over_ranks(two_ranks):
+    assert two_ranks.run(moved, "ddp") == [[["3.weight", "3.bias"], ["0.weight", "3.weight", "3.bias"]]] * 2
 
 
 def test_what_is_frozen_is_not_clipped_with():

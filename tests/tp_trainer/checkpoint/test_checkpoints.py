@@ -385,11 +385,11 @@ def finish_on_ranks(folder):
 
 
 @pytest.mark.parametrize("stop_at", first_fast([7, 4]))
-def test_more_ranks_go_on_at_the_same_sample(tmp_path, stop_at, caplog):
+def test_more_ranks_go_on_at_the_same_sample(two_ranks, tmp_path, stop_at, caplog):
     with pytest.raises(StoppedError):
         fit(Checkpoints(tmp_path, every_steps=1), stop_at=stop_at)
     expected = fit(None)
-    for weights in run_ranks(finish_on_ranks, 2, tmp_path):
+    for weights in two_ranks.run(finish_on_ranks, tmp_path):
         for found, wanted in zip(weights, expected, strict=True):
             torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted)
 
@@ -400,8 +400,8 @@ def stop_on_ranks(folder):
     return True
 
 
-def test_fewer_ranks_go_on_and_say_what_is_lost(tmp_path, caplog):
-    assert run_ranks(stop_on_ranks, 2, tmp_path) == [True, True]
+def test_fewer_ranks_go_on_and_say_what_is_lost(two_ranks, tmp_path, caplog):
+    assert two_ranks.run(stop_on_ranks, tmp_path) == [True, True]
     with caplog.at_level(logging.WARNING, logger="tp_trainer"):
         found = fit(Checkpoints(tmp_path), resume="auto")
     assert "was saved by 2 ranks, and this run has 1" in caplog.text

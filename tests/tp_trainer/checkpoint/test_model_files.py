@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from tp_core.errors import StateError
 from tp_core.state import load_state
-from tp_core.testing import rank_outcomes, run_ranks
+from tp_core.testing import rank_outcomes
 from tp_trainer import Trainer
 
 
@@ -128,9 +128,9 @@ def save_unseeded(path):
         return model.weight.tolist()
 
 
-def test_ranks_save_once_and_all_of_them_load(tmp_path):
+def test_ranks_save_once_and_all_of_them_load(two_ranks, tmp_path):
     path = tmp_path / "model.pt"
-    first, second = run_ranks(save_unseeded, 2, path)
+    first, second = two_ranks.run(save_unseeded, path)
     assert first == second
     model = nn.Linear(2, 1)
     with Trainer() as trainer:
@@ -144,7 +144,7 @@ def save_nowhere(path):
     return str(caught.value)
 
 
-def test_every_rank_learns_that_rank_0_could_not_write(tmp_path):
-    first, second = run_ranks(save_nowhere, 2, tmp_path / "no-such-folder" / "model.pt")
+def test_every_rank_learns_that_rank_0_could_not_write(two_ranks, tmp_path):
+    first, second = two_ranks.run(save_nowhere, tmp_path / "no-such-folder" / "model.pt")
     assert "no-such-folder" in first
     assert "rank 0 could not write" in second

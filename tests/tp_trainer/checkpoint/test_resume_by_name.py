@@ -7,7 +7,6 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StateError
-from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 
 
@@ -60,8 +59,8 @@ def momentum_on_ranks(folder):
     return same(fit(folder, backward, epochs=3), fit(None, forward, epochs=3))
 
 
-def test_and_so_it_does_on_ranks(tmp_path):
-    assert run_ranks(momentum_on_ranks, 2, tmp_path) == [True, True]
+def test_and_so_it_does_on_ranks(two_ranks, tmp_path):
+    assert two_ranks.run(momentum_on_ranks, tmp_path) == [True, True]
 
 
 def groups(*order):
@@ -124,14 +123,14 @@ def damaged_on_ranks(path):
     return str(caught.value)
 
 
-def test_the_model_of_a_checkpoint_is_loaded_by_itself_unless_it_is_damaged(tmp_path):
+def test_the_model_of_a_checkpoint_is_loaded_by_itself_unless_it_is_damaged(two_ranks, tmp_path):
     expected = fit(tmp_path, forward, epochs=1)
     (checkpoint,) = tmp_path.glob("step-*")
     assert same(load(checkpoint), expected)
     data = bytearray((checkpoint / "tensors.pt").read_bytes())
     data[data.index(expected[1].numpy().tobytes())] ^= 1
     (checkpoint / "tensors.pt").write_bytes(data)
-    for message in run_ranks(damaged_on_ranks, 2, checkpoint):
+    for message in two_ranks.run(damaged_on_ranks, checkpoint):
         assert "is damaged: tensors.pt" in message
     with pytest.raises(StateError, match=r"manifest\.json"):
         load(tmp_path)

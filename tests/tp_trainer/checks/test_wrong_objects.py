@@ -8,7 +8,6 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
-from tp_core.testing import run_ranks
 from tp_trainer import (
     FunctionMetric,
     GradientRules,
@@ -336,8 +335,8 @@ def refused_on_ranks():
         with_others()
 
 
-def test_parameters_of_something_else_are_refused_where_ranks_would_drift_apart():
-    run_ranks(refused_on_ranks, 2)
+def test_parameters_of_something_else_are_refused_where_ranks_would_drift_apart(two_ranks):
+    two_ranks.run(refused_on_ranks)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])

@@ -7,7 +7,6 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError
-from tp_core.testing import run_ranks
 from tp_trainer import Checkpoints, FunctionMetric, SchedulerOptions, Validation
 from tp_trainer.callbacks import EarlyStopping
 
@@ -56,8 +55,8 @@ def on_a_rank():
     return history[-1].val["auroc"], expected(model)
 
 
-def test_ranks_have_the_metrics_of_the_whole_set():
-    for found, right in run_ranks(on_a_rank, 2):
+def test_ranks_have_the_metrics_of_the_whole_set(two_ranks):
+    for found, right in two_ranks.run(on_a_rank):
         assert found == pytest.approx(right)
 
 

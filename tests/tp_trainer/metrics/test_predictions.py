@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, LoaderError, StepError
-from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 
 SAMPLES = 35
@@ -74,8 +73,8 @@ def on_a_rank(folder):
         trainer.session.barrier()
 
 
-def test_predictions_over_ranks_are_those_of_one_device(tmp_path):
-    run_ranks(on_a_rank, 2, tmp_path)
+def test_predictions_over_ranks_are_those_of_one_device(two_ranks, tmp_path):
+    two_ranks.run(on_a_rank, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     wanted = expected()
     assert [row["name"] for row in rows] == wanted["name"]

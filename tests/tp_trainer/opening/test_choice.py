@@ -107,8 +107,8 @@ def before_and_after():
         return before, answers(trainer)
 
 
-def test_ranks_answer_the_same_before_the_session_is_open_and_after():
-    for rank, (before, after) in enumerate(run_ranks(before_and_after, 2)):
+def test_ranks_answer_the_same_before_the_session_is_open_and_after(two_ranks):
+    for rank, (before, after) in enumerate(two_ranks.run(before_and_after)):
         assert before == after == (rank, rank, 2, rank == 0, "cpu")
 
 

@@ -210,8 +210,8 @@ def _joined_one_that_fails_on_rank_0():
     return fit(plugins=plugins, epochs=2)[1][-1].steps
 
 
-def test_one_that_joins_and_fails_on_one_rank_keeps_no_other_rank_waiting():
-    assert run_ranks(_joined_one_that_fails_on_rank_0, 2, timeout_s=60) == [10, 10]
+def test_one_that_joins_and_fails_on_one_rank_keeps_no_other_rank_waiting(two_ranks):
+    assert two_ranks.run(_joined_one_that_fails_on_rank_0) == [10, 10]
 
 
 def _counted_on_rank_0(folder):
@@ -233,8 +233,8 @@ def _counted_on_rank_0(folder):
     return first.steps, second.steps
 
 
-def test_a_callback_with_state_on_one_rank_alone_is_saved_and_no_rank_waits(tmp_path):
-    assert run_ranks(partial(_counted_on_rank_0, tmp_path), 2, timeout_s=120) == [(5, 10), (0, 0)]
+def test_a_callback_with_state_on_one_rank_alone_is_saved_and_no_rank_waits(two_ranks, tmp_path):
+    assert two_ranks.run(partial(_counted_on_rank_0, tmp_path)) == [(5, 10), (0, 0)]
 
 
 # -- limits ------------------------------------------------------------------------------------------

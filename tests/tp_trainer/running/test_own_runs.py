@@ -130,9 +130,9 @@ def _gan_on_a_rank():
     return [gan(step)["weights"] for step in STEPS]
 
 
-def test_two_models_train_on_two_ranks_as_by_hand():
+def test_two_models_train_on_two_ranks_as_by_hand(two_ranks):
     expected = [by_hand(step) for step in STEPS]
-    for found in run_ranks(_gan_on_a_rank, 2):
+    for found in two_ranks.run(_gan_on_a_rank):
         for weights, hand in zip(found, expected, strict=True):
             assert weights == pytest.approx(hand, rel=1e-4, abs=1e-6)
 

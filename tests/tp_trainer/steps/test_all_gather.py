@@ -73,9 +73,9 @@ def train_own_loop():
     [train, functools.partial(train, weighted=True), train_own_loop],
     ids=["fit", "fit, weighted", "own loop"],
 )
-def test_a_contrastive_loss_is_that_of_one_device(body):
+def test_a_contrastive_loss_is_that_of_one_device(two_ranks, body):
     losses, expected = body()
-    for found_losses, found in run_ranks(body, 2):
+    for found_losses, found in two_ranks.run(body):
         for mine, whole in zip(found_losses, losses, strict=True):
             assert mine[0] == pytest.approx(whole[0], rel=1e-9)
         for name, tensor in expected.items():
@@ -202,5 +202,5 @@ def _nan_of_a_stand_in():
     return finite
 
 
-def test_a_stand_in_whose_loss_is_nan_poisons_no_rank():
-    assert run_ranks(_nan_of_a_stand_in, 2) == [[True, True]] * 2
+def test_a_stand_in_whose_loss_is_nan_poisons_no_rank(two_ranks):
+    assert two_ranks.run(_nan_of_a_stand_in) == [[True, True]] * 2

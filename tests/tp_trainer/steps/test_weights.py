@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core import LaunchEnvironment
 from tp_core.data import CountedBatch
 from tp_core.errors import DisagreementError, NonFiniteLossError, StepError
-from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 
 UNITS = [1.0, 5.0, 0.0, 2.0]
@@ -259,8 +258,8 @@ def _weight_on_one_rank():
     return str(caught.value)
 
 
-def test_ranks_of_which_one_gives_a_weight_are_told_on_every_rank():
-    for message in run_ranks(_weight_on_one_rank, 2):
+def test_ranks_of_which_one_gives_a_weight_are_told_on_every_rank(two_ranks):
+    for message in two_ranks.run(_weight_on_one_rank):
         assert "ranks disagree on whether the step returns a 'weight'" in message
 
 
@@ -294,8 +293,8 @@ def _counted_collectives():
     return counts
 
 
-def test_weights_cost_one_reduction_for_each_optimizer_step_and_one_to_begin_with():
-    for without, with_weights in run_ranks(_counted_collectives, 2):
+def test_weights_cost_one_reduction_for_each_optimizer_step_and_one_to_begin_with(two_ranks):
+    for without, with_weights in two_ranks.run(_counted_collectives):
         assert without == 1  # the means of the epoch
         assert with_weights == 1 + 4 + 1
 
@@ -342,9 +341,9 @@ def _words_with_options():
     return found
 
 
-def test_a_rank_without_anything_to_count_goes_with_every_kind_of_gradient():
+def test_a_rank_without_anything_to_count_goes_with_every_kind_of_gradient(two_ranks):
     expected = _words_with_options()
-    for found in run_ranks(_words_with_options, 2):
+    for found in two_ranks.run(_words_with_options):
         for states, wanted in zip(found, expected, strict=True):
             for name, tensor in wanted.items():
                 torch.testing.assert_close(states[name], tensor, rtol=1e-9, atol=1e-12)

@@ -4,7 +4,6 @@ import copy
 
 import torch
 from torch import nn
-from tp_core.testing import run_ranks
 from tp_trainer import Trainer
 
 
@@ -46,8 +45,8 @@ def _read():
         return values, messages, encoded, copied, model.scale.tolist()
 
 
-def test_values_are_read_as_from_the_model_itself():
-    one, two = run_ranks(_read, 2)
+def test_values_are_read_as_from_the_model_itself(two_ranks):
+    one, two = two_ranks.run(_read)
     assert one == two
     (config, same), _, encoded, copied, _ = one
     assert (config, same, encoded, copied) == ({"width": 2}, True, (1, 2), {"width": 2})
@@ -56,8 +55,8 @@ def test_values_are_read_as_from_the_model_itself():
     assert len(messages) == 1  # with one rank there is no wrapper, and all but the missing one is there
 
 
-def test_what_can_be_called_is_called_in_a_step_or_from_the_plain_model():
-    (_, (encode, layer, missing), *_), _ = run_ranks(_read, 2)
+def test_what_can_be_called_is_called_in_a_step_or_from_the_plain_model(two_ranks):
+    (_, (encode, layer, missing), *_), _ = two_ranks.run(_read)
     for name, message in (("encode", encode), ("layer", layer)):
         assert message.startswith(f"'{name}' of the model is not called from outside of a step")
         assert message.endswith(f"trainer.session.unwrap(model).{name}")

@@ -92,10 +92,10 @@ def test_losses_are_means_over_samples_of_uneven_batches():
     assert found == pytest.approx(expected)
 
 
-def test_two_processes_train_to_the_weights_of_one():
+def test_two_processes_train_to_the_weights_of_one(two_ranks):
     name, values, weights = train_somewhere()
     assert name == "single"
-    for other_name, other_values, other_weights in run_ranks(train_somewhere, 2):
+    for other_name, other_values, other_weights in two_ranks.run(train_somewhere):
         assert other_name == "ddp"
         for (train, val, samples), (train2, val2, samples2) in zip(values, other_values, strict=True):
             assert train2 == pytest.approx(train, rel=1e-9)
@@ -121,9 +121,9 @@ def own_loop():
         return [p.tolist() for p in model.parameters()]
 
 
-def test_ones_own_loop_gives_the_same_weights_on_any_number_of_processes():
+def test_ones_own_loop_gives_the_same_weights_on_any_number_of_processes(two_ranks):
     alone = own_loop()
-    for weights in run_ranks(own_loop, 2):
+    for weights in two_ranks.run(own_loop):
         for mine, theirs in zip(alone, weights, strict=True):
             torch.testing.assert_close(torch.tensor(theirs), torch.tensor(mine))
 
@@ -166,13 +166,13 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another():
     assert dict(history[0].train) != train_somewhere()[1][0][0]
 
 
-def test_dropout_differs_between_ranks():
+def test_dropout_differs_between_ranks(two_ranks):
     def masks():
         with Trainer(seed=0) as trainer:
             trainer.prepare(make_model())
             return torch.nn.functional.dropout(torch.ones(64)).tolist()
 
-    first, second = run_ranks(masks, 2)
+    first, second = two_ranks.run(masks)
     assert first != second
 
 
