@@ -147,9 +147,9 @@ def test_of_split_sequences(ranks):
     def attend(module, batch):
         return tp_context.attention(*batch, is_causal=True).sum() * module.weight.sum()
 
-    footprint = measure_footprint(nn.Linear(1, 1), None, torch.rand(3, 2, 1, ranks, 16), attend)
+    footprint = measure_footprint(nn.Linear(1, 1), None, torch.rand(3, 2, 4, ranks, 16), attend)
     counting = Counting()
-    batch = torch.rand(3, 2, 1, 1, 16, requires_grad=True)  # a token on each rank, of one head: one piece
+    batch = torch.rand(3, 2, 4, 1, 16, requires_grad=True)  # a token on each rank
     with counting, activate(Cuts([Cut(ranks, 0, ranks, None)])):
         attend(nn.Linear(1, 1), batch).backward()
     options = {"context": {"context": ranks, "weights": "whole"}}

@@ -82,6 +82,8 @@ class ContextBackend(RanksBackend[ContextOptions]):
         options, footprint = self.parse_options(job), job.footprint
         if footprint is None or not footprint.attentions:
             return None
+        from tp_context._slices import TOGETHER
+
         context, tensor = layout.axes["context"], layout.axes.get("tensor", 1)
         sliced = _sliced(replace(footprint, part=1 / context), context, options.attention)
         if options.weights == "whole":
@@ -94,14 +96,16 @@ class ContextBackend(RanksBackend[ContextOptions]):
             inner = None if weights is None else weights.forecast(replace(job, footprint=sliced), layout)
         if inner is None:
             return None
+        both = footprint.keys // footprint.attentions // tensor
+        pieces = 1 if both <= TOGETHER else 2  # keys and values, together or apart
         gathers = Transfer(
             kind="all-gather",
-            nbytes=footprint.keys // footprint.attentions // tensor,  # keys and values together
+            nbytes=both // pieces,
             ranks=context,
             stride=tensor,
-            times=2 * footprint.attentions,  # in forward, and again in backward
+            times=2 * pieces * footprint.attentions,  # in forward, and again in backward
         )
-        sums = replace(gathers, kind="all-to-all", times=footprint.attentions)
+        sums = replace(gathers, kind="all-to-all", times=pieces * footprint.attentions)
         # Before each batch ranks compare its numbers, and after it they join their losses.
         numbers = replace(gathers, nbytes=256 * context, times=2)
         work = replace(

@@ -27,7 +27,7 @@ from tp_core.errors import StepError
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-_TOGETHER = 2**20
+TOGETHER = 2**20
 """The most bytes of whole tensors in one message: larger ones need memory beside each other."""
 
 
@@ -113,7 +113,7 @@ class Cut:
 
         Collective: an all-gather of padded parts, one for each tensor if they are large.
         """
-        if len(parts) > 1 and sum(p.nbytes // self.tokens for p in parts) * self.length > _TOGETHER:
+        if len(parts) > 1 and sum(p.nbytes // self.tokens for p in parts) * self.length > TOGETHER:
             return [self.all_gather(part, dim) for part in parts]
         rest = [[n for i, n in enumerate(p.shape) if i != dim % p.dim()] for p in parts]
         self.announce(("all_gather", dim, rest, str(parts[0].dtype)))
@@ -174,7 +174,7 @@ class Cut:
 
         Collective: an all-to-all, one for each tensor if they are large.
         """
-        if len(wholes) > 1 and sum(w.nbytes for w in wholes) > _TOGETHER:
+        if len(wholes) > 1 and sum(w.nbytes for w in wholes) > TOGETHER:
             return [self.sum_and_take([wholes.pop(0)], dim)[0] for _ in range(len(wholes))]
         self.announce(("sum", dim, [list(w.shape) for w in wholes], str(wholes[0].dtype)))
         shapes = [resized(w.shape, dim, self.tokens) for w in wholes]
