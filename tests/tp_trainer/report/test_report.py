@@ -75,6 +75,7 @@ def test_a_trace_in_the_folder_of_a_run_is_a_picture_of_who_computed_what_when(t
     ]
     spans = [
         {"name": f"{kind} {part}", "ph": "X", "tid": rank, "ts": 100.0 * (time + rank), "dur": 90.0}
+        | {"cat": f"stage {part}"}
         for time, (kind, part) in enumerate(product(("forward", "backward"), (6, 7)))
         for rank in (0, 1)
     ]
@@ -83,6 +84,7 @@ def test_a_trace_in_the_folder_of_a_run_is_a_picture_of_who_computed_what_when(t
     page = page_of(folder)
     assert page.count("<svg") == 3
     assert all(f">{words}<" in page for words in ("stages: idle 27%", "rank 0", "rank 1", "forward", "7"))
+    assert page.count("opacity: 0.7") == 4  # the second stage of each rank is paler
     trace.write_text("{}")
     with pytest.raises(StateError, match=r"stages.trace.json is not a trace of Chrome's format: .* move it"):
         page_of(folder)

@@ -82,12 +82,13 @@ class Timeline:
     Attributes:
         name: The name of the file that it was read from.
         rows: The names of the rows.
-        spans: The row, the begin and the duration in seconds, the kind, and the number of each span.
+        spans: The row, the begin and the duration in seconds, the kind, the number, and the category of each
+            span, as its stage.
     """
 
     name: str
     rows: list[str]
-    spans: list[tuple[int, float, float, str, str]]
+    spans: list[tuple[int, float, float, str, str, str]]
 
     @property
     def title(self) -> str:
@@ -124,7 +125,8 @@ def _read_timeline(path: Path) -> Timeline:
         for e in spans:
             kind = e["name"].rstrip("0123456789 ")
             number = e["name"][len(kind) :].strip()
-            found.append((ids.index(e["tid"]), e["ts"] / 1e6, e["dur"] / 1e6, kind, number))
+            row, category = ids.index(e["tid"]), str(e.get("cat", ""))
+            found.append((row, e["ts"] / 1e6, e["dur"] / 1e6, kind, number, category))
     except (ValueError, KeyError, TypeError) as error:
         msg = f"{path} is not a trace of Chrome's format: {error!r}; move it out of the run's folder"
         raise StateError(msg) from error
@@ -203,27 +205,33 @@ def draw(*charts: Chart | Timeline, png: bool = False) -> "Figure":
 
 
 def _draw_spans(axes: Any, timeline: Timeline, colors: Sequence[str], paper: str) -> None:
-    """Draw a bar for each span, with its number where there is room."""
+    """Draw a bar for each span, with its number where there is room; paler for a row's later categories."""
     kinds = list(dict.fromkeys(span[3] for span in timeline.spans))
+    seen: dict[int, dict[str, int]] = {}  # the place of each category in its row
+    drawn: dict[tuple[int, int], list[tuple[int, float, float, str, str, str]]] = {}
+    for span in timeline.spans:
+        own = seen.setdefault(span[0], {})
+        place = own.setdefault(span[5], len(own))
+        drawn.setdefault((kinds.index(span[3]), place), []).append(span)
     whole = max((begin + seconds for _, begin, seconds, *_ in timeline.spans), default=0.0)
-    unit, scale = ("milliseconds", 1e3) if whole < 1 else ("seconds", 1.0)
-    for number, kind in enumerate(kinds):
-        own = [span for span in timeline.spans if span[3] == kind]
+    unit, scale = ("ms", 1e3) if whole < 1 else ("s", 1.0)
+    for (number, place), spans in sorted(drawn.items()):
         bars = axes.barh(
-            [row for row, *_ in own],
-            [scale * span[2] for span in own],
-            left=[scale * span[1] for span in own],
+            [row for row, *_ in spans],
+            [scale * span[2] for span in spans],
+            left=[scale * span[1] for span in spans],
             height=0.7,
             color=colors[number % len(colors)],
+            alpha=max(0.4, 1 - 0.3 * place),
             edgecolor=paper,
             linewidth=0.5,
-            label=kind,
+            label=None if place else kinds[number],
         )
-        texts = [span[4] if span[2] > whole / 60 * len(span[4]) else "" for span in own]
+        texts = [span[4] if span[2] > whole / 60 * len(span[4]) else "" for span in spans]
         axes.bar_label(bars, texts, label_type="center", color=paper, fontsize=6)
     axes.set_yticks(range(len(timeline.rows)), timeline.rows)
     axes.invert_yaxis()
-    axes.set_xlabel(unit)
+    axes.set_xlabel(unit, loc="left")  # the names of the kinds are at its right
 
 
 def _draw_curves(axes: Any, chart: Chart, colors: Sequence[str], mark: str) -> None:
@@ -258,7 +266,8 @@ def _style(axes: Any, title: str, ink: str, grid: str) -> None:
         axes.spines[side].set_color(grid)
     if len(axes.get_legend_handles_labels()[0]) > 1:
         is_covered = bool(axes.patches)  # by bars, which are everywhere
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "borderaxespad": 0}
+        place = {"loc": "upper right", "bbox_to_anchor": (1, -0.1), "ncols": 3, "borderaxespad": 0}
+        place |= {"handlelength": 1, "columnspacing": 1}
         axes.legend(fontsize=8, labelcolor=ink, frameon=False, **(place if is_covered else {}))
 
 
