@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from tp_core import LaunchEnvironment
 from tp_core.errors import TpError
+from tp_core.plugins import Job, registry
 from tp_core.testing import RankPool, rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Trainer
+from tp_trainer._memory._footprint import measure_footprint  # private: a trainer's, with its own reserve
 
 from tests.integration import pipeline_families as families
 
@@ -135,6 +138,26 @@ def test_what_split_stages_do_not_go_with_is_refused_on_all_ranks(four, options,
         with pytest.raises(TpError, match=message):
             raise TpError(text)
         assert steps == 0
+
+
+def test_ranks_that_split_tensors_keep_the_samples_of_their_group():
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(8)))
+    batch = torch.zeros(64, 32)
+    footprint = measure_footprint(model, torch.optim.SGD(model.parameters()), batch, lambda m, b: m(b).sum())
+    (backend,) = (c.item for c in registry.backends() if c.item.name == "pipeline")
+    needs = []
+    for weights, ranks in (("whole", 4), ("shard", 8)):  # two copies of the model each
+        job = Job(
+            devices=(torch.device("cpu"),),
+            environment=LaunchEnvironment(world_size=ranks, local_world_size=ranks),
+            model=model,
+            options={"pipeline": {"ranks": 2, "weights": weights}, "shard": {"group_size": 2}},
+            footprint=footprint,
+        )
+        needs.append(backend.estimate_memory(job))
+    whole, split = needs
+    assert split.weights == whole.weights  # the model has this rank's part of its tensors
+    assert split.activations == pytest.approx(2 * whole.activations, rel=0.01)
 
 
 class FaultError(LookupError):

@@ -50,10 +50,10 @@ def llama(width: int = 384, layers: int = 4, words: int = LEAST_WORDS) -> nn.Mod
     return LlamaForCausalLM(config)
 
 
-def gpt2() -> nn.Module:
+def gpt2(layers: int = 4) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 384, "n_layer": 4, "n_head": 8, "vocab_size": LEAST_WORDS}
+    sizes = {"n_embd": 384, "n_layer": layers, "n_head": 8, "vocab_size": LEAST_WORDS}
     return GPT2LMHeadModel(GPT2Config(**sizes, loss_type="ForCausalLM"))
 
 

@@ -45,13 +45,14 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         )
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
-        """Return what the fullest rank needs; until the first step, each has all weights."""
+        """Return what the fullest rank needs; until the first step, each has the weights of all stages."""
         from tp_pipeline._forecast import estimate
 
-        options = self.parse_options(job)
-        if options.weights != "whole":
-            return None
-        return estimate(job, ranks_of_a_model(options, job.environment.world_size), options)
+        options, size = self.parse_options(job), job.environment.world_size
+        weights, _ = self._weights(job)
+        split = 1 if weights is None else weights.ranks_per_model(job)
+        ranks = size // split if options.ranks == -1 else options.ranks
+        return estimate(job, ranks, options, split=split)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
         """Return numbers of ranks that hold a model together, schedules, and numbers of micro-batches.

@@ -91,8 +91,15 @@ def forecast(job: Job, layout: Layout, options: PipelineOptions) -> Forecast | N
 # -- Memory -----------------------------------------------------------------------------------------
 
 
-def estimate(job: Job, ranks: int, options: PipelineOptions) -> MemoryNeed | None:
-    """Return what the fullest of the ranks needs that hold a model together."""
+def estimate(job: Job, ranks: int, options: PipelineOptions, *, split: int = 1) -> MemoryNeed | None:
+    """Return what the fullest of the ranks needs that hold a model together.
+
+    Args:
+        job: The job; with split tensors, its model has this rank's pieces.
+        ranks: The number of ranks with other stages.
+        options: The options.
+        split: The number of ranks that split each tensor.
+    """
     if job.footprint is None or job.model is None:
         return None
     if options.schedule == "auto":  # which keeps no more than this one
@@ -104,13 +111,13 @@ def estimate(job: Job, ranks: int, options: PipelineOptions) -> MemoryNeed | Non
     if options.cuts is None and len(starts) < ranks * options.depth:
         return replicated_memory(job, job.footprint)
     # Ranks that hold a model together read the same samples.
-    of_group = job.footprint.with_batch_of(ranks * job.footprint.part)
-    needs = memory_of_ranks(replace(job, footprint=of_group), ranks, options)
+    of_group = job.footprint.with_batch_of(ranks * split * job.footprint.part)
+    needs = memory_of_ranks(replace(job, footprint=of_group), ranks, options, split=split)
     return max(needs, key=lambda need: need.total)
 
 
-def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions) -> list[MemoryNeed]:
-    """Return what each of the ranks needs that hold a model together, for a footprint of their batch."""
+def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions, *, split: int = 1) -> list[MemoryNeed]:
+    """Return what each rank with other stages needs, for a footprint of their batch; see `estimate`."""
     footprint, model = job.footprint, job.model
     if footprint is None or model is None:
         return []
@@ -129,7 +136,7 @@ def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions) -> list[Memo
         activations = max(int(_most(order[rank], values)), summed)
         share = sum(stage.multiplied for stage in own.values()) / max(1, multiplied)
         activations += int(footprint.casts * share)
-        copies = job.environment.world_size // ranks
+        copies = job.environment.world_size // (ranks * split)
         shared = copies if options.data == "fsdp" else 1
         found.append(_need(job, footprint, list(own.values()), activations, copies, shared))
     return found
@@ -200,10 +207,11 @@ def _need(
     part = gradients / max(1, footprint.gradients) / shared
     optimizer = int(footprint.optimizer_nbytes * part)
     activations = max(activations, int(footprint.update * part)) + footprint.batch
-    communication = min(gradients, BUCKET_NBYTES) if copies > 1 else 0
-    if shared > 1:  # whole weights, as long as a batch takes, beside the rows
-        communication += weights
-        weights //= shared
+    # Gradients are averaged when the activations have gone, and whole weights, too.
+    whole = weights if shared > 1 else 0
+    bucket = min(gradients, BUCKET_NBYTES) if copies > 1 else 0
+    communication = max(whole, bucket - activations)
+    weights //= shared
     # Until the first step cuts it, each rank holds the weights of the whole model, if it was not built here.
     elsewhere = _deferred_elsewhere(job, own)
     at_start = footprint.weights - elsewhere - gradients - optimizer - activations - communication

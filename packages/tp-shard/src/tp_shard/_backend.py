@@ -112,6 +112,10 @@ class ShardBackend(RanksBackend[ShardOptions]):
         ranks = max(1, copies // options.replicas)
         return sharded_memory(replace(job, footprint=footprint), options, ranks=ranks)
 
+    def ranks_per_model(self, job: Job) -> int:
+        """Return the ranks of a group, which is formed or asked for."""
+        return self._ranks(job)[0]
+
     def layouts(self, job: Job) -> Iterable[Layout]:
         """Return numbers of ranks that split tensors, and ways for the copies.
 

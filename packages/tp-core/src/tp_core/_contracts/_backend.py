@@ -164,6 +164,13 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
         return None if job.footprint is None else replicated_memory(job, job.footprint)
 
+    def ranks_per_model(self, job: "Job") -> int:  # noqa: ARG002 - its contract
+        """Return how many ranks split the tensors of a model among them: cheap, without side effects.
+
+        A backend that opens this one for the weights reads it. By default each rank has whole tensors.
+        """
+        return 1
+
     def layouts(self, job: "Job") -> "Iterable[Layout]":  # noqa: ARG002 - its contract
         """Return the ways in which this backend can put ``job`` on its ranks: cheap, without side effects.
 
