@@ -365,10 +365,22 @@ def penalized(model, batch):
     return output
 
 
+class Keeping(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = Leak()
+
+
+def peeking(model, batch):
+    output = step(model, batch)
+    return output | {"loss": output["loss"] + model.layers[0].kept.mean()}
+
+
 REFUSED = [
     (Normalizing, step, {}, ModelError, r"'batch_norm' \(BatchNorm1d\) normalizes over all samples"),
     (Deciding, step, {}, ModelError, "it decides by the numbers that 'layers.0' returns"),
     (Leaking, step, {}, ModelError, "that 'layers.0' makes is used outside of it"),
+    (Keeping, peeking, {}, ModelError, "that 'layers.0' makes is used outside of it"),
     (Decoder, penalized, {}, StepError, "the step reads the parameter 'layers.0.*' of stage 0 in stage 1"),
     (Decoder, step, {"schedule": "LoopedBFS", "stages_per_rank": 5}, ConfigError, "the step calls 8 blocks"),
     (Decoder, step, {"microbatches": 9}, StepError, "has 8 samples, and .* 9 micro-batches"),

@@ -14,7 +14,7 @@ from tp_core.testing import RankPool
 from tp_pipeline import PipelineOptions
 
 # private: no public name simulates
-from tp_pipeline._schedule import Orders, choose_schedule, idle_share, most_kept, timeline
+from tp_pipeline._schedule import COSTS, Orders, choose_schedule, idle_share, most_kept, timeline
 from tp_trainer import Trainer
 
 SCHEDULES = [name for name in get_args(get_type_hints(PipelineOptions)["schedule"]) if name != "auto"]
@@ -67,6 +67,19 @@ def test_what_a_stage_has_made_is_sent_before_the_next_work():
                     last = work
 
 
+def test_what_a_rank_needs_travels_while_it_computes():
+    for name in SCHEDULES:
+        options = PipelineOptions(schedule=name)
+        orders = Orders(name, 4, options.depth, is_v=options.is_v, is_early=True)
+        for order in orders.learning(8).values():
+            computed = [w for w in order if w.kind in COSTS]
+            for place, work in enumerate(order):
+                if work.kind.startswith("RECV"):
+                    ahead = next(w for w in order[place:] if w.kind in COSTS)
+                    needs_it = ahead[1:] == work[1:] and ahead.kind in {"F": "F", "B": "BI"}[work.kind[-1]]
+                    assert not needs_it or ahead == computed[0]
+
+
 def traced(path, schedule):
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -91,6 +104,23 @@ def test_a_trace_has_the_work_of_all_stages(pair, tmp_path):
     for rank in range(2):
         own = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == rank)
         assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(own))
+
+
+def outputs():
+    """Return a long output of a step, and what one device has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)), nn.Linear(4, 3000))
+    batch = torch.ones(8, 4)
+    with Trainer(backend="pipeline", devices="cpu", progress=False) as trainer, torch.no_grad():
+        expected = model(batch)
+        model = trainer.prepare(model)
+        output = trainer.run(lambda m, b: {"loss": m(b).mean(), "rows": m(b)}, model, batch)
+        return output["rows"], expected
+
+
+def test_each_rank_has_the_whole_outputs_of_a_step(pair):
+    for output, expected in pair.run(outputs):
+        torch.testing.assert_close(output, expected)
 
 
 def test_auto_takes_neither_stages_nor_cuts():

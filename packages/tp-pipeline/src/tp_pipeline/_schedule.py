@@ -140,11 +140,13 @@ class Orders:
         ranks: The number of ranks.
         depth: The number of stages of each rank.
         is_v: Whether stages go back over the ranks, as `PipelineOptions.is_v` says.
+        is_early: Whether a receive begins before the work that comes ahead of it, so that its tensors travel
+            meanwhile. That needs messages that are found by their tags, as gloo's are and NCCL's are not.
     """
 
-    def __init__(self, schedule: str, ranks: int, depth: int, *, is_v: bool) -> None:
+    def __init__(self, schedule: str, ranks: int, depth: int, *, is_v: bool, is_early: bool = False) -> None:
         self.schedule, self.ranks, self.stages = schedule, ranks, ranks * depth
-        self._is_v, self._depth = is_v, depth
+        self._is_v, self._depth, self._is_early = is_v, depth, is_early
         self.learning = lru_cache(maxsize=64)(self._learning)
         self.forwards = lru_cache(maxsize=64)(self._forwards)
 
@@ -241,7 +243,21 @@ class Orders:
         computed = {r: [a for a in actions if a is None or a.is_compute_op] for r, actions in apart.items()}
         # Private to torch: it puts each receive where its send is, so that no two ranks wait for each other.
         whole = _add_send_recv(computed, stage_to_rank=self.rank_of, num_stages=self.stages)
-        return {r: [_work(a) for a in actions if a is not None] for r, actions in whole.items()}
+        works = {r: [_work(a) for a in actions if a is not None] for r, actions in whole.items()}
+        return {r: _early(order) for r, order in works.items()} if self._is_early else works
+
+
+def _early(order: Sequence[Work]) -> list[Work]:
+    """Return an order in which each receive begins before the computation that is ahead of it."""
+    moved: list[Work] = []
+    for work in order:
+        place = len(moved)
+        if work.kind.startswith("RECV"):
+            while place and moved[place - 1].kind not in COSTS:
+                place -= 1
+            place = max(0, place - 1)
+        moved.insert(place, work)
+    return moved
 
 
 def _one_forward_one_backward(rank: int, ranks: int, parts: int) -> list[Any]:

@@ -43,9 +43,12 @@ from tp_pipeline._options import PipelineOptions, ScheduleName
 from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
 from tp_pipeline._run import BatchRun, Exchange, StandIn, near_power_of_two, weigh_output
 from tp_pipeline._schedule import Orders, Span, choose_schedule, idle_share
-from tp_pipeline._shards import Pieces, Rows, buckets, can_be_shared
+from tp_pipeline._shards import Pieces, Rows, all_gather, buckets, can_be_shared
 
 log = logging.getLogger("tp_pipeline")
+
+_SHORT = 2**14
+"""The bytes of what ranks say of a batch, in nearly all models."""
 
 _TRACED = 3
 """The batch of a trace: the first ones are slower."""
@@ -115,7 +118,8 @@ class PipelineSession(ProcessGroupSession):
         if options.schedule == "auto":
             options = _chosen(options, job, ranks)
         self.options, self.ranks = options, ranks
-        self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
+        is_early = self.device.type == "cpu"
+        self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v, is_early=is_early)
         self._exchange = Exchange(
             self.group,
             self.orders,
@@ -517,10 +521,9 @@ class PipelineSession(ProcessGroupSession):
 
         Collective: an all-gather over the ranks that hold the model.
         """
-        said: list[Any] = [None] * len(self._places)
         reported = None if failure is None else (time.time(), *_portable(failure))
         try:
-            dist.all_gather_object(said, (mine, reported), group=self._team)
+            said = _gather_values((mine, reported), self._team, self.device)
         except RuntimeError as error:
             if failure is not None:
                 raise failure from error
@@ -617,10 +620,10 @@ class PipelineSession(ProcessGroupSession):
 
         Collective: all-gathers over the data ranks.
         """
-        shared = [p for p in model.parameters() if id(p) in stages.shared]
-        if self._rows is None or not shared:
+        if self._rows is None or not stages.shared:
             yield
             return
+        shared = [p for p in model.parameters() if id(p) in stages.shared]
         rows = [p.data for p in shared]
         # All stages at once, as the most memory is in the middle of a batch, where all of them are in use.
         # One by one, they would be whole for as long: from the first micro-batch to the last.
@@ -645,11 +648,10 @@ class PipelineSession(ProcessGroupSession):
     def _has(self, stages: Stages, parameter: nn.Parameter) -> bool:
         return not stages.holders or self.place in stages.holders[id(parameter)]
 
-    @contextmanager
-    def _uncast(self) -> Any:
+    def _uncast(self) -> AbstractContextManager[Any]:
         # The trainer's autocast is around the whole step, and a backward pass runs in the types of forward.
-        with torch.autocast(self.device.type, enabled=False):
-            yield
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     # -- the output and the gradients of the whole batch --------------------------------------
 
@@ -760,9 +762,12 @@ class PipelineSession(ProcessGroupSession):
                 gradient.zero_()
         for parameter, gradient in self._mean_rows(stages, model, found, scale).items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        first = [gradient for parameter, gradient in found.items() if parameter.grad is None]
+        if first:
+            torch._foreach_mul_(first, scale)  # private, as torch's optimizers use it: one call for all
         for parameter, gradient in found.items():
             if parameter.grad is None:
-                parameter.grad = gradient.mul_(scale)
+                parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient, alpha=scale)
         found.clear()
@@ -1013,6 +1018,25 @@ class _WholeLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.add(grad.sum())
         return None, None, None
+
+
+def _gather_values(mine: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Return each rank's value.
+
+    Collective: an all-gather, and a second one if a value is long; torch's ``all_gather_object`` takes two.
+    """
+    raw = pickle.dumps(mine)
+    sent = bytearray(len(raw).to_bytes(8, "little") + raw)
+    found: list[bytes] = []
+    nbytes = _SHORT
+    while not found or nbytes > len(found[0]):
+        padded = torch.zeros(nbytes, dtype=torch.uint8)
+        padded[: len(sent)] = torch.frombuffer(sent, dtype=torch.uint8)[:nbytes]
+        received = torch.empty(dist.get_world_size(group), nbytes, dtype=torch.uint8, device=device)
+        all_gather(received.view(-1), padded.to(device), group=group)
+        found = [row.numpy().tobytes() for row in received.cpu()]
+        nbytes = max(8 + int.from_bytes(one[:8], "little") for one in found)
+    return [pickle.loads(one[8:]) for one in found]
 
 
 def _portable(error: Exception) -> tuple[bytes | None, str]:

@@ -20,7 +20,7 @@ from tp_core.plugins import Session
 from tp_core.tensors import TensorSlice
 
 # torch 2.13 has given both other names, and warns of these.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -52,7 +52,7 @@ class Rows:
             pieces = [self._padded(t, s, self._each(s)) for t, s in zip(rows[first:end], part, strict=True)]
             sent = torch.cat(pieces)
             found = sent.new_empty(self.size, sent.numel())
-            _all_gather(found.view(-1), sent, group=self._group)
+            all_gather(found.view(-1), sent, group=self._group)
             of_each = found.split([p.numel() for p in pieces], dim=1)
             for piece, shape in zip(of_each, part, strict=True):
                 # (ranks, elements of a rank) -> (rows with padding, ...), of which the first ones are whole
