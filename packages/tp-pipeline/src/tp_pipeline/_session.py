@@ -836,6 +836,7 @@ class PipelineSession(ProcessGroupSession):
             p
             for p in model.parameters()
             if p.grad is not None
+            and p.grad.numel()  # a rank may have none of a tensor's rows, which have no largest one
             and (stages is None or self._holders(stages, p)[0] == self.place)
             and (counts_whole or (stages is not None and id(p) in stages.shared))
         ]
@@ -1015,9 +1016,9 @@ class _WholeLoss(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.add(grad.sum())
-        return None, None, None
+        return torch.zeros_like(grad), None, None  # not None: hooks of a stand-in's loss get it
 
 
 def _gather_values(mine: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
