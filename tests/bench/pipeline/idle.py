@@ -107,9 +107,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
-    parser.add_argument("--seconds", type=float, default=0.03)
+    parser.add_argument("--seconds", type=float, default=0.1)
     arguments = parser.parse_args()
     with Results("pipeline-idle", is_part=arguments != parser.parse_args([])) as results:
+        results.add("sleep of the stages of a rank", arguments.seconds, "s")
         for ranks in arguments.ranks:
             for name in arguments.schedules:
                 with tempfile.TemporaryDirectory() as folder:
