@@ -53,16 +53,18 @@ PUBLIC = {
         restore_values tensor_infos to_json whole write_tensors write_whole
     """,
     tp_core.internal: """
-        BUCKET_NBYTES DIGESTS EXITED_KEY INDEX KNOWN_BACKENDS Container DevicesBackend Envelope
+        BUCKET_NBYTES DIGESTS EXITED_KEY INDEX KNOWN_BACKENDS Container DevicesBackend Envelope ForwardLines
         FullyShardedSession NotebookOutput Ownership PerModule PerType Progress RankOutcome RankPool
-        RanksBackend SampleRows Sharding Units WholeSteps atomic_part available_cores averaged_gradients
+        RanksBackend SampleRows Sharding Units WholeSteps WithoutDropout atomic_part available_cores
+        averaged_gradients
         call_builder capture_rng_state cat_rows check_above_zero check_backend_name check_initialized
         check_installed
         check_not_quantized check_offload check_process_count check_whole_steps containers
-        describe_presharded device_of_rank device_rng_state did_you_mean divisors dumps_by_value
-        file_meant find_units free_nbytes gathers_matrices has_exited in_notebook is_array is_dtensor
+        describe_presharded device_of_rank device_rng_state did_you_mean divisors dropout_rates dumps_by_value
+        file_meant find_units free_nbytes functions_named gathers_matrices has_exited
+        idle_lines_in_words in_notebook is_array is_dtensor
         is_random_op is_zero_redundancy iterates_itself join_rows lazy_exports leave_to_others
-        length_along load_function lock_file_of move_module new_process_group not_compiled_alone
+        length_along load_function lock_file_of move_module named_tensors new_process_group not_compiled_alone
         output_console parameter_type preserve_rng_state presharded_mesh quantized_parts raised_where
         rank_outcomes read_digests reduction_type rendezvous_store repeated_blocks resolve_options
         restore_rng_state row_count run_in seed_everything seed_of seeded set_device_rng_state sharded_memory

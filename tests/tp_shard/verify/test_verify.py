@@ -277,6 +277,24 @@ def test_what_ranks_hold_alike_drops_alike_and_what_does_not_is_named():
     assert "look for a ts.nn.ParallelDropout" in report.fault.reason
 
 
+def dropped(x, training: bool):
+    return F.dropout(x, 0.5, training)
+
+
+class Scripted(Residual):
+    def forward(self, x):
+        return self.out(self.down(self.dropped(self.up(x), self.training)))
+
+
+def test_dropout_that_cannot_be_left_out_is_named(monkeypatch):
+    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.script"):
+        function = torch.jit.script(dropped)
+    # Of the class: the function of a module cannot be copied.
+    monkeypatch.setattr(Scripted, "dropped", staticmethod(function), raising=False)
+    report = ts.verify(Scripted(None), {"up": Column(), "down": Row()}, torch.ones(2, 3, 8))
+    assert "draws random numbers that are no dropout of torch" in report.fault.reason
+
+
 class OwnDropout(nn.Module):
     def forward(self, x):
         with ts.RandomTracker(1).fork():

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import repeated_blocks
+from tp_core.internal import named_tensors, repeated_blocks
 
 from tp_verify._report import Finding
 from tp_verify._run import cast
-from tp_verify._way import Step, Way, function_lines, mapped, row_count, tensors_in
+from tp_verify._way import Step, Way, function_lines, mapped, row_count
 
 
 def is_shown(finding: Finding, way: Way) -> bool:
@@ -64,7 +64,7 @@ def _fewer_rows(case: Case, way: Way) -> Iterator[Case]:
 
 
 def _fewer_places(case: Case, _way: Way) -> Iterator[Case]:
-    places = next((t.size(1) for _, t in tensors_in(case.batch) if t.dim() > 1), 1)
+    places = next((t.size(1) for _, t in named_tensors(case.batch) if t.dim() > 1), 1)
     while places > 3:
         places //= 2
         yield replace(case, batch=_narrowed(case.batch, 1, places))
@@ -83,7 +83,7 @@ def _fewer_layers(case: Case, _way: Way) -> Iterator[Case]:
 
 
 def _narrowed(batch: Any, dim: int, size: int) -> Any:
-    whole = next((t.size(dim) for _, t in tensors_in(batch) if t.dim() > dim), 0)
+    whole = next((t.size(dim) for _, t in named_tensors(batch) if t.dim() > dim), 0)
     return mapped(batch, lambda t: t.narrow(dim, 0, size) if t.dim() > dim and t.size(dim) == whole else t)
 
 

@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from tp_core.internal import is_dtensor
+from tp_core.internal import ForwardLines, WithoutDropout, is_dtensor, named_tensors
 
-from tp_verify._way import MakeOptimizer, Step, Way, alike, loss_and_weight, mapped, rows_of, tensors_in
+from tp_verify._way import MakeOptimizer, Step, Way, alike, loss_and_weight, mapped, rows_of
 
 
 class Place(NamedTuple):
@@ -58,7 +56,10 @@ class StepRecord:
 
 @dataclass
 class RunRecord:
-    """What one process has seen of a training, and afterwards: ``draws`` are losses and weights by seed."""
+    """What one process has seen of a training, and afterwards: ``draws`` are losses and weights by seed.
+
+    On one device ``idle_lines`` are the lines of the modules' own forward that did not run.
+    """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
@@ -66,6 +67,7 @@ class RunRecord:
     generated: dict[str, Tensor] = field(default_factory=dict)
     draws: list[tuple[float, float]] = field(default_factory=list)
     shares: list[dict[str, Selection]] = field(default_factory=list)
+    idle_lines: tuple[str, ...] = ()
 
 
 class Followed(NamedTuple):
@@ -145,24 +147,27 @@ def run_task(task: Task, way: Way, *, seed: int = 0) -> RunRecord:
     record.initial = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
     model.train()
     torch.manual_seed(seed)
-    for number, batch in enumerate(task.batches):
-        record.shares.append(_selection(way, batch))
-        followed = task.follow[number] if task.follow else None
-        if followed is not None:
-            _put(model, followed.weights, lambda parameter: parameter.data)
-        record.steps.append(_one_step(task, way, model, optimizer, cast(batch, task.dtype), followed))
-    model.eval()
-    record.evaluation = evaluation = StepRecord()
-    share = way.share(cast(task.batches[0], task.dtype))
-    with Recording(way, model, evaluation), NoDropout(model):
-        found = way.evaluate(model, task.step, share)
+    lines = ForwardLines(model)
+    with lines if isinstance(way, OneDevice) else nullcontext():
+        for number, batch in enumerate(task.batches):
+            record.shares.append(_selection(way, batch))
+            followed = task.follow[number] if task.follow else None
+            if followed is not None:
+                _put(model, followed.weights, lambda parameter: parameter.data)
+            record.steps.append(_one_step(task, way, model, optimizer, cast(batch, task.dtype), followed))
+        model.eval()
+        record.evaluation = evaluation = StepRecord()
+        share = way.share(cast(task.batches[0], task.dtype))
+        with Recording(way, model, evaluation), WithoutDropout(model):
+            found = way.evaluate(model, task.step, share)
+    record.idle_lines = lines.idle()
     if found is None:
         record.evaluation = None
     else:
         evaluation.loss, evaluation.weight = found
     if task.generate is not None:
         with torch.no_grad():
-            record.generated = {n: _copy(t) for n, t in tensors_in(task.generate(model, share))}
+            record.generated = {n: _copy(t) for n, t in named_tensors(task.generate(model, share))}
     if task.folder:
         way.save(model, optimizer, task.folder)
     record.draws = _draws(task, way, model)
@@ -227,7 +232,7 @@ def _one_step(
         seen.loss_type = loss.dtype
         return output
 
-    with Recording(way, model, seen), NoDropout(model):
+    with Recording(way, model, seen), WithoutDropout(model):
         seen.loss = float(way.backward(model, step, parts))
     seen.gradients = _whole(way, {n: way.gradient(p) for n, p in model.named_parameters()})
     if task.max_norm is not None:
@@ -288,10 +293,10 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _selection(way: Way, batch: Any) -> dict[str, Selection]:
     """Return which elements of each tensor this rank has."""
-    shapes = {place: tuple(tensor.shape) for place, tensor in tensors_in(batch)}
+    shapes = {place: tuple(tensor.shape) for place, tensor in named_tensors(batch)}
     numbers = mapped(batch, lambda t: torch.arange(t.numel()).view(t.shape))
     try:
-        mine = dict(tensors_in(way.share(numbers)))
+        mine = dict(named_tensors(way.share(numbers)))
     except Exception:  # noqa: BLE001 - a share that computes with values; what it selects stays unknown
         return {}
     found = {}
@@ -361,7 +366,7 @@ class Recording:
                 return
             call = self._calls.get(name, 0)
             self._calls[name] = call + 1
-            for place, tensor in tensors_in(output):
+            for place, tensor in named_tensors(output):
                 if tensor.is_floating_point() and tensor.dim() and _has_values(tensor):
                     where = Place(name, call, place)
                     self._record.forward[where] = _local(tensor)
@@ -397,57 +402,6 @@ def _local(tensor: Tensor) -> Local:
         mesh = tensor.device_mesh
         layout.append((kind, getattr(placement, "dim", 0), mesh.get_local_rank(axis), mesh.size(axis)))
     return Local(_copy(tensor.to_local()), tuple(layout))
-
-
-_DROPOUTS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-    torch.alpha_dropout,
-    torch.feature_dropout,
-}
-
-
-class NoDropout(TorchFunctionMode):
-    """A mode in which dropout of modules, and of torch's own functions, does nothing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        # Rates of modules, too: a way may have a mode of its own, which draws before this one is asked.
-        self._rates = [
-            (module, key, rate)
-            for module in model.modules()
-            for key, rate in vars(module).items()
-            if type(rate) is float and ("drop" in key or (key == "p" and "Dropout" in type(module).__name__))
-        ]
-
-    def __enter__(self) -> Self:
-        for module, key, _ in self._rates:
-            setattr(module, key, 0.0)
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
-        for module, key, rate in self._rates:
-            setattr(module, key, rate)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            elif kwargs.get("dropout_p"):
-                kwargs = {**kwargs, "dropout_p": 0.0}
-        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import RankPool
+from tp_core.internal import RankPool, idle_lines_in_words, named_tensors
 
 from tp_verify._after import compare_draws, compare_generated, compare_loaded
 from tp_verify._compare import Bound, Comparison, joined_parts
@@ -283,9 +283,7 @@ def _proven(task: Task, exact: RunRecord, comparison: Comparison, runs: _Runs) -
 
 
 def _shapes(batch: Any) -> str:
-    from tp_verify._way import tensors_in
-
-    return " and ".join(f"{place or 'one tensor'} {tuple(t.shape)}" for place, t in tensors_in(batch))
+    return " and ".join(f"{place or 'one tensor'} {tuple(t.shape)}" for place, t in named_tensors(batch))
 
 
 def _not_covered(task: Task, exact: RunRecord, comparison: Comparison) -> list[str]:
@@ -302,6 +300,8 @@ def _not_covered(task: Task, exact: RunRecord, comparison: Comparison) -> list[s
         for n, p in model.named_parameters()
         if p.requires_grad and all(_is_zero(one.gradients.get(n)) for one in exact.steps)
     ]
+    if exact.idle_lines:
+        lines.append(f"lines that did not run: {idle_lines_in_words(exact.idle_lines)}")
     if without:
         lines.append(f"parameters that got no gradient: {', '.join(without)}")
     if frozen:

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core import tree_map
 from tp_core.errors import ConfigError
-from tp_core.internal import is_dtensor
+from tp_core.internal import is_dtensor, named_tensors
 
 Step = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -227,34 +228,12 @@ def plain_options(options: Mapping[str, Any]) -> str:
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return a nested value with ``function`` applied to each tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: mapped(inner, function) for key, inner in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(inner, function) for inner in value))
-    if isinstance(value, tuple | list):
-        return type(value)(mapped(inner, function) for inner in value)
-    return value
-
-
-def tensors_in(value: Any, place: str = "") -> list[tuple[str, Tensor]]:
-    """Return the tensors in a nested value, each with its place."""
-    if isinstance(value, Tensor):
-        return [(place, value)]
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, tuple | list):
-        items = enumerate(value)
-    elif hasattr(value, "__dataclass_fields__"):
-        items = ((name, getattr(value, name, None)) for name in value.__dataclass_fields__)
-    return [one for key, inner in items for one in tensors_in(inner, f"{place}.{key}" if place else str(key))]
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def row_count(batch: Any) -> int:
     """Return the number of rows of a batch: the first dimension of its first tensor that has one."""
-    return next((tensor.size(0) for _, tensor in tensors_in(batch) if tensor.dim()), 1)
+    return next((tensor.size(0) for _, tensor in named_tensors(batch) if tensor.dim()), 1)
 
 
 def rows_of(batch: Any, number: int, parts: int) -> Any:

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from tp_core._contracts._layout import averaged_gradients as averaged_gradients
     from tp_core._contracts._layout import divisors as divisors
     from tp_core._contracts._session import PerModule as PerModule
+    from tp_core._contracts._trial_runs import ForwardLines as ForwardLines
+    from tp_core._contracts._trial_runs import WithoutDropout as WithoutDropout
+    from tp_core._contracts._trial_runs import dropout_rates as dropout_rates
+    from tp_core._contracts._trial_runs import functions_named as functions_named
+    from tp_core._contracts._trial_runs import idle_lines_in_words as idle_lines_in_words
+    from tp_core._contracts._trial_runs import named_tensors as named_tensors
     from tp_core._devices._resolve import device_of_rank as device_of_rank
     from tp_core._devices._resolve import free_nbytes as free_nbytes
     from tp_core._devices._transfer import move_module as move_module
@@ -113,6 +119,14 @@ else:
             "tp_core._contracts._job": ["whole_model_arguments"],
             "tp_core._contracts._layout": ["BUCKET_NBYTES", "averaged_gradients", "divisors"],
             "tp_core._contracts._session": ["PerModule"],
+            "tp_core._contracts._trial_runs": [
+                "ForwardLines",
+                "WithoutDropout",
+                "dropout_rates",
+                "functions_named",
+                "idle_lines_in_words",
+                "named_tensors",
+            ],
             "tp_core.data._batches": ["Envelope", "split_evenly"],
             "tp_core.data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
             "tp_core.data._seeding": [

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from tp_core.internal import preserve_rng_state
+from tp_core.internal import named_tensors, preserve_rng_state
 
 from tp_shard._plans._adapters import inside_peft, is_adapted
 
@@ -46,19 +46,8 @@ class Call:
 
 
 def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested tuples, lists, mappings and dataclasses, each with its place."""
-    if isinstance(value, Tensor):
-        yield place or "output", value
-        return
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, tuple | list):
-        items = enumerate(value)
-    elif hasattr(value, "__dataclass_fields__"):
-        items = ((name, getattr(value, name, None)) for name in value.__dataclass_fields__)
-    for key, inner in items:
-        yield from tensors_of(inner, f"{place}.{key}" if place else str(key))
+    """Yield the tensors of a nested value, each with its place; "output" for a value that is a tensor."""
+    return ((at or "output", tensor) for at, tensor in named_tensors(value, place))
 
 
 def fresh(value: Any) -> Any:

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, ModelError, TpError
-from tp_core.internal import check_not_quantized, free_nbytes, is_dtensor
+from tp_core.internal import (
+    ForwardLines,
+    check_not_quantized,
+    free_nbytes,
+    idle_lines_in_words,
+    is_dtensor,
+)
 
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._plans._maker import choose
@@ -20,17 +26,16 @@ from tp_shard._shards import ParallelLayer
 from tp_shard._split import Split
 from tp_shard._verify._examples import Call, Loss, bytes_needed, cast, other_calls, probe_copy
 from tp_shard._verify._simulate import (
-    Lines,
     Run,
     Updates,
     rows_of,
     run_split,
+    run_whole,
     run_whole_or_detached,
     takes,
 )
 from tp_shard.errors import VerificationError
 
-_SHOWN = 4  # lines that did not run, in the text
 _STEPS = 3  # optimizer steps on the batch of its own
 _ROUNDING = 1e-5  # relative to the largest gradient: gradients below it may be rounding alone
 
@@ -476,9 +481,8 @@ class Report:
         if self.unreached:
             lines.append(f"not proven, because the batch does not reach it: {', '.join(self.unreached)}")
         if self.idle_lines:
-            first = "; ".join(self.idle_lines[:_SHOWN])
-            more = f"; {len(self.idle_lines) - _SHOWN} more" if len(self.idle_lines) > _SHOWN else ""
-            lines.append(f"not proven, because these lines did not run: {first}{more}")
+            idle = idle_lines_in_words(self.idle_lines)
+            lines.append(f"not proven, because these lines did not run: {idle}")
         return "\n".join(lines)
 
 
@@ -585,7 +589,7 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
     named = {name: style for name, (_, style) in choose(model, plan).items()}
     present = dict(copied.named_modules())
     mine: Plan = {name: style for name, style in named.items() if name in present}
-    tolerance, lines, merged = tolerance_of(dtype), Lines(copied), Comparison()
+    tolerance, lines, merged = tolerance_of(dtype), ForwardLines(copied), Comparison()
     modes: dict[str, None] = {}
     batches: dict[str, None] = {}
     unreached: dict[str, None] | None = None
@@ -603,6 +607,8 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
             raise ModelError(msg) from error
         runs = run_split(copied, mine, taken, ranks, updates=updates)
         comparison = compare(whole, runs, tolerance=tolerance)
+        if comparison.fault is not None and _is_random(copied, taken):
+            comparison.fault = replace(comparison.fault, reason=_RANDOM)
         _merge(merged, comparison)
         idle = dict.fromkeys(missed(copied, whole))
         unreached = {n: None for n in idle if unreached is None or n in unreached}
@@ -640,6 +646,18 @@ def _trials(model: nn.Module, call: Call) -> Iterator[tuple[Call, int]]:
     if other is not None:
         yield replace(other, training=False), 1
     yield replace(other or call, training=True), _STEPS
+
+
+_RANDOM = (
+    "the whole model draws random numbers that are no dropout of torch, as in a scripted function or noise: "
+    "leave them out of the model while it is verified, or leave the block whole"
+)
+
+
+def _is_random(model: nn.Module, call: Call) -> bool:
+    """Return whether another seed gives the whole model other numbers, although dropout is left out."""
+    first, other = run_whole(model, call, ()), run_whole(model, call, (), seed=1)
+    return first.loss is not None and other.loss is not None and not torch.equal(first.loss, other.loss)
 
 
 def _rate(model: nn.Module, whole: Run) -> float:

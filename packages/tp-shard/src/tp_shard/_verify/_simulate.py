@@ -5,7 +5,6 @@ collective for all. So there are no races, and each rank has its own random numb
 collective, or has ended, raises at once, where processes would hang.
 """
 
-import inspect
 import random
 import sys
 import threading
@@ -17,9 +16,8 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from tp_core.errors import DisagreementError
-from tp_core.internal import preserve_rng_state, seed_everything
+from tp_core.internal import WithoutDropout, preserve_rng_state, seed_everything
 
 from tp_shard._groups import _group
 from tp_shard._groups._group import ALONE, Group
@@ -29,7 +27,6 @@ from tp_shard._plans._styles import Plan, Row
 from tp_shard._shards import ShardTable
 from tp_shard._split import Split
 from tp_shard._verify._examples import Call, copied, fresh, loss_of, mapped, tensors_of
-from tp_shard.nn._draws import functions_named
 from tp_shard.nn._layers import ParallelLinear
 
 T = TypeVar("T")
@@ -312,11 +309,18 @@ class Updates:
 _NO_UPDATES = Updates()
 
 
-def run_whole(module: nn.Module, call: Call, watched: Collection[str], updates: Updates = _NO_UPDATES) -> Run:
+def run_whole(
+    module: nn.Module,
+    call: Call,
+    watched: Collection[str],
+    updates: Updates = _NO_UPDATES,
+    *,
+    seed: int = 0,
+) -> Run:
     """Run a module that is not split forward and backward, and record the inputs of ``watched`` modules."""
     with preserve_rng_state(), torch.enable_grad():
         run = Run()
-        return _run(copied(module), call, run, watched, updates)
+        return _run(copied(module), call, run, watched, updates, seed=seed)
 
 
 def run_whole_or_detached(
@@ -405,15 +409,16 @@ def _run(
     updates: Updates,
     *,
     dropout: bool = False,
+    seed: int = 0,
 ) -> Run:
     model.train(call.training)
-    seed_everything(0, devices=False)  # numpy's generator too: speech models draw masks from it
+    seed_everything(seed, devices=False)  # numpy's generator too: speech models draw masks from it
     if updates.count:
-        with _WithoutDropout(), torch.enable_grad():
+        with WithoutDropout(), torch.enable_grad():
             _update(model, call, updates)
     model.zero_grad()  # gradients of the copied model would be added to
     args, kwargs = fresh(call.args), {name: fresh(value) for name, value in call.kwargs.items()}
-    with nullcontext() if dropout else _WithoutDropout(), torch.enable_grad():
+    with nullcontext() if dropout else WithoutDropout(), torch.enable_grad():
         with Trace(model, run, watched):
             output = model(*args, **kwargs)
         run.stage = "loss"
@@ -445,48 +450,6 @@ def _describe(model: nn.Module, run: Run) -> None:
         if isinstance(module, ParallelLinear) and module.dim not in (0, None) and not module.gather_output:
             cut = module.splits["weight"]
             run.cuts[name] = Split(-1, cut.size, cut.ranges)
-
-
-class Lines:
-    """A context manager that records which lines of the modules' own ``forward`` run; not of torch's.
-
-    It traces this thread (`sys.settrace`), unless a debugger or a measurement of coverage does already.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._names: dict[Any, str] = {}
-        for kind in {type(m) for m in model.modules() if not type(m).__module__.startswith("torch.")}:
-            code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-            if code is not None:
-                self._names[code] = f"{kind.__qualname__.rpartition('.')[2]}.forward"
-        self._ran: dict[Any, set[int]] = {code: set() for code in self._names}
-        self._traces = sys.gettrace() is None
-
-    def __enter__(self) -> Self:
-        if self._traces:
-            sys.settrace(self._enter)
-        return self
-
-    def _enter(self, frame: Any, _event: str, _arg: Any) -> Any:
-        return self._step if frame.f_code in self._names else None  # only there line by line
-
-    def _step(self, frame: Any, event: str, _arg: Any) -> Any:
-        if event == "line":
-            self._ran[frame.f_code].add(frame.f_lineno)
-        return self._step
-
-    def __exit__(self, *_: object) -> None:
-        if self._traces:
-            sys.settrace(None)
-
-    def idle(self) -> tuple[str, ...]:
-        """Return the lines that have not run: ``Block.forward, line 63``; none if they were not traced."""
-        return tuple(
-            f"{name}, line {line}"
-            for code, name in self._names.items()
-            for line in sorted({line for _, _, line in code.co_lines() if line} - {code.co_firstlineno})
-            if self._traces and line not in self._ran[code]
-        )
 
 
 class Trace:
@@ -521,29 +484,6 @@ class Trace:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """A mode without dropout, wherever a model calls it: ranks rightly draw other masks than one process."""
-
-    _DROPOUTS = functions_named(
-        "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_dropout"
-    )
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is nn.functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            if "dropout_p" in kwargs:
-                kwargs["dropout_p"] = 0.0
-        if func is nn.functional.multi_head_attention_forward:  # the mode does not see the calls inside it
-            args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
-            kwargs["training"] = False
-        return func(*args, **kwargs)
 
 
 def rows_of(module: nn.Module, plan: Plan) -> list[str]:

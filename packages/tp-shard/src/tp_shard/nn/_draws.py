@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from tp_core.errors import ModelError
-from tp_core.internal import is_random_op, not_compiled_alone
+from tp_core.internal import functions_named, is_random_op, not_compiled_alone
 from tp_core.replicas import untraced
 
 from tp_shard._groups._group import Group
@@ -34,13 +34,6 @@ from tp_shard._shards import holds_shard
 _SPLIT = "_is_split"
 """The attribute that marks a tensor in a watched block as split, or as the same on all ranks."""
 _CPU = torch.device("cpu")
-
-
-def functions_named(names: str) -> frozenset[Any]:
-    """Return the functions of torch with these names, as far as this version has them."""
-    homes = (torch, Tensor, nn.functional)
-    return frozenset(getattr(home, name) for home in homes for name in names.split() if hasattr(home, name))
-
 
 _MADE_BY_SHAPE = functions_named(
     "empty new_empty new_full new_ones new_tensor new_zeros full ones zeros tensor"
