@@ -45,8 +45,12 @@ class Told(Callback):
     def __init__(self):
         self.words = []
 
+    def on_setup(self, model, optimizer):
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        self.words.append("setup")
+
     def on_fit_start(self, run):
-        self.words.append("start")
+        self.words.append(f"start on {run.backend}")
 
     def on_epoch_start(self, run):
         self.words.append(f"epoch {run.epoch}")
@@ -90,7 +94,7 @@ def test_events_come_in_the_order_of_the_run(tmp_path):
     fit(callbacks=[told], validation=loader(8), checkpoint=tmp_path)
     steps = [word for n in range(1, 6) for word in ("b", "o", f"s{n}")]
     after = ["val", ["loss"], ["loss", "val_loss"], "saved 5", "end"]
-    assert told.words == ["start", "epoch 1", *steps, *after]
+    assert told.words == ["setup", "start on single", "epoch 1", *steps, *after]
 
 
 def test_an_error_of_the_step_is_an_event():

@@ -553,6 +553,7 @@ class Trainer:
         from tp_trainer._steps._loaders import Epochs
         from tp_trainer._steps._optimizer_step import OptimizerStep
 
+        settings.loop.events.send("on_setup", model, optimizer)
         if self._others is not None:
             from tp_trainer._running._fastest import find_fastest
 

@@ -6,6 +6,7 @@ The fork server imports this module, as it imports the modules of tp that its pa
 import ast
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -20,42 +21,55 @@ _VARIABLE = "TP_VERIFY_IMPORTS"
 @contextmanager
 def preloading(script: Path) -> Iterator[None]:
     """Have a fork server that starts meanwhile make the imports of a script."""
-    os.environ[_VARIABLE] = json.dumps(leading_imports(script))
+    os.environ[_VARIABLE] = json.dumps(imports_of(script))
     try:
         yield
     finally:
         del os.environ[_VARIABLE]
 
 
-def leading_imports(script: Path) -> list[str]:
-    """Return the import statements that a script begins with, up to the first of a module beside it.
+def imports_of(script: Path) -> list[str]:
+    """Return the import statements of a script that do not depend on what it does before them.
 
-    What follows may depend on what the script has done by then, as on variables of the environment.
+    They are those that it begins with, up to the first of a module beside it; and where it has none of
+    these, and nowhere names the environment or the path of modules, all others, also in functions.
     """
     try:
-        statements = ast.parse(script.read_bytes()).body
+        source = script.read_bytes()
+        tree = ast.parse(source)
     except (SyntaxError, ValueError):  # the runs report it
         return []
     # The fork server has this folder on its path.
     places = [str(script.absolute().parent), str(Path.cwd())]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    if not any(_is_beside(node, places) for node in nodes) and not re.search(
+        rb"environ|putenv|sys\.path", source
+    ):
+        return list(dict.fromkeys(map(ast.unparse, nodes)))
     found = []
-    for at, statement in enumerate(statements):
-        match statement:
-            case ast.Expr(ast.Constant(str())) if at == 0:
-                continue
-            case ast.Import(aliases):
-                names = [alias.name for alias in aliases]
-            case ast.ImportFrom(str(name), level=0):
-                names = [name]
-            case _:
-                break
-        if any(PathFinder.find_spec(name.partition(".")[0], places) for name in names):
+    for at, statement in enumerate(tree.body):
+        if at == 0 and isinstance(statement, ast.Expr):  # a docstring
+            continue
+        if not isinstance(statement, ast.Import | ast.ImportFrom) or _is_beside(statement, places):
             break
         found.append(ast.unparse(statement))
     return found
 
 
+def _is_beside(statement: ast.Import | ast.ImportFrom, places: list[str]) -> bool:
+    """Return whether an import is of a module in one of these folders, or of the script's own package."""
+    if isinstance(statement, ast.ImportFrom):
+        names = [statement.module or ""] if statement.level == 0 else [""]
+    else:
+        names = [alias.name for alias in statement.names]
+    return any(not name or PathFinder.find_spec(name.partition(".")[0], places) for name in names)
+
+
 if _VARIABLE in os.environ:
+    # What some backends import, for two ranks of each.
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining  # noqa: F401 - as above
+
     watch_dropout()  # before a library keeps one of the functions under a name of its own
     for _statement in json.loads(os.environ.pop(_VARIABLE)):
         # A run meets the same error, and reports it. What is printed would be printed into the report.

@@ -1,6 +1,7 @@
 """A script's run in a process: a recorder joins it, writes what was trained, and may send it a SIGTERM."""
 
 import functools
+import inspect
 import json
 import math
 import multiprocessing
@@ -10,17 +11,31 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from tp_core.errors import ConfigError, LoaderError, ModelError, SelectionError, StepError
-from tp_core.internal import is_dtensor
-from tp_core.plugins import Callback, RunView
+from tp_core.internal import capture_rng_state, dropout_rates, is_dtensor, named_tensors
+from tp_core.plugins import Backend, Callback, RunView, registry
 
 _REFUSALS = (ConfigError, LoaderError, ModelError, SelectionError, StepError)
 """The errors of what a backend cannot prepare as it is; any other one, or one after a step, is a failure."""
+
+INPUTS = "inputs.pt"
+"""The file with the arguments of the model's first call."""
+
+_STEPS, _BEYOND, _LONGEST = 12, 4, 60
+"""The steps of a run by default, or those beyond its first epoch, where that has no more than the last."""
+MOST_STEPS = _LONGEST + _BEYOND
+
+
+def steps_beyond(epoch: int) -> int:
+    """Return the optimizer steps of a run by default, for the length of an epoch; 0 for one without."""
+    return max(_STEPS, epoch + _BEYOND) if epoch <= _LONGEST else _STEPS
 
 
 def run_script(script: str, arguments: list[str], folder: Path, is_launched: bool) -> int:
@@ -46,28 +61,52 @@ def run_script(script: str, arguments: list[str], folder: Path, is_launched: boo
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        is_refused = isinstance(error, _REFUSALS) and not (folder / f"stepped{rank}").exists()
-        said = first if is_refused else f"{type(error).__name__}: {first}"
-        (folder / f"error{rank}.json").write_text(json.dumps({"failed": said, "is_refused": is_refused}))
+        _write_error(error, folder, rank)
         raise
     return 0
+
+
+def _write_error(error: Exception, folder: Path, rank: str) -> None:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    is_refused = isinstance(error, _REFUSALS) and not (folder / f"stepped{rank}").exists()
+    said = first if is_refused else f"{type(error).__name__}: {first}"
+    (folder / f"error{rank}.json").write_text(json.dumps({"failed": said, "is_refused": is_refused}))
 
 
 class Recorder(Callback):
     """Records weights, states, metrics, the order of samples and random numbers of one rank.
 
-    The variable ``TP_VERIFY`` has its settings as JSON: "folder", where records go; "stop", the step after
-    which the run gets a SIGTERM; "plain", whether dropout and batch statistics are left out.
+    The variable ``TP_VERIFY`` has its settings as JSON: "folder", where records go; "stops", whether the run
+    gets a SIGTERM within its "steps", which are 0 where they follow from the length of an epoch; "plain",
+    whether dropout and batch statistics are left out; "inputs", a file with what the model got in its first
+    step, for a backend that splits the model itself.
     """
 
     def __init__(self) -> None:
         self._settings: dict[str, Any] = json.loads(os.environ["TP_VERIFY"])
         self._folder = Path(self._settings["folder"])
         self._is_drawn = False
-        self._epoch_steps = 0
+        self._epoch_steps = self._stop = 0
         self._rows: list[list[float]] = []
+        self._norms: dict[int, dict[str, float]] = {}
         self._metrics: dict[int, dict[str, float]] = {}
+
+    def on_setup(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Have the backend of a trial put the model into the form that it trains."""
+        inputs = self._settings["inputs"]
+        if not inputs:
+            return
+        named = {found.item.name: found.item for found in registry.backends()}
+        names = {id(p): name for name, p in model.named_parameters()}
+        try:
+            _adapt(named[os.environ["TP_BACKEND"]], model, Path(inputs))
+        except Exception as error:
+            # A callback that fails is left out of the run; without its model this trial has no sense.
+            _write_error(error, self._folder, os.environ.get("RANK", "0"))
+            raise SystemExit(1) from error
+        made = dict(model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"][:] = [made[names[id(p)]] if id(p) in names else p for p in group["params"]]
 
     def on_fit_start(self, run: RunView) -> None:
         """Watch the rows that the model gets."""
@@ -77,20 +116,30 @@ class Recorder(Callback):
             if self._settings["plain"]:
                 _leave_out(module)
             if not name:
-                module.register_forward_pre_hook(self._see)
+                module.register_forward_pre_hook(self._see, with_kwargs=True)
 
-    def _see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training and args and isinstance(args[0], Tensor):
-            rows = args[0].detach().double().flatten(1) if args[0].dim() > 1 else args[0].double()[:, None]
-            weights = torch.arange(1, rows.size(1) + 1, dtype=torch.float64).sqrt()
-            self._rows.append((rows.cpu() @ weights).tolist())
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = next((t for _, t in named_tensors((args, kwargs)) if t.dim()), None)
+        if not module.training or first is None:
+            return
+        if not self._rows:
+            with suppress(Exception):  # arguments that cannot be pickled
+                torch.save((args, kwargs), self._folder / INPUTS)
+        rows = first.detach().double().reshape(first.size(0), -1)
+        weights = torch.arange(1, rows.size(1) + 1, dtype=torch.float64).sqrt()
+        self._rows.append((rows.cpu() * weights).sum(1).tolist())
 
     def on_step_end(self, run: RunView) -> None:
         """Send the signal after its step."""
         if run.step == 1:
             (self._folder / f"stepped{run.rank}").touch()
             self._epoch_steps = _epoch_steps(run)
-        if run.step == self._settings["stop"] and run.is_main:
+            if self._settings["stops"]:
+                self._stop = max(1, (self._settings["steps"] or steps_beyond(self._epoch_steps)) * 2 // 5)
+        whole = {n: p.detach() for n, p in run.model.named_parameters() if not is_dtensor(p) and p.numel()}
+        norms = torch.stack([p.double().norm().cpu() for p in whole.values()]).tolist() if whole else []
+        self._norms[run.step] = dict(zip(whole, norms, strict=True))
+        if run.step == self._stop and run.is_main:
             (self._folder / "stopped").write_text(repr(time.time()))
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -115,16 +164,28 @@ class Recorder(Callback):
                     states[f"{names[id(parameter)]}:{key}"] = value
         record = {
             "step": run.step,
+            "backend": run.backend,
             "epoch_steps": self._epoch_steps,
             "weights": _own(dict(run.model.named_parameters())),
             "buffers": _own(dict(run.model.named_buffers())),
             "states": _own(states),
             "rows": self._rows,
+            "norms": self._norms,
             "metrics": {**self._metrics, run.epoch: dict(run.metrics)},
             "is_drawn": self._is_drawn or bool(_drawing),
-            "random": torch.get_rng_state(),
+            "random": capture_rng_state([]),
         }
         torch.save(record, self._folder / f"rank{run.rank}.pt")
+
+
+def _adapt(backend: Backend[Any], model: nn.Module, inputs: Path) -> None:
+    """Have a backend change a model in place, with example inputs where a run could save them."""
+    args, kwargs = torch.load(inputs, weights_only=False) if inputs.is_file() else ((), {})
+    if kwargs:
+        args = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    if backend.adapt_model(model, args or None) is not model:
+        msg = f"backend {backend.name!r} makes another module of this model, which the script would not train"
+        raise ConfigError(msg)
 
 
 def _epoch_steps(run: RunView) -> int:
@@ -142,14 +203,7 @@ def _own(tensors: dict[str, Any]) -> dict[str, Tensor]:
 
 def _is_drawn(module: nn.Module) -> bool:
     """Return whether parts of a batch do otherwise than the whole: dropout, and batch statistics."""
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) or bool(_rates(module))
-
-
-def _rates(module: nn.Module) -> list[str]:
-    """Return the names of a module's dropout rates above zero."""
-    is_dropout = "Dropout" in type(module).__name__
-    rates = {key: value for key, value in vars(module).items() if type(value) is float and value}
-    return [key for key in rates if "drop" in key or (key == "p" and is_dropout)]
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or bool(dropout_rates(module))
 
 
 _drawing: set[str] = set()
@@ -188,7 +242,7 @@ def _watched(function: Callable[..., Tensor], key: str, at: int) -> Callable[...
 
 
 def _leave_out(module: nn.Module) -> None:
-    for key in _rates(module):
+    for key in dropout_rates(module):
         setattr(module, key, 0.0)
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         module.eval()

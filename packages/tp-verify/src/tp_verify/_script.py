@@ -20,13 +20,12 @@ from tp_core.state import open_tensors
 
 from tp_verify._compare import Bound, norm_of
 from tp_verify._preload import preloading
-from tp_verify._recorder import run_script
+from tp_verify._recorder import INPUTS, MOST_STEPS, run_script, steps_beyond
 from tp_verify._report import Finding, Report
 
 _SAVED = 128 + 15  # the exit status of a run that a SIGTERM has ended
 _AT_ONCE = 2  # runs at the same time
-_STEPS, _BEYOND, _LONGEST = 12, 4, 60
-"""The steps of a run by default, or those beyond its first epoch, where that has no more than the last."""
+_NEAR = Bound(1e-3, 1e-4)  # of many steps in float32, each with its own rounding
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Trials:
         script: The script.
         arguments: Its arguments.
         folder: The folder of all records and checkpoints.
-        steps: The optimizer steps of each run.
+        steps: The optimizer steps of each run; 0 for those that follow from the length of an epoch.
         timeout_s: The deadline of each run.
     """
 
@@ -75,7 +74,7 @@ class Trials:
         *,
         ranks: int = 1,
         devices: int = 1,
-        stop: int = 0,
+        stops: bool = False,
         resumes: str = "",
         plain: bool = False,
     ) -> Run:
@@ -86,7 +85,7 @@ class Trials:
             backend: The backend.
             ranks: The number of processes.
             devices: The number of devices of each process.
-            stop: The step after which it gets a SIGTERM; 0 for none.
+            stops: Whether it gets a SIGTERM after two fifths of its steps.
             resumes: The name of the run that it resumes.
             plain: Whether dropout and the statistics of batches are left out.
         """
@@ -96,10 +95,18 @@ class Trials:
         saved = self.folder / (resumes or label) / "checkpoints"
         environ = {
             **{name: value for name, value in os.environ.items() if name.startswith("TP_")},
-            "TP_VERIFY": json.dumps({"folder": str(folder), "stop": stop, "plain": plain}),
+            "TP_VERIFY": json.dumps(
+                {
+                    "folder": str(folder),
+                    "stops": stops,
+                    "steps": self.steps,
+                    "plain": plain,
+                    "inputs": "" if backend == "single" else str(self.folder / "stopped" / INPUTS),
+                }
+            ),
             "TP_BACKEND": backend,
             "TP_DEVICES": ",".join(["cpu"] * devices),
-            "TP_MAX_STEPS": str(self.steps),
+            "TP_MAX_STEPS": str(self.steps or MOST_STEPS),
             "TP_CHECKPOINT": str(saved),
         }
         began = time.time()
@@ -115,7 +122,7 @@ class Trials:
             together=True,
         )
         ended = time.time()
-        failed = _first_failed(outcomes, _SAVED if stop else 0)
+        failed = _first_failed(outcomes, _SAVED if stops else 0)
         if failed is not None:
             return _failed(failed, folder, self.timeout_s)
         paths = [folder / f"rank{rank}.pt" for rank in range(ranks)]
@@ -125,11 +132,6 @@ class Trials:
         when = folder / "stopped"
         stop_s = ended - float(when.read_text()) if when.is_file() else 0.0
         return Run(records, _read_newest(saved), seconds=ended - began, stop_s=stop_s)
-
-    def run_stopped(self) -> tuple[Run, Run]:
-        """Run the script until a SIGTERM, and resume it."""
-        stopped = self.run("stopped", stop=max(1, self.steps * 2 // 5))
-        return stopped, stopped if stopped.failed else self.run("resumed", resumes="stopped")
 
 
 def verify_script(
@@ -155,21 +157,24 @@ def verify_script(
         preloading(script),
         ThreadPoolExecutor(_AT_ONCE) as pool,
     ):
-        trials = Trials(script, arguments, Path(folder), steps or _STEPS, timeout_s)
-        if steps is None:
-            epoch = _trained(trials.run("epoch"), script).records[0]["epoch_steps"]
-            if epoch <= _LONGEST:
-                trials = replace(trials, steps=max(_STEPS, epoch + _BEYOND))
-        first, interrupted = pool.submit(trials.run, "whole"), pool.submit(trials.run_stopped)
-        whole = _trained(first.result(), script)
-        steps = whole.records[0]["step"]
+        trials = Trials(script, arguments, Path(folder), steps or 0, timeout_s)
+        # First the run that is stopped: it sees how long an epoch is, and what the model gets.
+        stopped = trials.run("stopped", stops=True)
+        seen = stopped.records[0] if stopped.records else {"epoch_steps": 0, "is_drawn": True}
+        trials = replace(trials, steps=steps or steps_beyond(seen["epoch_steps"]))
+        first = pool.submit(trials.run, "whole")
+        if stopped.failed:
+            _trained(first.result(), script)
+        continued = pool.submit(trials.run, "resumed", resumes="stopped")
         # What parts of a batch do otherwise than the whole is left out, where there is any.
-        again = pool.submit(trials.run, "plain", plain=True) if whole.records[0]["is_drawn"] else first
+        again = pool.submit(trials.run, "plain", plain=True) if seen["is_drawn"] else first
         others = {
             backend: pool.submit(trials.run, backend, backend, ranks=ranks, devices=devices, plain=True)
             for backend, (ranks, devices) in layouts.items()
         }
-        reports = [_resumed(whole, *interrupted.result(), steps)]
+        whole = _trained(first.result(), script)
+        steps = whole.records[0]["step"]
+        reports = [_resumed(whole, stopped, continued.result(), steps)]
         plain = again.result()
         for backend, other in others.items():
             reports.append(_compared(plain, other.result(), backend, layouts[backend][0], steps))
@@ -240,22 +245,21 @@ def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
     first, second = whole.records[0], resumed.records[0]
     compared: dict[str, int] = {}
     rows = stopped.records[0]["rows"] + second["rows"]
-    for number, (one, other) in enumerate(zip(first["rows"], rows, strict=False), 1):
-        if one != other:
-            finding = Finding("the order of samples", "", number, "the batch has other rows")
-            break
-    else:
-        if len(first["rows"]) != len(rows):
-            said = f"{len(rows)} batches were seen, and {len(first['rows'])} without a stop"
-            finding = Finding("the order of samples", "", 0, said)
-    compared["batches"] = len(first["rows"])
+    if len(first["rows"]) != len(rows):
+        said = f"{len(rows)} batches were seen, and {len(first['rows'])} without a stop"
+        finding = Finding("the order of samples", "", 0, said)
+    norms = stopped.records[0]["norms"] | second["norms"]
     finding = (
-        finding
+        _first_batch_apart(first["rows"], [rows], compared)
+        or finding
+        or _first_step_apart(first["norms"], norms, tolerance=0.0)
         or _first_apart(first, second, compared, exact=True)
         or _first_saved_apart(whole, resumed, steps, compared, exact=True)
     )
-    if finding is None and not torch.equal(first["random"], second["random"]):
-        finding = Finding("the random numbers", "", steps, "the generator is in another state")
+    drawn = [kind for kind, state in first["random"].items() if state != second["random"].get(kind)]
+    if finding is None and drawn:
+        said = f"the generator of {' and of '.join(drawn)} is in another state"
+        finding = Finding("the random numbers", "", steps, said)
     at = stopped.records[0]["step"]
     return Report(
         name,
@@ -265,11 +269,13 @@ def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
         compared,
         [
             f"{steps} steps, of which a SIGTERM ended the run after {at}, in {stopped.stop_s:.1f} s",
-            "weights, optimizer state, buffers, metrics, order of samples and random numbers, bit for bit",
+            "weights, optimizer state, buffers, metrics, order of samples and random numbers, bit for bit"
+            if rows
+            else "weights, optimizer state, buffers, metrics and random numbers, bit for bit",
         ]
         if finding is None
         else [],
-        [],
+        [] if rows else ["the order of samples: the model takes no tensor"],
         seconds=whole.seconds + stopped.seconds + resumed.seconds,
     )
 
@@ -282,13 +288,22 @@ def _compared(plain: Run, other: Run, backend: str, ranks: int, steps: int) -> R
     if other.failed:
         failure = Finding("the run", "", 0, other.failed)
         return Report(name, ranks, "its own", failure, {}, [], [])
+    first = plain.records[0]
+    if (first["backend"], other.records[0]["backend"]) != ("single", backend):
+        own = f"the script itself names a backend, {other.records[0]['backend']!r}"
+        return Report(name, ranks, "its own", None, {}, [], [own])
     compared: dict[str, int] = {}
-    finding: Finding | None = None
+    finding = _first_batch_apart(first["rows"], [record["rows"] for record in other.records], compared)
     for rank, record in enumerate(other.records):
-        found = _first_apart(plain.records[0], record, compared, exact=False)
-        if found is not None:
+        found = finding or _first_apart(first, record, compared, exact=False)
+        if found is not None and finding is None:
+            # A weight may have parted long before the end; of a split one a rank has a part.
+            shapes = {n: tensor.shape for n, tensor in record["weights"].items()}
+            whole = {n for n, tensor in first["weights"].items() if shapes.get(n) == tensor.shape}
+            norms = {step: {n: one[n] for n in one.keys() & whole} for step, one in first["norms"].items()}
+            earlier = _first_step_apart(norms, record["norms"], tolerance=_NEAR.rtol)
+            found = earlier if earlier and found.what in ("the weight", "the state") else found
             finding = replace(found, said=f"rank {rank}: {found.said}")
-            break
     finding = finding or _first_saved_apart(plain, other, steps, compared, exact=False)
     left_out = "dropout and the statistics of batch norms, which were left out of this comparison"
     return Report(
@@ -303,6 +318,43 @@ def _compared(plain: Run, other: Run, backend: str, ranks: int, steps: int) -> R
         [left_out] if plain.records[0]["is_drawn"] else [],
         seconds=other.seconds,
     )
+
+
+def _first_batch_apart(
+    whole: Sequence[list[float]], ranks: Sequence[Sequence[list[float]]], compared: dict[str, int]
+) -> Finding | None:
+    """Return the first batch of which ranks have other rows; each has all of them, or they share them.
+
+    A rank may call its model for parts of a share, or not at all: then nothing is compared.
+    """
+    if any(len(parts) != len(whole) for parts in ranks):
+        return None
+    for number, (rows, *parts) in enumerate(zip(whole, *ranks, strict=False), 1):
+        joined = [row for part in parts for row in part]
+        if all(len(part) == len(rows) for part in parts):
+            is_same = all(part == rows for part in parts)
+        elif len(joined) == len(rows):
+            is_same = sorted(joined) == sorted(rows)
+        else:
+            continue
+        compared["batches"] = compared.get("batches", 0) + 1
+        if not is_same:
+            return Finding("the order of samples", "", number, "the batch has other rows")
+    return None
+
+
+def _first_step_apart(
+    whole: Mapping[int, Mapping[str, float]], other: Mapping[int, Mapping[str, float]], *, tolerance: float
+) -> Finding | None:
+    """Return the first step after which the norm of a weight is another one."""
+    for step, norms in whole.items():
+        for name, norm in norms.items():
+            got = other.get(step, {}).get(name, norm)
+            if abs(got - norm) > tolerance * norm:
+                module, _, parameter = name.rpartition(".")
+                said = f"its norm is {got:.9g}, and not {norm:.9g}"
+                return Finding("the weight", module, step, said, parameter)
+    return None
 
 
 def _first_apart(
@@ -355,8 +407,7 @@ def _difference(tensor: Tensor, other: Tensor, scale: float, *, exact: bool) -> 
         return f"it has the shape {tuple(other.shape)}, and not {tuple(tensor.shape)}"
     if exact:
         return "" if torch.equal(tensor, other) else "it differs"
-    bound = Bound(1e-3, 1e-4)  # of many steps in float32, each with its own rounding
     apart = norm_of(tensor.double() - other.double())
-    if apart <= bound.limit(tensor, None, scale):
+    if apart <= _NEAR.limit(tensor, None, scale):
         return ""
     return f"it differs by {apart / max(norm_of(tensor), 1e-300):.2g} of its norm"

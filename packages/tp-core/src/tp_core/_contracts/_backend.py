@@ -198,12 +198,17 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def adapt_model(self, model: "nn.Module", inputs: object) -> "nn.Module":  # noqa: ARG002 - its contract
         """Return a plain model in the form that this backend trains; by default as it is.
 
-        ``tp test`` calls it on every rank before it trains its own small model. A backend for models of
-        another form, for example with layers that are split over ranks, converts the model here.
+        ``tp test`` calls it on every rank before it trains its own small model, and ``tp verify`` before it
+        trains a script's. A backend for models of another form, for example with layers that are split over
+        ranks, converts the model here, in place where it can.
 
         Args:
             model: The model, with the same values on all ranks.
-            inputs: Example inputs of the model.
+            inputs: Example inputs of the model: a tuple of arguments, a mapping of their names, or the only
+                one; ``None`` where there are none.
+
+        Raises:
+            ConfigError: The backend does not train this model.
         """
         return model
 

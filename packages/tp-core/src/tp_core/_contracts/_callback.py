@@ -85,6 +85,10 @@ class RunView(Protocol):
         """The number of processes that run the job."""
 
     @property
+    def backend(self) -> str:
+        """The name of the backend that runs the job."""
+
+    @property
     def is_main(self) -> bool:
         """Whether this process writes the files and prints to the terminal."""
 
@@ -113,6 +117,13 @@ class Callback:
         ...     def on_epoch_end(self, run):
         ...         print(run.epoch, run.metrics["loss"])
     """
+
+    def on_setup(self, model: "nn.Module", optimizer: "Optimizer") -> None:
+        """Called at the start of ``fit``, before a backend is chosen for the model.
+
+        It may change the model and the optimizer, in place and alike on all ranks: for example put in place
+        of layers what only one backend trains, and the new parameters into the optimizer's groups.
+        """
 
     def on_fit_start(self, run: RunView) -> None:
         """Called once everything is prepared, and restored where the run is resumed."""

@@ -265,6 +265,11 @@ class Loop:
         return self._session.world_size
 
     @property
+    def backend(self) -> str:
+        """The name of the backend that runs the job."""
+        return self._settings.backend
+
+    @property
     def is_main(self) -> bool:
         """Whether this process is rank 0, which writes files and prints."""
         return self._session.is_main
