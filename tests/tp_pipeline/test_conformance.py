@@ -46,10 +46,6 @@ class TestSharedWeights(TestTwoStages):
     processes = 4
     options = SHARED
     limits = TestTwoStages.limits | {
-        "test_a_parameter_that_one_rank_alone_uses_has_the_gradient_of_the_mean": "all share the same",
-        "test_a_stand_in_with_a_loss_that_is_not_finite_counts_as_nothing": "its gradients are not finite",
-    }
-    limits |= {
         f"test_{what}_where_there_are_more_than_two": "the test takes 3 ranks, and these groups have 2"
         for what in (
             "gathers_have_the_rows_of_all_ranks",

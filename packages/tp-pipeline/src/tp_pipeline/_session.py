@@ -548,12 +548,14 @@ class PipelineSession(ProcessGroupSession):
         """Free the parameters of other ranks' stages. What no stage uses stays on all.
 
         Collectives: a broadcast of each parameter that is needed elsewhere than it was built, and of what
-        optimizers keep of it; an all-gather if there are some.
+        optimizers keep of it; an all-gather if there are some. Where data ranks share weights, another one.
         """
-        holders = {}
-        for name, _ in model.named_parameters():
-            where = sorted({self.orders.rank_of(s) for s in plan.holders.get(name, ())})
-            holders[name] = where or list(range(self.ranks))
+        used = {name: {self.orders.rank_of(s) for s in where} for name, where in plan.holders.items()}
+        if self._rows is not None and self._data_group is not None:
+            # Data ranks share what any of them uses: their steps may go other ways.
+            every = _gather_values(used, self._data_group, self.device)
+            used = {n: set().union(*(one.get(n, ()) for one in every)) for one in every for n in one}
+        holders = {n: sorted(used.get(n, range(self.ranks))) for n, _ in model.named_parameters()}
         self._send_missing(stages, model, holders)
         stages.holders = {id(p): holders[name] for name, p in model.named_parameters()}
         by_unit = {c.unit: self.orders.rank_of(s) for c, s in zip(plan.calls, plan.stage_of, strict=True)}
@@ -564,7 +566,7 @@ class PipelineSession(ProcessGroupSession):
             for name, parameter in model.named_parameters():
                 if self._has(stages, parameter):
                     # What no stage uses gets no gradient, and is not gathered.
-                    if self._rows is not None and name in plan.holders and can_be_shared(parameter):
+                    if self._rows is not None and name in used and can_be_shared(parameter):
                         stages.shared.add(id(parameter))
                         self._keep(parameter, self._rows.own(len(parameter)))
                     continue
@@ -685,9 +687,11 @@ class PipelineSession(ProcessGroupSession):
         reached = {name for names, *_ in said for name in names}
         found = self._summed(stages, model, gradients, reached)
         loss = moved["loss"] if isinstance(moved, Mapping) else moved
-        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        anchor = torch.zeros((), dtype=loss.dtype, device=self.device, requires_grad=True)
+        # After hooks of a leaf, by which the loss of a stand-in counts nothing.
         add = partial(self._add, stages, model, found, total)
-        loss = _WholeLoss.apply(anchor, loss, add)  # type: ignore[no-untyped-call]  # torch's
+        anchor.register_post_accumulate_grad_hook(add)
+        loss = _WholeLoss.apply(anchor, loss)  # type: ignore[no-untyped-call]  # torch's
         return {**moved, "loss": loss} if isinstance(moved, Mapping) else loss
 
     def _trace(self, spans: Sequence[Span]) -> None:
@@ -744,16 +748,17 @@ class PipelineSession(ProcessGroupSession):
         model: nn.Module,
         found: dict[nn.Parameter, Tensor],
         total: float,
-        factor: Tensor,
+        leaf: Tensor,
     ) -> None:
-        """Add gradients, divided by the total weight, times a factor, and average them over the data ranks.
+        """Add gradients, divided by the total weight, times a leaf's, and average them over the data ranks.
 
         Collective: all-reduces over the data ranks, unless inside :meth:`no_sync`; reduce-scatters of those
         of weights that they share, inside of it, too.
         """
         if not found and not self._gradient_size > 1:
             return
-        number = float(factor)
+        number = 0.0 if leaf.grad is None else float(leaf.grad)
+        leaf.grad = None
         if self.job.precision == "fp16-mixed" and 0.0 < number < math.inf:
             self._scale = near_power_of_two(number)
         scale = number / total if total else 0.0
@@ -1005,20 +1010,18 @@ class _Body(nn.Module):
 
 
 class _WholeLoss(torch.autograd.Function):
-    """The loss of the whole batch; its gradients are there already.
+    """The loss of the whole batch; its gradients are there already, and a leaf stands for them.
 
-    Forward exchanges nothing; backward adds the gradients, and averages them over the data ranks.
+    Forward and backward exchange nothing: what follows the leaf's gradient does.
     """
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, value: Tensor, add: Callable[[Tensor], None]) -> Tensor:
-        ctx.add = add
+    def forward(ctx: Any, _leaf: Tensor, value: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.add(grad.sum())
-        return torch.zeros_like(grad), None, None  # not None: hooks of a stand-in's loss get it
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
+        return grad.sum(), None
 
 
 def _gather_values(mine: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
