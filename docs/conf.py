@@ -69,6 +69,8 @@ linkcheck_retries = 2
 linkcheck_anchors = False
 
 autodoc_member_order = "groupwise"
+autodoc_preserve_defaults = True  # a registry's repr, as a default, hid the types of a whole signature
+maximum_signature_line_length = 88
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 napoleon_use_ivar = True
@@ -97,6 +99,7 @@ nitpick_ignore = [
     ("py:class", "tp_trainer.compat.accelerate.Loader"),
     ("py:class", "tp_trainer.compat.lightning._LoggerView"),
     ("py:class", "tp_trainer.planning._machine.Operators"),
+    ("py:class", "tp_trainer._opening._boundaries.StepBoundaries"),
     ("py:class", "tuple[float"),  # an attribute's type in a docstring is cut at its comma
     ("py:class", "tp_trainer.testing._conformance.Outcome"),
 ]

@@ -49,6 +49,26 @@ CODE_CUT = """
     return [...document.querySelectorAll('article pre')].filter(p => p.scrollWidth > p.clientWidth + 1)
         .map(p => p.innerText.slice(0, 60));
 """
+UNCOPIED = """
+    return [...document.querySelectorAll('article div.highlight pre')]
+        .filter(p => !p.parentElement.querySelector('button.copybtn')).map(p => p.innerText.slice(0, 60));
+"""
+# Photographs and plots on a ground of their own; drawings have colors for both.
+ONE_GROUND = """
+    return [...document.querySelectorAll('article img[src$=".png"]')]
+        .filter(i => !/only-(light|dark)/.test(i.className)).map(i => i.getAttribute('src'));
+"""
+EMPTY = "return [...document.images].filter(i => !i.naturalWidth).map(i => i.getAttribute('src'))"
+# How many characters fit into a line of the first program.
+COLUMNS = """
+    const block = document.querySelector('article div.highlight pre'), line = document.createElement('span');
+    line.textContent = '0'.repeat(100);
+    line.style.whiteSpace = 'pre';
+    block.append(line);
+    const style = getComputedStyle(block);
+    const inside = block.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    return inside / line.getBoundingClientRect().width * 100;
+"""
 # The contrast of text and what is behind it, as WCAG 2 defines it, for the first of each kind on the page.
 CONTRASTS = """
     const parse = text => (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
@@ -153,6 +173,9 @@ def test_every_page_is_whole_wide_and_narrow_light_and_dark(browser, site, addre
                 elif not (site / unquote(target.removeprefix(f"{address}/"))).is_file():
                     wrong.append(f"{name} links to {target}, which is not there")
             wanted.setdefault(target, set()).add((unquote(fragment), name))
+        wrong += [f"{name} has no copy button at: {c}" for c in browser.execute_script(UNCOPIED)]
+        wrong += [f"{name} has {i} for one ground alone" for i in browser.execute_script(ONE_GROUND)]
+        wrong += [f"{name} has an empty picture: {i}" for i in browser.execute_script(EMPTY)]
         for theme in ("light", "dark"):
             browser.execute_script("document.body.dataset.theme = arguments[0]", theme)
             contrasts = browser.execute_script(CONTRASTS)
@@ -168,6 +191,12 @@ def test_every_page_is_whole_wide_and_narrow_light_and_dark(browser, site, addre
                 wrong.append(f"{source} links to {page.removeprefix(address)}#{fragment}, which is not there")
     assert len(ids) > 50
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_program_of_88_columns_is_not_wrapped(browser, address):
+    resize(browser, *WIDE)
+    opened(browser, f"{address}/index.html")
+    assert browser.execute_script(COLUMNS) >= 88
 
 
 def test_the_search_finds_what_is_written(browser, address):
