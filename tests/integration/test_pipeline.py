@@ -391,7 +391,7 @@ REFUSED = [
     (Decoder, step, {"cuts": ["layers.1", "layers.2"]}, TpError, "names 2 modules .* need 1"),
     (Decoder, step, {"cuts": "own"}, DisagreementError, "ranks disagree on"),
     (Decoder, step, {"data": "fsdp"}, TpError, "data ranks, and all 2 ranks hold one model"),
-    (Decoder, step, {"data": "shard"}, ConfigError, "must be 'ddp' or 'fsdp', got 'shard'"),
+    (Decoder, step, {"data": "shard"}, ConfigError, "must be one of 'ddp', 'fsdp', got 'shard'"),
 ]
 
 
@@ -444,7 +444,7 @@ COMBINED = [
         torch.optim.SGD,
         "context",
         {"weights": "pipeline"},
-        "weights='pipeline' .* must be 'whole' or",
+        "are each to take all 2 ranks",
     ),
 ]
 

@@ -75,6 +75,8 @@ class ContextBackend(RanksBackend[ContextOptions]):
             if not found.item.shares_samples or found.item.name == "ddp":  # which is "whole"
                 continue
             for inner in found.item.layouts(job):
+                if inner.axes.get("pipeline", 1) > 1:  # stages are chosen by name
+                    continue
                 yield from _around(found.item.name, inner)
 
     def forecast(self, job: Job, layout: Layout) -> Forecast | None:

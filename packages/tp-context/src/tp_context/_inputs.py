@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_context._attention import NAME, doors, register_with_transformers
-from tp_context._slices import Cut, Cuts, activate
+from tp_context._slices import Cut, Cuts, Loss, activate
 
 _IGNORED = -100  # torch's and transformers' number of a label that does not count
 
@@ -168,7 +168,7 @@ class _Given:
             kwargs["shift_labels"] = labels
         elif given.get("shift_labels") is not None:
             labels = given["shift_labels"]
-        self.cuts.units = float((labels != _IGNORED).sum())
+        self.cuts.loss.units = float((labels != _IGNORED).sum())
 
 
 class _NoGradient:
@@ -184,10 +184,11 @@ class _NoGradient:
         values = output.values() if isinstance(output, Mapping) else output
         for value in [values] if isinstance(values, Tensor) else values if _is_listed(values) else []:
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(self._without_nan)
+                value.register_hook(partial(_without_nan, self.cuts.loss))
 
-    def _without_nan(self, grad: Tensor) -> Tensor | None:
-        return None if self.cuts.counts else torch.zeros_like(grad)
+
+def _without_nan(loss: Loss, grad: Tensor) -> Tensor | None:
+    return None if loss.counts else torch.zeros_like(grad)
 
 
 def _is_listed(values: Any) -> bool:

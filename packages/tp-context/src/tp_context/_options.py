@@ -19,7 +19,8 @@ class ContextOptions:
         context: The number of ranks that share each sequence, -1 for all. The others divide the samples.
         weights: The backend that holds the weights, and averages gradients over all ranks: "whole" for a copy
             on each rank, "fsdp" for shards over data and context ranks alike, "shard" for tensors split in
-            groups, of which ``context`` share a sequence. Its own options are given by its own name.
+            groups, of which ``context`` share a sequence, "pipeline" for stages on groups of ranks, of which
+            ``context`` share one, too. Its own options are given by its own name.
         sequence: The dimension of the sequence in tensors of the batch, by name: ``{"tokens": 1}``. Entries
             of a tuple or list are named by their number: ``{"0": 1}``. Tensors without a name here stay
             whole. ``None`` finds them. An empty mapping keeps all of the batch whole, on each rank.

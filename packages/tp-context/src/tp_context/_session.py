@@ -20,7 +20,7 @@ from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_g
 from tp_context._check import Ranks, prove, refuse
 from tp_context._inputs import Way, splitting
 from tp_context._options import ContextOptions
-from tp_context._slices import Cut, Cuts, Found, find_sequences, map_sequences, take_slices
+from tp_context._slices import Cut, Cuts, Found, Loss, find_sequences, map_sequences, take_slices
 
 
 class WholeWeights(ProcessGroupSession):
@@ -87,7 +87,7 @@ class ContextSession(SessionWrapper):
             inner.sample_group, inner.sample_rank, inner.sample_size, together, options.attention
         )
         self._splits = inner.sample_size > 1 and options.sequence != {}
-        self._ways: WeakKeyDictionary[nn.Module, dict[object, Way]] = WeakKeyDictionary()
+        self._ways: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Way]] = WeakKeyDictionary()
         # The runs that a backward pass may follow, by the cuts of their sequences.
         self._runs: dict[tuple[Cut, ...], tuple[nn.Module, Cuts, Way]] = {}
         self._unsynced = 0
@@ -159,6 +159,12 @@ class ContextSession(SessionWrapper):
         cuts = self.ranks.cuts(plain, batch, found)
         sliced = take_slices(batch, found, cuts)
         with splitting(plain, cuts, way):
+            if self.inner.runs_step_in_parts:
+                # Of a step that was not compared, rows of whole sequences are still right.
+                key = step_identity(step, unwraps=True)
+                is_compared = any(known[0] == key for known in self._ways[plain])
+                run = partial(self._run_part, step, cuts, is_compared)
+                return _as_returned(self.inner.run(run, models[0], sliced))
             output = self.inner.run(step, models[0], sliced)
         if torch.is_grad_enabled():
             self._runs[tuple(cuts)] = plain, cuts, way
@@ -172,7 +178,7 @@ class ContextSession(SessionWrapper):
             ModelError: It is not proved.
         """
         names = tuple(sorted(map(str, batch))) if isinstance(batch, Mapping) else ()
-        key = (
+        key: tuple[Any, ...] = (
             step_identity(step),
             model.training,
             torch.is_grad_enabled(),
@@ -180,10 +186,22 @@ class ContextSession(SessionWrapper):
             names,
         )
         ways = self._ways.setdefault(model, {})
+        if self.inner.cuts_models:  # so training is compared for evaluation, too
+            key = step_identity(step, unwraps=True), len(found.lengths), names
+            alike = next((known for known in ways if known[1:] == key[1:]), None)
+            if ways and alike is None:
+                msg = (
+                    "backend 'context' compares slices with the whole model before the first step, and with "
+                    f"weights={self.options.weights!r} no rank has it later: give batches with the names of "
+                    f"the first one, {sorted(known[2] for known in ways)}, got {names}"
+                )
+                raise StepError(msg)
+            key = key if alike is None else alike
         way = ways.get(key)
         if way is None:
             self._check_batch(step, model, batch)
-            with self._gradients_of_a_check(model) as compares:
+            grads = torch.is_grad_enabled() or self.inner.cuts_models
+            with self._gradients_of_a_check(model) as compares, torch.set_grad_enabled(grads):
                 proved = prove(
                     self._call(step),
                     model,
@@ -202,6 +220,36 @@ class ContextSession(SessionWrapper):
                     raise refuse(other)
             way = ways[key] = cast("Way", proved)  # it is among those looked at above
         return way
+
+    def _run_part(
+        self, step: Callable[..., StepOutput], cuts: Cuts, is_compared: bool, model: nn.Module, part: Any
+    ) -> StepOutput:
+        """Run a step for some of the samples, and return the output of their whole sequences.
+
+        A loss that is a mean over the labels of a model says so, for the mean over all samples.
+
+        Raises:
+            StepError: It returns numbers, and was not compared with the whole model.
+
+        Collectives: those of the step, and of :meth:`_joined`.
+        """
+        cuts.loss = Loss()
+        output = step(model, part)
+        values = output if isinstance(output, Mapping) else {"loss": output}
+        numbers = [n for n, v in values.items() if n != "weight" and (_is_number(v) or isinstance(v, tuple))]
+        if numbers and not is_compared:
+            msg = (
+                f"the step returns {', '.join(map(repr, numbers))}, and is another one than the first, which "
+                "backend 'context' has compared with the whole model; with "
+                f"weights={self.options.weights!r} no rank has it later: train and evaluate by one step; "
+                "predict() takes any"
+            )
+            raise StepError(msg)
+        if cuts.loss.units is None or "weight" in values or self.job.loss == "sum":
+            joined: StepOutput = self._joined(output, cuts)
+            return joined
+        kind = _UNWEIGHED if isinstance(output, Mapping) else _BARE
+        return {**self._joined({**values, "weight": cuts.loss.units}, cuts), kind: None}
 
     def _check_batch(self, step: Callable[..., StepOutput], model: nn.Module, batch: Any) -> None:
         """Let a batch that checks the step before training do so with whole sequences.
@@ -308,7 +356,7 @@ class ContextSession(SessionWrapper):
         numbers = {n: v for n, v in values.items() if n != "weight" and _is_number(v)}
         pairs = {n: split_weight(n, v) for n, v in values.items() if isinstance(v, tuple)}
         weight = self._weight(values, numbers, cuts)
-        cuts.counts = weight > 0
+        cuts.loss.counts = weight > 0
         sent = [_number(v) for v in numbers.values()] + [weight]
         sent += [_number(x) for mean, own in pairs.values() for x in (mean, own or 0.0)]
         cuts.announce(("numbers", sorted(values)))
@@ -344,8 +392,8 @@ class ContextSession(SessionWrapper):
             return read_weight(values["weight"])
         if self.job.loss == "sum" and set(numbers) <= {"loss"}:
             return 1.0
-        if cuts.units is not None:
-            return cuts.units
+        if cuts.loss.units is not None:
+            return cuts.loss.units
         if not numbers:
             return 1.0
         msg = (
@@ -406,7 +454,7 @@ class ContextSession(SessionWrapper):
                 model, _, way = runs[-1]
                 own = {c: c for _, each, _ in runs for c in each}
                 cuts = Cuts(own.values(), self.options.attention, of_runs=True)
-                cuts.counts = any(each.counts for _, each, _ in runs)
+                cuts.loss.counts = any(each.loss.counts for _, each, _ in runs)
                 stack.enter_context(splitting(model, cuts, way))
             self.inner.backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
         if not retain_graph and not create_graph:
@@ -433,6 +481,20 @@ class _WholeLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad * ctx.scale, None, None
+
+
+# Keys of a part's output to which tp-context has added the weight.
+_UNWEIGHED, _BARE = "tp_context.unweighed", "tp_context.bare"
+
+
+def _as_returned(output: StepOutput) -> StepOutput:
+    """Return an output with what the user's step returns alone."""
+    if not isinstance(output, Mapping) or not {_UNWEIGHED, _BARE} & output.keys():
+        return output
+    if _BARE in output:
+        loss: Tensor = output["loss"]
+        return loss
+    return {name: value for name, value in output.items() if name not in {"weight", _UNWEIGHED}}
 
 
 def _number(value: Any) -> float:

@@ -259,12 +259,24 @@ class _SumAndTake(torch.autograd.Function):
 # -- The cut that holds at present ------------------------------------------------------------------
 
 
+class Loss:
+    """What is known of a loss on this rank.
+
+    Attributes:
+        units: The number of its units, as the model's labels say; ``None`` if unknown.
+        counts: Whether it counts; set when the step has returned.
+    """
+
+    def __init__(self) -> None:
+        self.units: float | None = None
+        self.counts = True
+
+
 class Cuts:
     """The cuts of the sequences of one batch, by length.
 
     Attributes:
-        units: The number of units of the loss on this rank, as the model's labels say; ``None`` if unknown.
-        counts: Whether this rank's loss counts; set when the step has returned.
+        loss: What is known of the loss of the run of the step.
         packed: For models of transformers that pack documents into a row: the whole position numbers, and the
             number of the document at each position, both (batch, tokens). ``None`` for one document a row.
         attention: The way of attention, as `ContextOptions.attention` names it.
@@ -276,8 +288,7 @@ class Cuts:
         self.attention = attention
         self._by_tokens = {cut.tokens: cut for cut in cuts}
         self._by_length = {cut.length: cut for cut in cuts}
-        self.units: float | None = None
-        self.counts = True
+        self.loss = Loss()
         self.packed: tuple[Tensor, Tensor] | None = None
         # Of several runs before one backward pass: an error only for what is recomputed in it.
         # Alike on all ranks, though on this one they may differ.
@@ -534,7 +545,7 @@ def take_slices(batch: Any, found: Found, cuts: Cuts) -> Any:
     if isinstance(part, CountedBatch):
         own = part.weight
         # Where the model compares with the next label, a slice lacks the label of its last token.
-        part.weight = lambda: own() if cuts.units is None else cuts.units  # type: ignore[method-assign]
+        part.weight = lambda: own() if cuts.loss.units is None else cuts.loss.units  # type: ignore[method-assign]
     return part
 
 

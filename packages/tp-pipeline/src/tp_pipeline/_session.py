@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from tp_core import tree_leaves, tree_map
-from tp_core.data import Parts, StepOutput, combine_outputs, count_samples
+from tp_core.data import Parts, Share, StepOutput, combine_outputs, count_samples
 from tp_core.errors import ConfigError, DisagreementError, ModelError, RankFailedError, StepError
 from tp_core.internal import (
     PerModule,
@@ -100,6 +100,7 @@ class PipelineSession(ProcessGroupSession):
     """
 
     runs_step_in_parts = True
+    cuts_models = True
     takes_deferred_models = True  # a tensor at a time
 
     def __init__(
@@ -128,6 +129,7 @@ class PipelineSession(ProcessGroupSession):
             rendezvous_store(job.environment),
             self._mates(),
         )
+        self.takes_deferred_models = self.sample_size == 1  # others are compared with the whole model
         self._stages: PerModule[Stages] = PerModule()
         self._optimizers: list[Optimizer] = []
         data = self._data_group
@@ -194,6 +196,8 @@ class PipelineSession(ProcessGroupSession):
 
     def _mates(self) -> tuple[str, int]:
         """Return a name of the ranks that compute together with this one in its stages, and their number."""
+        if self.sample_size > 1:  # of slices of the same sequences
+            return getattr(self.sample_group, "group_name", "all"), self.sample_size
         return f"{self._team.group_name}/{self.place}", self._places.count(self.place)
 
     # -- preparing ----------------------------------------------------------------------------
@@ -461,8 +465,13 @@ class PipelineSession(ProcessGroupSession):
         flags = tuple(p.requires_grad for p in model.parameters())
         modes = (step_identity(step), flags, *_modes(model))
         keys = [(*modes, _form(part)) for part in parts]
-        for key, part in zip(keys, parts, strict=True):
-            if key not in stages.plans:
+        is_new = [key not in stages.plans and key not in keys[:i] for i, key in enumerate(keys)]
+        if self.sample_size > 1:  # ranks with other slices exchange some of them, also on stand-ins
+            numbers = torch.tensor(is_new, dtype=torch.float32, device=self.device)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.sample_group)
+            is_new = [bool(number) for number in numbers.tolist()]
+        for key, part, makes in zip(keys, parts, is_new, strict=True):
+            if makes:
                 stages.plans[key] = self._make_plan(stages, step, model, part)
         return [stages.plans[key] for key in keys]
 
@@ -656,6 +665,34 @@ class PipelineSession(ProcessGroupSession):
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     # -- the output and the gradients of the whole batch --------------------------------------
+
+    def backward(
+        self,
+        loss: Tensor,
+        share: Share | None = None,
+        *,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Add the gradients of the loss over the whole global batch.
+
+        Raises:
+            DisagreementError: The session that splits tensors finds other gradients on ranks that have the
+                same parameter; on all ranks that hold the model.
+
+        Collectives: those of :meth:`run`'s gradients; with split tensors those of that session's checks, and
+        an all-gather over the ranks that hold the model.
+        """
+        keeps = {"retain_graph": retain_graph, "create_graph": create_graph}
+        if self._inner is None:
+            super().backward(loss, share, **keeps)
+            return
+        failure = None
+        try:
+            self._reductions.go_back(partial(self._inner.backward, loss, share, **keeps))
+        except DisagreementError as error:
+            failure = error
+        self._shared(None, failure)
 
     def _joined(
         self,

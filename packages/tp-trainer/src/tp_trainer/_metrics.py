@@ -244,11 +244,11 @@ class _Collecting:
     """A step that returns the values of some names as rows: backends join these and do not average them."""
 
     def __init__(self, step: Step, names: Any) -> None:
-        self._step = step
+        self.wrapped_step = step
         self._names = names
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        output = self._step(model, batch)
+        output = self.wrapped_step(model, batch)
         if not isinstance(output, Mapping):
             return output
         return {k: SampleRows((v,)) if k in self._names else v for k, v in output.items()}
@@ -583,6 +583,7 @@ def without_metrics(step: Step, metrics: Mapping[str, Metric]) -> Step:
             return output
         return {name: value for name, value in output.items() if name not in metrics}
 
+    trained.wrapped_step = step  # type: ignore[attr-defined]  # functions take any
     return trained
 
 

@@ -62,11 +62,14 @@ class Session:
             are prepared for evaluation give a rank without one a stand-in, with a share of 0 samples.
         takes_deferred_models: Whether :meth:`prepare_model` takes a model that was built without memory
             (`tp_core.tensors.build_deferred`), and allocates its parameters and buffers, or a rank's part.
+        cuts_models: Whether the first :meth:`run` with a model leaves a part of it on each rank. A wrapper
+            that needs the whole model has it only before.
     """
 
     runs_step_in_parts: bool = False
     evaluates_together: bool = False
     takes_deferred_models: bool = False
+    cuts_models: bool = False
 
     def __init__(self, job: Job, *, device: torch.device | None = None) -> None:
         self.job = job

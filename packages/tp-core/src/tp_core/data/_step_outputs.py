@@ -378,14 +378,21 @@ def _graph_leaves(loss: Tensor) -> list[Tensor]:
 # -- Steps that were seen before ------------------------------------------------------------------
 
 
-def step_identity(step: Any) -> object:
+def step_identity(step: Any, *, unwraps: bool = False) -> object:
     """Return what a step is known by, for a check that is made once for each step.
 
     Its code and the functions that it holds: a function within another is a new object in each call.
+
+    Args:
+        step: The step.
+        unwraps: Whether a wrapper that returns the same numbers counts as the step in its ``wrapped_step``.
     """
+    identity = partial(step_identity, unwraps=unwraps)
+    if unwraps and hasattr(step, "wrapped_step"):
+        return identity(step.wrapped_step)
     if isinstance(step, partial):
         given = (*step.args, *step.keywords.values())
-        return step.func, tuple(step_identity(a) for a in given if callable(a))
+        return step.func, tuple(identity(a) for a in given if callable(a))
     function = getattr(step, "__func__", step)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -396,4 +403,4 @@ def step_identity(step: Any) -> object:
             contents.append(cell.cell_contents)
         except ValueError:  # not set yet
             continue
-    return code, tuple(step_identity(c) for c in contents if callable(c))
+    return code, tuple(identity(c) for c in contents if callable(c))

@@ -83,6 +83,7 @@ def weighed(step: "Step", unchecked: list["Step"] | None = None) -> "Step":
         weight = batch.weight()
         return output if weight is None else {**named, "weight": weight}
 
+    run.wrapped_step = step  # type: ignore[attr-defined]  # functions take any
     return run
 
 
