@@ -2,7 +2,7 @@
 
     python stages.py
     tp launch -n 2 stages.py
-    tp launch -n 4 stages.py --schedule ZBVZeroBubble --trace stages.json
+    tp launch -n 4 stages.py --schedule ZBVZeroBubble --trace stages/stages.trace.json
 
 The text is the standard library's sources, as bytes. Every layout has the loss of one process.
 """

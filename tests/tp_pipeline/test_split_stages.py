@@ -43,14 +43,14 @@ def train(name, options=None, **arguments):
         ts.distributed.destroy_process_group()
 
 
-def _train(name, backend, options, accumulate=1, **arguments):
+def _train(name, backend, options, accumulate=1, sequence=False, **arguments):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     model = families.make_model(name, torch.float64)
     rows = families.rows_of(name, torch.float64)[:13]
     if backend == "pipeline":
         batch = {key: torch.stack([row[key] for row in rows[:2]]) for key in rows[0]}
-        model = ts.parallelize(model, ts.plans.auto(model, batch, verbose=False))
+        model = ts.parallelize(model, ts.plans.auto(model, batch, sequence=sequence, verbose=False))
     model.kind = families.sort_of(name)
     with Trainer(
         backend=backend, devices="cpu", progress=False, seed=0, accumulate=accumulate, options=options
@@ -62,12 +62,15 @@ def _train(name, backend, options, accumulate=1, **arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "options", "accumulate"),
-    [("llama", {"microbatches": 3}, 1), ("gpt2", {"schedule": "ZBVZeroBubble", "microbatches": 4}, 2)],
+    ("name", "options", "accumulate", "sequence"),
+    [
+        ("llama", {"microbatches": 3}, 1, True),  # between split layers, a rank has a part of the sequence
+        ("gpt2", {"schedule": "ZBVZeroBubble", "microbatches": 4}, 2, False),
+    ],
 )
-def test_stages_of_split_tensors_equal_one_device(four, name, options, accumulate):
+def test_stages_of_split_tensors_equal_one_device(four, name, options, accumulate, sequence):
     expected = train(name, accumulate=accumulate)
-    for found in four.run(partial(train, name, options, accumulate=accumulate)):
+    for found in four.run(partial(train, name, options, accumulate=accumulate, sequence=sequence)):
         families.assert_same(found, expected)
         assert found[2] < 0.4 * expected[2]  # of two stages of two ranks each, and what is tied
 
@@ -99,14 +102,14 @@ def refused(options, groups, **more):
     """Return what is said of options, and how many steps began."""
     torch.set_num_threads(1)
     began = []
+    compile_model = more.pop("compile", False)
     ts.distributed.init_process_group(groups)
     try:
         layers = [torch.nn.Linear(4, 4) for _ in range(4)]
         plan = {"1": ts.Column(), "2": ts.Row()} if groups > 1 or groups == -1 else {"1": ts.Column()}
         model = ts.parallelize(torch.nn.Sequential(*layers), plan)
-        with Trainer(
-            backend="pipeline", devices="cpu", progress=False, options={"pipeline": SPLIT | options} | more
-        ) as trainer:
+        settings = {"devices": "cpu", "progress": False, "compile": compile_model}
+        with Trainer(backend="pipeline", options={"pipeline": SPLIT | options} | more, **settings) as trainer:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             loader = DataLoader(torch.ones(8, 4), batch_size=8)
             trainer.fit(model, optimizer, loader, step=lambda m, b: began.append(0) or m(b).mean())
@@ -131,6 +134,7 @@ def refused(options, groups, **more):
             "is to shard them over data ranks",
         ),
         ({"ranks": 3}, 2, {}, "are not a multiple of it"),
+        ({}, 2, {"compile": True}, "compile= does not go with weights='shard'"),
     ],
 )
 def test_what_split_stages_do_not_go_with_is_refused_on_all_ranks(four, options, groups, more, message):
@@ -158,6 +162,32 @@ def test_ranks_that_split_tensors_keep_the_samples_of_their_group():
     whole, split = needs
     assert split.weights == whole.weights  # the model has this rank's part of its tensors
     assert split.activations == pytest.approx(2 * whole.activations, rel=0.01)
+
+
+def trained_apart():
+    """Return what is said of a plan without the sum of a gradient, which the ranks of a stage find."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ts.distributed.init_process_group(2)
+    try:
+        layers = [torch.nn.Linear(4, 4), torch.nn.PReLU(), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+        model = ts.parallelize(torch.nn.Sequential(*layers), {"0": ts.Column(), "2": ts.Row()})
+        options = {"pipeline": SPLIT | {"cuts": ["3"]}}
+        with Trainer(backend="pipeline", devices="cpu", progress=False, options=options) as trainer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = DataLoader(torch.randn(8, 4), batch_size=8)
+            trainer.fit(model, optimizer, loader, step=lambda m, b: m(b).square().mean())
+    except TpError as error:
+        return str(error)
+    finally:
+        ts.distributed.destroy_process_group()
+    return "nothing"
+
+
+@pytest.mark.slow
+def test_gradients_that_differ_in_a_stage_are_an_error_on_all_ranks(four):
+    for text in four.run(trained_apart):
+        assert "of a copy have different gradients of 1.weight" in text, text
 
 
 class FaultError(LookupError):

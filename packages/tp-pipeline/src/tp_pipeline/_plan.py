@@ -755,6 +755,7 @@ def swapped(model: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter |
                     made[id(parameter)] = make(f"{prefix}.{name}" if prefix else name, parameter)
                 new = made[id(parameter)]
                 if new is not None:
+                    vars(new).update(vars(parameter))  # marks of those who split it
                     undo.append((module._parameters, name, parameter))
         for held, name, parameter in undo:  # past nn.Module's slow and checking __setattr__
             held[name] = made[id(parameter)]
