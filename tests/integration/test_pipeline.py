@@ -387,7 +387,7 @@ REFUSED = [
     (Decoder, step, {"cuts": ["layer.1"]}, ConfigError, "names 'layer.1', which is no module"),
     (Decoder, step, {"schedule": "DualPipeV", "microbatches": 2}, ConfigError, "cannot be made of 2"),
     (Boxing, step, {}, ModelError, r"'layers.0' \(Box\) returns Holder beside tensors"),
-    (Decoder, step, {"schedule": "1f1b"}, ConfigError, "must be 'GPipe' or '1F1B' .* got '1f1b'"),
+    (Decoder, step, {"schedule": "1f1b"}, ConfigError, "must be one of 'GPipe', '1F1B', .* got '1f1b'"),
     (Decoder, step, {"cuts": ["layers.1", "layers.2"]}, TpError, "names 2 modules .* need 1"),
     (Decoder, step, {"cuts": "own"}, DisagreementError, "ranks disagree on"),
     (Decoder, step, {"data": "fsdp"}, TpError, "data ranks, and all 2 ranks hold one model"),
