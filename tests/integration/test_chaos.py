@@ -49,7 +49,7 @@ def test_killed_ranks_that_hold_shards_end_so_too(tmp_path, ranks, backend, more
 )
 def test_after_each_kill_another_number_of_ranks_goes_on(tmp_path, backend, tensor, layers, sizes):
     more = ["--still", "--layers", str(layers)]
-    chaos.launch(tmp_path / "calm", kills=0, epochs=4, seed=0, ranks=1, timeout_s=800, more=more)
+    chaos.launch(tmp_path / "calm", kills=0, epochs=len(sizes), seed=0, ranks=1, timeout_s=800, more=more)
     killed = chaos.launch_in_sizes(
         tmp_path / "wild", sizes, seed=5, timeout_s=800, backend=backend, tensor=tensor, layers=layers
     )
