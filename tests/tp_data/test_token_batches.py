@@ -200,7 +200,7 @@ def test_a_sample_that_is_too_long_is_named(batcher, message):
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ({"text": "a"}, r"no field 'input_ids' whose tokens could be counted, but \['text'\]"),
+        ({"text": "a"}, r"no field 'input_ids' to count tokens in, but \['text'\]"),
         ({"input_ids": "a b"}, "got str: 'a b'; tokenize the samples first"),
         ("a b", "got str: 'a b'; tokenize the samples first"),
         (torch.tensor(3), "got Tensor"),

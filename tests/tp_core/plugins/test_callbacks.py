@@ -44,5 +44,5 @@ def test_a_bare_callback_is_not_what_the_hook_brings():
 @pytest.mark.parametrize("event", sorted(name for name in vars(Callback) if name.startswith("on_")))
 def test_no_event_of_the_base_class_does_anything(event):
     arguments = {"on_optimizer_step": 2, "on_validation_end": 2, "on_checkpoint_saved": 2}
-    arguments |= {"on_interruption": 2, "on_exception": 2}
+    arguments |= {"on_interruption": 2, "on_exception": 2, "on_setup": 2}
     assert getattr(Callback(), event)(*[None] * arguments.get(event, 1)) is None

@@ -151,5 +151,5 @@ def test_an_event_without_its_arguments_is_noticed(tmp_path):
 
 
 def test_a_callback_that_overrides_nothing_is_noticed(tmp_path):
-    with pytest.raises(AssertionError, match="it overrides none of on_fit_start"):
+    with pytest.raises(AssertionError, match="it overrides none of on_setup, on_fit_start"):
         kit_of(Callback).test_it_overrides_events_with_the_arguments_that_they_have(tmp_path)
