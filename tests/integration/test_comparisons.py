@@ -34,13 +34,11 @@ SHOWN = {
     "backends of others": [
         "tests/integration/test_published_plugins.py::test_a_new_plugin_is_published_found_and_right"
     ],
-    "losses that are means": [
-        "tests/integration/test_token_means.py::test_tokens_count_alike_on_every_backend"
-    ],
-    "going on within": [
+    "means over tokens": ["tests/integration/test_token_means.py::test_tokens_count_alike_on_every_backend"],
+    "resume within": [
         f"{TRAINER}/checkpoint/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit"
     ],
-    "going on with another": [f"{KIT}::test_a_checkpoint_goes_on_on_one_device"],
+    "resume on another": [f"{KIT}::test_a_checkpoint_goes_on_on_one_device"],
     "a damaged checkpoint": [
         f"{TRAINER}/checkpoint/test_checkpoints.py::test_a_damaged_one_is_named_and_the_one_before_it_is_used"
     ],

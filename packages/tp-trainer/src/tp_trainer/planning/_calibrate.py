@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError
 from tp_core.internal import device_of_rank
@@ -198,6 +197,8 @@ def _of_blocks(machine: Machine, device: torch.device) -> dict[str, float]:
 
 def _of_dtensors(device: torch.device) -> float:
     """Return the seconds that an operator of an optimizer takes longer on parameters that are DTensors."""
+    from torch.distributed.fsdp import fully_shard  # half a second, for a calibration alone
+
     plain, split = (
         nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).to(device) for _ in range(2)
     )
