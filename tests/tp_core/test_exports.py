@@ -56,12 +56,12 @@ PUBLIC = {
         BUCKET_NBYTES DIGESTS EXITED_KEY INDEX KNOWN_BACKENDS Container DevicesBackend Envelope ForwardLines
         FullyShardedSession NotebookOutput Ownership PerModule PerType Progress RankOutcome RankPool
         RanksBackend SampleRows Sharding Units WholeSteps WithoutDropout atomic_part available_cores
-        averaged_gradients
-        call_builder capture_rng_state cat_rows check_above_zero check_backend_name check_initialized
+        averaged_gradients call_builder call_without_attention_dropout
+        capture_rng_state cat_rows check_above_zero check_backend_name check_initialized
         check_installed
         check_not_quantized check_offload check_process_count check_whole_steps containers
         describe_presharded device_of_rank device_rng_state did_you_mean divisors dropout_rates dumps_by_value
-        file_meant find_units free_nbytes functions_named gathers_matrices has_exited
+        file_meant find_units free_nbytes functions_named gathers_matrices has_exited hook_steps
         idle_lines_in_words in_notebook is_array is_dtensor
         is_random_op is_zero_redundancy iterates_itself join_rows lazy_exports leave_to_others
         length_along load_function lock_file_of move_module named_tensors new_process_group not_compiled_alone

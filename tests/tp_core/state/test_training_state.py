@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 from tp_core.errors import ModelError, StateError
+from tp_core.internal import hook_steps
 from tp_core.state import collect_state, open_tensors, restore_state, write_tensors, write_whole
 
 
@@ -353,3 +354,25 @@ def test_compiled_modules_are_written_under_plain_names_and_load_both_ways(save,
     load(target, fresh, save(tensors))
     assert torch.equal(trained["a"].weight, read["a"].weight)
     assert equal(fresh.state[read["c"].bias], optimizer.state[trained["c"].bias])
+
+
+def test_hooks_of_a_step_within_a_step_run_once_and_after_an_error_too():
+    class Twice(SGD):
+        fails = False
+
+        def step(self, closure=None):
+            super().step(closure)
+            if self.fails:
+                raise ValueError("fails")
+
+    model = make_model()
+    SGD(model.parameters(), lr=0.1)  # from here on torch calls hooks for the base's step, too
+    optimizer, seen = Twice(model.parameters(), lr=0.1), []
+    hook_steps(optimizer, before=lambda *_: seen.append("before"), after=lambda *_: seen.append("after"))
+    optimizer.step()
+    optimizer.fails = True
+    with pytest.raises(ValueError, match="fails"):
+        optimizer.step()
+    optimizer.fails = False
+    optimizer.step()
+    assert seen == ["before", "after", "before", "before", "after"]

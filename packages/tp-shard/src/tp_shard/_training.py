@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, DisagreementError, NonFiniteLossError
+from tp_core.internal import hook_steps
 
 from tp_shard._groups import _debug
 from tp_shard._groups._group import Group, GroupLike, as_group
@@ -385,8 +386,7 @@ def update_sampled_rows(optimizer: Optimizer) -> None:
         )
         raise ConfigError(msg)
     exchange = _Exchange()
-    optimizer.register_step_pre_hook(exchange.before)
-    optimizer.register_step_post_hook(exchange.after)
+    hook_steps(optimizer, before=exchange.before, after=exchange.after)
 
 
 class _Exchange:

@@ -55,12 +55,11 @@ def check_limit(what: str, value: object) -> None:
 def metrics_hint(name: str, known: Iterable[str]) -> str:
     """Return which metrics a run has, and what to do to have the one of a name."""
     known = list(known)
-    validates = any(metric.startswith("val_") for metric in known)
-    remedy = (
-        "return it in the step's dict" if validates or name[:4] != "val_" else "give fit(validation=loader)"
-    )
-    meant = did_you_mean(name, known) if validates or name[:4] != "val_" else ""
-    return f"which are {', '.join(known) or 'none'}{meant or f'; {remedy}'}"
+    if name.startswith("val_") and not any(metric.startswith("val_") for metric in known):
+        hint = "; give fit(validation=loader)"
+    else:
+        hint = did_you_mean(name, known) or "; return it in the step's dict"
+    return f"which are {', '.join(known) or 'none'}{hint}"
 
 
 def check_callable(what: str, value: object) -> None:

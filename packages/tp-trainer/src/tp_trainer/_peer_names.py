@@ -143,7 +143,8 @@ def _answer(call: str, signature: inspect.Signature, given: dict[str, object], r
     if name in ARGUMENTS:
         return f"{here}() has no argument {name!r}; write {ARGUMENTS[name]}"
     others = [other for other, known in _methods.items() if name in known.parameters]
-    if others := sorted(others, key=lambda other: other.endswith("(...)")):  # settings after methods
+    others.sort(key=lambda other: other.endswith("(...)"))  # settings after methods
+    if others:
         return f"{here}() has no argument {name!r}, which belongs to {others[0].partition('(')[0]}()"
     from difflib import get_close_matches  # for messages alone
 

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from tp_core.errors import StepError
+from tp_core.state._optimizers import is_inner_step
 
 R = TypeVar("R")
 
@@ -277,7 +278,7 @@ class ReductionWatch:
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
         known, fine = self._fine.get(id(optimizer), (None, None))
         is_fine = known is not None and known() is optimizer and fine == lists
-        if is_fine:
+        if is_fine or is_inner_step(optimizer):  # the parameters may be others there
             return
         self._check(optimizer)
         if self._ranks == 1 or self._check_known(optimizer):

@@ -24,6 +24,7 @@ from tp_core.data._batches import Share
 from tp_core.data._seeding import device_rng_state, seed_of, set_device_rng_state
 from tp_core.data._step_outputs import StepOutput, zero_backward
 from tp_core.errors import ConfigError, DisagreementError, ModelError
+from tp_core.state._optimizers import hook_steps
 from tp_core.tensors._slices import check_no_max_norm, is_sharded, quantized_parts
 
 T = TypeVar("T")
@@ -451,8 +452,7 @@ class _CommonDraws:
         self._kept: list[Tensor] | None = None
         self._begun: list[Tensor] = []
         self._steps = 0
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        hook_steps(optimizer, before=self._before, after=self._after)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Not with a closure: it draws the dropout of a forward pass.

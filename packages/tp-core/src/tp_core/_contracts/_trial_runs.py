@@ -39,6 +39,23 @@ def dropout_rates(module: nn.Module) -> list[str]:
     return [key for key in rates if "drop" in key or (key == "p" and is_dropout)]
 
 
+# The place of ``dropout_p`` among the arguments.
+_DROPOUT_PLACES = {
+    nn.functional.scaled_dot_product_attention: 4,
+    nn.functional.multi_head_attention_forward: 10,  # a mode does not see the calls inside it
+}
+
+
+def call_without_attention_dropout(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function that a `TorchFunctionMode` got; one that attends, without dropout of its weights."""
+    place = _DROPOUT_PLACES.get(func)
+    if place is None:
+        return func(*args, **kwargs)
+    if len(args) > place:
+        return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
+    return func(*args, **{**kwargs, "dropout_p": 0.0})
+
+
 class WithoutDropout(TorchFunctionMode):
     """A mode without dropout, wherever a model calls it: ranks rightly draw other masks than one process.
 
@@ -71,17 +88,10 @@ class WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func in self._DROPOUTS:
             return args[0] if args else kwargs["input"]
-        if func is nn.functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            if "dropout_p" in kwargs:
-                kwargs["dropout_p"] = 0.0
-        if func is nn.functional.multi_head_attention_forward:  # the mode does not see the calls inside it
-            args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
-            kwargs["training"] = False
-        return func(*args, **kwargs)
+        return call_without_attention_dropout(func, args, kwargs)
 
 
 class ForwardLines:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tp_core.errors import ConfigError
 from tp_core.state import Place, fill_from_whole
 from tp_core.state._files import Cut, is_cut
-from tp_core.state._optimizers import is_zero_redundancy, note_whole_steps, steps_whole
+from tp_core.state._optimizers import hook_steps, is_zero_redundancy, note_whole_steps, steps_whole
 from tp_core.tensors._slices import SHARDED_ATTRIBUTE, is_dtensor, is_sharded
 
 # Their steps divide by norms of a whole matrix, orthogonalize or factorize it, or take products of all
@@ -69,8 +69,7 @@ class WholeSteps:
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
         if not steps_whole(optimizer):
             note_whole_steps(optimizer)
-            optimizer.register_step_pre_hook(self._before)
-            optimizer.register_step_post_hook(self._after)
+            hook_steps(optimizer, before=self._before, after=self._after)
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tp_core._contracts._session import PerModule as PerModule
     from tp_core._contracts._trial_runs import ForwardLines as ForwardLines
     from tp_core._contracts._trial_runs import WithoutDropout as WithoutDropout
+    from tp_core._contracts._trial_runs import (
+        call_without_attention_dropout as call_without_attention_dropout,
+    )
     from tp_core._contracts._trial_runs import dropout_rates as dropout_rates
     from tp_core._contracts._trial_runs import functions_named as functions_named
     from tp_core._contracts._trial_runs import idle_lines_in_words as idle_lines_in_words
@@ -94,6 +97,7 @@ if TYPE_CHECKING:
     from tp_core.replicas._random import is_random_op as is_random_op
     from tp_core.replicas._replicas import leave_to_others as leave_to_others
     from tp_core.state._files import slice_of as slice_of
+    from tp_core.state._optimizers import hook_steps as hook_steps
     from tp_core.state._optimizers import is_zero_redundancy as is_zero_redundancy
     from tp_core.tensors._atomic import atomic_part as atomic_part
     from tp_core.tensors._atomic import showing_system_errors as showing_system_errors
@@ -122,6 +126,7 @@ else:
             "tp_core._contracts._trial_runs": [
                 "ForwardLines",
                 "WithoutDropout",
+                "call_without_attention_dropout",
                 "dropout_rates",
                 "functions_named",
                 "idle_lines_in_words",
@@ -205,6 +210,6 @@ else:
             "tp_core.replicas._compiler": ["not_compiled_alone"],
             "tp_core.replicas._random": ["is_random_op"],
             "tp_core.state._files": ["slice_of"],
-            "tp_core.state._optimizers": ["is_zero_redundancy"],
+            "tp_core.state._optimizers": ["hook_steps", "is_zero_redundancy"],
         },
     )

@@ -2,15 +2,17 @@
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from tp_core.errors import ConfigError, ModelError, StateError
 from tp_core.state._plain import Get, Put, joined, split, tensors_in
@@ -80,6 +82,10 @@ def is_zero_redundancy(optimizer: Optimizer) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
+_STEP = f"{Optimizer.profile_hook_step.__qualname__}.<locals>.wrapper"
+
+_Hook: TypeAlias = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
+
 _stepping_whole: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
@@ -91,6 +97,41 @@ def note_whole_steps(optimizer: Optimizer) -> None:
 def steps_whole(optimizer: Optimizer) -> bool:
     """Return whether :func:`note_whole_steps` was called for it."""
     return optimizer in _stepping_whole
+
+
+def hook_steps(
+    optimizer: Optimizer, *, before: _Hook | None = None, after: _Hook | None = None
+) -> list[RemovableHandle]:
+    """Register hooks before and after the steps of an optimizer, once for each step.
+
+    A class may call the ``step`` of its base within its own. As soon as anybody has made an object of that
+    base, torch calls all hooks for the inner step, too.
+    """
+
+    def outermost(hook: _Hook) -> _Hook:
+        def run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not is_inner_step(optimizer):
+                hook(optimizer, args, kwargs)
+
+        return run
+
+    handles = []
+    if before is not None:
+        handles.append(optimizer.register_step_pre_hook(outermost(before)))
+    if after is not None:
+        handles.append(optimizer.register_step_post_hook(outermost(after)))
+    return handles
+
+
+def is_inner_step(optimizer: Optimizer) -> bool:
+    """Return whether a hook is called for a step within another step of the same optimizer."""
+    # Frames of torch's wrapper, which has the hooks: unlike a count of calls, they end with an error.
+    frame: FrameType | None = sys._getframe(1)
+    found = 0
+    while frame is not None and found < 2:
+        found += frame.f_code.co_qualname == _STEP and frame.f_locals["self"] is optimizer
+        frame = frame.f_back
+    return found == 2
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

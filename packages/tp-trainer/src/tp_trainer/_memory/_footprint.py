@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import tree_leaves, tree_map
 from tp_core.data import StepOutput
 from tp_core.errors import ConfigError
+from tp_core.internal import call_without_attention_dropout
 from tp_core.jobs import Footprint, Precision, Recomputation
 from tp_core.tensors import is_sharded
 
@@ -450,23 +451,10 @@ class _FusedAttention(TorchFunctionMode):
     (queries, keys) matrices that a CUDA device would never have.
     """
 
-    _PLACES: ClassVar = {
-        nn.functional.scaled_dot_product_attention: 4,
-        nn.functional.multi_head_attention_forward: 10,  # within which the mode is off
-    }
-
     def __torch_function__(
         self, function: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function, an attention without its ``dropout_p``."""
-        given = dict(kwargs or {})
-        place = self._PLACES.get(function)
-        if place is not None:
-            if len(args) > place:
-                args = (*args[:place], 0.0, *args[place + 1 :])
-            else:
-                given["dropout_p"] = 0.0
-        return function(*args, **given)
+        return call_without_attention_dropout(function, args, kwargs or {})
 
 
 def _attention_of(device: torch.device | None) -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core.data import PreparedLoader, Share
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.internal import capture_rng_state, restore_rng_state
+from tp_core.internal import capture_rng_state, hook_steps, restore_rng_state
 from tp_core.plugins import RunStatus, RunView, Session
 
 from tp_trainer._checks import check_positive
@@ -1074,7 +1074,7 @@ class ManualStepEvents:
         Collectives: as in `Session.grad_norm`, in each step, if a callback has the event.
         """
         watched = optimizers if self.has_step_event else ()
-        handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in watched]
+        handles = [h for optimizer in watched for h in hook_steps(optimizer, before=self._before_step)]
         try:
             yield
         finally:

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core import LaunchEnvironment, available_devices, tree_map
 from tp_core.data import PreparedLoader, count_samples
 from tp_core.errors import ConfigError, StepError
-from tp_core.internal import did_you_mean, write_atomically
+from tp_core.internal import did_you_mean, hook_steps, write_atomically
 from tp_core.plugins import Callback, RunView
 
 from tp_trainer import (
@@ -511,7 +511,7 @@ class Trainer:
         def after(*_: Any) -> None:
             self.global_step += 1
 
-        optimizer.register_step_post_hook(after)
+        hook_steps(optimizer, after=after)
 
     def _model_of(self, model: Any) -> Any:
         if model is None and self.model is None:
