@@ -99,7 +99,7 @@ def test_a_trainer_loads_nothing_that_only_runs_and_files_need(loaded_after_torc
         "tp_core.state",
         "tp_trainer._metrics",
         "tp_trainer._running",
-        "tp_trainer._memory._requirements",
+        "tp_trainer._memory",
         "tp_trainer._opening._agreement",
         "tp_trainer._steps._loaders",
         "tp_trainer._steps._optimizer_step",

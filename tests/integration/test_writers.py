@@ -562,7 +562,7 @@ def log_much(logger):
 
 
 def write_journal(folder):
-    from tp_runner._command._files import Journal, Record  # private: a disk that is full at one write
+    from tp_runner._command import Journal, Record  # private: a disk that is full at one write
 
     with Journal(folder / "out.jsonl") as journal, full_disk(5_000):
         for n in range(1000):

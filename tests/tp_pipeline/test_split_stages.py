@@ -15,7 +15,7 @@ from tp_core.errors import TpError
 from tp_core.plugins import Job, registry
 from tp_core.testing import RankPool, rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._memory._footprint import measure_footprint  # private: a trainer's, with its own reserve
+from tp_trainer._memory import measure_footprint  # private: a trainer's, with its own reserve
 
 from tests.integration import pipeline_families as families
 

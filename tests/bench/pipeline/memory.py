@@ -24,7 +24,7 @@ from tp_core.testing import run_ranks
 from tp_pipeline import PipelineOptions
 from tp_pipeline._forecast import memory_of_ranks  # private: estimates name the fullest rank alone
 from tp_trainer import Trainer
-from tp_trainer._memory._footprint import measure_footprint
+from tp_trainer._memory import measure_footprint
 
 from tests.bench._results import Results
 from tests.bench.pipeline.steps import WIDTH, Block

@@ -192,7 +192,7 @@ def memory_of_rank(name: str, size: Size) -> int:
     tiny_size = (8, 1, size[2])
     tiny = WAYS[name](batches_of(tiny_size, 1), tiny_size)
     tiny()  # what is imported and started once is not the model's
-    importlib.import_module("tp_trainer._memory._footprint")  # about 90 MB of torch's, for large models alone
+    importlib.import_module("tp_trainer._memory")  # about 90 MB of torch's, for large models alone
     batches = batches_of(size, MEMORY_STEPS)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = resident("VmRSS")

@@ -11,7 +11,7 @@ from PIL import Image
 from tp_core.errors import ConfigError, StateError
 
 # private: a full disk, and a table that only the next run would write, cannot be had by the command
-from tp_runner._command._files import Journal, Record, find, read, require_apart, write_table
+from tp_runner._command import Journal, Record, find, read, require_apart, write_table
 from typer.testing import CliRunner
 
 from tests.tp_runner.registered import app_of

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from tp_trainer._memory._footprint import measure_footprint  # private: a command adds much to it
+from tp_trainer._memory import measure_footprint  # private: a command adds much to it
 
 WIDTH, ROWS = 64, 32
 

@@ -309,7 +309,7 @@ def test_a_script_that_is_missing_is_named(tmp_path):
 def test_the_outcomes_of_public_scripts_are_words_of_the_command():
     outcomes = [outcome for scripts in TRIED.values() for outcome in scripts.values()]
     assert outcomes.count(TRAINS) >= 14
-    said = (files("tp_trainer") / "_move" / "_facts.py").read_text()
+    said = (files("tp_trainer") / "_move" / "_rewrite.py").read_text()
     for outcome in set(outcomes) - {TRAINS}:
         if outcome not in said:
             with pytest.raises(ConfigError, match=re.escape(outcome)):

@@ -20,7 +20,7 @@ from tp_context._slices import Cut, Cuts, activate  # private: a session compare
 from tp_core import LaunchEnvironment
 from tp_core.jobs import Footprint, Layout
 from tp_core.plugins import Job, registry
-from tp_trainer._memory._footprint import measure_footprint  # private: a plan adds much to it
+from tp_trainer._memory import measure_footprint  # private: a plan adds much to it
 
 KINDS = {
     "_allgather_base_": "all-gather",

@@ -9,8 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, ModelError
 from tp_core.testing import run_ranks
-from tp_trainer import FsdpOptions, Trainer, checkpoint_activations
-from tp_trainer._memory import _requirements  # private: memory that is short cannot be had here
+from tp_trainer import (
+    FsdpOptions,
+    Trainer,
+    _memory,  # private: memory that is short cannot be had here
+    checkpoint_activations,
+)
 
 from tests.tp_trainer.callback_run import BACKENDS, data, step
 
@@ -180,7 +184,7 @@ def fitted(backend, free):
     model = deep()
     settings = {"backend": backend, "devices": "cpu", "seed": 0, "progress": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_requirements, "free_nbytes", lambda *_, **__: free + _requirements.RESERVED["cpu"])
+        patch.setattr(_memory, "free_nbytes", lambda *_, **__: free + _memory.RESERVED["cpu"])
         with Trainer(**settings, activation_checkpointing="auto") as trainer:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             trainer.fit(model, optimizer, DataLoader(SAMPLES, 2048), step=step, epochs=2)

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tp_core._messages import did_you_mean, file_meant, raised_where
-from tp_core.errors import ConfigError, ModelError, TpError
+from tp_core.errors import ConfigError, ModelError, TpError, did_you_mean, file_meant, raised_where
 
 
 def load_function(name: str, *, example: str = "build") -> Callable[..., Any]:

@@ -9,14 +9,17 @@ workers have read ahead::
 """
 
 import copy
+import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tp_core import LaunchEnvironment
@@ -25,8 +28,60 @@ from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.internal import Envelope, preserve_rng_state, start
 
 from tp_data._batches import Batcher, BatchSize, Item, ItemsInOrder, Row, UnfitSampleError, positions_in
-from tp_data._costs import Costs
+from tp_data._order import Places, groups, key_of
+from tp_data._sources import Source
 from tp_data._stream import Stream
+
+# -- What samples cost, noted in files: a later epoch or run need not load a sample to plan batches
+# A file for each source has a number for each sample, 0 for one that is not known yet. Ranks and runs write
+# at once without a lock: all of them write the same numbers, and a process that is killed leaves whole ones.
+
+
+_NBYTES = 4
+
+
+class Costs:
+    """The costs of the samples of sources that are known.
+
+    Args:
+        folder: The folder of the files. It belongs to one transform and one way to count.
+        sources: The sources, by name.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], sources: Mapping[str, Source]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._noted: list[Any] = []
+        for name, source in sources.items():
+            path = self.folder / f"{key_of(name, source.digest):016x}.costs"
+            with path.open("ab") as file:
+                file.truncate(_NBYTES * len(source))  # what is new in it reads as 0
+            self._noted.append(np.memmap(path, "<u4", "r+", shape=(len(source),)))
+
+    def find(self, places: Places) -> list[int] | None:
+        """Return the costs at places; ``None`` if one of them is not known."""
+        sources, indices = places
+        found = np.empty(len(sources), np.int64)
+        for number, at in groups(sources):
+            found[at] = self._noted[number][indices[at]]
+        return (found - 1).tolist() if found.all() else None
+
+    def note(self, places: Places, costs: Sequence[int]) -> None:
+        """Note the costs at places."""
+        sources, indices = places
+        known = np.asarray(costs)
+        for number, at in groups(sources):
+            self._noted[number][indices[at]] = known[at] + 1
+
+
+# -- The loader: this rank's part of each global batch, loaded in workers, at a position that can be saved
+# Only positions travel to workers, and batches back. The state moves with the batch that is yielded, whatever
+# workers have read ahead::
+#
+#     main process      positions -> batcher -> rows of all ranks -> this rank's rows
+#     worker            rows -> samples, with their own random numbers -> batch
+#     main process      batch, share, state -> the loop
+
 
 _COSTS_AT_ONCE = 64
 _NO_END = 1 << 62  # positions of a stream that repeats its sources

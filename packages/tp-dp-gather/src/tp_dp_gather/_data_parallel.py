@@ -14,9 +14,8 @@ from tp_core import DeviceSpec, recursive_to, resolve_devices, tree_leaves
 from tp_core.errors import ConfigError
 from tp_core.replicas import Replicas, ReplicaWrapper, untraced
 
-from tp_dp_gather._gather import Gathering, sorted_by_device
 from tp_dp_gather._loss import Criterion, parallel_loss
-from tp_dp_gather._scatter import Arguments, Scattering, split_scattered
+from tp_dp_gather._scatter import Arguments, Gathering, Scattering, sorted_by_device, split_scattered
 
 Device = int | str | torch.device
 

@@ -1,4 +1,4 @@
-"""The scatter: values of a batch with an entry for each sample, and arguments cut into parts.
+"""The scatter: values of a batch with an entry for each sample, and arguments cut into parts; and the gather.
 
 A list of 8 texts beside tensors of 8 rows is cut like them. ``[inputs, targets]`` is not, though there may
 be two rows, nor is a mask over 8 time steps. The lengths of one batch cannot distinguish them. So the session
@@ -7,21 +7,32 @@ for each sample is half as long.
 """
 
 import copy
+import dataclasses
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from tp_core import tree_leaves
+from tp_core import recursive_to, tree_leaves
 from tp_core.errors import ConfigError
-from tp_core.internal import Envelope, containers, is_array, length_along, seeded, split_evenly, split_rows
+from tp_core.internal import (
+    Envelope,
+    cat_rows,
+    containers,
+    is_array,
+    length_along,
+    seeded,
+    split_evenly,
+    split_rows,
+)
 
 log = logging.getLogger("tp_dp_gather")
 
@@ -610,3 +621,191 @@ def split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int)
         (tuple(part(a, i) for a in args), {k: part(a, i) for k, a in kwargs.items()})
         for i in range(count or 1)
     ]
+
+
+# -- The gather: one output of the parts' outputs --------------------------------------------------
+
+
+class Gathering:
+    """The gather of one call's outputs.
+
+    Tensors are concatenated on the device, scalars are stacked to a vector, ``None`` stays ``None``.
+    Containers are searched, and all else becomes a list with an entry per part. Where it is known how
+    many rows each part had, lists and arrays with an entry for each become one. Values under a
+    ``kept`` key, at any depth, become tuples of parts that stay on their devices.
+
+    Args:
+        device: The device of the result.
+        dim: The dimension to concatenate along.
+        kept: Keys of values that are not gathered.
+        sizes: How many rows each part had, if that is known.
+
+    Attributes:
+        keys: All keys of the outputs so far.
+    """
+
+    def __init__(
+        self, device: torch.device, dim: int, kept: Collection[str], sizes: Sequence[int] | None = None
+    ) -> None:
+        self._device = device
+        self._dim = dim
+        self._kept = kept
+        self._sizes = sizes
+        self.keys: set[str] = set()
+
+    def gather(self, outputs: Sequence[Any], path: str = "output") -> Any:
+        """Join the parts' outputs to one output.
+
+        Collectives: forward gathers the parts; backward scatters the output's gradient to them.
+
+        Raises:
+            ConfigError: ``outputs`` is empty, or its elements differ in structure.
+        """
+        if not outputs:
+            msg = "there are no outputs to gather"
+            raise ConfigError(msg)
+        first = outputs[0]
+        if isinstance(first, Tensor):
+            return self._join(outputs, path)
+        if all(o is None for o in outputs):
+            return None
+        if isinstance(first, PackedSequence) or (is_array(first) and self._has_rows(outputs, path)):
+            return self._join(outputs, path)
+        container = _CONTAINERS[type(first)]
+        if container is None:
+            return list(outputs)
+        if is_sequence(first) and self._are_samples(outputs, path):
+            return type(first)(entry for output in outputs for entry in recursive_to(output, self._device))
+        names = _field_names(first)
+        for i, other in enumerate(outputs):
+            if (
+                type(other) is not type(first)
+                or _field_names(other) != names
+                or len(_children(other)) != len(_children(first))
+            ):
+                msg = (
+                    f"the parts' outputs must have one structure: {path} is {_describe(first)} in part 0 "
+                    f"and {_describe(other)} in part {i}; keep it in parts with except_keywords or "
+                    "gather_to_one_device=False"
+                )
+                raise ConfigError(msg)
+        columns = zip(*map(_children, outputs), strict=True)
+        values = []
+        for i, column in enumerate(columns):
+            name = names[i] if names is not None else None
+            if isinstance(name, str):
+                self.keys.add(name)
+            if name in self._kept:
+                values.append(tuple(column))
+            else:
+                values.append(self.gather(column, f"{path}[{i if name is None else name!r}]"))
+        return container.rebuild(first, values)
+
+    def _join(self, outputs: Sequence[Any], path: str) -> Any:
+        kind = Tensor if isinstance(outputs[0], Tensor) else type(outputs[0])
+        for i, other in enumerate(outputs):
+            if not isinstance(other, kind):
+                msg = (
+                    f"{path} is {_describe(outputs[0])} in part 0 and {_describe(other)} in part {i}; return "
+                    "one structure"
+                )
+                raise ConfigError(msg)
+        if kind is not Tensor:
+            return cat_rows(recursive_to(list(outputs), self._device), self._dim)
+        wait = self._device.type == "cpu"  # the host could read the copy before it is there
+        moved = [o.to(self._device, non_blocking=not wait) for o in outputs]
+        if moved[0].dim() == 0:
+            return torch.stack(moved)
+        self._has_rows(moved, path)
+        return cat_rows(moved, self._dim)
+
+    def _has_rows(self, outputs: Sequence[Any], path: str) -> bool:
+        """Return whether all parts have their rows along the dimension; ``False`` for nested tensors.
+
+        Raises:
+            ConfigError: They have them along another one; or in none, and cannot be joined.
+        """
+        if (
+            self._sizes is None
+            or len(outputs) < 2
+            or (isinstance(outputs[0], Tensor) and outputs[0].is_nested)
+        ):
+            return False
+        shapes = [tuple(output.shape) for output in outputs]
+        if all(length_along(o, self._dim) == n for o, n in zip(outputs, self._sizes, strict=True)):
+            others = {(*s[: self._dim], *s[self._dim + 1 :]) for s in shapes}
+            where = "only their rows may differ: pad them to one length" if len(others) > 1 else None
+        else:
+            dims = range(min(map(len, shapes)))
+            theirs = [d for d in dims if all(s[d] == n for s, n in zip(shapes, self._sizes, strict=True))]
+            where = (
+                f"the rows are along dim {theirs[0]}: return them along dim {self._dim}" if theirs else None
+            )
+            if where is None:
+                return False
+        if where is None:
+            return True
+        msg = (
+            f"{path} cannot be joined along dim {self._dim}: its shapes are "
+            f"{' and '.join(map(str, shapes))} for parts of {list(self._sizes)} rows, and {where}, or keep "
+            "it in parts with except_keywords or gather_to_one_device=False"
+        )
+        raise ConfigError(msg)
+
+    def _are_samples(self, outputs: Sequence[Any], path: str) -> bool:
+        """Return whether a list or tuple has an entry for each row of its part, and not for each value.
+
+        Raises:
+            ConfigError: It may be either.
+        """
+        sizes = self._sizes
+        if sizes is None or [len(o) if is_sequence(o) else -1 for o in outputs] != list(sizes):
+            return False
+        if len(set(sizes)) > 1:
+            return True
+        kinds = {are_samples(o, n, self._dim) for o, n in zip(outputs, sizes, strict=True)}
+        if True not in kinds:
+            return False
+        tensors = [leaf for leaf in outputs[0] if isinstance(leaf, Tensor)]
+        scalars = bool(tensors) and not any(t.dim() for t in tensors)
+        if isinstance(outputs[0], list) and not scalars:
+            return True
+        if (isinstance(outputs[0], tuple) and scalars) or any(sizes[0] in t.shape for t in tensors):
+            return False  # values: a loss and a score, or rows along another dimension, refused there
+        msg = (
+            f"{path} is {_describe(outputs[0])} of each part, which has as many rows: it may have an entry "
+            "for each of them or not: return one tensor, torch.stack(values), or keep it in parts with "
+            "except_keywords or gather_to_one_device=False"
+        )
+        raise ConfigError(msg)
+
+
+def sorted_by_device(outputs: Sequence[Any], devices: Sequence[torch.device]) -> list[Any]:
+    """Return the outputs in the order of their devices' types and indices, not of ``device_ids``."""
+    order = sorted(range(len(outputs)), key=lambda i: (devices[i].type, devices[i].index or 0))
+    return [outputs[i] for i in order]
+
+
+def _children(value: Any) -> Collection[Any]:
+    container = _CONTAINERS[type(value)]
+    return () if container is None else container.children(value)
+
+
+def _field_names(value: Any) -> list[Any] | None:
+    """Return the keys or field names of a container, ``None`` for lists and plain tuples."""
+    if isinstance(value, Mapping):
+        return list(value)
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", None)
+        return None if fields is None else list(fields)
+    if dataclasses.is_dataclass(value):
+        return [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    return None
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {list(value)}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tp_trainer._convert import convert as convert
     from tp_trainer._convert import find_checkpoint as find_checkpoint
     from tp_trainer._launch._function import launch as launch
-    from tp_trainer._memory._requirements import MemoryTable as MemoryTable
-    from tp_trainer._memory._requirements import estimate as estimate
+    from tp_trainer._memory import MemoryTable as MemoryTable
+    from tp_trainer._memory import estimate as estimate
     from tp_trainer._metrics import FunctionMetric as FunctionMetric
     from tp_trainer._metrics import Metric as Metric
     from tp_trainer._metrics import Predictions as Predictions
@@ -54,7 +54,7 @@ else:
             "tp_trainer._checkpoint": ["Checkpoints"],
             "tp_trainer._convert": ["convert", "find_checkpoint"],
             "tp_trainer._launch._function": ["launch"],
-            "tp_trainer._memory._requirements": ["MemoryTable", "estimate"],
+            "tp_trainer._memory": ["MemoryTable", "estimate"],
             "tp_trainer._metrics": ["FunctionMetric", "Metric", "Predictions"],
             "tp_trainer._opening._boundaries": ["Interrupted"],
             "tp_trainer._report": ["write_report"],

@@ -23,7 +23,7 @@ from tp_trainer._checkpoint._weights_files import (
     type_name,
     write_files,
 )
-from tp_trainer._memory._footprint import parse_nbytes
+from tp_trainer._memory import parse_nbytes
 
 _INDEX = ".metadata"  # of tensors that several ranks have written
 

@@ -53,7 +53,7 @@ from tp_trainer._steps._step import (
 if TYPE_CHECKING:
     from tp_core.plugins import Callback
 
-    from tp_trainer._memory._requirements import MemoryTable, Work
+    from tp_trainer._memory import MemoryTable, Work
     from tp_trainer._metrics import Metric, Predictions
     from tp_trainer._opening._boundaries import StepBoundaries
     from tp_trainer._running._history import History
@@ -333,7 +333,7 @@ class Trainer:
             ...     trainer.backward(trainer.run(step, model, batch))
             ...     optimizer.step()  # doctest: +SKIP
         """
-        from tp_trainer._memory._requirements import Work
+        from tp_trainer._memory import Work
 
         for value in objects:
             check_preparable(value)
@@ -437,7 +437,7 @@ class Trainer:
         Example:
             >>> print(trainer.estimate(model, optimizer, batch, step, devices=8, memory="80GiB"))
         """
-        from tp_trainer._memory._requirements import Work, estimate_job
+        from tp_trainer._memory import Work, estimate_job
 
         check_model("estimate()", model)
         check_known("estimate()", model, optimizer, step)
@@ -547,7 +547,7 @@ class Trainer:
         self, model: nn.Module, optimizer: Optimizer, train_loader: Iterable[Any], settings: "FitSettings"
     ) -> "History":
         """Prepare the objects of a run, and train."""
-        from tp_trainer._memory._requirements import Work
+        from tp_trainer._memory import Work
         from tp_trainer._metrics import Evaluator
         from tp_trainer._running._fit import FitHooks, train
         from tp_trainer._steps._loaders import Epochs
@@ -1310,7 +1310,7 @@ class Trainer:
 
     def _explain(self, error: BaseException) -> None:
         """Add a note to an error if memory has run out."""
-        from tp_trainer._memory._requirements import explain_out_of_memory
+        from tp_trainer._memory import explain_out_of_memory
 
         explain_out_of_memory(error, lambda: self.selection)
 
@@ -1320,9 +1320,9 @@ class Trainer:
 
     def _open(self, *models: nn.Module, by: str, work: "Work | None" = None) -> Session:
         def add_memory(job: Job) -> Iterable[Job]:
-            from tp_trainer._memory import _requirements
+            from tp_trainer._memory import Work, add_memory
 
-            return _requirements.add_memory(job, work or _requirements.Work())
+            return add_memory(job, work or Work())
 
         if self._others is not None:
             msg = f"backend='fastest' times steps of fit(), and {by} comes before it: call fit(), or name one"

@@ -25,8 +25,7 @@ from tp_core.errors import ConfigError, ModelError
 if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
     from torch import nn
 
-    from tp_core._contracts._job import Job, MemoryNeed
-    from tp_core._contracts._layout import Forecast, Layout
+    from tp_core._contracts._job import Forecast, Job, Layout, MemoryNeed
     from tp_core._contracts._session import Session
 
 

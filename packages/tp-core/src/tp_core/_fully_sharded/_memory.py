@@ -20,8 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from tp_core._contracts._job import Footprint, Job, MemoryNeed
-from tp_core._contracts._layout import Transfer
+from tp_core._contracts._job import Footprint, Job, MemoryNeed, Transfer
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
 from tp_core._fully_sharded._units import find_units
 

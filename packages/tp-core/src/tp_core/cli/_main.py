@@ -15,10 +15,9 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from tp_core._messages import did_you_mean
 from tp_core.cli._plain import section_of, sections
 from tp_core.discovery import Contribution, PluginRegistry
-from tp_core.errors import ContractError, TpError
+from tp_core.errors import ContractError, TpError, did_you_mean
 from tp_core.plugins import Command, registry
 from tp_core.plugins._hooks import PluginInfo, call, describe
 

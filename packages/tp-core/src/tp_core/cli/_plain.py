@@ -9,8 +9,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 
-from tp_core._messages import did_you_mean
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, did_you_mean
 
 
 def plain_command(words: Sequence[str]) -> Callable[[], int] | None:

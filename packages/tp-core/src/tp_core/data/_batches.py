@@ -13,8 +13,7 @@ from torch.utils.data import BatchSampler, get_worker_info
 
 from tp_core._devices._transfer import recursive_pin
 from tp_core._devices._tree import tree_leaves
-from tp_core.data._parts import Parts
-from tp_core.data._rows import is_array, length_along
+from tp_core.data._parts import Parts, is_array, length_along
 from tp_core.data._seeding import seed_generators, seeded, seeded_own
 from tp_core.errors import LoaderError
 

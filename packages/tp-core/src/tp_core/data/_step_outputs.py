@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from tp_core.data._parts import Parts
-from tp_core.data._rows import cat_rows, length_along, take_rows
+from tp_core.data._parts import Parts, cat_rows, length_along, take_rows
 from tp_core.errors import ConfigError, StepError
 
 StepOutput = Tensor | Mapping[str, Any]

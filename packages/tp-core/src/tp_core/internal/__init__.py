@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from tp_core._contracts._backend import check_above_zero as check_above_zero
     from tp_core._contracts._blocks import repeated_blocks as repeated_blocks
     from tp_core._contracts._blocks import without_cache as without_cache
+    from tp_core._contracts._job import BUCKET_NBYTES as BUCKET_NBYTES
+    from tp_core._contracts._job import averaged_gradients as averaged_gradients
+    from tp_core._contracts._job import divisors as divisors
     from tp_core._contracts._job import whole_model_arguments as whole_model_arguments
-    from tp_core._contracts._layout import BUCKET_NBYTES as BUCKET_NBYTES
-    from tp_core._contracts._layout import averaged_gradients as averaged_gradients
-    from tp_core._contracts._layout import divisors as divisors
     from tp_core._contracts._session import PerModule as PerModule
     from tp_core._contracts._trial_runs import ForwardLines as ForwardLines
     from tp_core._contracts._trial_runs import WithoutDropout as WithoutDropout
@@ -63,19 +63,15 @@ if TYPE_CHECKING:
     from tp_core._launch._process_group import rendezvous_store as rendezvous_store
     from tp_core._launch._ranks import RankOutcome as RankOutcome
     from tp_core._launch._ranks import RankPool as RankPool
+    from tp_core._launch._ranks import dumps_by_value as dumps_by_value
     from tp_core._launch._ranks import rank_outcomes as rank_outcomes
     from tp_core._lazy import lazy_exports as lazy_exports
-    from tp_core._messages import check_installed as check_installed
-    from tp_core._messages import did_you_mean as did_you_mean
-    from tp_core._messages import file_meant as file_meant
-    from tp_core._messages import raised_where as raised_where
-    from tp_core._pickling import dumps_by_value as dumps_by_value
     from tp_core.data._batches import Envelope as Envelope
     from tp_core.data._batches import split_evenly as split_evenly
-    from tp_core.data._rows import cat_rows as cat_rows
-    from tp_core.data._rows import is_array as is_array
-    from tp_core.data._rows import length_along as length_along
-    from tp_core.data._rows import split_rows as split_rows
+    from tp_core.data._parts import cat_rows as cat_rows
+    from tp_core.data._parts import is_array as is_array
+    from tp_core.data._parts import length_along as length_along
+    from tp_core.data._parts import split_rows as split_rows
     from tp_core.data._seeding import capture_rng_state as capture_rng_state
     from tp_core.data._seeding import device_rng_state as device_rng_state
     from tp_core.data._seeding import preserve_rng_state as preserve_rng_state
@@ -91,6 +87,10 @@ if TYPE_CHECKING:
     from tp_core.data._step_outputs import zero_backward as zero_backward
     from tp_core.data._user_loaders import iterates_itself as iterates_itself
     from tp_core.data._workers import start as start
+    from tp_core.errors import check_installed as check_installed
+    from tp_core.errors import did_you_mean as did_you_mean
+    from tp_core.errors import file_meant as file_meant
+    from tp_core.errors import raised_where as raised_where
     from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
     from tp_core.plugins._select import check_backend_name as check_backend_name
     from tp_core.replicas._compiler import not_compiled_alone as not_compiled_alone
@@ -120,8 +120,12 @@ else:
             "tp_core._builders": ["call_builder", "load_function"],
             "tp_core._contracts._blocks": ["repeated_blocks", "without_cache"],
             "tp_core._contracts._backend": ["DevicesBackend", "RanksBackend", "check_above_zero"],
-            "tp_core._contracts._job": ["whole_model_arguments"],
-            "tp_core._contracts._layout": ["BUCKET_NBYTES", "averaged_gradients", "divisors"],
+            "tp_core._contracts._job": [
+                "BUCKET_NBYTES",
+                "averaged_gradients",
+                "divisors",
+                "whole_model_arguments",
+            ],
             "tp_core._contracts._session": ["PerModule"],
             "tp_core._contracts._trial_runs": [
                 "ForwardLines",
@@ -133,7 +137,7 @@ else:
                 "named_tensors",
             ],
             "tp_core.data._batches": ["Envelope", "split_evenly"],
-            "tp_core.data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
+            "tp_core.data._parts": ["cat_rows", "is_array", "length_along", "split_rows"],
             "tp_core.data._seeding": [
                 "capture_rng_state",
                 "device_rng_state",
@@ -187,10 +191,9 @@ else:
                 "new_process_group",
                 "rendezvous_store",
             ],
-            "tp_core._launch._ranks": ["RankOutcome", "RankPool", "rank_outcomes"],
+            "tp_core._launch._ranks": ["RankOutcome", "RankPool", "dumps_by_value", "rank_outcomes"],
             "tp_core._lazy": ["lazy_exports"],
-            "tp_core._messages": ["check_installed", "did_you_mean", "file_meant", "raised_where"],
-            "tp_core._pickling": ["dumps_by_value"],
+            "tp_core.errors": ["check_installed", "did_you_mean", "file_meant", "raised_where"],
             "tp_core.tensors._atomic": [
                 "atomic_part",
                 "showing_system_errors",

@@ -11,8 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tp_core._devices._resolve import DeviceSpec, resolve_devices
 from tp_core._devices._transfer import move_module, recursive_to
-from tp_core._messages import did_you_mean
-from tp_core.errors import ConfigError, ModelError
+from tp_core.errors import ConfigError, ModelError, did_you_mean
 from tp_core.replicas._replicas import Replicas
 
 Device = int | str | torch.device

@@ -225,7 +225,7 @@ class LocalRun:
                 "machine has that address: where one should, say --rdzv-conf is_host=1"
             )
             raise _NoRendezvousError(msg)
-        from tp_trainer._launch._rendezvous import answers
+        from tp_trainer._launch._elastic import answers
 
         if not answers(endpoint, timeout_s=min(timeout_s, _ANSWER_S), log=print_line):
             msg = (

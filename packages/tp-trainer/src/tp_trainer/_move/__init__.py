@@ -2,8 +2,8 @@
 
 ::
 
-    script ──> _facts.py     which kind of script it is, and why it cannot be moved, if so
-           ──> _rewrite.py   the changed source, with a comment where nothing could be decided
+    script ──> _rewrite.py   which kind of script it is, and why it cannot be moved, if so
+           ──>               the changed source, with a comment where nothing could be decided
            ──> a unified diff, or the changed file
            ──> _proof.py     with --prove: the losses of both, on one rank and on two
 """

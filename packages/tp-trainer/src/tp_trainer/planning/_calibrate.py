@@ -22,8 +22,7 @@ from tp_core.internal import device_of_rank
 from tp_core.sessions import join_process_group
 
 from tp_trainer._launch._function import launch
-from tp_trainer._memory._footprint import measure_footprint
-from tp_trainer._memory._operators import OperatorLog
+from tp_trainer._memory import OperatorLog, measure_footprint
 from tp_trainer.planning._machine import Machine, Operators
 
 _ROUNDS = 5

@@ -27,7 +27,7 @@ from torch import Tensor
 from tp_core.errors import ConfigError
 from tp_core.jobs import Transfer
 
-from tp_trainer._memory._operators import Operator
+from tp_trainer._memory import Operator
 
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _FIRST = "node=8x450GB/s,between=50GB/s"

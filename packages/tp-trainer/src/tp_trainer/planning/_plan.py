@@ -17,8 +17,7 @@ from tp_core.plugins import Backend, Job, registry
 
 from tp_trainer._activations import recomputations
 from tp_trainer._checks import check_known, check_model, check_positive
-from tp_trainer._memory._footprint import parse_nbytes
-from tp_trainer._memory._requirements import row_count_of
+from tp_trainer._memory import parse_nbytes, row_count_of
 from tp_trainer._steps._step import Step
 from tp_trainer.planning._lines import start_lines
 from tp_trainer.planning._machine import Links, Machine

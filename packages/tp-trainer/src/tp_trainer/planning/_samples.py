@@ -17,9 +17,7 @@ from tp_core.errors import ModelError
 from tp_core.internal import repeated_blocks
 from tp_core.jobs import Footprint, Precision, Recomputation
 
-from tp_trainer._memory._footprint import measure_footprint
-from tp_trainer._memory._operators import OperatorLog
-from tp_trainer._memory._requirements import resized
+from tp_trainer._memory import OperatorLog, measure_footprint, resized
 from tp_trainer.planning._machine import Operators
 
 _STATES = ("weights", "gradients", "optimizer", "update")

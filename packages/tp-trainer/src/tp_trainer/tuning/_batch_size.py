@@ -15,7 +15,7 @@ from tp_core.errors import ConfigError
 from tp_core.internal import capture_rng_state, restore_rng_state
 
 from tp_trainer._checks import check_callable, check_model, check_optimizer, check_positive
-from tp_trainer._memory._requirements import is_out_of_memory
+from tp_trainer._memory import is_out_of_memory
 from tp_trainer._steps._step import Step, restore_modes
 from tp_trainer._trainer import Trainer
 
