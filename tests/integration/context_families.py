@@ -8,6 +8,8 @@ three steps, in float64.
 """
 
 import argparse
+import importlib
+import pickle
 import sys
 import warnings
 from contextlib import contextmanager
@@ -270,6 +272,9 @@ def all_in_float64():
     It asks for float32 there. Its last bit on a CPU of float32 depends on the number of tokens: sines of the
     last few tokens of a slice take another path than those that fill a vector.
     """
+    # Tables by type must be made before types have other names: torch's for pickled tensors, safetensors'.
+    pickle.dumps(torch.zeros(1))
+    importlib.import_module("safetensors.torch")
     with (
         patch.object(torch, "float32", torch.float64),
         patch.object(torch, "float", torch.float64),

@@ -9,7 +9,6 @@ numbers of labels count, or none.
 """
 
 import argparse
-import pickle
 import sys
 import time
 import warnings
@@ -139,8 +138,6 @@ def step(model, batch):
 
 def train(name, backend, dtype=torch.float64, **options):
     """Train for three steps; return the losses and the weights, or the refusal."""
-    # The routers of experts name the type by its other name, as a table does that torch pickles tensors by.
-    pickle.dumps(torch.zeros(1))
     with families.all_in_float64() if dtype == torch.float64 else nullcontext():
         return _train(name, backend, dtype, **options)
 

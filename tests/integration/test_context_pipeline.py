@@ -1,7 +1,6 @@
 """Stages on slices of sequences train as one device does, and are saved as on every backend."""
 
 import importlib
-import pickle
 import re
 import warnings
 from contextlib import nullcontext
@@ -19,8 +18,7 @@ from tests.integration import context_families, pipeline_families
 
 
 def prepare():
-    """Make tables of types before types have other names, as they do for transformers in float64."""
-    pickle.dumps(torch.zeros(1))
+    """Import what names types before they have other names, as they do for transformers in float64."""
     importlib.import_module("tp_context._session")
     torch.set_num_threads(1)
 

@@ -96,6 +96,13 @@ class Collecting(Decoder):
         return super().mix(x) + sum(c.square().mean(-1, keepdim=True) for c in self.collected)
 
 
+class Dropping(Decoder):
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.down = nn.Sequential(layer.down, nn.Dropout(0.3))
+
+
 def make(model_class, **options):
     torch.manual_seed(1)
     return model_class(**options).double()
@@ -177,6 +184,16 @@ def test_each_schedule_equals_one_device(four, schedule):
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_what_crosses_a_cut_is_found(pair, model_class, given, schedule):
     compare(pair, model_class, {"schedule": schedule, "microbatch_size": 3}, **given)
+
+
+@pytest.mark.slow
+def test_dropout_is_the_same_on_any_number_of_stages(four, pair):
+    def run():
+        return train("pipeline", make(Dropping), options={"microbatches": 4})
+
+    expected, *others = *pair.run(run), *four.run(run)
+    for found in others:
+        assert_same(found, expected)
 
 
 def flat_step(model, batch):

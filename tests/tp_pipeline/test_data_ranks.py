@@ -1,6 +1,5 @@
 """Stages whose weights data ranks share train as one device does, and are saved as on every backend."""
 
-import pickle
 import warnings
 from functools import partial
 
@@ -27,7 +26,6 @@ def four():
 
 def train(name, backend, options=None, **arguments):
     """Train on uneven tokens for two epochs; return losses, weights, and the elements of this rank."""
-    pickle.dumps(torch.zeros(1))  # torch's table of types must be made before they have other names
     with families.families.all_in_float64():
         return _train(name, backend, options, **arguments)
 
@@ -141,6 +139,71 @@ def test_rows_of_weights_train_as_whole_ones_in_each_way(four, cases):
             # Half precision rounds the gradients of micro-batches.
             tolerance = 1e-3 if "16" in case else 1e-6
             torch.testing.assert_close(whole, train_layers(case), rtol=tolerance, atol=tolerance)
+
+
+class Sorted(nn.Module):
+    """A layer with an expert for each kind of row, after which rows of kind 0 take a branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Layer()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, kinds):
+        x = self.layer(x)
+        for kind, expert in enumerate(self.experts):
+            rows = (kinds == kind).nonzero()[:, 0]
+            if len(rows):
+                x = x.index_add(0, rows, expert(x[rows]))
+        return x
+
+
+class Branched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Sorted() for _ in range(4))
+        self.branches = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x, kinds):
+        for number, layer in enumerate(self.layers):
+            x = layer(x, kinds)
+            if number % 2 and bool((kinds == 0).any()):
+                x = torch.where((kinds == 0)[:, None], self.branches[number // 2](x), x)
+        return x
+
+
+def train_branched(is_evaluated=False, **arguments):
+    """Train on rows of which each data rank has another kind; return losses, weights and the last norm."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Branched().double()
+    rows = torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    kinds = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]).repeat(3)
+    loader = DataLoader(TensorDataset(*rows, kinds), batch_size=8)
+
+    def step(model, batch):
+        return F.mse_loss(model(batch[0], batch[2]), batch[1])
+
+    with Trainer(devices="cpu", progress=False, seed=0, **arguments) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        if is_evaluated:  # of one row, so that one data rank has none of it
+            one = DataLoader(TensorDataset(*rows[:, :1], kinds[:1]), batch_size=1)
+            losses.append(trainer.evaluate(model, one, step=step)["loss"])
+        history = trainer.fit(model, optimizer, loader, step=step, epochs=2, clip_norm=0.5)
+        losses += [record.train["loss"] for record in history]
+        return losses, {n: t.clone() for n, t in trainer.session.model_state(model).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+@pytest.mark.parametrize("is_evaluated", [False, True], ids=["", "evaluated"])
+def test_data_ranks_that_use_other_weights_train_as_one_device(four, data, is_evaluated):
+    expected = train_branched(is_evaluated, backend="single")
+    options = {"pipeline": {"ranks": 2, "data": data, "microbatches": 2, "timeout_s": 20}}
+    run = partial(train_branched, is_evaluated, backend="pipeline", options=options)
+    for found in four.run(run):
+        families.assert_same(found, expected)
 
 
 def test_buckets_end_at_their_size_and_where_types_change():

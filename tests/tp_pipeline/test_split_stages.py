@@ -1,7 +1,6 @@
 """Stages whose tensors are split over ranks train as one device does, and are saved as on every backend."""
 
 import os
-import pickle
 import time
 import warnings
 from functools import partial
@@ -31,7 +30,6 @@ def four():
 
 def train(name, options=None, **arguments):
     """Train on uneven tokens for two epochs; return losses, weights, and the elements of this rank."""
-    pickle.dumps(torch.zeros(1))  # torch's table of types must be made before they have other names
     if options is None:
         with families.families.all_in_float64():
             return _train(name, "single", {}, **arguments)

@@ -133,7 +133,9 @@ def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions, *, split: in
         values = {i: _values(footprint, stage, i == orders.stages - 1, parts) for i, stage in own.items()}
         # Gradients of tied weights: those of the other rank, and the sum.
         summed = 2 * sum(p.nbytes for p in _parameters(own.values()) if ranks_of[id(p)] > 1)
-        activations = max(int(_most(order[rank], values)), summed)
+        trained = {i: _nbytes(job, [one], trained=True) for i, one in own.items()}
+        most = _most(order[rank], values, trained, before=job.accumulate > 1)
+        activations = max(int(most), summed)
         share = sum(stage.multiplied for stage in own.values()) / max(1, multiplied)
         activations += int(footprint.casts * share)
         copies = job.environment.world_size // (ranks * split)
@@ -154,13 +156,13 @@ class _Values:
     Attributes:
         kept: Those that its forward keeps for backward.
         passed: Those that it receives, and about those that it sends.
-        beyond: Those that backward needs besides what was kept, at its peak.
+        beyond: Those that a kind of backward needs besides what was kept, at its peak.
         waiting: The gradients of outputs that wait for the weights' turn, where inputs have theirs before.
     """
 
     kept: float
     passed: float
-    beyond: float
+    beyond: dict[str, float]
     waiting: float
 
 
@@ -169,18 +171,31 @@ def _values(footprint: Footprint, stage: _Stage, is_last: bool, parts: int) -> _
     passed = next((footprint.passed[n] for n in stage.blocks if n in footprint.passed), 0)
     own = [(footprint.timeline[n], p) for n, p in stage.parameters.items() if n in footprint.timeline]
     left = min((both[-1] for both, _ in own), default=0)
+    waiting = kept / 2
     if is_last:
         # The loss keeps log-probabilities; at the peak their gradients and the logits' are there together.
+        # While the weights wait, it has gone, and the logits' gradient is there.
         kept += max(0, max((both[0] for both, _ in own), default=0) - left - kept) // 3
+    highest = max((both[0] - left for both, _ in own), default=0.0) / parts
     # The gradient of a weight is computed beside the sum of the micro-batches before.
-    highest = max(((both[0] - left) / parts + p.nbytes * (parts > 1) for both, p in own), default=0.0)
-    return _Values(kept / parts, passed / parts, max(0.0, highest - kept / parts), kept / parts / 2)
+    weight = max((p.nbytes for _, p in own), default=0) * (parts > 1)
+    making = max(((both[1] - left) / parts + p.nbytes * (parts > 1) for both, p in own), default=0.0)
+    beyond = {"B": max(highest, making), "I": highest}
+    beyond = {kind: max(0.0, most - kept / parts) for kind, most in beyond.items()} | {"W": float(weight)}
+    return _Values(kept / parts, passed / parts, beyond, waiting / parts)
 
 
-def _most(order: Sequence[Work], values: Mapping[int, _Values]) -> float:
-    """Return the most bytes that a rank's micro-batches take at once, by following its work."""
+def _most(
+    order: Sequence[Work], values: Mapping[int, _Values], gradients: Mapping[int, int], *, before: bool
+) -> float:
+    """Return the most bytes that a rank needs beside gradients, by following its work.
+
+    A stage has its ``gradients`` from its first backward pass on, and the most activations before that.
+    Those of accumulated batches ``before`` are there, too.
+    """
     held: defaultdict[tuple[int, int], float] = defaultdict(float)
-    now = most = 0.0
+    now = most = 0.0 if before else -float(sum(gradients.values()))
+    missing = dict(gradients)
     for kind, stage, part in order:
         own, key = values[stage], (stage, part)
         gained = {"RECV_F": own.passed, "RECV_B": own.passed, "I": own.waiting}.get(kind, 0.0)
@@ -188,15 +203,15 @@ def _most(order: Sequence[Work], values: Mapping[int, _Values]) -> float:
             gained = own.kept + (0.0 if stage else own.passed)  # the embedding's output
         held[key] += gained
         now += gained
-        most = max(most, now + (own.beyond if kind in {"B", "I", "W"} else 0.0))
+        most = max(most, now + own.beyond.get(kind, 0.0))
         # What is sent stays until the end of the batch.
         if kind == "SEND_F":
             held[key] -= own.passed
         elif kind == "SEND_B":
             now += own.passed
         elif kind in {"B", "W"}:
-            now -= held.pop(key)
-    return most
+            now += missing.pop(stage, 0) - held.pop(key)
+    return max(0.0, most)
 
 
 def _need(
@@ -206,7 +221,11 @@ def _need(
     weights, gradients = _nbytes(job, own), _nbytes(job, own, trained=True)
     part = gradients / max(1, footprint.gradients) / shared
     optimizer = int(footprint.optimizer_nbytes * part)
-    activations = max(activations, int(footprint.update * part)) + footprint.batch
+    updated = part
+    if footprint.update < footprint.gradients and job.model is not None:  # of a parameter at a time
+        largest = max((p.nbytes for p in job.model.parameters() if p.requires_grad), default=1)
+        updated = max((p.nbytes for p in _parameters(own) if p.requires_grad), default=0) / largest / shared
+    activations = max(activations, int(footprint.update * updated)) + footprint.batch
     # Gradients are averaged when the activations have gone, and whole weights, too.
     whole = weights if shared > 1 else 0
     bucket = min(gradients, BUCKET_NBYTES) if copies > 1 else 0

@@ -586,6 +586,17 @@ def _cut(
     count_of: Callable[[nn.Parameter], int],
 ) -> tuple[Plan, list[tuple[str, int]]]:
     calls = run.calls
+    early = next(
+        (u for i, u in run.decisions if any(_call_of(x) is not None for x in u) and i < len(calls)), None
+    )
+    if early is not None:
+        unit = calls[min(c for x in early if (c := _call_of(x)) is not None)].unit
+        msg = (
+            f"backend 'pipeline' cannot cut the model: between its blocks it decides by the numbers that "
+            f"{unit!r} returns (an if, item() or nonzero()), which other stages do not have; put that into a "
+            "block"
+        )
+        raise ModelError(msg)
     seen: dict[str, int] = {}
     named: list[tuple[str, int]] = []
     for call in calls:
@@ -604,17 +615,6 @@ def _cut(
         raise StepError(msg)
     at = sorted(named.index(start) for start in starts)
     stage_of = [sum(i >= a for a in at) for i in range(len(calls))]
-    early = next(
-        (u for i, u in run.decisions if any(_call_of(x) is not None for x in u) and i < len(calls)), None
-    )
-    if early is not None:
-        unit = calls[min(c for x in early if (c := _call_of(x)) is not None)].unit
-        msg = (
-            f"backend 'pipeline' cannot cut the model: between its blocks it decides by the numbers that "
-            f"{unit!r} returns (an if, item() or nonzero()), which other stages do not have; put that into a "
-            "block"
-        )
-        raise ModelError(msg)
     ends: set[Item] = set()
     for leaf in _tensors(output):
         ends |= run.trackers.resolved(set(run.items_of(leaf)), [leaf])

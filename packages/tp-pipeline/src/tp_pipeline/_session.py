@@ -61,6 +61,9 @@ class Stages:
         units: The units by name.
         starts: The calls with which stages begin; ``None`` until the first step.
         plans: The plans, by the form of a micro-batch.
+        used: The ranks of the group with stages that use each parameter, by name, in the plans so far.
+        is_cut: Whether ranks have the parameters of their stages alone.
+        is_agreed: Whether data ranks have the same parameters in their stages.
         shapes: The whole shapes of parameters, by identity.
         holders: The ranks of the group that have each parameter, by identity; empty until the first step,
             unless the model was built without memory.
@@ -75,6 +78,8 @@ class Stages:
         self.units, _ = find_units(model, options.cuts)
         self.starts: list[tuple[str, int]] | None = None
         self.plans: dict[object, Plan] = {}
+        self.used: dict[str, set[int]] = {}
+        self.is_cut = self.is_agreed = False
         self.shapes = {id(p): p.shape for p in model.parameters()}
         self.holders: dict[int, list[int]] = {}
         self.shared: set[int] = set()
@@ -318,7 +323,8 @@ class PipelineSession(ProcessGroupSession):
         """Run the step for micro-batches on all stages, and return the whole batch's output on each rank.
 
         Before the first call with a step, and with batches of another form, the step runs on stand-ins. The
-        first one cuts the model: parameters of other ranks' stages become empty here.
+        first one cuts the model: parameters of other ranks' stages become empty here. Steps of data ranks may
+        go other ways, so these ranks agree on them when they first learn.
 
         Raises:
             ModelError: The model cannot be cut, or normalizes over its batch.
@@ -327,8 +333,8 @@ class PipelineSession(ProcessGroupSession):
             DisagreementError: The ranks find different cuts.
 
         Collectives: sends and receives between neighboring stages; an all-gather of the outputs over the
-        ranks that hold the model. The first time with a form of batch, another one. Where data ranks share
-        weights, all-gathers of them before the batch.
+        ranks that hold the model. The first time with a form of batch, another one. The first time that data
+        ranks learn, an all-gather over them. Where they share weights, all-gathers of them before the batch.
         """
         stages = self._stages.get(model)
         if stages is None:
@@ -338,6 +344,11 @@ class PipelineSession(ProcessGroupSession):
         parts = self._split(batch, is_first=learns and stages.starts is None)
         plans = self._plans_of(stages, step, model, parts)
         learns = learns and all(plan.has_loss for plan in plans)
+        if not stages.is_agreed and self._gradient_size > 1 and (learns or self._rows is not None):
+            self._agree(stages)
+            self._cut(stages, model)
+        elif not stages.is_cut:
+            self._cut(stages, model)
         trained = [p for p in model.parameters() if p.requires_grad and self._has(stages, p)]
         before = [p.grad for p in trained]
         work = BatchRun(
@@ -509,12 +520,15 @@ class PipelineSession(ProcessGroupSession):
             )
             raise DisagreementError(msg)
         if stages.starts is None:
-            self._cut(stages, model, plan)
             stages.starts = starts
+            by_unit = {c.unit: self.orders.rank_of(s) for c, s in zip(plan.calls, plan.stage_of, strict=True)}
+            for name, unit in stages.units.items():
+                for buffer in unit.buffers():
+                    stages.buffers[id(buffer)] = by_unit.get(name, 0)
         for name, where in plan.holders.items():
-            parameter = model.get_parameter(name)
-            missing = {self.orders.rank_of(s) for s in where} - set(self._holders(stages, parameter))
-            if missing:
+            ranks = {self.orders.rank_of(stage) for stage in where}
+            stages.used[name] = stages.used.get(name, set()) | ranks
+            if stages.is_cut and not ranks <= set(self._holders(stages, model.get_parameter(name))):
                 msg = (
                     f"the step uses the parameter {name!r} in another stage than the first step did, which "
                     "has given it to that one alone; let the first step use the model as the later ones do"
@@ -553,29 +567,31 @@ class PipelineSession(ProcessGroupSession):
         theirs.add_note(f"It was raised in the stages of rank {where}.")
         raise theirs
 
-    def _cut(self, stages: Stages, model: nn.Module, plan: Plan) -> None:
+    def _agree(self, stages: Stages) -> None:
+        """Take what the stages of any data rank use as used: their steps may go other ways.
+
+        Collective: an all-gather over the data ranks.
+        """
+        every = _gather_values(stages.used, self._gradient_group, self.device)
+        stages.used = {n: set().union(*(one.get(n, ()) for one in every)) for one in every for n in one}
+        stages.is_agreed = True
+
+    def _cut(self, stages: Stages, model: nn.Module) -> None:
         """Free the parameters of other ranks' stages. What no stage uses stays on all.
 
-        Collectives: a broadcast of each parameter that is needed elsewhere than it was built, and of what
-        optimizers keep of it; an all-gather if there are some. Where data ranks share weights, another one.
+        Collectives: a broadcast of each parameter that is needed elsewhere than it is, and of what optimizers
+        keep of it; an all-gather if there are some.
         """
-        used = {name: {self.orders.rank_of(s) for s in where} for name, where in plan.holders.items()}
-        if self._rows is not None and self._data_group is not None:
-            # Data ranks share what any of them uses: their steps may go other ways.
-            every = _gather_values(used, self._data_group, self.device)
-            used = {n: set().union(*(one.get(n, ()) for one in every)) for one in every for n in one}
-        holders = {n: sorted(used.get(n, range(self.ranks))) for n, _ in model.named_parameters()}
+        everyone = range(self.ranks)
+        holders = {n: sorted(stages.used.get(n, everyone)) for n, _ in model.named_parameters()}
         self._send_missing(stages, model, holders)
         stages.holders = {id(p): holders[name] for name, p in model.named_parameters()}
-        by_unit = {c.unit: self.orders.rank_of(s) for c, s in zip(plan.calls, plan.stage_of, strict=True)}
-        for name, unit in stages.units.items():
-            for buffer in unit.buffers():
-                stages.buffers[id(buffer)] = by_unit.get(name, 0)
+        stages.is_cut = True
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if self._has(stages, parameter):
                     # What no stage uses gets no gradient, and is not gathered.
-                    if self._rows is not None and name in used and can_be_shared(parameter):
+                    if self._rows is not None and name in stages.used and can_be_shared(parameter):
                         stages.shared.add(id(parameter))
                         self._keep(parameter, self._rows.own(len(parameter)))
                     continue
@@ -616,6 +632,7 @@ class PipelineSession(ProcessGroupSession):
                         self._optimizers[number].state[parameter][key] = value
             if is_new:
                 parameter.data = whole
+                stages.stand_ins.pop(id(parameter), None)
 
     def _keep(self, parameter: nn.Parameter, rows: slice) -> None:
         """Free all but some rows of a parameter, and of what optimizers keep of it."""
@@ -1061,7 +1078,7 @@ class _WholeLoss(torch.autograd.Function):
         return grad.sum(), None
 
 
-def _gather_values(mine: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+def _gather_values(mine: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
     """Return each rank's value.
 
     Collective: an all-gather, and a second one if a value is long; torch's ``all_gather_object`` takes two.
