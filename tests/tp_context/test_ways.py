@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 from tp_context import attention
-
-# private: cuts of ranks, without a model and its check
-from tp_context._attention import _of_transformers, doors
-from tp_context._slices import Cut, Cuts, activate
+from tp_context._attention import _of_transformers, doors  # private: without a model and its check
 from tp_core.errors import StepError
 from tp_core.testing import RankPool
+
+from tests.tp_context.cuts import activate, cuts_of
 
 TOKENS = 13
 
@@ -112,17 +111,12 @@ REFUSED = {
 }
 
 
-def cuts_of(*lengths, way):
-    import torch.distributed as dist
-
-    size, rank = dist.get_world_size(), dist.get_rank()
-    return Cuts([Cut(n, rank, size, None) for n in dict.fromkeys(lengths)], way)
-
-
 def compared(tensors, call, way, mask=None):
     """Return the largest differences of the output, of gradients, and of a penalty's gradients."""
+    import torch.distributed as dist
+
     lengths = [tensors[0].size(-2), tensors[1].size(-2)]
-    cuts = cuts_of(*lengths, way=way)
+    cuts = cuts_of(*lengths, rank=dist.get_rank(), size=dist.get_world_size(), way=way)
     rows, keys = (cuts.of_whole(n) for n in lengths)
     own_mask = mask if mask is None or mask.size(-2) == 1 else rows.take(mask, -2)
     parts = [c.take(t, -2).requires_grad_() for t, c in zip(tensors, (rows, keys, keys), strict=True)]
@@ -204,7 +198,7 @@ def test_each_way_equals_attention_on_one_device(two_ranks, names):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_each_way_on_more_ranks_equals_attention_on_one_device(size):
     with RankPool(size) as ranks:
         check(ranks.run(table, WAYS, [*CASES]))

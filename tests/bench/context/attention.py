@@ -18,11 +18,11 @@ from torch import Tensor
 from tp_context import attention
 
 # private: ways without a model, and what the option "auto" chooses
-from tp_context._slices import Cut, Cuts, activate
 from tp_context._ways import Size, costs
 from tp_core.testing import run_ranks
 
 from tests.bench._results import Results
+from tests.tp_context.cuts import activate, cuts_of
 
 WAYS = ("all-gather", "ulysses", "ring")
 FEATURES = 32
@@ -63,8 +63,9 @@ def times(tokens: int, heads: int, key_heads: int, rounds: int) -> dict[str, lis
     dist.init_process_group("gloo")
     size, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
-    cut = Cut(tokens, rank, size, None)
-    shapes = [(1, n, cut.tokens, FEATURES) for n in (heads, key_heads, key_heads)]
+    cuts = {way: cuts_of(tokens, rank=rank, size=size, way=way) for way in WAYS}
+    own = cuts[WAYS[0]].of_whole(tokens).tokens
+    shapes = [(1, n, own, FEATURES) for n in (heads, key_heads, key_heads)]
     inputs = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
     grad = torch.randn(shapes[0], generator=generator)
     found: dict[str, list[float]] = {way: [] for way in ("by hand", *WAYS)}
@@ -75,7 +76,7 @@ def times(tokens: int, heads: int, key_heads: int, rounds: int) -> dict[str, lis
             if way == "by hand":
                 mixed = by_hand(*inputs)
             else:
-                with activate(Cuts([cut], way)):
+                with activate(cuts[way]):
                     mixed = attention(*inputs, is_causal=True, enable_gqa=True)
             torch.autograd.grad(mixed, inputs, grad)
             dist.barrier()

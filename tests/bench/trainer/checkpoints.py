@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -36,6 +37,11 @@ WIDTH, LAYERS = 2048, 30  # of 16 MiB each: 500 MB
 COLD = 3
 """So many rounds of saves go uncounted: those who leave the old file in place until the new one is there need
 memory of the system that a virtual machine may not have touched before, and its first use takes a second."""
+
+
+def checkpointer_of(session: Any, folder: Path, **settings: Any) -> Any:
+    """Return what saves without a run around it."""
+    return Checkpointer(Checkpoints(folder, keep=1, **settings), session)
 
 
 def steps(folder: Path, results: Results) -> None:
@@ -110,7 +116,7 @@ def saves(folder: Path, results: Results) -> None:
         place = folder / str(asynchronous)
         trainer = Trainer(devices="cpu", progress=False)
         prepared = trainer.prepare(model)
-        checkpointer = Checkpointer(Checkpoints(place, background=asynchronous, keep=1), trainer.session)
+        checkpointer = checkpointer_of(trainer.session, place, background=asynchronous)
         count = 0
 
         def way() -> tuple[float, float]:
@@ -175,7 +181,7 @@ def adapters(folder: Path, results: Results) -> None:
     optimizer.step()
     trainer = Trainer(devices="cpu", progress=False)
     session = trainer.prepare(model) and trainer.session
-    checkpointer = Checkpointer(Checkpoints(folder / "tp", keep=1), session)
+    checkpointer = checkpointer_of(session, folder / "tp")
     began = time.perf_counter()
     frozen = FrozenWeights(session, model, None)
     results.add("digests of the base", time.perf_counter() - began, "s")

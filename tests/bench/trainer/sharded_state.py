@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from tp_core.state import collect_state
 from tp_core.testing import run_ranks
-from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint._checkpointer import Checkpointer  # private: a save without a run around it
+from tp_trainer import Trainer
 
 from tests.bench._results import Results
+from tests.bench.trainer.checkpoints import checkpointer_of
 
 WIDTH, LAYERS, ROUNDS = 4096, 15, 5  # layers of 64 MiB
 TORCH, TP = "torch.distributed.checkpoint", "tp, with digests"
@@ -43,7 +43,7 @@ def times_of_rank(folder: Path) -> tuple[int, dict[str, list[float]]]:
         model = trainer.build(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))))
         optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=1e-3))
         session = trainer.session
-        checkpointer = Checkpointer(Checkpoints(folder / "tp", keep=1), session)
+        checkpointer = checkpointer_of(session, folder / "tp")
         checkpointer.open()
         steps = iter(range(1, 100))
 

@@ -16,11 +16,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from tp_context._slices import Cut, Cuts, activate  # private: a session compares ranks, which are missing
 from tp_core import LaunchEnvironment
 from tp_core.jobs import Footprint, Layout
 from tp_core.plugins import Job, registry
 from tp_trainer._memory import measure_footprint  # private: a plan adds much to it
+
+from tests.tp_context.cuts import activate, cuts_of
 
 KINDS = {
     "_allgather_base_": "all-gather",
@@ -150,7 +151,7 @@ def test_of_split_sequences(ranks):
     footprint = measure_footprint(nn.Linear(1, 1), None, torch.rand(3, 2, 4, ranks, 16), attend)
     counting = Counting()
     batch = torch.rand(3, 2, 4, 1, 16, requires_grad=True)  # a token on each rank
-    with counting, activate(Cuts([Cut(ranks, 0, ranks, None)])):
+    with counting, activate(cuts_of(ranks, rank=0, size=ranks)):
         attend(nn.Linear(1, 1), batch).backward()
     options = {"context": {"context": ranks, "weights": "whole"}}
     layout = Layout(axes={"data": 1, "context": ranks}, options=options)
