@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 from tp_core.discovery import PluginRegistry
 from tp_core.errors import ContractError
 from tp_core.plugins import Callback, NamedCallback, hookimpl, registry
@@ -41,8 +40,10 @@ def test_a_bare_callback_is_not_what_the_hook_brings():
     assert "must return NamedCallback objects" in str(broken)
 
 
-@pytest.mark.parametrize("event", sorted(name for name in vars(Callback) if name.startswith("on_")))
-def test_no_event_of_the_base_class_does_anything(event):
+def test_no_event_of_the_base_class_does_anything():
     arguments = {"on_optimizer_step": 2, "on_validation_end": 2, "on_checkpoint_saved": 2}
     arguments |= {"on_interruption": 2, "on_exception": 2, "on_setup": 2}
-    assert getattr(Callback(), event)(*[None] * arguments.get(event, 1)) is None
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    assert len(events) > 10
+    for event in events:
+        assert getattr(Callback(), event)(*[None] * arguments.get(event, 1)) is None, event
