@@ -47,9 +47,7 @@ def test_adapters_are_trained_as_by_hand_and_resumed(places, family, kind, begun
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        pytest.param(
-            family, kind, marks=pytest.mark.slow if family in ("llama", "gpt2") else pytest.mark.nightly
-        )
+        pytest.param(family, kind, marks=pytest.mark.slow if family == "gpt2" else pytest.mark.nightly)
         for family, kind in zip(adapters.TABLE, itertools.cycle(adapters.KINDS))
     ],
 )

@@ -20,14 +20,15 @@ def test_killed_ranks_restart_and_end_with_the_weights_of_an_undisturbed_run(tmp
 
 
 @pytest.mark.takes(60)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "backend", "more"),
     [
-        pytest.param(2, "fsdp", ["--frozen"], id="frozen", marks=pytest.mark.nightly),
-        pytest.param(4, "fsdp", [], id="four", marks=pytest.mark.nightly),
-        pytest.param(4, "shard", ["--tensor", "2"], id="two-by-two", marks=pytest.mark.nightly),
-        pytest.param(2, "context", ["--weights", "whole"], id="sequences", marks=pytest.mark.nightly),
-        pytest.param(4, "context", ["--weights", "fsdp"], id="both", marks=pytest.mark.nightly),
+        pytest.param(2, "fsdp", ["--frozen"], id="frozen"),
+        pytest.param(4, "fsdp", [], id="four"),
+        pytest.param(4, "shard", ["--tensor", "2"], id="two-by-two"),
+        pytest.param(2, "context", ["--weights", "whole"], id="sequences"),
+        pytest.param(4, "context", ["--weights", "fsdp"], id="both"),
     ],
 )
 def test_killed_ranks_that_hold_shards_end_so_too(tmp_path, ranks, backend, more):
@@ -38,13 +39,13 @@ def test_killed_ranks_that_hold_shards_end_so_too(tmp_path, ranks, backend, more
 
 
 @pytest.mark.takes(150)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("backend", "tensor", "layers", "sizes"),
     [
-        pytest.param("fsdp", 1, 2, [2, 4, 1, 2], marks=pytest.mark.nightly),
-        pytest.param("fsdp", 2, 2, [2, 4, 1], marks=pytest.mark.slow),
-        pytest.param("fsdp", 2, 2, [2, 4, 1, 2], marks=pytest.mark.nightly),
-        pytest.param("pipeline", 1, 8, [2, 4, 1, 2], marks=pytest.mark.nightly),
+        ("fsdp", 1, 2, [2, 4, 1, 2]),
+        ("fsdp", 2, 2, [2, 4, 1, 2]),
+        ("pipeline", 1, 8, [2, 4, 1, 2]),
     ],
 )
 def test_after_each_kill_another_number_of_ranks_goes_on(tmp_path, backend, tensor, layers, sizes):
@@ -73,12 +74,13 @@ def mix_up(parts):
 
 
 @pytest.mark.takes(150)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "backend", "more", "damage"),
     [
-        pytest.param(2, "fsdp", [], flip_a_bit, id="two", marks=pytest.mark.slow),
-        pytest.param(4, "fsdp", [], mix_up, id="four", marks=pytest.mark.nightly),
-        pytest.param(4, "shard", ["--tensor", "2"], cut_off, id="two-by-two", marks=pytest.mark.nightly),
+        pytest.param(2, "fsdp", [], flip_a_bit, id="two"),
+        pytest.param(4, "fsdp", [], mix_up, id="four"),
+        pytest.param(4, "shard", ["--tensor", "2"], cut_off, id="two-by-two"),
     ],
 )
 def test_a_part_that_was_damaged_after_the_kill_costs_the_steps_of_one_checkpoint(

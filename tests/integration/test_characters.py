@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory):
         pytest.param(ALONE, "single", marks=pytest.mark.nightly, id="single"),
         pytest.param(LAUNCHED, "ddp", marks=pytest.mark.slow, id="ddp"),
         pytest.param([*LAUNCHED, "--split"], "shard", marks=pytest.mark.nightly, id="shard"),
-        pytest.param(TWO_DEVICES, "tuple", marks=pytest.mark.slow, id="tuple"),
+        pytest.param(TWO_DEVICES, "tuple", marks=pytest.mark.nightly, id="tuple"),
         pytest.param(
             [*TWO_DEVICES, "--backend", "dp-gather"], "dp-gather", marks=pytest.mark.nightly, id="dp-gather"
         ),

@@ -216,7 +216,12 @@ def test_the_commands_and_options_that_documents_show_exist():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["doctor", "--no-measure"], ["doctor", "--no-measure", "--json"]]
+    "arguments",
+    [
+        ["--help"],
+        pytest.param(["doctor", "--no-measure"], marks=pytest.mark.nightly),
+        ["doctor", "--no-measure", "--json"],
+    ],
 )
 def test_a_real_pipe_that_is_closed_ends_tp_as_a_shell_expects(arguments):
     read, write = os.pipe()
@@ -269,7 +274,14 @@ def test_without_standard_streams_it_ends_as_with_them(words, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-@pytest.mark.parametrize("words", ["--help", "--version", "jobs --json", "doctor --no-measure"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        *(pytest.param(w, marks=pytest.mark.nightly) for w in ("--version", "jobs --json")),
+        "doctor --no-measure",
+    ],
+)
 def test_a_full_disk_behind_stdout_is_one_line(words):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

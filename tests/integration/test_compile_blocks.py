@@ -143,7 +143,11 @@ def test_blocks_are_compiled_with_checkpointed_activations(policy):
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [("ddp", None), ("shard", None), ("fsdp", FsdpOptions(units=Block))],
+    [
+        ("ddp", None),
+        pytest.param("shard", None, marks=pytest.mark.nightly),
+        ("fsdp", FsdpOptions(units=Block)),
+    ],
 )
 def test_blocks_are_compiled_on_ranks(two_ranks, backend, options, accumulate):
     for found in two_ranks.run(functools.partial(compare, backend, options=options, accumulate=accumulate)):
@@ -194,13 +198,10 @@ def test_torchs_own_blocks_are_compiled(backend, compiled):
     check_torchs(compare(backend, compiled, make=Torchs))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("backend", "compiled"),
-    [
-        ("fsdp", WHOLE),  # unit by unit
-        *(pytest.param(b, BLOCKS, marks=pytest.mark.nightly) for b in ("ddp", "shard", "fsdp")),
-    ],
+    [("fsdp", WHOLE), ("ddp", BLOCKS), ("shard", BLOCKS), ("fsdp", BLOCKS)],  # the first one unit by unit
 )
 def test_torchs_own_blocks_are_compiled_on_ranks(two_ranks, backend, compiled):
     for found in two_ranks.run(functools.partial(compare, backend, compiled, make=Torchs)):

@@ -777,7 +777,7 @@ def test_bad_input_is_one_sentence_on_all_ranks(two_ranks):
     ("name", "mask"),
     [
         ("llama", "left"),
-        ("t5", "left"),
+        pytest.param("t5", "left", marks=pytest.mark.nightly),
         *[pytest.param(n, m, marks=pytest.mark.nightly) for n, m in NIGHTLY],
     ],
 )

@@ -90,7 +90,7 @@ def resumed(folder, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_resumed_run_is_the_uninterrupted_one_and_its_state_stays_dtensors(tmp_path, processes):
     for name, kinds, is_same in run_ranks(resumed, processes, tmp_path):
         assert (name, kinds) == ("fsdp2", {"DTensor"})
@@ -106,7 +106,15 @@ def test_also_with_parameters_in_another_order_and_written_by_threads(tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.nightly),
+        (2, 3),
+        pytest.param(3, 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_another_number_of_ranks_goes_on_from_a_checkpoint(tmp_path, before, after):
     def start(processes, epochs):
         run = functools.partial(fit, tmp_path, epochs=epochs)
@@ -133,6 +141,7 @@ def files(folder):
         return before, trainer.evaluate(other, make_loader(), step=step), kind
 
 
+@pytest.mark.slow
 def test_files_are_whole_and_load_on_any_backend(tmp_path):
     plain = Net(seed=1)
     with make_trainer() as trainer:

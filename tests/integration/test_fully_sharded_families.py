@@ -183,7 +183,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=() if f in ("Llama", "T5", "ResNet") else pytest.mark.nightly) for f in FAMILIES],
+    [pytest.param(f, marks=() if f in ("Llama", "ResNet") else pytest.mark.nightly) for f in FAMILIES],
 )
 def test_shards_train_as_one_device_and_any_backend_goes_on(two_ranks, tmp_path, family):
     # Batch norms know the samples of their own rank: shards are then what ddp is.

@@ -54,7 +54,12 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
-    [("single", "fsdp"), ("fsdp", "shard"), ("shard", "shard x fsdp"), ("shard x fsdp", "single")],
+    [
+        pytest.param("single", "fsdp", marks=pytest.mark.nightly),
+        ("fsdp", "shard"),
+        pytest.param("shard", "shard x fsdp", marks=pytest.mark.nightly),
+        ("shard x fsdp", "single"),
+    ],
 )
 def test_what_is_interrupted_in_one_way_is_finished_in_another(first, then, undisturbed, tmp_path):
     process = start(first, tmp_path)

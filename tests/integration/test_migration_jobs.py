@@ -52,10 +52,10 @@ def run_in_forks(modules, runs):
 
 
 def parts_of(library, modules):
-    """Yield jobs of a library: three of tp's are slow; those of others change with their releases alone."""
+    """Yield jobs of a library: two of tp's are slow; those of others change with their releases alone."""
     needed = pytest.mark.needs(*(m.split(".")[0] for m in modules.split(",")))
-    for jobs in ([*STEPS][:3], [*STEPS][3:]):
-        part = pytest.mark.slow if library == "tp" and "texts" in jobs else pytest.mark.nightly
+    for jobs in ([*STEPS][:1], [*STEPS][1:3], [*STEPS][3:]):
+        part = pytest.mark.slow if library == "tp" and "gan" in jobs else pytest.mark.nightly
         yield pytest.param(library, jobs, marks=(part, needed), id=f"{library}-{jobs[0]}")
 
 
@@ -95,15 +95,8 @@ def test_the_lines_of_the_job_with_adapters_are_counted():
     assert "| " + " | ".join(f"{lines} lines" for lines in counted) + " |" in PAGE.read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "library",
-    [
-        "tp",
-        pytest.param("trl", marks=[pytest.mark.nightly, pytest.mark.needs("trl")]),
-        pytest.param("accelerate", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("library", ["tp", pytest.param("trl", marks=pytest.mark.needs("trl")), "accelerate"])
 def test_adapters_come_to_the_numbers_of_the_page_whole_and_interrupted(library, tmp_path):
     runs = []
     for kind, steps in {"whole": [None], "parts": [8, None]}.items():

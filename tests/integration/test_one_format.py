@@ -82,7 +82,12 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize(
-    ("writers", "readers"), [(1, 2), *(pytest.param(2, n, marks=pytest.mark.slow) for n in (1, 2))]
+    ("writers", "readers"),
+    [
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_each_reads_what_the_other_wrote_on_any_number_of_ranks(tmp_path, writers, readers):
     state, entries, rates = start(train, writers, tmp_path)[0]

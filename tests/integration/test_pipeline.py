@@ -170,7 +170,13 @@ def test_stages_on_two_ranks_equal_one_device(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", families.SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in ("GPipe", "InterleavedZeroBubble") else ())
+        for name in families.SCHEDULES
+    ],
+)
 def test_each_schedule_equals_one_device(four, schedule):
     compare(four, Decoder, {"schedule": schedule, "microbatches": 8})
 
@@ -241,7 +247,9 @@ def test_a_run_is_resumed_on_other_backends_and_numbers_of_stages(four, pair, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "schedule"), [("llama", "1F1B"), ("t5", "ZBVZeroBubble")])
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("llama", "1F1B"), pytest.param("t5", "ZBVZeroBubble", marks=pytest.mark.nightly)]
+)
 def test_models_of_transformers_equal_one_device(pair, name, schedule):
     expected = families.train(name, "single")
     for found in pair.run(partial(families.train, name, "pipeline", schedule=schedule)):

@@ -55,7 +55,7 @@ def published(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in ("backend", "command") else pytest.mark.nightly) for k in KINDS]
+    "kind", [pytest.param(k, marks=() if k == "backend" else pytest.mark.nightly) for k in KINDS]
 )
 def test_a_new_plugin_is_published_found_and_right(kind, tmp_path):
     name = f"acme-{kind}"
@@ -69,7 +69,9 @@ def test_a_new_plugin_is_published_found_and_right(kind, tmp_path):
 @pytest.mark.parametrize(
     ("name", "library", "brings"),
     [
-        ("accelerate-for-tp", "accelerate", {"backend": ["accelerate"]}),
+        pytest.param(
+            *("accelerate-for-tp", "accelerate", {"backend": ["accelerate"]}), marks=pytest.mark.nightly
+        ),
         ("graphs-for-tp", "torch_geometric", {"collate adapter": ["graphs"]}),
     ],
 )

@@ -25,7 +25,7 @@ def test_that_fails():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.nightly), "2"])
 def test_a_second_try_is_told_and_a_lasting_failure_stays_one(tmp_path, workers):
     (tmp_path / "test_them.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", ".", "-n", workers]

@@ -268,7 +268,9 @@ def test_what_a_step_of_a_split_model_takes_is_known_before_it_runs(pool):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system tells no peak")
-@pytest.mark.parametrize(("way", "ranks"), [("fsdp", 2), ("shard", 2), ("shard x fsdp", 4)])
+@pytest.mark.parametrize(
+    ("way", "ranks"), [("fsdp", 2), ("shard", 2), pytest.param("shard x fsdp", 4, marks=pytest.mark.nightly)]
+)
 def test_no_rank_holds_more_than_its_slices_and_a_unit(tmp_path, way, ranks):
     width, blocks = 1536, 8
     model = Net(width, blocks)

@@ -15,7 +15,10 @@ from tp_trainer import Checkpoints, Trainer
 
 from tests.run_tp import run
 
-BOTH = pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
+BOTH = pytest.mark.parametrize(
+    "asynchronous",
+    [pytest.param(False, marks=pytest.mark.nightly), pytest.param(True, marks=pytest.mark.slow)],
+)
 
 
 def train(folder, asynchronous, *, at=0, then=None, resume=None):

@@ -112,15 +112,14 @@ def assert_as_by_hand(trained, step, accumulate):
         torch.testing.assert_close(trained[1][name], tensor, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    ("step", "backend", "devices"),
+    ("step", "backend", "devices", "accumulate"),
     [
-        (loss_of_the_model, "single", "cpu"),
-        (loss_of_the_model, "tuple", ["cpu", "cpu"]),
-        (loss_of_the_step, "tuple", ["cpu", "cpu"]),
-        (loss_of_the_model, "dp-gather", ["cpu", "cpu"]),
-        (loss_of_the_step, "dp-gather", ["cpu", "cpu"]),
+        (loss_of_the_model, "single", "cpu", 2),
+        (loss_of_the_model, "tuple", ["cpu", "cpu"], 1),
+        (loss_of_the_step, "tuple", ["cpu", "cpu"], 2),
+        (loss_of_the_model, "dp-gather", ["cpu", "cpu"], 2),
+        (loss_of_the_step, "dp-gather", ["cpu", "cpu"], 1),
     ],
     ids=["single", "tuple", "tuple, loss in the step", "dp-gather", "dp-gather, loss in the step"],
 )

@@ -15,7 +15,7 @@ ENGINES = [
     {"engine": "process", "start_method": "fork"},
     # Each worker imports this module anew, and with it torch and pytest.
     pytest.param({"engine": "process", "start_method": "forkserver"}, marks=pytest.mark.slow),
-    pytest.param({"engine": "process", "start_method": "spawn"}, marks=pytest.mark.slow),
+    pytest.param({"engine": "process", "start_method": "spawn"}, marks=pytest.mark.nightly),
     {"engine": "thread"},
     {"engine": "inline"},
 ]

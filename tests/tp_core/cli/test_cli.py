@@ -295,6 +295,7 @@ def bare(tmp_path, *words):
     return tp(*words, env={"PYTHONPATH": os.pathsep.join(paths), "PATH": ""})
 
 
+@pytest.mark.slow
 def test_without_its_libraries_tp_has_its_version_and_a_plain_doctor(tmp_path):
     done = bare(tmp_path, "--version")
     assert (done.returncode, done.stdout) == (0, f"tp-core {version('tp-core')}\n")

@@ -88,8 +88,17 @@ def wait_until_gone(*pids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        ("fork", False),
+        ("spawn", True),
+        ("forkserver", False),
+        pytest.param("fork", True, marks=pytest.mark.nightly),
+        pytest.param("spawn", False, marks=pytest.mark.nightly),
+        pytest.param("forkserver", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_an_own_loop_whose_group_is_signalled_goes_on_with_its_workers(start, method, kept):
     process = start(
         """
@@ -131,7 +140,7 @@ def test_what_a_worker_init_fn_listens_to_is_heard(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly), "forkserver"])
 def test_workers_that_hang_after_a_signal_end_with_the_process_that_was_killed(start, method):
     process = start(
         """

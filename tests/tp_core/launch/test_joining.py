@@ -64,6 +64,7 @@ class Kit(ConformanceKit):
         self_test_options = {}
 
 
+@pytest.mark.slow
 def test_a_process_joins_again_after_it_has_left():
     assert run_ranks(joined_again_and_again, 2) == [[2.0] * 3] * 2
 

@@ -151,7 +151,13 @@ def test_a_file_that_is_no_output_of_ours_is_left_alone(folder):
     assert (folder / "out.jsonl").read_text() == "my diary\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.nightly),
+    ],
+)
 def test_an_interrupted_run_goes_on_without_loss_or_repetition(folder, wait_until, number):
     (folder / "in.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(300)))
     command = [

@@ -43,7 +43,7 @@ SPIN = "sum(range(10**10))"  # minutes in which the interpreter has no turn
         ("fork", signal.SIGTERM, SLEEP),
         ("forkserver", signal.SIGINT, SLEEP),
         pytest.param("spawn", signal.SIGKILL, SPIN, marks=pytest.mark.slow),
-        pytest.param("spawn", signal.SIGTERM, SLEEP, marks=pytest.mark.slow),
+        pytest.param("spawn", signal.SIGTERM, SLEEP, marks=pytest.mark.nightly),
     ],
     ids=lambda value: getattr(value, "name", None) or str(value).partition("(")[0],
 )
@@ -59,7 +59,7 @@ def test_workers_end_with_their_parent(start_script, is_running, wait_until, met
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly), "forkserver"])
 def test_no_worker_is_left_by_a_parent_killed_at_any_moment(start_script, processes_of, wait_until, method):
     for delay_ms in (0, 5, 10, 20, 40, 80, 160, 320):
         process = start_script(

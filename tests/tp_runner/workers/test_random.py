@@ -12,7 +12,7 @@ import tp_runner
 METHODS = [
     {"start_method": "fork"},
     pytest.param({}, marks=pytest.mark.slow),
-    pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow),
+    pytest.param({"start_method": "spawn"}, marks=pytest.mark.nightly),
 ]
 # Spawned workers take seconds to start, and get their numbers as the others do: one test of them is enough.
 FEWER = [*METHODS[:2], pytest.param({"start_method": "spawn"}, marks=pytest.mark.nightly)]

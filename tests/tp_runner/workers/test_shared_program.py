@@ -9,7 +9,11 @@ import torch
 import tp_runner
 from tp_runner import OrderedRunner
 
-METHODS = ["forkserver", *(pytest.param(method, marks=pytest.mark.slow) for method in ("fork", "spawn"))]
+METHODS = [
+    "forkserver",
+    pytest.param("fork", marks=pytest.mark.slow),
+    pytest.param("spawn", marks=pytest.mark.nightly),
+]
 NBYTES = 32 << 20
 
 
@@ -39,9 +43,9 @@ class Writes(OrderedRunner):
 @pytest.mark.parametrize(
     ("make", "method"),
     [
-        pytest.param(torch.ones, "forkserver", id="tensor-forkserver"),
+        pytest.param(torch.ones, "forkserver", id="tensor-forkserver", marks=pytest.mark.slow),
         pytest.param(np.ones, "fork", id="array-fork", marks=pytest.mark.slow),
-        pytest.param(torch.ones, "spawn", id="tensor-spawn", marks=pytest.mark.slow),
+        pytest.param(torch.ones, "spawn", id="tensor-spawn", marks=pytest.mark.nightly),
         pytest.param(np.ones, "spawn", id="array-spawn", marks=pytest.mark.nightly),
     ],
 )

@@ -121,6 +121,7 @@ def a_compiled_mlp_gives_the_same_numbers():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_a_compiled_mlp_without_a_process_group():
     with warnings.catch_warnings():
         a_compiled_mlp_gives_the_same_numbers()

@@ -196,7 +196,7 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "check",
     [pytest.param(check, marks=pytest.mark.slow if check in LONG else ()) for check in CHECKS],

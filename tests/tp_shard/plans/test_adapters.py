@@ -132,9 +132,9 @@ def trains(family, kind, plan):
 
 
 def each_once():
-    """Each kind of adapters and a family more in the slow part; the others of the product are nightly."""
+    """Each kind of adapters once in the slow part; the others of the product are nightly."""
     for family, kind in itertools.product(FAMILIES, KINDS):
-        is_slow = (family, kind) in {*PLANS, ("llama", "ia3"), ("t5", "lora")}
+        is_slow = (family, kind) in {*PLANS, ("llama", "ia3")}
         yield pytest.param(family, kind, marks=pytest.mark.slow if is_slow else pytest.mark.nightly)
 
 

@@ -388,6 +388,7 @@ def test_on_ranks(on_ranks, world, check):
     on_ranks(world, check)
 
 
+@pytest.mark.slow
 def test_two_copies_of_two_ranks(on_ranks):
     on_ranks(4, two_copies_train_like_one_model_on_all_samples, group_size=2)
 

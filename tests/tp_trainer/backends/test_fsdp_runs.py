@@ -104,13 +104,8 @@ def test_another_backend_or_number_of_ranks_goes_on_each_time(tmp_path, ways):
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        FsdpOptions(replicas=2),
-        pytest.param(FsdpOptions(reshard_after_forward=False), marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [FsdpOptions(replicas=2), FsdpOptions(reshard_after_forward=False)])
 def test_as_many_ranks_go_on_bit_for_bit(tmp_path, options):
     whole = run_ranks(functools.partial(fit, options=options, epochs=3), 4)
     checkpointed = functools.partial(fit, options=options, checkpoint=tmp_path, resume="auto")

@@ -46,6 +46,7 @@ def run(program, cwd):
     )
 
 
+@pytest.mark.slow
 def test_functions_of_a_program_run_on_ranks_and_a_failure_is_raised_with_its_traceback(tmp_path):
     pytest.importorskip("cloudpickle")
     done = run(PROGRAM, tmp_path)

@@ -86,8 +86,8 @@ def test_the_numbers_are_the_same_on_devices_of_one_process(backend):
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
-        ("ddp", None),
-        ("fsdp", FsdpOptions(units=Block)),
+        pytest.param("ddp", None, marks=pytest.mark.nightly),
+        pytest.param("fsdp", FsdpOptions(units=Block), marks=pytest.mark.nightly),
         ("fsdp", FsdpOptions(units=Block, activation_checkpointing=True)),
         ("shard", None),
     ],
@@ -206,7 +206,7 @@ def test_fit_applies_the_choice_and_trains_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("backend", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
 def test_ranks_make_one_choice_and_train_the_same(backend):
     for found in run_ranks(choices, 2, backend, 2**40, 1_200_000, 1):
         assert found == (["nothing", "every 2nd block", "every block"], True)

@@ -124,7 +124,11 @@ def asked(slurm):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("send", "status", "call"),
-    [("SIGTERM", 143, None), ("SIGUSR1", 138, "requeue 7_3\n"), ("SIGINT", 130, None)],
+    [
+        pytest.param("SIGTERM", 143, None, marks=pytest.mark.nightly),  # test_saving.py has a slow one
+        ("SIGUSR1", 138, "requeue 7_3\n"),
+        ("SIGINT", 130, None),
+    ],
 )
 def test_a_signal_ends_the_run_saved_with_the_conventional_status(
     tmp_path, undisturbed, slurm, send, status, call
@@ -140,7 +144,7 @@ def test_a_signal_ends_the_run_saved_with_the_conventional_status(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to_rank", [0, 1])
+@pytest.mark.parametrize("to_rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path, undisturbed, to_rank):
     codes, errors = start(tmp_path / "cut", "SIGTERM", 20, ranks=2, to_rank=to_rank)
     assert codes == [143, 143], errors
@@ -256,6 +260,6 @@ def test_a_signal_within_a_validation_of_ones_own_ends_it_between_two_batches(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["evaluate", "predict"])
+@pytest.mark.parametrize("by", [pytest.param("evaluate", marks=pytest.mark.nightly), "predict"])
 def test_a_signal_to_one_rank_within_a_validation_of_ones_own_ends_all(tmp_path, by):
     assert run_ranks(_own_validation_cut_short, 2, by, tmp_path) == [True, True]

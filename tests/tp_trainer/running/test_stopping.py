@@ -54,7 +54,7 @@ def fit(step, folder, *, backend="auto", loader=None, devices="cpu", shard=True,
 
 @pytest.mark.parametrize(
     "slow_s",
-    [pytest.param(0.001, marks=pytest.mark.slow), 0.01, pytest.param(0.1, marks=pytest.mark.slow)],
+    [pytest.param(0.001, marks=pytest.mark.nightly), 0.01, pytest.param(0.1, marks=pytest.mark.nightly)],
     ids=["10 times", "100 times", "1000 times"],
 )
 def test_a_run_whose_steps_become_slower_ends_after_the_step_of_the_signal(tmp_path, slow_s):

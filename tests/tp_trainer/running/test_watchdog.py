@@ -56,7 +56,7 @@ def _run(tmp_path: Path, hang: str, *launch: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.takes(30)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_that_hangs_ends_the_process_with_its_stack(tmp_path):
     done = _run(tmp_path, "time.sleep(600)")
     assert done.returncode == 124
@@ -83,7 +83,7 @@ def test_every_rank_says_where_it_stands(tmp_path):
 
 
 @pytest.mark.takes(45)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_native_code_that_lets_no_python_run_is_ended_too(tmp_path):
     done = _run(tmp_path, "ctypes.PyDLL(None).sleep(600)")  # it keeps the interpreter's lock
     assert done.returncode == (124 if sys.platform == "linux" else 1)

@@ -95,7 +95,7 @@ def test_backends_are_tried_where_they_say_that_they_fit(setups):
 @pytest.mark.parametrize(
     ("name", "outcome", "reason"),
     [
-        ("right", "equal", ""),
+        pytest.param("right", "equal", "", marks=pytest.mark.nightly),  # those of tp are, below
         ("tripling", "differs", "it trains other weights or losses than one device, by up to"),
         ("raising", "failed", "RuntimeError: the cable is not in"),
         ("dying", "failed", "it ended with status 7: about to die"),
@@ -110,7 +110,7 @@ def test_what_is_wrong_with_a_strangers_backend_is_named(setups, name, outcome, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_backend_that_hangs_is_ended_at_the_deadline(setups, processes, tmp_path):
     hanging = _self_test.Setup("hanging", "tp-strange 1.0", processes, (torch.device("cpu"),) * processes)
     result = _self_test.run_setup(hanging, timeout_s=3.0)

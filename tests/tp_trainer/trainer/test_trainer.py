@@ -317,6 +317,7 @@ def test_models_end_before_the_trainer_that_has_trained_them(backend):
     assert models_left(backend, "cpu" if backend == "single" else "cpu,cpu") == 0
 
 
+@pytest.mark.slow
 def test_models_end_before_the_trainer_of_several_ranks():
     assert run_ranks(models_left, 2, "ddp", "cpu") == [0, 0]
 

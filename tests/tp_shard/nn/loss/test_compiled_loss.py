@@ -91,6 +91,10 @@ def test_without_a_process_group(check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [CHECKS[0], *(pytest.param(c, marks=pytest.mark.nightly) for c in CHECKS[1:])],
+    ids=lambda c: c.__name__,
+)
 def test_on_two_ranks(on_ranks, check):
     on_ranks(2, check)

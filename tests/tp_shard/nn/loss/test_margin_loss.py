@@ -299,7 +299,9 @@ def test_without_a_process_group(check):
     check()
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@pytest.mark.parametrize(
+    "world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_on_ranks(on_ranks, world, check):
     on_ranks(world, check)

@@ -49,7 +49,7 @@ def test_a_killed_rank_ends_the_one_inside_a_collective(tp, gone):
             {7},
             "exit code 7",
             "last words",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "import ctypes; ctypes.string_at(0)",
@@ -160,7 +160,7 @@ def test_a_rank_that_holds_sigterm_and_the_children_of_a_dead_one_are_killed(tp,
     ("number", "status"),
     [
         pytest.param(signal.SIGINT, 130, id="ctrl-c", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 143, id="term", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, id="term", marks=pytest.mark.nightly),
     ],
 )
 def test_a_launch_that_is_stopped_inside_a_collective_leaves_nobody(tp, gone, number, status):

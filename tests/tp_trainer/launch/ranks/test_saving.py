@@ -76,7 +76,7 @@ def _saved(tp):
         pytest.param("SIGTERM", 1, "fork", "anew", id="term-1", marks=pytest.mark.slow),
         pytest.param("SIGTERM", 2, "fork", "anew", id="term-2", marks=pytest.mark.nightly),
         pytest.param("SIGUSR1", 2, "spawn", "persistent", id="usr1-2", marks=pytest.mark.slow),
-        pytest.param("SIGQUIT", 2, "forkserver", "anew", id="quit-2", marks=pytest.mark.slow),
+        pytest.param("SIGQUIT", 2, "forkserver", "anew", id="quit-2", marks=pytest.mark.nightly),
     ],
 )
 def test_a_launch_that_is_signalled_saves_and_says_so(tp, until, number, ranks, method, kept):
@@ -125,9 +125,9 @@ def test_a_detached_job_that_is_stopped_saves(tp, until):
 @pytest.mark.parametrize(
     ("number", "method", "kept"),
     [
-        pytest.param("SIGTERM", "fork", "anew", id="term", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", "fork", "anew", id="term", marks=pytest.mark.nightly),
         pytest.param("SIGINT", "spawn", "anew", id="int", marks=pytest.mark.slow),
-        pytest.param("SIGUSR1", "forkserver", "persistent", id="usr1", marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", "forkserver", "persistent", id="usr1", marks=pytest.mark.nightly),
         pytest.param("SIGHUP", "forkserver", "anew", id="hup", marks=pytest.mark.slow),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_program_whose_whole_group_is_signalled_saves(tp, until, number, metho
     assert own_words(err) == told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_program_whose_terminal_is_closed_saves(tp, until):
     process, terminal = tp.start_in_terminal([sys.executable, tp.script(TRAIN), "fork", "anew"])
     _is_training(tp, until)
