@@ -436,14 +436,7 @@ class ContextSession(SessionWrapper):
             raise StepError(msg)
         return value
 
-    def backward(
-        self,
-        loss: Tensor,
-        share: Share | None = None,
-        *,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-    ) -> None:
+    def backward(self, loss: Tensor, share: Share | None = None, **graph: bool) -> None:
         """Add the gradients of the loss over the whole global batch, in which sequences are whole.
 
         Collective: those of attention, and DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
@@ -456,8 +449,8 @@ class ContextSession(SessionWrapper):
                 cuts = Cuts(own.values(), self.options.attention, of_runs=True)
                 cuts.loss.counts = any(each.loss.counts for _, each, _ in runs)
                 stack.enter_context(splitting(model, cuts, way))
-            self.inner.backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
-        if not retain_graph and not create_graph:
+            self.inner.backward(loss, share, **graph)
+        if not any(graph.values()):
             self._runs.clear()
         self._has_accumulated = self._unsynced > 0
 

@@ -22,10 +22,7 @@ from torch.distributed import ProcessGroup
 from tp_core import tree_map
 from tp_core.data import CountedBatch
 from tp_core.errors import StepError
-
-# torch 2.11 has the older name, of which later ones warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
+from tp_core.internal import all_gather_single
 
 TOGETHER = 2**20
 """The most bytes of whole tensors in one message: larger ones need memory beside each other."""
@@ -125,7 +122,7 @@ class Cut:
         for part, place in zip(parts, views(sent, [p.shape for p in parts]), strict=True):
             place.copy_(part.detach())
         received = sent.new_empty((self.size, sent.numel()))
-        _all_gather(received.view(-1), sent, group=self.group)
+        all_gather_single(received.view(-1), sent, group=self.group)
         return [whole.to(dtype) for whole in self.joined(received, [p.shape for p in parts], dim)]
 
     def joined(self, flats: Iterable[Tensor], shapes: Sequence[torch.Size], dim: int) -> list[Tensor]:

@@ -22,6 +22,7 @@ from tp_core.data import Parts, Share, StepOutput, combine_outputs, count_sample
 from tp_core.errors import ConfigError, DisagreementError, ModelError, RankFailedError, StepError
 from tp_core.internal import (
     PerModule,
+    all_gather_single,
     check_not_quantized,
     device_rng_state,
     length_along,
@@ -43,7 +44,7 @@ from tp_pipeline._options import PipelineOptions, ScheduleName
 from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
 from tp_pipeline._run import BatchRun, Exchange, StandIn, near_power_of_two, weigh_output
 from tp_pipeline._schedule import Orders, Span, choose_schedule, idle_share
-from tp_pipeline._shards import Pieces, Rows, all_gather, buckets, can_be_shared
+from tp_pipeline._shards import Pieces, Rows, buckets, can_be_shared
 
 log = logging.getLogger("tp_pipeline")
 
@@ -683,14 +684,7 @@ class PipelineSession(ProcessGroupSession):
 
     # -- the output and the gradients of the whole batch --------------------------------------
 
-    def backward(
-        self,
-        loss: Tensor,
-        share: Share | None = None,
-        *,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-    ) -> None:
+    def backward(self, loss: Tensor, share: Share | None = None, **graph: bool) -> None:
         """Add the gradients of the loss over the whole global batch.
 
         Raises:
@@ -700,13 +694,12 @@ class PipelineSession(ProcessGroupSession):
         Collectives: those of :meth:`run`'s gradients; with split tensors those of that session's checks, and
         an all-gather over the ranks that hold the model.
         """
-        keeps = {"retain_graph": retain_graph, "create_graph": create_graph}
         if self._inner is None:
-            super().backward(loss, share, **keeps)
+            super().backward(loss, share, **graph)
             return
         failure = None
         try:
-            self._reductions.go_back(partial(self._inner.backward, loss, share, **keeps))
+            self._reductions.go_back(partial(self._inner.backward, loss, share, **graph))
         except DisagreementError as error:
             failure = error
         self._shared(None, failure)
@@ -1091,7 +1084,7 @@ def _gather_values(mine: Any, group: dist.ProcessGroup | None, device: torch.dev
         padded = torch.zeros(nbytes, dtype=torch.uint8)
         padded[: len(sent)] = torch.frombuffer(sent, dtype=torch.uint8)[:nbytes]
         received = torch.empty(dist.get_world_size(group), nbytes, dtype=torch.uint8, device=device)
-        all_gather(received.view(-1), padded.to(device), group=group)
+        all_gather_single(received.view(-1), padded.to(device), group=group)
         found = [row.numpy().tobytes() for row in received.cpu()]
         nbytes = max(8 + int.from_bytes(one[:8], "little") for one in found)
     return [pickle.loads(one[8:]) for one in found]

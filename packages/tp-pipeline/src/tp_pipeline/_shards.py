@@ -15,13 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from tp_core.internal import BUCKET_NBYTES
+from tp_core.internal import BUCKET_NBYTES, all_gather_single, reduce_scatter_single
 from tp_core.plugins import Session
 from tp_core.tensors import TensorSlice
-
-# torch 2.13 has given both other names, and warns of these.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Rows:
@@ -52,7 +48,7 @@ class Rows:
             pieces = [self._padded(t, s, self._each(s)) for t, s in zip(rows[first:end], part, strict=True)]
             sent = torch.cat(pieces)
             found = sent.new_empty(self.size, sent.numel())
-            all_gather(found.view(-1), sent, group=self._group)
+            all_gather_single(found.view(-1), sent, group=self._group)
             of_each = found.split([p.numel() for p in pieces], dim=1)
             for piece, shape in zip(of_each, part, strict=True):
                 # (ranks, elements of a rank) -> (rows with padding, ...), of which the first ones are whole
@@ -74,7 +70,7 @@ class Rows:
             ]
             sent = torch.cat(pieces, dim=1)
             found = sent.new_empty(sent.size(1))
-            _reduce_scatter(found, sent.view(-1), group=self._group)
+            reduce_scatter_single(found, sent.view(-1), group=self._group)
             found.div_(self.size)
             of_each = found.split([p.size(1) for p in pieces])
             for piece, tensor in zip(of_each, whole[first:end], strict=True):

@@ -142,14 +142,7 @@ class ShardSession(ProcessGroupSession):
         shard = self._shards.get(id(parameter))
         return whole(value) if shard is None else gather_shard("a parameter", value, shard, to="all")
 
-    def backward(
-        self,
-        loss: Tensor,
-        share: Share | None = None,
-        *,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-    ) -> None:
+    def backward(self, loss: Tensor, share: Share | None = None, **graph: bool) -> None:
         """Add the gradients of the loss over the whole global batch.
 
         Raises:
@@ -158,7 +151,7 @@ class ShardSession(ProcessGroupSession):
 
         Collectives: those of DDP; the first time, and in debug mode each time, those of ``check_gradients``.
         """
-        super().backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
+        super().backward(loss, share, **graph)
         # Once outside of debug mode, because each check costs an exchange. A model without gradients so far
         # keeps its turn.
         for model in self._unchecked:

@@ -184,20 +184,13 @@ class FullyShardedSession(ProcessGroupSession):
                 raise StepError(msg) from error
             raise
 
-    def backward(
-        self,
-        loss: Tensor,
-        share: Share | None = None,
-        *,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-    ) -> None:
+    def backward(self, loss: Tensor, share: Share | None = None, **graph: bool) -> None:
         """Add the gradients of the loss over the whole global batch to this rank's shards.
 
         Collective: those of the backward pass in :meth:`run`; inside :meth:`no_sync` all-gathers only.
         """
         try:
-            super().backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
+            super().backward(loss, share, **graph)
         except torch.OutOfMemoryError as error:
             error.add_note(self.sharding.remedies())
             raise

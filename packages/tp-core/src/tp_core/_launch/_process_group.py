@@ -19,6 +19,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core.errors import LaunchEnvironmentError, RankFailedError
 
+# Names of torch 2.13, which deprecates the only ones that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # -- The rendezvous store -------------------------------------------------------------------------
 
 

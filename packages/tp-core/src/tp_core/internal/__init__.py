@@ -58,8 +58,10 @@ if TYPE_CHECKING:
     from tp_core._launch._output import output_console as output_console
     from tp_core._launch._output import shows_progress as shows_progress
     from tp_core._launch._process_group import EXITED_KEY as EXITED_KEY
+    from tp_core._launch._process_group import all_gather_single as all_gather_single
     from tp_core._launch._process_group import has_exited as has_exited
     from tp_core._launch._process_group import new_process_group as new_process_group
+    from tp_core._launch._process_group import reduce_scatter_single as reduce_scatter_single
     from tp_core._launch._process_group import rendezvous_store as rendezvous_store
     from tp_core._launch._ranks import RankOutcome as RankOutcome
     from tp_core._launch._ranks import RankPool as RankPool
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
     from tp_core.replicas._replicas import leave_to_others as leave_to_others
     from tp_core.state._files import slice_of as slice_of
     from tp_core.state._optimizers import hook_steps as hook_steps
+    from tp_core.state._optimizers import is_inner_step as is_inner_step
     from tp_core.state._optimizers import is_zero_redundancy as is_zero_redundancy
     from tp_core.tensors._atomic import atomic_part as atomic_part
     from tp_core.tensors._atomic import showing_system_errors as showing_system_errors
@@ -187,8 +190,10 @@ else:
             ],
             "tp_core._launch._process_group": [
                 "EXITED_KEY",
+                "all_gather_single",
                 "has_exited",
                 "new_process_group",
+                "reduce_scatter_single",
                 "rendezvous_store",
             ],
             "tp_core._launch._ranks": ["RankOutcome", "RankPool", "dumps_by_value", "rank_outcomes"],
@@ -213,6 +218,6 @@ else:
             "tp_core.replicas._compiler": ["not_compiled_alone"],
             "tp_core.replicas._random": ["is_random_op"],
             "tp_core.state._files": ["slice_of"],
-            "tp_core.state._optimizers": ["hook_steps", "is_zero_redundancy"],
+            "tp_core.state._optimizers": ["hook_steps", "is_inner_step", "is_zero_redundancy"],
         },
     )

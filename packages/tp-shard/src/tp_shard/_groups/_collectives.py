@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from tp_core.errors import ConfigError
+from tp_core.internal import all_gather_single
 
 from tp_shard._groups import _debug
 from tp_shard._groups._group import Group, GroupLike, as_group
@@ -79,10 +80,6 @@ def _transformable(kind: Any) -> Any:
 # -- Collectives on plain tensors, without gradients ----------------------------------------------
 
 
-# Renamed in torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 def all_gather_flat(output: Tensor, mine: Tensor, group: Group) -> None:
     """Fill a contiguous ``output`` with the ranks' tensors, one after the other.
 
@@ -94,7 +91,7 @@ def all_gather_flat(output: Tensor, mine: Tensor, group: Group) -> None:
     Collectives: one all-gather.
     """
     # Both flat, because gloo wants the gathered tensor to have as many dimensions as the single one.
-    _all_gather(output.view(-1), mine.view(-1), group=group.handle)
+    all_gather_single(output.view(-1), mine.view(-1), group=group.handle)
 
 
 def all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> Tensor:

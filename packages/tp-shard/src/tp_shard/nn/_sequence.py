@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from tp_core.internal import is_dtensor
+from tp_core.internal import is_dtensor, reduce_scatter_single
 
 from tp_shard._groups import _debug
 from tp_shard._groups._collectives import (
@@ -25,9 +24,6 @@ from tp_shard._groups._collectives import (
 )
 from tp_shard._groups._group import Group
 from tp_shard._split import bounds, shard_sizes
-
-# Renamed in torch 2.13.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # -- The sequence lengths of a model --------------------------------------------------------------
 
@@ -153,7 +149,7 @@ def _sum_and_take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
     for place, part in zip(sent.unbind(), torch.split(whole, sizes), strict=True):
         place[: part.size(0)] = part
     mine = sent.new_empty(sent.shape[1:])
-    _reduce_scatter(mine.view(-1), sent.view(-1), group=group.handle)
+    reduce_scatter_single(mine.view(-1), sent.view(-1), group=group.handle)
     return mine[: sizes[group.rank]].movedim(0, dim).contiguous()
 
 

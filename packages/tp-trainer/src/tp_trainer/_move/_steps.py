@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DistributedSampler, RandomSampler
+from tp_core.internal import call_without_attention_dropout, is_inner_step
 
 from tp_trainer import Trainer
 
@@ -36,9 +38,9 @@ def main(folder: str, steps: int, script: str, *arguments: str) -> None:
     out = Path(folder) / f"{os.environ.get('RANK', '0')}.json"
     done = 0
 
-    def count(*_: Any) -> None:
+    def count(optimizer: Optimizer, *_: Any) -> None:
         nonlocal done
-        done += 1
+        done += not is_inner_step(optimizer)
         if done == steps:
             out.write_text(json.dumps(losses), encoding="utf-8")
             raise SystemExit(0)
@@ -83,14 +85,8 @@ def _without_dropout() -> None:
     """Keep what dropout would drop, also in attention, where dropout is no module."""
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
         _patch(nn.functional, name, lambda own, x, *_, **__: x)  # noqa: ARG005
-    names = ("attn_mask", "dropout_p", "is_causal")
-
-    def attend(own: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        given = {**dict(zip(names, args, strict=False)), **options, "dropout_p": 0.0}
-        attended: Tensor = own(query, key, value, **given)
-        return attended
-
-    _patch(nn.functional, "scaled_dot_product_attention", attend)
+    attend = "scaled_dot_product_attention"
+    _patch(nn.functional, attend, lambda own, *a, **k: call_without_attention_dropout(own, a, k))
 
 
 def _on_the_cpu() -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError
-from tp_core.internal import device_of_rank
+from tp_core.internal import all_gather_single, device_of_rank, reduce_scatter_single
 from tp_core.sessions import join_process_group
 
 from tp_trainer._launch._function import launch
@@ -229,15 +229,12 @@ def _collectives() -> Iterator[tuple[str, _Run]]:
 
 
 def _gather(whole: Tensor, group: dist.ProcessGroup) -> None:
-    # torch 2.13 deprecates the only name that 2.11 has.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, whole.chunk(dist.get_world_size(group))[0].clone(), group=group)
+    all_gather_single(whole, whole.chunk(dist.get_world_size(group))[0].clone(), group=group)
 
 
 def _scatter(whole: Tensor, group: dist.ProcessGroup) -> None:
     part = torch.empty_like(whole.chunk(dist.get_world_size(group))[0])
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(part, whole, group=group)
+    reduce_scatter_single(part, whole, group=group)
 
 
 def _pass_on(whole: Tensor, group: dist.ProcessGroup) -> None:
