@@ -46,12 +46,7 @@ class Piece(NamedTuple):
 
 
 class UnfitSampleError(LoaderError):
-    """A sample that no batch can have. The loader adds the file and the offset.
-
-    Args:
-        position: Its place in the order.
-        message: What is wrong with it.
-    """
+    """A sample that no batch can have. The loader adds the file and the offset."""
 
     def __init__(self, position: int, message: str) -> None:
         super().__init__(message)

@@ -203,11 +203,6 @@ class IndexedFile:
     def __init__(self, url: str, kind: str, access: Access) -> None:
         """Find the index of a file, or make it.
 
-        Args:
-            url: The file.
-            kind: What is indexed: a key of `SCANS`.
-            access: How remote files are read.
-
         Raises:
             LoaderError: The file cannot be read, or is not whole.
         """

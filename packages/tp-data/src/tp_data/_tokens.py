@@ -508,12 +508,6 @@ def share_out(
 
     Without ``most``, rows of a rank cost as much as its costliest one, to which they are padded.
 
-    Args:
-        costs: The cost of each row.
-        ranks: The number of ranks.
-        speeds: The relative speed of each rank.
-        most: The most rows of each rank.
-
     Source: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969.
     """
     parts: list[list[int]] = [[] for _ in range(ranks)]

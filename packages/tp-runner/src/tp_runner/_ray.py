@@ -497,13 +497,7 @@ class Scaling:
     def worker_to_start(
         self, running: Collection[int], busy: Collection[int], lost: Collection[int]
     ) -> int | None:
-        """Return the number of a worker to start now, if another one is wanted.
-
-        Args:
-            running: The workers there are, those that are starting among them.
-            busy: The workers with chunks.
-            lost: The workers that stay dead, or are ending.
-        """
+        """Return the number of a worker to start now, if another one is wanted."""
         now = time.monotonic()
         if len(busy) == len(running):
             self._free_since = None

@@ -85,11 +85,6 @@ def as_checkpoints(
 ) -> Checkpoints | None:
     """Return the settings of checkpoints; a folder alone means after every epoch.
 
-    Args:
-        checkpoint: The argument ``checkpoint=``.
-        resume: The argument ``resume=``.
-        validates: Whether there is a validation.
-
     Raises:
         ConfigError: ``checkpoint`` or ``resume`` is of another type, or the two do not go together.
     """
@@ -347,13 +342,7 @@ def check_not_shared(models: Sequence[nn.Module]) -> None:
 
 
 def check_no_others(optimizer: Optimizer, model: nn.Module, why: str) -> None:
-    """Make sure that an optimizer has parameters of the model alone.
-
-    Args:
-        optimizer: The optimizer.
-        model: The model.
-        why: The consequence of a foreign parameter, for the message.
-    """
+    """Make sure that an optimizer has parameters of the model alone."""
     mine = _parameters_of(model)
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 
 
 class FsdpSession(FullyShardedSession):
-    """One rank of a job with DTensor parameters.
-
-    Args:
-        job: The job.
-        options: The backend's options.
-        leave: Leaves the process group when the session is closed.
-    """
+    """One rank of a job with DTensor parameters."""
 
     takes_deferred_models = True  # unit by unit
 

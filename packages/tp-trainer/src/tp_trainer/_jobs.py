@@ -400,11 +400,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def check_fields(kind: type, values: object, *, what: str) -> dict[str, Any]:
     """Return the values for the fields of a dataclass; other values are ignored.
 
-    Args:
-        kind: The dataclass.
-        values: The values from JSON.
-        what: The name of the object in messages.
-
     Raises:
         StateError: A value is missing or of another type than its field.
     """
@@ -456,10 +451,6 @@ _SUPERVISOR_S = 15.0  # how long the supervisor may take after the last of its p
 
 def start_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
     """Start a job that survives this process and its terminal.
-
-    Args:
-        request: The request.
-        command: The command, for display.
 
     Raises:
         ConfigError: The request cannot work; nothing was started.

@@ -99,9 +99,6 @@ class HardExit:
     At a kernel timer the C library calls ``_exit`` in a new thread. So this works even if native code holds
     the GIL and no Python thread runs.
 
-    Args:
-        status: The exit status of the process.
-
     Raises:
         OSError: This system has no such timers.
 

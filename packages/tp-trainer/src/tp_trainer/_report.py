@@ -137,11 +137,7 @@ _FIRST = ("loss", "accuracy", "learning_rate", "samples_per_s", "steps_per_s")
 
 
 def charts(runs: Sequence[tuple[str, LoggedRun]]) -> list[Chart]:
-    """Return a chart for each logged name, training with validation; the loss comes first.
-
-    Args:
-        runs: The label of each run, and its log.
-    """
+    """Return a chart for each logged name, training with validation; the loss comes first."""
     names = dict.fromkeys(
         name.removeprefix("val_").removeprefix("epoch_") for _, run in runs for name in run.names
     )

@@ -272,12 +272,7 @@ class Result:
 
 
 def run_setup(setup: Setup, *, timeout_s: float) -> Result:
-    """Train in a setup and compare with one device; return a result for every failure and hang, too.
-
-    Args:
-        setup: The setup.
-        timeout_s: The seconds after which its processes are ended.
-    """
+    """Train in a setup and compare with one device; return a result for every failure and hang, too."""
     if setup.unfit:
         return Result(setup, "unfit", setup.unfit)
     with tempfile.TemporaryDirectory(prefix="tp-test-") as name:

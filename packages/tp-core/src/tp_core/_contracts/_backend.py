@@ -325,9 +325,6 @@ def check_option_types(options: object) -> None:
     """Check that fields of plain types have values of these types; a whole number is a number, too.
 
     Fields of other types, like functions and types that are imported for typing only, are not checked.
-
-    Args:
-        options: An instance of a dataclass.
     """
     for field in dataclasses.fields(options):  # type: ignore[arg-type]  # any dataclass
         kinds = _plain_types(field.type)

@@ -86,9 +86,6 @@ def _doctor() -> int:
 def platform_notes(name: str = sys.platform) -> list[str]:
     """Return what does not work here, and what to take instead.
 
-    Args:
-        name: The platform, as ``sys.platform`` has it.
-
     Example:
         >>> platform_notes("linux")
         []

@@ -65,11 +65,6 @@ def split_stream(loader: Iterable[Any], rank: int, size: int) -> DataLoader[Any]
     The dataset must support it: one of Hugging Face's ``datasets`` splits itself over workers. Another one
     has ``shard(index, count)``, which is called for one share per worker and rank.
 
-    Args:
-        loader: The loader of the whole stream.
-        rank: The data rank.
-        size: The number of data ranks.
-
     Returns:
         A loader of this rank's shares of the batches; ``None`` where the dataset has no such method.
 
@@ -104,13 +99,7 @@ def split_stream(loader: Iterable[Any], rank: int, size: int) -> DataLoader[Any]
 
 
 class _Shard(IterableDataset[Any]):
-    """One rank's share of a dataset that has ``shard(index, count)``; in a worker, the worker's share.
-
-    Args:
-        dataset: The whole dataset.
-        rank: The data rank.
-        size: The number of data ranks.
-    """
+    """One rank's share of a dataset that has ``shard(index, count)``; in a worker, the worker's share."""
 
     def __init__(self, dataset: Any, rank: int, size: int) -> None:
         self._whole, self._rank, self._size = dataset, rank, size

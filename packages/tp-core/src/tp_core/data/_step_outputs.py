@@ -39,11 +39,6 @@ def joined_over_parts(values: Sequence[SampleRows], parts: Parts, device: torch.
 
     Values without a row for each sample of their part (sums, the tokens of all samples) cannot be put into
     another order. They stay one piece for each part.
-
-    Args:
-        values: The rows that the step returned for each part.
-        parts: The parts of the batch.
-        device: The device of the result.
     """
     pieces = [_mapped(lambda t: t.to(device), piece) for value in values for piece in value.pieces]
     if [row_count(piece) for piece in pieces] != list(parts.counts):

@@ -66,13 +66,6 @@ class PartsOfElastic:
     """An elastic loader's batches in parts, one for each device of this rank.
 
     To the loader, each device is a rank: so the parts are as balanced as it balances ranks.
-
-    Args:
-        loader: The loader.
-        rank: The data rank.
-        size: The number of data ranks.
-        parts: The number of devices, on each of these.
-        stand_ins: As of `ElasticLoader.for_rank`.
     """
 
     def __init__(self, loader: ElasticLoader, rank: int, size: int, *, parts: int, stand_ins: bool) -> None:

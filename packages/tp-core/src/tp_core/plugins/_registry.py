@@ -158,11 +158,6 @@ def settle(
     """Return the contributions that keep their names, sorted by name, and the conflicts.
 
     A plugin of this project keeps its name. Between others the choice would be arbitrary: none gets it.
-
-    Args:
-        kind: The kind, for messages.
-        found: The contributions of all plugins.
-        own: Names that are reserved, each with its owner.
     """
     by_name: dict[str, list[Contribution[Any]]] = {}
     for contribution in found:

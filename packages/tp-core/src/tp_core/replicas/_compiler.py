@@ -15,12 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Compile a module in place, so that names in its state stay.
-
-    Args:
-        module: The module.
-        **options: As :func:`torch.compile` takes them.
-    """
+    """Compile a module in place, so that names in its state stay."""
     if not is_torchs_own(module):
         module.compile(**options)
         return

@@ -29,9 +29,6 @@ class Contents:
 
     The comparison runs in C. It covers the parameters, buffers and attributes of hundreds of modules on
     each call: a loop in Python would cost as much as the call.
-
-    Args:
-        rows: The dictionaries.
     """
 
     __slots__ = ("_names", "_rows", "_sizes", "_values")
@@ -404,9 +401,6 @@ LINK = _ExposeToAutograd._backward_cls
 class _Sum:
     """A sum of gradients for each parameter; it adds up one transfer at a time, to need little memory.
 
-    Args:
-        width: The number of parameters.
-
     Attributes:
         values: The sums; ``None`` where there was no gradient.
     """
@@ -526,9 +520,6 @@ class OriginalBuffers:
     is. In evaluation mode small saved buffers count as changed, too, except those of BatchNorm: its
     counter of batches reveals changes.
 
-    Args:
-        modules: The modules that have the buffers.
-
     Attributes:
         modules: Those modules.
         tensors: The buffers, each once.
@@ -626,11 +617,7 @@ class OwnBuffers:
         self._contents = Contents([])
 
     def sync(self, *, force: bool = False) -> None:
-        """Make the replica's buffers equal to the module's; only changed ones are copied.
-
-        Args:
-            force: Copy all of them.
-        """
+        """Make the replica's buffers equal to the module's; only changed ones are copied."""
         originals = self._originals
         if originals.layout == self._layout and not self._own:
             return

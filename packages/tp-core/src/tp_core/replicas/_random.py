@@ -184,11 +184,7 @@ _CPU = torch.device("cpu")
 
 
 class Streams:
-    """The random streams of the replicas during one call.
-
-    Args:
-        devices: The devices of the replicas that take part.
-    """
+    """The random streams of the replicas during one call."""
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self._home = _generator(devices[0])
@@ -405,15 +401,7 @@ class Caller(NamedTuple):
         device: torch.device,
         rng: AbstractContextManager[Any],
     ) -> Any:
-        """Return ``function(replica, part)``, run in this thread with the caller's settings.
-
-        Args:
-            function: What to call.
-            replica: Its first argument.
-            part: Its second one.
-            device: The replica's device.
-            rng: The context of its random numbers.
-        """
+        """Return ``function(replica, part)``, run in this thread with the caller's settings."""
         # These two stay set in our threads between calls: a context for each call would cost more.
         if torch.is_grad_enabled() is not self.grad:
             torch.set_grad_enabled(self.grad)
@@ -463,10 +451,6 @@ def on_streams(streams: Mapping[torch.device, Any], device: torch.device) -> Ite
     """Run a block on a device with the caller's streams: the thread of a replica starts on the default ones.
 
     On the default stream a replica would read its part before the caller's stream has made it.
-
-    Args:
-        streams: The caller's current stream on each accelerator.
-        device: The replica's device.
     """
     with ExitStack() as stack:
         for other, stream in streams.items():

@@ -65,9 +65,6 @@ def _zero_grad(set_to_none: bool = True) -> None:  # noqa: ARG001, FBT001, FBT00
 class Original:
     """One of the real modules.
 
-    Args:
-        module: The module.
-
     Attributes:
         module: The module.
         version: Grows when its attributes have changed.
@@ -240,9 +237,6 @@ class OwnContainers:
 
     A forward may leave values there, as losses of its layers. In a shared container it would find those
     of the other parts too, in no order. One container in several modules is one in the replica, too.
-
-    Args:
-        replica_of: The replica's modules, by the ``id`` of the real modules.
     """
 
     def __init__(self, replica_of: Mapping[int, nn.Module]) -> None:
@@ -330,14 +324,7 @@ class _ReplicaModule:
         device: torch.device,
         home: torch.device,
     ) -> None:
-        """Copy the attributes of the real module.
-
-        Args:
-            replica_of: The copies of all modules, by the ``id`` of the real ones.
-            containers: The replica's own lists, dicts and sets.
-            device: The replica's device.
-            home: The real module's device.
-        """
+        """Copy the attributes of the real module."""
         real = vars(self.original.module)
         found = {
             name: own for name, value in real.items() if (own := _own_version(value, replica_of)) is not None
@@ -393,13 +380,6 @@ class ReplicaModules:
 
     Each has the class and the attributes of the real module, updated by `sync`, and children and buffers
     of its own. Its parameters are the real module's, or the last ones of `give_parameters`.
-
-    Args:
-        structure: The real modules.
-        buffers: Their buffers.
-        device: The replica's device.
-        copies: Whether the replica has parameters of its own.
-        compile_options: How to compile the root in place, or ``None``.
 
     Attributes:
         root: The copy of the structure's root.

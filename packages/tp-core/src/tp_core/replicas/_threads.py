@@ -74,9 +74,6 @@ class ReplicaThread:
 
     The thread refers to this object alone, so that it keeps no other memory alive.
 
-    Args:
-        name: The thread's name, as debuggers show it.
-
     Attributes:
         busy: Whether it has a task, or an outcome that was not taken yet.
         thread: The thread itself.
@@ -231,9 +228,6 @@ class ReplicaThreads:
     """The threads of one module's replicas: the first task runs in the caller's thread.
 
     On CPUs the caller runs all tasks, one after the other, while they take less than waking a thread.
-
-    Args:
-        devices: The devices of the replicas.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

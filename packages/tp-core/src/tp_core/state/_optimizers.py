@@ -247,14 +247,7 @@ def check_fits(
 def numbered_state(
     model: nn.Module, optimizer: Optimizer, saved: OptimizerValues, get: Get
 ) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes, in the order of this optimizer's parameters.
-
-    Args:
-        model: The model.
-        optimizer: The optimizer, which :func:`check_fits` has seen.
-        saved: What :func:`named_state` returned, with the tensors of its groups.
-        get: Returns the tensors of the state.
-    """
+    """Return what ``optimizer.load_state_dict`` takes, in the order of this optimizer's parameters."""
     names = _names_as_saved(model, optimizer, saved)
     packed = optimizer.state_dict()
     groups = []

@@ -131,11 +131,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 class DigestingFile:
-    """A file that digests bytes as it writes them, so that they need not be read again.
-
-    Args:
-        file: The file to write to.
-    """
+    """A file that digests bytes as it writes them, so that they need not be read again."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -68,9 +68,6 @@ class Tail(nn.Module):
     A batch norm has floating-point and integer buffers. It stays in evaluation mode, since the statistics
     of a part of a batch differ from the whole batch's. One weight is used in two places, one layer is
     frozen, and one parameter has a single element.
-
-    Args:
-        features: The number of features of its input and its output.
     """
 
     def __init__(self, features: int) -> None:

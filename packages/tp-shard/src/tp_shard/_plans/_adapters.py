@@ -166,15 +166,7 @@ def _children(layer: nn.Module, name: str) -> dict[str, nn.Module]:
 def split_adapters(
     layer: nn.Module, style: Column | Row | Vocab, split: Split, group: Group, *, has_parts: bool
 ) -> nn.Module:
-    """Split the vectors of an adapted layer, in place; the linear layers inside are replaced elsewhere.
-
-    Args:
-        layer: The layer.
-        style: Its style.
-        split: The split of its features.
-        group: The ranks.
-        has_parts: Whether its inputs or outputs are parts of a sequence.
-    """
+    """Split the vectors of an adapted layer, in place; the linear layers inside are replaced elsewhere."""
     if group.size == 1:
         return layer
     cuts: dict[nn.Module, dict[str, Split]] = {}
@@ -294,10 +286,6 @@ def summed_gradients(module: nn.Module | None, base: PlannedLinear) -> Iterator[
     """Sum the gradients that ranks have of a module's parameters: of heads or positions of their own.
 
     Forward: nothing. Backward: an all-reduce for each parameter of shared heads, or on parts of a sequence.
-
-    Args:
-        module: The module, called or read inside.
-        base: The linear layer of the adapters.
     """
     splits = module.splits if isinstance(module, ParallelLayer) else {}
     has_parts = base.sequence is not None

@@ -220,13 +220,7 @@ class SplitDraws:
 
 
 class BlockDraws:
-    """The hooks of a block: the module with a ``forward`` that calls column layers and then row layers.
-
-    Args:
-        draws: The random numbers of the model.
-        block: The module to hook.
-        begins: Whether it is split from its beginning, as experts are.
-    """
+    """The hooks of a block: the module with a ``forward`` that calls column layers and then row layers."""
 
     def __init__(self, draws: SplitDraws, block: nn.Module, *, begins: bool) -> None:
         self._draws, self._begins = draws, begins

@@ -58,11 +58,6 @@ class Base:
     def check(self, session: Session, model: nn.Module, path: Path) -> None:
         """Make sure that a model has these weights.
 
-        Args:
-            session: The session of the model.
-            model: The user's own module.
-            path: The checkpoint, for the message.
-
         Raises:
             StateError: The model has other ones; the first one is named; on all ranks.
 

@@ -302,10 +302,6 @@ class _LostRankError(StateError):
 class Writer:
     """Writes into the folder of a run, and keeps a failure until the next exchange between ranks.
 
-    Args:
-        settings: The user's settings.
-        session: The session of the run.
-
     Attributes:
         folder: The folder of the run.
         last: The newest checkpoint that was written, on rank 0.

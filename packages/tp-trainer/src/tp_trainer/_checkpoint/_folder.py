@@ -75,11 +75,6 @@ class RunFolder:
     ) -> Path:
         """Add the manifest to a written folder, sync all of it to the disk, and rename it.
 
-        Args:
-            written: The folder of :meth:`scratch`, with the files in it.
-            facts: Values for the manifest, besides the files.
-            known: The files that are synced already, with their digests.
-
         Raises:
             OSError: The disk is full, or writing is not allowed.
         """
@@ -363,12 +358,6 @@ def write_manifest(
     folder: Path, step: int, facts: Mapping[str, Any], files: Mapping[str, FileRecord]
 ) -> Path:
     """Write the manifest of the checkpoint in ``folder``, and return its path.
-
-    Args:
-        folder: The folder of the checkpoint.
-        step: The optimizer step.
-        facts: Further values for people, and "metrics".
-        files: Its files, by their path in it.
 
     Raises:
         OSError: The disk is full, or writing is not allowed.

@@ -164,10 +164,6 @@ def _index_in(folder: Path) -> Path | None:
 class WeightsFiles(StoredTensors):
     """The tensors of one or several files; a rank reads only its slices.
 
-    Args:
-        path: A file, an index, or a folder with an index.
-        prefix: A prefix for each name.
-
     Raises:
         FileNotFoundError: The file does not exist, or one that the index names.
         StateError: A file or the index is damaged.

@@ -252,9 +252,6 @@ class ExitedRanks:
 
     That alone is no failure: a rank may have less work than the others. So the exit is written into the
     ranks' store, where a rank that waits for the exited one finds it.
-
-    Args:
-        deaths: Returns the ranks that have ended, by local rank.
     """
 
     def __init__(self, deaths: Callable[[], Mapping[int, Death]]) -> None:

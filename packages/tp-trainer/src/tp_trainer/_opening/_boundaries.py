@@ -284,14 +284,7 @@ class Interrupted(SystemExit):
 
 
 def interrupted(number: int, session: Session, *, step: int, saved: Path | None) -> Interrupted:
-    """Return the exception that ends the run, after a report to the user, the launcher and Slurm.
-
-    Args:
-        number: The signal.
-        session: The session of the run.
-        step: The last optimizer step.
-        saved: The checkpoint of that step.
-    """
+    """Return the exception that ends the run, after a report to the user, the launcher and Slurm."""
     error = Interrupted(number, saved)
     write_exit_report(number, saved)
     if session.is_main:

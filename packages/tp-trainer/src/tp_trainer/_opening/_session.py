@@ -70,11 +70,6 @@ def joined(models: Sequence[nn.Module]) -> nn.Module | None:
 def choose(job: Job, plugins: PluginRegistry, name: str) -> Selection:
     """Choose the backend for a job.
 
-    Args:
-        job: The job.
-        plugins: The registry to choose from.
-        name: The requested backend, or "auto".
-
     Raises:
         ConfigError: Options are given for a backend that is not installed, or that has no such options.
         ModelError: The models have DTensors, and no backend that may be chosen takes them.
@@ -126,14 +121,6 @@ def check_choice(
     selection: Selection, job: Job, plugins: PluginRegistry, name: str, *, opened_by: str, known: bool
 ) -> None:
     """Make sure that the backend of a running session fits models that came later.
-
-    Args:
-        selection: The selection of the backend.
-        job: The job with all models, earlier ones included.
-        plugins: The registry to choose from.
-        name: The requested backend, or "auto".
-        opened_by: The call that opened the session, for messages.
-        known: Whether a model was known at that time.
 
     Raises:
         ModelError: A model has DTensors, and the backend does not take them.
@@ -302,12 +289,6 @@ def _end() -> None:
 
 class LazySession:
     """The session of a trainer: opened for the first model, checked against later ones.
-
-    Args:
-        job: The job, without a model and a seed.
-        plugins: The registry with the backends.
-        backend: The name of the requested backend, or "auto".
-        seed: The requested seed, or ``None``.
 
     Attributes:
         current: The session; ``None`` before it is opened.

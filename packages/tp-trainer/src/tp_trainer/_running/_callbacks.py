@@ -64,10 +64,6 @@ def find_callbacks(
 ) -> tuple[list[Callback], dict[Callback, str]]:
     """Return the callbacks of a run: those given, in their order, then those that join by themselves.
 
-    Args:
-        given: Callbacks, or names of installed ones.
-        plugins: The registry with the installed ones.
-
     Returns:
         All callbacks, and the names of those that joined by themselves. A joined callback that fails is
         left out; a given one ends the run.

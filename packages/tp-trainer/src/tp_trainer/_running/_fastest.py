@@ -35,15 +35,6 @@ def find_fastest(
     The same on all ranks: a step takes as long as on the slowest one. Weights, optimizer, random generators
     and loader are afterwards what they were.
 
-    Args:
-        selection: What "auto" would choose, and the others in their order.
-        devices: The devices of this process.
-        make: Returns a trainer of a backend.
-        model: The plain model.
-        optimizer: Its optimizer.
-        loader: The loader of the whole job's batches.
-        step: As for ``fit``.
-
     Raises:
         ConfigError: The loader has no dataset with indices, from which batches are read again.
         ModelError: No backend trains the model.

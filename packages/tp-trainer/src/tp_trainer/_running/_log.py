@@ -243,13 +243,6 @@ def plan_log(
 ) -> RunLog:
     """Return the log of a run. A run with loggers and a checkpoint folder also gets a ``log.jsonl`` there.
 
-    Args:
-        session: The session of the run.
-        settings: The settings of the run.
-        known: The hyperparameters that the trainer knows.
-        plugins: The registry with the installed loggers.
-        selection: The chosen backend.
-
     Raises:
         ConfigError: There is no logger of a name, or what it needs is not installed.
         PluginError: The plugin that brings it is broken or blocked.

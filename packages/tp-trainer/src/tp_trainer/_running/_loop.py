@@ -1044,11 +1044,6 @@ class CustomLoopHooks(LoopHooks):
 class ManualStepEvents:
     """Sends the events of a custom loop: after each backward pass, and before each optimizer step.
 
-    Args:
-        session: The session that runs the steps.
-        loop: The loop that callbacks get.
-        events: The run's events.
-
     Attributes:
         has_step_event: Whether a callback has the event of optimizer steps.
         is_sent: Whether `Trainer.update` sends the event of this optimizer step, so that the hook must not.

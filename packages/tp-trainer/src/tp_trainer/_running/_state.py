@@ -141,12 +141,6 @@ class UserState:
     ) -> None:
         """Restore all objects.
 
-        Args:
-            path: The checkpoint, for messages.
-            stored: Its tensors.
-            common: The values that were equal on all ranks.
-            ranks: Each rank's own values.
-
         Raises:
             ConfigError: The run saves something that the checkpoint lacks.
             StateError: A file is damaged.
@@ -616,12 +610,6 @@ def _load_state_of(scheduler: Any, state: Any) -> None:
 
 class Saving:
     """Writes the state of a run into checkpoints, and resumes it.
-
-    Args:
-        settings: Where and when to save.
-        session: The session of the run.
-        state: The state of the run.
-        backend: The name of the backend.
 
     Attributes:
         checkpointer: Writes the files.

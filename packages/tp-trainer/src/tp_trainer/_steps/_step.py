@@ -156,11 +156,7 @@ class LossScaler:
         self._good = 0
 
     def update(self, *, finite: bool) -> None:
-        """Adjust the scale after a step.
-
-        Args:
-            finite: Whether the gradients of all ranks were finite.
-        """
+        """Adjust the scale after a step."""
         if not finite:
             self.scale, self._good = self.scale / 2, 0
             return
@@ -249,10 +245,6 @@ def warn_no_gradients(parameters: Sequence[Tensor], *, owner: str) -> None:
 
     Then the loss comes from another model, or from a copy. It is no error, since a phase that trains
     something else may come first.
-
-    Args:
-        parameters: The parameters.
-        owner: The object that has them, for the message.
     """
     if parameters and all(p.grad is None for p in parameters):
         log.warning(

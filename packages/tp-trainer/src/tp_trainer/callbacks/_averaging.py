@@ -36,9 +36,6 @@ class _AveragedWeights(Callback):
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
         """Put the averaged weights into the model within a ``with``, to save or export them.
 
-        Args:
-            model: The trained model.
-
         Raises:
             ConfigError: There is no average yet, or it is of another model.
         """

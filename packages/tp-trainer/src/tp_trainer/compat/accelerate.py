@@ -849,12 +849,7 @@ class _NoTracker:
 
 
 class _Joined:
-    """Makes the batches of all processes together.
-
-    Args:
-        inner: A batch sampler of one process's batches.
-        number: The number of processes.
-    """
+    """Makes the batches of all processes together."""
 
     def __init__(self, inner: Any, number: int) -> None:
         self.inner, self.number = inner, number

@@ -187,12 +187,7 @@ def config_in_use() -> tuple[Mapping[str, Any], str] | None:
 
 
 class ConfigLogger(Logger):
-    """Writes ``config.yaml`` into the run's folder; an older file becomes ``config-1.yaml``.
-
-    Args:
-        folder: The run's folder.
-        text: The contents of the file.
-    """
+    """Writes ``config.yaml`` into the run's folder; an older file becomes ``config-1.yaml``."""
 
     name: ClassVar[str] = "config"
 
