@@ -26,7 +26,7 @@ def device_states(monkeypatch):
         get_rng_state=lambda device: states[torch.device(device)], set_rng_state=set_rng_state
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr("tp_core._devices._resolve.available_devices", lambda: tuple(states))
+    monkeypatch.setattr("tp_core._devices.available_devices", lambda: tuple(states))
     return states
 
 

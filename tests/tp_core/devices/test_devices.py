@@ -150,13 +150,13 @@ def loads(*utilization: float | None) -> tuple[DeviceLoad, ...]:
 
 def test_idle_devices_are_the_least_busy_ones(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(3)
-    monkeypatch.setattr("tp_core._devices._resolve.device_loads", lambda: loads(0.9, 0.0, 0.3))
+    monkeypatch.setattr("tp_core._devices.device_loads", lambda: loads(0.9, 0.0, 0.3))
     assert resolve_devices("idle:2") == cuda(1, 2)
 
 
 def test_idle_devices_cannot_be_told_without_nvml(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(2)
-    monkeypatch.setattr("tp_core._devices._resolve.device_loads", lambda: loads(None, None))
+    monkeypatch.setattr("tp_core._devices.device_loads", lambda: loads(None, None))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DeviceError, match=r"cuda:0 \(fake\).*pip install 'tp-core\[nvml\]'"):
         resolve_devices("idle:2")

@@ -132,9 +132,7 @@ def test_an_error_of_the_management_library_itself_is_an_unknown_too(
         pass
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "pynvml" else None)
-    monkeypatch.setattr(
-        "tp_core._devices._resolve.import_module", lambda name: SimpleNamespace(NVMLError=NVMLError)
-    )
+    monkeypatch.setattr("tp_core._devices.import_module", lambda name: SimpleNamespace(NVMLError=NVMLError))
     two_gpus.utilization = failing(NVMLError("not supported"))
     assert device_loads()[0].utilization is None
 
@@ -163,7 +161,7 @@ def test_a_gpu_whose_driver_tells_no_utilization_is_ranked_by_memory(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "pynvml" else None)
     library = SimpleNamespace(NVMLError=OSError)
-    monkeypatch.setattr("tp_core._devices._resolve.import_module", lambda name: library)
+    monkeypatch.setattr("tp_core._devices.import_module", lambda name: library)
     two_gpus.utilization = failing(OSError("not supported"))
     two_gpus.device_memory_used = lambda device: (2 - device.index) * GIB
     assert resolve_devices("idle:1") == (torch.device("cuda:1"),)

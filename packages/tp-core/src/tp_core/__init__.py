@@ -12,18 +12,18 @@ from tp_core._lazy import lazy_exports
 if TYPE_CHECKING:
     from tp_core import errors as errors
     from tp_core import plugins as plugins
-    from tp_core._devices._resolve import DeviceLoad as DeviceLoad
-    from tp_core._devices._resolve import DeviceSpec as DeviceSpec
-    from tp_core._devices._resolve import as_device as as_device
-    from tp_core._devices._resolve import available_devices as available_devices
-    from tp_core._devices._resolve import device_loads as device_loads
-    from tp_core._devices._resolve import least_busy as least_busy
-    from tp_core._devices._resolve import resolve_devices as resolve_devices
-    from tp_core._devices._transfer import recursive_pin as recursive_pin
-    from tp_core._devices._transfer import recursive_to as recursive_to
-    from tp_core._devices._tree import tree_leaves as tree_leaves
-    from tp_core._devices._tree import tree_map as tree_map
+    from tp_core._devices import DeviceLoad as DeviceLoad
+    from tp_core._devices import DeviceSpec as DeviceSpec
+    from tp_core._devices import as_device as as_device
+    from tp_core._devices import available_devices as available_devices
+    from tp_core._devices import device_loads as device_loads
+    from tp_core._devices import least_busy as least_busy
+    from tp_core._devices import resolve_devices as resolve_devices
     from tp_core._launch._environment import LaunchEnvironment as LaunchEnvironment
+    from tp_core._transfer import recursive_pin as recursive_pin
+    from tp_core._transfer import recursive_to as recursive_to
+    from tp_core._transfer import tree_leaves as tree_leaves
+    from tp_core._transfer import tree_map as tree_map
 
     __version__: str
 else:
@@ -31,7 +31,7 @@ else:
         __name__,
         {
             "tp_core": ["errors", "plugins"],
-            "tp_core._devices._resolve": [
+            "tp_core._devices": [
                 "DeviceLoad",
                 "DeviceSpec",
                 "as_device",
@@ -40,8 +40,7 @@ else:
                 "least_busy",
                 "resolve_devices",
             ],
-            "tp_core._devices._transfer": ["recursive_pin", "recursive_to"],
-            "tp_core._devices._tree": ["tree_leaves", "tree_map"],
+            "tp_core._transfer": ["recursive_pin", "recursive_to", "tree_leaves", "tree_map"],
             "tp_core._launch._environment": ["LaunchEnvironment"],
         },
     )

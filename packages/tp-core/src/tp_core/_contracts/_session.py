@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._blocks import repeated_blocks
 from tp_core._contracts._job import CompileOptions, Job
-from tp_core._devices._transfer import move_module, recursive_to
+from tp_core._transfer import move_module, recursive_to
 from tp_core.data._batches import Share
 from tp_core.data._loader import PreparedLoader
 from tp_core.data._step_outputs import StepOutput

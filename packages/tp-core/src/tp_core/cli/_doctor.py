@@ -11,7 +11,7 @@ import torch
 import typer
 
 from tp_core._contracts._job import Job
-from tp_core._devices._resolve import device_loads, resolve_devices
+from tp_core._devices import device_loads, resolve_devices
 from tp_core._launch._environment import LaunchEnvironment, check_process_count
 from tp_core._launch._output import output_console
 from tp_core.cli._plain import platform_notes

@@ -129,7 +129,7 @@ def capture_rng_state(devices: "Iterable[torch.device]") -> dict[str, Any]:
     """
     import torch
 
-    from tp_core._devices._resolve import available_devices
+    from tp_core._devices import available_devices
 
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -151,7 +151,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the states of :func:`capture_rng_state`; devices that do not exist here are skipped."""
     import torch
 
-    from tp_core._devices._resolve import available_devices
+    from tp_core._devices import available_devices
 
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

@@ -26,12 +26,8 @@ if TYPE_CHECKING:
     from tp_core._contracts._trial_runs import functions_named as functions_named
     from tp_core._contracts._trial_runs import idle_lines_in_words as idle_lines_in_words
     from tp_core._contracts._trial_runs import named_tensors as named_tensors
-    from tp_core._devices._resolve import device_of_rank as device_of_rank
-    from tp_core._devices._resolve import free_nbytes as free_nbytes
-    from tp_core._devices._transfer import move_module as move_module
-    from tp_core._devices._tree import Container as Container
-    from tp_core._devices._tree import PerType as PerType
-    from tp_core._devices._tree import containers as containers
+    from tp_core._devices import device_of_rank as device_of_rank
+    from tp_core._devices import free_nbytes as free_nbytes
     from tp_core._fully_sharded._memory import resolve_options as resolve_options
     from tp_core._fully_sharded._memory import sharded_memory as sharded_memory
     from tp_core._fully_sharded._memory import sharded_transfers as sharded_transfers
@@ -68,6 +64,10 @@ if TYPE_CHECKING:
     from tp_core._launch._ranks import dumps_by_value as dumps_by_value
     from tp_core._launch._ranks import rank_outcomes as rank_outcomes
     from tp_core._lazy import lazy_exports as lazy_exports
+    from tp_core._transfer import Container as Container
+    from tp_core._transfer import PerType as PerType
+    from tp_core._transfer import containers as containers
+    from tp_core._transfer import move_module as move_module
     from tp_core.data._batches import Envelope as Envelope
     from tp_core.data._batches import split_evenly as split_evenly
     from tp_core.data._parts import cat_rows as cat_rows
@@ -160,9 +160,8 @@ else:
             ],
             "tp_core.data._user_loaders": ["iterates_itself"],
             "tp_core.data._workers": ["start"],
-            "tp_core._devices._resolve": ["device_of_rank", "free_nbytes"],
-            "tp_core._devices._transfer": ["move_module"],
-            "tp_core._devices._tree": ["Container", "PerType", "containers"],
+            "tp_core._devices": ["device_of_rank", "free_nbytes"],
+            "tp_core._transfer": ["Container", "PerType", "containers", "move_module"],
             "tp_core._fully_sharded._memory": [
                 "resolve_options",
                 "sharded_memory",

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from tp_core._devices._resolve import DeviceSpec, resolve_devices
-from tp_core._devices._transfer import move_module, recursive_to
+from tp_core._devices import DeviceSpec, resolve_devices
+from tp_core._transfer import move_module, recursive_to
 from tp_core.errors import ConfigError, ModelError, did_you_mean
 from tp_core.replicas._replicas import Replicas
 

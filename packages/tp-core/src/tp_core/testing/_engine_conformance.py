@@ -13,7 +13,7 @@ import pytest
 
 from tp_core._contracts._backend import Verdict
 from tp_core._contracts._engine import Engine, Pool
-from tp_core._devices._resolve import resolve_devices
+from tp_core._devices import resolve_devices
 from tp_core.errors import ConfigError, TpError
 from tp_core.testing._kit import DeclaredLimits
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core._contracts._backend import Backend
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import Session
-from tp_core._devices._resolve import resolve_devices
+from tp_core._devices import resolve_devices
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core._launch._ranks import run_ranks
 from tp_core.data._batches import Share

@@ -5,16 +5,28 @@
     script ──> _rewrite.py   which kind of script it is, and why it cannot be moved, if so
            ──>               the changed source, with a comment where nothing could be decided
            ──> a unified diff, or the changed file
-           ──> _proof.py     with --prove: the losses of both, on one rank and on two
+           ──> _steps.py     with --prove: the losses of both, on one rank and on two
 """
 
 import difflib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from tp_core.errors import ConfigError
-from tp_core.internal import check_installed, file_meant, output_console
+from rich.table import Table
+from tp_core.errors import ConfigError, RankFailedError
+from tp_core.internal import check_installed, file_meant, output_console, write_atomically
+
+_CLOSE = 1e-4  # relative: sums of float32 in another order
+_MOST_LINES = 12
+_TWO, _THEIRS = "with tp, 2 ranks", "before, 2 ranks"
 
 
 def move_app() -> typer.Typer:
@@ -59,7 +71,6 @@ def _move(
         msg = f"{script} cannot be read as text: {error}"
         raise ConfigError(msg) from error
     check_installed("libcst", by="tp move", extra="tp-trainer[move]")
-    from tp_trainer._move._proof import proof, write_text
     from tp_trainer._move._rewrite import moved
 
     changed = moved(source, str(script))
@@ -68,6 +79,87 @@ def _move(
     )
     print("".join(line if line.endswith("\n") else f"{line}\n" for line in diff), end="")
     if write is not None:
-        write_text(changed, write)
+        _write_text(changed, write)
     if prove:
-        output_console().print(proof(script, changed, arguments or [], steps=steps))
+        output_console().print(_proof(script, changed, arguments or [], steps=steps))
+
+
+def _proof(script: Path, changed: str, arguments: Sequence[str], *, steps: int) -> Table:
+    """Run both scripts, and return a table of their losses.
+
+    Args:
+        script: The script.
+        changed: The source of the moved one; it runs beside the script, from a file that is then removed.
+        arguments: The arguments of both.
+        steps: The number of optimizer steps.
+
+    Raises:
+        RankFailedError: A run failed; with the end of what it said.
+    """
+    twin = script.with_name(f".{script.stem}_tp_{os.getpid()}.py")
+    runs = {"before": (script, 1), "with tp": (twin, 1), _TWO: (twin, 2)}
+    accelerates = any(text in changed for text in ("tp_trainer.compat.accelerate", "import accelerate as"))
+    # What joins a process group by itself needs a launcher for one rank, too.
+    joins = "init_process_group" in script.read_text(encoding="utf-8")
+    if joins or accelerates:
+        runs = {"before": (script, 0 if joins else 1), _THEIRS: (script, 2), **dict(list(runs.items())[1:])}
+    _write_text(changed, twin)
+    try:
+        found = {name: _losses(*run, arguments, steps) for name, run in runs.items()}
+    finally:
+        twin.unlink(missing_ok=True)
+    table = Table(title=f"the loss in each of {steps} steps, on the CPU, data in order, no dropout")
+    for name in ("backward", *found):
+        table.add_column(name, justify="right")
+    for number, row in enumerate(zip_longest(*found.values()), start=1):
+        table.add_row(str(number), *(f"{v:.6f}" if v is not None else "-" for v in row))
+    lines = []
+    if len(set(found["before"])) < 2:
+        lines.append("the loss is the same in each step: that it is equal here proves nothing")
+    for name, losses in found.items():
+        if name == _THEIRS:
+            lines.append(f"{name}: batches twice as large, of batch_size for each rank")
+        elif name != "before":
+            # tp's Accelerator has the batches of Accelerate, on two ranks as on one.
+            reference = _THEIRS if accelerates and name == _TWO else "before"
+            pairs = list(zip(found[reference], losses, strict=False))
+            same = sum(abs(a - b) <= _CLOSE * max(abs(a), 1e-6) for a, b in pairs)
+            lines.append(f"{name}: {same} of {len(pairs)} equal to {reference}")
+    table.caption = "\n".join(lines)
+    return table
+
+
+def _write_text(text: str, path: Path) -> None:
+    """Write a file, which a crash leaves as it was."""
+
+    def write(part: Path) -> None:
+        part.write_text(text, encoding="utf-8")
+
+    write_atomically(write, path)
+
+
+def _losses(script: Path, ranks: int, arguments: Sequence[str], steps: int) -> list[float]:
+    """Return the losses of one run; of several ranks their means."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = ["-m", "tp_trainer._move._steps", folder, str(steps), str(script.resolve()), *arguments]
+        if ranks != 1:
+            own = ["-m", "tp_core.cli", "launch", "-n", str(ranks or 1)]
+            run = [*own, "-m", *run[1:]]
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environ["ACCELERATE_USE_CPU"] = "true"  # without it Accelerate leaves ranks of the CPU apart
+        done = subprocess.run(
+            [sys.executable, *run],
+            cwd=script.parent,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        files = sorted(Path(folder).glob("*.json"))
+        if done.returncode or not files:
+            said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_MOST_LINES:])
+            msg = f"{script.name} on {ranks or 1} rank(s) ended with {done.returncode}:\n{said}"
+            raise RankFailedError(msg)
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return [sum(values) / len(values) for values in zip(*found, strict=True)]

@@ -1,1 +1,0 @@
-"""Devices, and moving nested batches to them."""
