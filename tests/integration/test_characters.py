@@ -45,6 +45,7 @@ def undisturbed(tmp_path_factory):
     return values
 
 
+@pytest.mark.takes(40)
 @pytest.mark.parametrize(
     ("command", "backend"),
     [

@@ -259,7 +259,7 @@ def test_ctrl_c_while_ranks_meet_ends_them_too(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [*(pytest.param(w, marks=pytest.mark.nightly) for w in ("--help", "jobs --json")), "doctor --no-measure"],
+    ["--help", *(pytest.param(w, marks=pytest.mark.nightly) for w in ("jobs --json", "doctor --no-measure"))],
 )
 def test_without_standard_streams_it_ends_as_with_them(words, tmp_path):
     shell = f"{shlex.join(TP)} {words}"

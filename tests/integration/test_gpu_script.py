@@ -56,6 +56,7 @@ def test_it_lists_every_gpu_test_that_pytest_collects():
     assert {name for name in listed.stdout.splitlines() if not name.startswith("benchmark ")} == gpu_tests()
 
 
+@pytest.mark.takes(40)
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device_every_gpu_test_is_skipped_with_its_reason(script, tmp_path):

@@ -51,6 +51,7 @@ def undisturbed(tmp_path_factory):
     return values
 
 
+@pytest.mark.takes(60)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),

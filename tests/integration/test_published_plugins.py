@@ -53,6 +53,7 @@ def published(folder, tmp_path):
     return found, tests.splitlines()[-1]
 
 
+@pytest.mark.takes(30)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=() if k == "backend" else pytest.mark.nightly) for k in KINDS]

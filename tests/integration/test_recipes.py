@@ -57,6 +57,7 @@ def cases():
                 yield pytest.param(page, found, id=f"{page.stem}-all", marks=pytest.mark.nightly)
 
 
+@pytest.mark.takes(40)
 @pytest.mark.parametrize(("page", "lines"), list(cases()))
 def test_the_commands_of_a_page_run(page, lines, tmp_path):
     if page.stem == "ray":
@@ -106,6 +107,7 @@ def test_views_find_each_other(capsys):
     assert after > before + 0.15
 
 
+@pytest.mark.takes(30)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of transformers' own
 def test_answers_are_learned_from_packed_chats(tmp_path, capsys):

@@ -152,6 +152,7 @@ def opened(browser, page):
     return contents
 
 
+@pytest.mark.takes(200)
 def test_every_page_is_whole_wide_and_narrow_light_and_dark(browser, site, address):
     """One walk over all pages: what is wrong with any of them is told together."""
     wanted: dict[str, set[tuple[str, str]]] = {}  # the fragments of a page, and who links to them

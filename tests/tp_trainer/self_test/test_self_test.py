@@ -119,6 +119,7 @@ def test_a_backend_that_hangs_is_ended_at_the_deadline(setups, processes, tmp_pa
     assert not [p for p in left if str(tmp_path) in (p.info["environ"] or {}).get("PYTHONPATH", "")]
 
 
+@pytest.mark.takes(60)
 @pytest.mark.slow
 def test_every_installed_backend_trains_what_one_device_trains(capsys):
     status = run(["test", "--json", "--timeout-s", str(DEADLINE_S)])

@@ -40,7 +40,7 @@ trainer.fit(model, optimizer, DataLoader(TensorDataset(torch.ones(12, 1024)), 4)
     ("backend", "how"),
     [
         pytest.param("fsdp", "fake", marks=pytest.mark.slow),
-        pytest.param("ddp", "limited", marks=pytest.mark.slow),
+        pytest.param("ddp", "limited", marks=pytest.mark.nightly),  # test_limit.py has a slow one
         pytest.param("fsdp", "limited", marks=pytest.mark.nightly),
         pytest.param("ddp", "fake", marks=pytest.mark.nightly),
     ],

@@ -116,7 +116,7 @@ def test_a_launch_whose_terminal_is_closed_saves(tp, until):
 
 @pytest.mark.slow
 def test_a_detached_job_that_is_stopped_saves(tp, until):
-    tp("launch", "-n", "2", "--detach", tp.script(TRAIN), "forkserver", "persistent")
+    tp("launch", "-n", "2", "--detach", tp.script(TRAIN), "fork", "persistent")
     _is_training(tp, until)
     done = tp("stop", "script", timeout_s=800)
     assert done.stdout.endswith(f"stopped (SIGTERM; saved: {_saved(tp)})\n")
