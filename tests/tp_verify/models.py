@@ -95,8 +95,9 @@ def make_batch(rows, seed, *, uneven=True):
     return {"tokens": tokens, "labels": labels}
 
 
-UNEVEN = [make_batch(8, 1), make_batch(6, 2), make_batch(8, 3)]
-EVEN = [make_batch(8, n, uneven=False) for n in range(3)]
+# Verification makes a third.
+UNEVEN = [make_batch(8, 1), make_batch(6, 2)]
+EVEN = [make_batch(8, n, uneven=False) for n in range(2)]
 
 
 def adamw(model):

@@ -1,13 +1,15 @@
 """Verify others' stacks, over models of transformers: ``python -m tests.tp_verify.others [STACKS...]``.
 
 Prints a line for each stack and model: equal, what was found, or why it does not run. By default it tries all
-stacks. It writes the figures that the documents quote.
+stacks, for which transformers, accelerate, lightning and deepspeed have to be installed. It writes the
+figures that the documents quote.
 """
 
 import os
 import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import torch
 from tp_core.internal import RankPool
@@ -15,6 +17,9 @@ from tp_verify import verify, ways
 
 from tests.bench._results import Results
 from tests.tp_verify import faults
+
+sys.path.append(str(Path(__file__).parents[2] / "docs/examples/found"))  # also on ranks, which import this
+from joint_setup import Fabric
 
 WORDS, LENGTH, ROWS = 48, 8, 4
 SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -122,6 +127,11 @@ STACKS = {
     "transformers fsdp+ep": (ways.Transformers(EAGER, fsdp_size=2, ep_size=2), EXPERTS),
     "accelerate ddp": (ways.Accelerate(), MODELS),
     "accelerate fsdp2": (ways.Accelerate(fsdp2), MODELS),
+    "lightning ddp": (Fabric("ddp", is_joint=True), MODELS),
+    "lightning fsdp2": (Fabric("model parallel", is_joint=False), MODELS),
+    "deepspeed 1": (ways.DeepSpeed(1), MODELS),
+    "deepspeed 2": (ways.DeepSpeed(2), MODELS),
+    "deepspeed 3": (ways.DeepSpeed(3), MODELS),
 }
 
 

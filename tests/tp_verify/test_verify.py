@@ -46,7 +46,8 @@ def test_a_planted_fault_is_named_at_its_module(name, ranks):
 
 @pytest.mark.parametrize("name", ["fully_shard, both, SGD", "by hand, clipped", "context by hand"])
 def test_a_way_that_is_right_is_proven_in_lower_precision(name, ranks):
-    check(case(name, faults.right_ways()), ranks, torch.bfloat16)
+    report = check(case(name, faults.right_ways()), ranks, torch.bfloat16)
+    assert ("2 micro-batches for each step" in report.proven) == ("both" in name)
 
 
 def test_uneven_tokens_in_torchs_pipelining_part_at_the_loss(ranks):
@@ -96,6 +97,65 @@ def test_what_no_batch_reached_is_listed(ranks):
     assert report.ok
     assert "modules that no batch reached: unused" in report.not_covered
     assert "parameters that got no gradient: unused.weight, unused.bias" in report.not_covered
+
+
+class OfOneLength(ways.DataParallel):
+    """DDP of a model that is right for batches of the user's length alone."""
+
+    def __init__(self, otherwise):
+        super().__init__()
+        self.otherwise = otherwise
+
+    def parallelize(self, model):
+        def hook(module, args, output):
+            return output if output.size(1) == m.LENGTH else self.otherwise(output)
+
+        model.blocks[0].mlp.up.register_forward_hook(hook)
+        return super().parallelize(model)
+
+
+def refuses(output):
+    raise ValueError(f"compiled for {m.LENGTH} places, got {output.size(1)}")
+
+
+def test_a_fault_at_another_length_is_found_unless_it_is_left_out(ranks):
+    options = {"parallel": OfOneLength(torch.neg), "step": m.step, "ranks": ranks}
+    assert verify(m.build, m.EVEN[:1], vary=False, **options).ok
+    report = verify(m.build, m.EVEN[:1], **options)
+    assert str(report.finding).startswith("step 2: the output of blocks.0.mlp.up")
+
+
+@pytest.mark.slow
+def test_a_batch_that_ranks_refuse_is_not_claimed(ranks):
+    report = verify(m.build, m.EVEN[:1], parallel=OfOneLength(refuses), step=m.step, ranks=ranks)
+    assert report.proven[0] == "1 optimizer step on batches of tokens (8, 8) and labels (8, 8)"
+    assert report.proven[1].startswith("2 optimizer steps on batches of its own, tokens (8, 8) and")
+    assert report.not_covered[-1] == (
+        "a batch of its own, tokens (8, 4) and labels (8, 4): "
+        "ranks raise ValueError: compiled for 8 places, got 4"
+    )
+
+
+def masked(model, batch):
+    hidden = model(batch["values"]) * batch["mask"][..., None]
+    return hidden.square().sum() / batch["mask"].sum()
+
+
+def counted(model, batch):
+    return model(batch["classes"].double()).mean()
+
+
+def test_numbers_and_masks_are_varied_and_what_is_of_no_known_kind_is_not(ranks):
+    options = {"parallel": ways.DataParallel(find_unused_parameters=True), "ranks": ranks}
+    batch = {"values": torch.ones(4, 6, 3).cumsum(0), "mask": torch.ones(4, 6)}
+    report = verify(Branches, [batch], step=masked, **options)
+    assert report.proven[1] == (
+        "2 optimizer steps on batches of its own, values (4, 9, 3) and mask (4, 9), values (4, 6, 3) and "
+        "mask (4, 6), with other values of values and padding in mask"
+    )
+    batch = {"classes": torch.ones(4, 3, dtype=torch.long)}
+    report = verify(Branches, [batch], step=counted, **options)
+    assert report.not_covered[-1].startswith("batches of its own: the plain model takes none")
 
 
 def unchanged(model):

@@ -163,17 +163,31 @@ class ShardBackend(RanksBackend[ShardOptions]):
     def adapt_model(self, model: "nn.Module", inputs: object) -> "nn.Module":
         """Find a plan for a plain model, and split it over all ranks.
 
+        Where nothing is worth splitting, as in a network with one small head, the outputs of its linear
+        layers are split and joined again.
+
         Raises:
             ConfigError: Nothing in the model can be split.
 
-        Collectives: those of forming the groups, if they are not formed yet.
+        Collectives: those of forming the groups, if they are not formed yet, and of ``verify``.
         """
         from tp_shard import distributed, plans
         from tp_shard._plans._parallelize import parallelize
+        from tp_shard._plans._styles import Column, Style
+        from tp_shard._verify._report import verify
+        from tp_shard.nn._convert import is_linear
 
         if not distributed.is_initialized():
             distributed.init_process_group()
-        return parallelize(model, plans.auto(model, inputs, verbose=False))
+        try:
+            plan = plans.auto(model, inputs, verbose=False)
+        except ConfigError:
+            names = [name for name, module in model.named_modules() if is_linear(module)]
+            joined: dict[str, Style] = dict.fromkeys(names, Column(gather_output=True))
+            if inputs is None or not joined or not verify(model, joined, inputs).ok:
+                raise
+            return parallelize(model, joined)
+        return parallelize(model, plan)
 
     def open(self, job: Job) -> "ShardSession":
         """Join the process group and form the model-parallel groups, unless the script has.

@@ -15,7 +15,7 @@ from torch import Tensor
 from tp_verify._report import Finding
 from tp_verify._run import Local, Place, RunRecord, Selection, StepRecord
 
-_SLACK = 6.0  # how much farther from float64 than one device of the same type: sums have another order
+SLACK = 6.0  # how much farther from float64 than one device of the same type: sums have another order
 _RTOL = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 _ATOL = {torch.float64: 1e-10, torch.float32: 1e-7, torch.bfloat16: 1e-5, torch.float16: 1e-6}
 
@@ -43,7 +43,7 @@ class Bound:
         """Return the largest norm of a difference from ``exact``; ``near`` is one device in the same type."""
         own = norm_of(exact)
         by_rounding = 0.0 if near is None or near.shape != exact.shape else norm_of(near - exact)
-        return _SLACK * by_rounding + self.rtol * own + self.atol * scale
+        return SLACK * by_rounding + self.rtol * own + self.atol * scale
 
 
 def norm_of(tensor: Tensor) -> float:
@@ -272,14 +272,18 @@ class Comparison:
             found = self._step(number)
             if found:
                 return found
-        exact, near = self.exact.evaluation, self.near.evaluation
-        records = [r.evaluation for r in self.ranks if r.evaluation is not None]
-        if exact is None or near is None or not records:
-            self.unknown["evaluation"] = "this way has none"
-            return None
-        return self._forward("evaluation", 0, exact, near, records) or self._loss(
-            "the loss of the evaluation", 0, exact, near, records
-        )
+        for number, exact in self.exact.evaluations.items():
+            records = [r.evaluations[number] for r in self.ranks if r.evaluations]
+            if not records:
+                self.unknown["evaluation"] = "this way has none"
+                return None
+            near, step = self.near.evaluations[number], number + 1 if number else 0
+            found = self._forward("evaluation", step, exact, near, records) or self._loss(
+                "the loss of the evaluation", step, exact, near, records
+            )
+            if found:
+                return found
+        return None
 
     def _step(self, number: int) -> Finding | None:
         exact, near = self.exact.steps[number], self.near.steps[number]

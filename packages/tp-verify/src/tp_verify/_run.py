@@ -58,12 +58,13 @@ class StepRecord:
 class RunRecord:
     """What one process has seen of a training, and afterwards: ``draws`` are losses and weights by seed.
 
-    On one device ``idle_lines`` are the lines of the modules' own forward that did not run.
+    Evaluations have the numbers of their batches. On one device ``idle_lines`` are the lines of the modules'
+    own forward that did not run.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
-    evaluation: StepRecord | None = None
+    evaluations: dict[int, StepRecord] = field(default_factory=dict)
     generated: dict[str, Tensor] = field(default_factory=dict)
     draws: list[tuple[float, float]] = field(default_factory=list)
     shares: list[dict[str, Selection]] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Task:
     Attributes:
         follow: The ranks' weights and gradients, for a reference that follows them.
         generate: What is generated afterwards.
+        own: How many batches, the last ones, are not the user's.
         seeds: The number of seeds with which the first batch's loss is drawn afterwards.
         folder: Where a checkpoint is saved, or loaded; empty for none.
     """
@@ -97,6 +99,7 @@ class Task:
     dtype: torch.dtype | None
     follow: Sequence[Followed] = ()
     generate: Step | None = None
+    own: int = 0
     seeds: int = 0
     folder: str = ""
 
@@ -156,15 +159,15 @@ def run_task(task: Task, way: Way, *, seed: int = 0) -> RunRecord:
                 _put(model, followed.weights, lambda parameter: parameter.data)
             record.steps.append(_one_step(task, way, model, optimizer, cast(batch, task.dtype), followed))
         model.eval()
-        record.evaluation = evaluation = StepRecord()
-        share = way.share(cast(task.batches[0], task.dtype))
-        with Recording(way, model, evaluation), WithoutDropout(model):
-            found = way.evaluate(model, task.step, share)
+        for number in (0, len(task.batches) - task.own) if task.own else (0,):
+            seen = StepRecord()
+            with Recording(way, model, seen), WithoutDropout(model):
+                found = way.evaluate(model, task.step, way.share(cast(task.batches[number], task.dtype)))
+            if found is not None:
+                seen.loss, seen.weight = found
+                record.evaluations[number] = seen
     record.idle_lines = lines.idle()
-    if found is None:
-        record.evaluation = None
-    else:
-        evaluation.loss, evaluation.weight = found
+    share = way.share(cast(task.batches[0], task.dtype))
     if task.generate is not None:
         with torch.no_grad():
             record.generated = {n: _copy(t) for n, t in named_tensors(task.generate(model, share))}
@@ -267,11 +270,12 @@ def _whole(way: Way, tensors: dict[str, Any]) -> dict[str, Any]:
 def _states(way: Way, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors by the parameter's name and their own: ``layer.weight:exp_avg``."""
     names = {id(p): way.plain_name(n) for n, p in model.named_parameters()}
+    states = optimizer.state  # once: ZeRO's are gathered
     found = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             plain = names.get(id(parameter))
-            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            for key, value in sorted(states.get(parameter, {}).items()):
                 if plain is not None and isinstance(value, Tensor):
                     is_like = value.dim() > 0 or value.shape == parameter.shape
                     whole = way.whole(plain, value) if is_like else value

@@ -18,14 +18,14 @@ from tp_core.internal import RankOutcome, rank_outcomes
 from tp_core.plugins import Backend, Job, registry
 from tp_core.state import open_tensors
 
-from tp_verify._compare import Bound, norm_of
+from tp_verify._compare import SLACK, Bound, norm_of
 from tp_verify._preload import preloading
 from tp_verify._recorder import INPUTS, MOST_STEPS, run_script, steps_beyond
 from tp_verify._report import Finding, Report
 
 _SAVED = 128 + 15  # the exit status of a run that a SIGTERM has ended
 _AT_ONCE = 2  # runs at the same time
-_NEAR = Bound(1e-3, 1e-4)  # of many steps in float32, each with its own rounding
+_NEAR = Bound(1e-3, 1e-4)  # of many steps in float32, each with its own rounding, beside what grows of one
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Trials:
         stops: bool = False,
         resumes: str = "",
         plain: bool = False,
+        nudged: bool = False,
     ) -> Run:
         """Run the script, and return what its ranks recorded.
 
@@ -88,6 +89,7 @@ class Trials:
             stops: Whether it gets a SIGTERM after two fifths of its steps.
             resumes: The name of the run that it resumes.
             plain: Whether dropout and the statistics of batches are left out.
+            nudged: Whether its first weights differ by one rounding.
         """
         folder = self.folder / label
         folder.mkdir()
@@ -101,6 +103,7 @@ class Trials:
                     "stops": stops,
                     "steps": self.steps,
                     "plain": plain,
+                    "nudged": nudged,
                     "inputs": "" if backend == "single" else str(self.folder / "stopped" / INPUTS),
                 }
             ),
@@ -168,6 +171,7 @@ def verify_script(
         continued = pool.submit(trials.run, "resumed", resumes="stopped")
         # What parts of a batch do otherwise than the whole is left out, where there is any.
         again = pool.submit(trials.run, "plain", plain=True) if seen["is_drawn"] else first
+        pushed = pool.submit(trials.run, "nudged", plain=True, nudged=True)
         others = {
             backend: pool.submit(trials.run, backend, backend, ranks=ranks, devices=devices, plain=True)
             for backend, (ranks, devices) in layouts.items()
@@ -175,9 +179,9 @@ def verify_script(
         whole = _trained(first.result(), script)
         steps = whole.records[0]["step"]
         reports = [_resumed(whole, stopped, continued.result(), steps)]
-        plain = again.result()
+        plain, near = _trained(again.result(), script), _trained(pushed.result(), script)
         for backend, other in others.items():
-            reports.append(_compared(plain, other.result(), backend, layouts[backend][0], steps))
+            reports.append(_compared(plain, near, other.result(), backend, layouts[backend][0], steps))
     return reports
 
 
@@ -252,9 +256,9 @@ def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
     finding = (
         _first_batch_apart(first["rows"], [rows], compared)
         or finding
-        or _first_step_apart(first["norms"], norms, tolerance=0.0)
-        or _first_apart(first, second, compared, exact=True)
-        or _first_saved_apart(whole, resumed, steps, compared, exact=True)
+        or _first_step_apart(first["norms"], norms)
+        or _first_apart(first, second, compared)
+        or _first_saved_apart(whole, resumed, steps, compared)
     )
     drawn = [kind for kind, state in first["random"].items() if state != second["random"].get(kind)]
     if finding is None and drawn:
@@ -280,31 +284,34 @@ def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
     )
 
 
-def _compared(plain: Run, other: Run, backend: str, ranks: int, steps: int) -> Report:
-    """Compare a run on another backend with the one on one device, up to rounding."""
+def _compared(plain: Run, near: Run, other: Run, backend: str, ranks: int, steps: int) -> Report:
+    """Compare a run on another backend with the one on one device, up to rounding.
+
+    How far a rounding grows in this training is what ``near`` has: its first weights differed by one.
+    """
     name = f"backend {backend}"
     if other.is_refused:
         return Report(name, ranks, "its own", None, {}, [], [f"it refused: {other.failed}"])
     if other.failed:
         failure = Finding("the run", "", 0, other.failed)
         return Report(name, ranks, "its own", failure, {}, [], [])
-    first = plain.records[0]
+    first, nudged = plain.records[0], near.records[0]
     if (first["backend"], other.records[0]["backend"]) != ("single", backend):
         own = f"the script itself names a backend, {other.records[0]['backend']!r}"
         return Report(name, ranks, "its own", None, {}, [], [own])
     compared: dict[str, int] = {}
     finding = _first_batch_apart(first["rows"], [record["rows"] for record in other.records], compared)
     for rank, record in enumerate(other.records):
-        found = finding or _first_apart(first, record, compared, exact=False)
+        found = finding or _first_apart(first, record, compared, nudged)
         if found is not None and finding is None:
             # A weight may have parted long before the end; of a split one a rank has a part.
             shapes = {n: tensor.shape for n, tensor in record["weights"].items()}
             whole = {n for n, tensor in first["weights"].items() if shapes.get(n) == tensor.shape}
             norms = {step: {n: one[n] for n in one.keys() & whole} for step, one in first["norms"].items()}
-            earlier = _first_step_apart(norms, record["norms"], tolerance=_NEAR.rtol)
+            earlier = _first_step_apart(norms, record["norms"], nudged["norms"])
             found = earlier if earlier and found.what in ("the weight", "the state") else found
             finding = replace(found, said=f"rank {rank}: {found.said}")
-    finding = finding or _first_saved_apart(plain, other, steps, compared, exact=False)
+    finding = finding or _first_saved_apart(plain, other, steps, compared, near)
     left_out = "dropout and the statistics of batch norms, which were left out of this comparison"
     return Report(
         name,
@@ -315,9 +322,18 @@ def _compared(plain: Run, other: Run, backend: str, ranks: int, steps: int) -> R
         [f"{steps} steps: weights, optimizer state, metrics and the checkpoint, up to rounding"]
         if finding is None
         else [],
-        [left_out] if plain.records[0]["is_drawn"] else [],
+        [left_out] * bool(first["is_drawn"]) + _hidden(first["weights"], nudged["weights"]),
         seconds=other.seconds,
     )
+
+
+def _hidden(weights: Mapping[str, Tensor], nudged: Mapping[str, Tensor]) -> list[str]:
+    """Return what a comparison cannot see where a rounding grows beyond the least bound."""
+    norms = [(norm_of(t), norm_of(nudged[name].double() - t)) for name, t in weights.items()]
+    grown = max((apart / max(norm, 1e-300) for norm, apart in norms), default=0.0)
+    if SLACK * grown <= _NEAR.rtol:
+        return []
+    return [f"less than {SLACK * grown:.1g} of a weight: one rounding at the start grows to {grown:.1g}"]
 
 
 def _first_batch_apart(
@@ -344,23 +360,35 @@ def _first_batch_apart(
 
 
 def _first_step_apart(
-    whole: Mapping[int, Mapping[str, float]], other: Mapping[int, Mapping[str, float]], *, tolerance: float
+    whole: Mapping[int, Mapping[str, float]],
+    other: Mapping[int, Mapping[str, float]],
+    near: Mapping[int, Mapping[str, float]] | None = None,
 ) -> Finding | None:
-    """Return the first step after which the norm of a weight is another one."""
+    """Return the first step after which the norm of a weight is another one; ``near`` has one by rounding."""
     for step, norms in whole.items():
         for name, norm in norms.items():
-            got = other.get(step, {}).get(name, norm)
-            if abs(got - norm) > tolerance * norm:
+            got, limit = other.get(step, {}).get(name, norm), 0.0
+            if near is not None:
+                limit = _limit(norm, near.get(step, {}).get(name), _NEAR.rtol * norm)
+            if abs(got - norm) > limit:
                 module, _, parameter = name.rpartition(".")
                 said = f"its norm is {got:.9g}, and not {norm:.9g}"
                 return Finding("the weight", module, step, said, parameter)
     return None
 
 
+def _limit(value: float, near: float | None, least: float) -> float:
+    """Return how far a number may be from ``value``, by the one of a run that differed by a rounding."""
+    return least if near is None else least + SLACK * abs(near - value)
+
+
 def _first_apart(
-    first: dict[str, Any], second: dict[str, Any], compared: dict[str, int], *, exact: bool
+    first: dict[str, Any],
+    second: dict[str, Any],
+    compared: dict[str, int],
+    near: dict[str, Any] | None = None,
 ) -> Finding | None:
-    """Return the first of the recorded numbers that differs."""
+    """Return the first of the recorded numbers that differs, at all or by more than rounding explains."""
     steps = first["step"]
     if second["step"] != steps:
         return Finding("the number of steps", "", 0, f"{second['step']}, and {steps} on one device")
@@ -371,7 +399,7 @@ def _first_apart(
             if other is None or other.shape != tensor.shape:
                 continue  # a rank has a part of it, or nothing; the checkpoint has all
             compared[kind] = compared.get(kind, 0) + 1
-            said = _difference(tensor, other, scale, exact=exact)
+            said = _difference(tensor, other, scale, None if near is None else near[kind].get(name, tensor))
             if said:
                 path, _, key = name.partition(":")
                 module, _, parameter = path.rpartition(".")
@@ -379,14 +407,16 @@ def _first_apart(
     for epoch, values in second["metrics"].items():  # of a resumed run, those since it was stopped
         for name, value in first["metrics"].get(epoch, {}).items():
             compared["metrics"] = compared.get("metrics", 0) + 1
-            got = values.get(name)
-            if got is None or abs(got - value) > (0.0 if exact else 1e-4 * max(1, abs(value))):
+            got, limit = values.get(name), 0.0
+            if near is not None:
+                limit = _limit(value, near["metrics"].get(epoch, {}).get(name), 1e-4 * max(1, abs(value)))
+            if got is None or abs(got - value) > limit:
                 return Finding("the metric", name, steps, f"of epoch {epoch} is {got}, and not {value}")
     return None
 
 
 def _first_saved_apart(
-    first: Run, second: Run, steps: int, compared: dict[str, int], *, exact: bool
+    first: Run, second: Run, steps: int, compared: dict[str, int], near: Run | None = None
 ) -> Finding | None:
     """Return the first tensor of the last checkpoint that differs."""
     for prefix, what in (("model.", "the saved weight"), ("optimizer.", "the saved state")):
@@ -395,19 +425,20 @@ def _first_saved_apart(
         for name, tensor in tensors.items():
             other = second.saved.get(name)
             compared["saved"] = compared.get("saved", 0) + 1
-            said = "it is missing" if other is None else _difference(tensor, other, scale, exact=exact)
+            nudged = None if near is None else near.saved.get(name, tensor)
+            said = "it is missing" if other is None else _difference(tensor, other, scale, nudged)
             if said:
                 module, _, key = name.removeprefix(prefix).rpartition(".")
                 return Finding(what, module, steps, said, key)
     return None
 
 
-def _difference(tensor: Tensor, other: Tensor, scale: float, *, exact: bool) -> str:
+def _difference(tensor: Tensor, other: Tensor, scale: float, near: Tensor | None) -> str:
     if other.shape != tensor.shape:
         return f"it has the shape {tuple(other.shape)}, and not {tuple(tensor.shape)}"
-    if exact:
+    if near is None:
         return "" if torch.equal(tensor, other) else "it differs"
     apart = norm_of(tensor.double() - other.double())
-    if apart <= _NEAR.limit(tensor, None, scale):
+    if apart <= _NEAR.limit(tensor, near, scale):
         return ""
     return f"it differs by {apart / max(norm_of(tensor), 1e-300):.2g} of its norm"

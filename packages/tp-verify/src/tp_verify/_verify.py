@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.errors import ConfigError, ModelError
+from tp_core.errors import ConfigError, ModelError, RankFailedError
 from tp_core.internal import RankPool, idle_lines_in_words, named_tensors
 
 from tp_verify._after import compare_draws, compare_generated, compare_loaded
 from tp_verify._compare import Bound, Comparison, joined_parts
+from tp_verify._own_batches import OwnBatches, own_batches
 from tp_verify._report import Finding, Report
 from tp_verify._reproduce import Case, check_reproducible, is_shown, script, smallest
 from tp_verify._run import (
@@ -54,6 +55,7 @@ def verify(
     generate: Step | None = None,
     reload_on: int | RankPool | None = None,
     dropout: int = 0,
+    vary: bool = True,
     reproduce: str | Path | None = None,
     timeout_s: float = 300.0,
 ) -> Report:
@@ -61,7 +63,8 @@ def verify(
 
     Compared are, for each batch, the outputs of all modules, the loss, all gradients, the norm and clipped
     gradients, the weights, the optimizer's state and the buffers; then an evaluation. Dropout is left out of
-    these. Ask for more: what the model generates, a checkpoint on another number of ranks, and dropout.
+    these. Batches that this function makes follow yours. Ask for more: what the model generates, a checkpoint
+    on another number of ranks, and dropout.
 
     Args:
         build: A function without arguments that returns the plain model, the same each time.
@@ -81,6 +84,9 @@ def verify(
             Weights, states and buffers have to be equal bit by bit.
         dropout: The number of seeds with which the loss is drawn with dropout: its mean and variance are
             compared, and whether ranks draw the same masks. 100 show what is worth a training.
+        vary: Whether batches of the kind of the first follow, one or more, for three steps in all: with other
+            values of tokens and numbers, another length and padding, as far as the plain model takes them,
+            and the ranks. Set it to ``False`` where only your own batches are right.
         reproduce: A file for a script of torch alone, with the fewest ranks, rows, places and layers that
             still part in the first forward and backward pass; it is written where they part there.
         timeout_s: The deadline of the ranks.
@@ -105,20 +111,18 @@ def verify(
     if reproduce is not None:
         check_reproducible(build, step, batches, way)
     with one_thread(), torch.random.fork_rng(devices=[]):
-        exact = run_task(replace(task, dtype=torch.float64, micro=1), OneDevice())
-        draws = exact.draws
-        task = replace(task, seeds=0)
-        own = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
-        _check_losses(task, exact)
-        runs = _on_ranks(replace(task, seeds=dropout), way, ranks, reload_on, timeout_s)
-        near = exact
-        if _coarsest(own, exact) != torch.float64:
+        own = own_batches(task) if vary else OwnBatches()
+        runs = _trained(task, own.choices(len(batches)), way, ranks, reload_on, timeout_s)
+        task, exact = replace(runs.task, seeds=0), runs.exact
+        kept = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
+        near, draws = exact, exact.draws
+        if _coarsest(kept, exact) != torch.float64:
             # Each step begins with the ranks' weights and updates with their gradients: by rounding alone
             # two trainings in a low precision part, as Adam divides by what may be all but zero.
-            task = replace(task, micro=1, follow=_followed(exact, runs.records, task))
-            exact = run_task(replace(task, dtype=torch.float64), OneDevice())
-            near = run_task(task, OneDevice())
-    bound = Bound.of(_coarsest(own, exact))
+            follower = replace(task, micro=1, follow=_followed(exact, runs.records, task))
+            exact = run_task(replace(follower, dtype=torch.float64), OneDevice())
+            near = run_task(follower, OneDevice())
+    bound = Bound.of(_coarsest(kept, exact))
     comparison = Comparison(exact, near, runs.records, bound, {}, {}, way.reorders)
     finding = (
         comparison.first()
@@ -132,11 +136,12 @@ def verify(
     return Report(
         name=way.name,
         ranks=count,
-        dtype=str(own).removeprefix("torch."),
+        dtype=str(kept).removeprefix("torch."),
         finding=finding,
         compared=comparison.compared,
-        proven=_proven(task, exact, comparison, runs) if finding is None else [],
-        not_covered=_not_covered(task, exact, comparison),
+        proven=_proven(task, exact, comparison, runs, own) if finding is None else [],
+        not_covered=_not_covered(task, exact, comparison)
+        + ([runs.refused] if runs.refused else [_UNKNOWN] * (vary and not task.own)),
         seconds=time.perf_counter() - began,
         reproduction=reproduction,
     )
@@ -153,7 +158,7 @@ def _reproduce(
     def parts(case: Case) -> bool:
         nonlocal found
         pool = case.ranks if isinstance(ranks, int) or ranks.processes != case.ranks else ranks
-        options: dict[str, Any] = {"ranks": pool, "dtype": task.dtype, "timeout_s": timeout_s}
+        options: dict[str, Any] = {"ranks": pool, "dtype": task.dtype, "timeout_s": timeout_s, "vary": False}
         try:
             report = verify(case, [case.batch], parallel=way, step=task.step, **options)
         except Exception:  # noqa: BLE001 - what does not run when it is smaller does not part there
@@ -171,21 +176,63 @@ def _reproduce(
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """What the ranks have trained, and loaded."""
+    """What one device and the ranks have trained, and what ranks have loaded.
 
+    Attributes:
+        task: The task, with the batches that the ranks took.
+        exact: The record of one device in float64.
+        records: Those of the ranks.
+        loaded: What they loaded.
+        refused: A batch that the ranks did not take, and why; may be empty.
+    """
+
+    task: Task
+    exact: RunRecord
     records: list[RunRecord]
     loaded: list[StepRecord]
+    refused: str = ""
+
+
+_UNKNOWN = "batches of its own: the plain model takes none of those that are made from your first one"
+
+
+def _trained(
+    task: Task,
+    choices: Sequence[Sequence[Any]],
+    way: Way,
+    ranks: int | RankPool,
+    reload_on: int | RankPool | None,
+    timeout_s: float,
+) -> _Runs:
+    """Train on the batches given and the first choice of others, or the next where ranks refuse those."""
+    made, *fewer = choices
+    tried = replace(task, batches=[*task.batches, *made], own=len(made))
+    exact = run_task(replace(tried, dtype=torch.float64, micro=1), OneDevice())
+    _check_losses(tried, exact)
+    try:
+        return _on_ranks(tried, exact, way, ranks, reload_on, timeout_s)
+    except RankFailedError as error:
+        if not fewer:
+            raise
+        said = str(error).strip().splitlines()[-1]
+    runs = _trained(task, fewer, way, ranks, reload_on, timeout_s)
+    return replace(runs, refused=f"a batch of its own, {_shapes(made[0])}: ranks raise {said}")
 
 
 def _on_ranks(
-    task: Task, way: Way, ranks: int | RankPool, reload_on: int | RankPool | None, timeout_s: float
+    task: Task,
+    exact: RunRecord,
+    way: Way,
+    ranks: int | RankPool,
+    reload_on: int | RankPool | None,
+    timeout_s: float,
 ) -> _Runs:
     if reload_on is None:
-        return _Runs(_on_pool(ranks, timeout_s, run_task, task, way), [])
+        return _Runs(task, exact, _on_pool(ranks, timeout_s, run_task, task, way), [])
     with tempfile.TemporaryDirectory(prefix="tp-verify-") as folder:
-        task = replace(task, folder=folder)
-        records = _on_pool(ranks, timeout_s, run_task, task, way)
-        return _Runs(records, _on_pool(reload_on, timeout_s, load_task, task, way))
+        saving = replace(task, folder=folder)
+        records = _on_pool(ranks, timeout_s, run_task, saving, way)
+        return _Runs(task, exact, records, _on_pool(reload_on, timeout_s, load_task, saving, way))
 
 
 def _on_pool(ranks: int | RankPool, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -250,7 +297,7 @@ def _check_losses(task: Task, exact: RunRecord) -> None:
     Raises:
         ModelError: It does not.
     """
-    one = replace(task, dtype=torch.float64, micro=1, batches=task.batches[:1], generate=None)
+    one = replace(task, dtype=torch.float64, micro=1, batches=task.batches[:1], own=0, generate=None)
     again = run_task(one, OneDevice(), seed=1).steps[0].loss
     if again != exact.steps[0].loss:
         msg = (
@@ -260,19 +307,22 @@ def _check_losses(task: Task, exact: RunRecord) -> None:
         raise ModelError(msg)
 
 
-def _proven(task: Task, exact: RunRecord, comparison: Comparison, runs: _Runs) -> list[str]:
-    steps = len(task.batches)
-    lines = [
-        f"{steps} optimizer step{'s' if steps > 1 else ''} on batches of "
-        + ", ".join(dict.fromkeys(_shapes(batch) for batch in task.batches)),
-        f"training{'' if 'evaluation' in comparison.unknown else ' and evaluation'}, without dropout",
-    ]
+def _proven(task: Task, exact: RunRecord, comparison: Comparison, runs: _Runs, own: OwnBatches) -> list[str]:
+    given = task.batches[: len(task.batches) - task.own]
+    lines = [f"{_steps(given)} of {', '.join(dict.fromkeys(map(_shapes, given)))}"]
+    if task.own:
+        made = task.batches[len(given) :]
+        shapes = ", ".join(dict.fromkeys(map(_shapes, made)))
+        lines.append(f"{_steps(made)} of its own, {shapes}, with {' and '.join(own.varied)}")
+    lines.append(
+        f"training{'' if 'evaluation' in comparison.unknown else ' and evaluation'}, without dropout"
+    )
     if task.micro > 1:
         lines.append(f"{task.micro} micro-batches for each step")
     if task.max_norm is not None:
         norms = [one.norm for one in exact.steps if one.norm is not None]
         clipped = sum(norm > task.max_norm for norm in norms)
-        lines.append(f"gradients clipped to {task.max_norm:g}, which {clipped} of {steps} steps were")
+        lines.append(f"gradients clipped to {task.max_norm:g}, which {clipped} of {len(norms)} steps were")
     if comparison.compared.get("generated tensors"):
         lines.append("what is generated from the first batch")
     if runs.loaded:
@@ -280,6 +330,10 @@ def _proven(task: Task, exact: RunRecord, comparison: Comparison, runs: _Runs) -
     if comparison.compared.get("seeds of dropout"):
         lines.append(f"dropout, in distribution over {comparison.compared['seeds of dropout']} seeds")
     return lines
+
+
+def _steps(batches: Sequence[Any]) -> str:
+    return f"{len(batches)} optimizer step{'s' * (len(batches) > 1)} on batches"
 
 
 def _shapes(batch: Any) -> str:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from tp_core._contracts._job import divisors as divisors
     from tp_core._contracts._job import whole_model_arguments as whole_model_arguments
     from tp_core._contracts._session import PerModule as PerModule
+    from tp_core._contracts._trial_batches import copied as copied
+    from tp_core._contracts._trial_batches import first_token as first_token
+    from tp_core._contracts._trial_batches import mapped as mapped
+    from tp_core._contracts._trial_batches import other_batches as other_batches
+    from tp_core._contracts._trial_batches import watched_tables as watched_tables
     from tp_core._contracts._trial_runs import ForwardLines as ForwardLines
     from tp_core._contracts._trial_runs import WithoutDropout as WithoutDropout
     from tp_core._contracts._trial_runs import (
@@ -130,6 +135,13 @@ else:
                 "whole_model_arguments",
             ],
             "tp_core._contracts._session": ["PerModule"],
+            "tp_core._contracts._trial_batches": [
+                "copied",
+                "first_token",
+                "mapped",
+                "other_batches",
+                "watched_tables",
+            ],
             "tp_core._contracts._trial_runs": [
                 "ForwardLines",
                 "WithoutDropout",

@@ -1,23 +1,27 @@
 """Trial runs of a model: calls and the tensors in them, copies of the model, and small batches."""
 
-import copy
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import isfunction
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from tp_core.internal import named_tensors, preserve_rng_state
+from tp_core.internal import (
+    copied,
+    first_token,
+    mapped,
+    named_tensors,
+    other_batches,
+    preserve_rng_state,
+    watched_tables,
+)
 
 from tp_shard._plans._adapters import inside_peft, is_adapted
 
 Loss = Callable[[Any], Tensor]
-T = TypeVar("T")
 _MOST = 6  # shapes in a message
 
 
@@ -64,37 +68,6 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         return tensor.detach().cpu().to(dtype).clone().requires_grad_()
 
     return mapped(value, one)
-
-
-def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a deep copy of any value with ``function`` applied to each tensor in it."""
-    with _Mapping(function):
-        return copy.deepcopy(value)
-
-
-def copied(value: T, memo: dict[int, Any] | None = None) -> T:
-    """Return a deep copy of a module; results of a computation that it keeps are detached."""
-    with _Mapping(
-        lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
-    ):
-        return copy.deepcopy(value, memo)
-
-
-class _Mapping(TorchFunctionMode):
-    """A mode that maps each tensor of a deep copy; torch itself refuses to copy tensors with a graph."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        memo[id(tensor)] = self._function(tensor)
-        return memo[id(tensor)]
 
 
 def first_alone(output: Any) -> Tensor:
@@ -334,96 +307,22 @@ def without_cache(model: nn.Module, call: Call) -> Call:
 
 
 def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
-    """Yield calls of the same kind with random values, of another shape first.
-
-    Equal values and single positions hide the effect of a plan. Tokens are drawn from the table in which they
-    are looked up. Masks hide other places, where a model takes it. Other integers are repeated.
-    """
-    counts = _looked_up(model, call)
-    named = list(tensors_of((call.args, dict(call.kwargs))))
-    given = [tensor for _, tensor in named]
-    masks = {id(tensor) for name, tensor in named if "mask" in name}
-    lead = next((t for t in given if id(t) in counts and t.dim() > 1), None)
-    lead = next((t for t in given if t.dim() > 1), None) if lead is None else lead
-    generator = torch.Generator().manual_seed(0)
-    changes = ((_MORE_ROWS, _MORE_PLACES), (_MORE_ROWS, 0), (0, 0)) if lead is not None else ((0, 0),)
-    lead_rows, lead_places = (-1, -1) if lead is None else (lead.size(0), lead.size(1))
-    # Padding on both sides first, the user's own mask last: some models have no numbers for a hidden start.
-    hidden: list[Callable[[Tensor], Tensor]] = [Tensor.clone]
-    if masks:
-        hidden = [_pad_both, _pad_right, *hidden]
-    for (rows, places), hide in itertools.product(changes, hidden):
-
-        def other(
-            tensor: Tensor, rows: int = rows, places: int = places, hide: Callable[[Tensor], Tensor] = hide
-        ) -> Tensor:
-            made = tensor.detach()
-            for dim, size in enumerate(tensor.shape):
-                more = rows if dim == 0 and size == lead_rows else 0
-                more = places if dim > 0 and size == lead_places else more
-                made = made.index_select(dim, torch.arange(size + more) % size) if more else made
-            if id(tensor) in masks:
-                return hide(made)
-            return _drawn(made, counts.get(id(tensor)), generator).requires_grad_(tensor.requires_grad)
-
-        args, kwargs = mapped((call.args, dict(call.kwargs)), other)
+    """Yield calls of the same kind with random values, of another shape first; see :func:`other_batches`."""
+    given = [tensor for _, tensor in tensors_of((call.args, dict(call.kwargs)))]
+    args, kwargs = fresh(call.args), fresh(dict(call.kwargs))
+    copies = [tensor for _, tensor in tensors_of((args, kwargs))]
+    model = copied(model)  # buffers and counts of calls stay as they are
+    with torch.no_grad(), preserve_rng_state(), watched_tables(model, copies) as found:
+        model(*args, **kwargs)
+    tables = {
+        id(tensor): found[id(own)] for tensor, own in zip(given, copies, strict=True) if id(own) in found
+    }
+    for args, kwargs in other_batches((call.args, dict(call.kwargs)), tables, _sizes):
         yield replace(call, args=args, kwargs=kwargs)
 
 
-def _pad_both(mask: Tensor) -> Tensor:
-    """Return a mask with padding on the left of every second row, and on the right of the others."""
-    padded = _pad_right(mask)
-    if mask.dim() == 2:
-        padded[::2] = padded[::2].flip(1)
-    return padded
-
-
-def _pad_right(mask: Tensor) -> Tensor:
-    """Return a mask (rows, places) that hides a third of the places, if it hides none."""
-    padded = mask.clone()
-    if mask.dim() == 2 and mask.unique().numel() == 1:
-        kept = mask.size(1) - mask.size(1) // 3
-        padded[:, kept:] = (mask[:, kept:] == 0).to(mask.dtype)
-    return padded
-
-
-def _looked_up(model: nn.Module, call: Call) -> dict[int, int]:
-    """Return the sizes of the tables in which tensors of a call are looked up, by the tensors' ids."""
-    model = copied(model)  # buffers and counts of calls stay as they are
-    args, kwargs = fresh(call.args), fresh(dict(call.kwargs))
-    given = [tensor for _, tensor in tensors_of((call.args, dict(call.kwargs)))]
-    copies = [tensor for _, tensor in tensors_of((args, kwargs))]
-    found: dict[int, int] = {}
-
-    def note(table: nn.Embedding, places: Any) -> None:
-        if not isinstance(places, Tensor):
-            return  # a table of positions, which takes the shape
-        for tensor, own in zip(given, copies, strict=True):
-            same = own.untyped_storage().data_ptr() == places.untyped_storage().data_ptr()
-            # Labels that a model shifts by one position, as tokens of its decoder.
-            moved = own.shape == places.shape and own.dim() == 2 and own.size(1) > 1
-            if same or (moved and torch.equal(own[:, :-1], places[:, 1:])):
-                found.setdefault(id(tensor), table.num_embeddings)
-
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    for table in tables:
-        table.register_forward_pre_hook(lambda m, given: note(m, given[0]) if given else None)
-    with torch.no_grad(), preserve_rng_state():
-        model(*args, **kwargs)
-    return found
-
-
-def _drawn(like: Tensor, count: int | None, generator: torch.Generator) -> Tensor:
-    """Draw tokens of a table of ``count`` rows, or numbers of the scale of ``like``; masks stay."""
-    if count is not None:
-        return torch.randint(_first(count), count, like.shape, generator=generator, dtype=like.dtype)
-    if not like.is_floating_point() or not like.isfinite().all() or like.unique().numel() in (0, 2):
-        return like.clone()  # it looks like a mask
-    if float(like.min()) >= 0 and float(like.max()) <= 1:
-        return torch.rand(like.shape, generator=generator, dtype=like.dtype)
-    spread = like.std(correction=0)
-    drawn = torch.randn(like.shape, generator=generator, dtype=like.dtype)
-    return like.mean() + (spread if spread > 0 else 1.0) * drawn
+def _sizes(rows: int, places: int) -> list[tuple[int, int]]:
+    return [(rows + _MORE_ROWS, places + _MORE_PLACES), (rows + _MORE_ROWS, places), (rows, places)]
 
 
 def _sized(config: Any) -> bool:
@@ -431,9 +330,4 @@ def _sized(config: Any) -> bool:
 
 
 def _tokens(count: int) -> Tensor:
-    return torch.randint(_first(count), count, (_ROWS, _PLACES))
-
-
-def _first(count: int) -> int:
-    """Return the first token to draw, past the special tokens, which usually come first."""
-    return 10 if count > 20 else 0
+    return torch.randint(first_token(count), count, (_ROWS, _PLACES))

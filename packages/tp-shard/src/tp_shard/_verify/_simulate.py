@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import DisagreementError
-from tp_core.internal import WithoutDropout, preserve_rng_state, seed_everything
+from tp_core.internal import WithoutDropout, copied, mapped, preserve_rng_state, seed_everything
 
 from tp_shard._groups import _group
 from tp_shard._groups._group import ALONE, Group
@@ -26,7 +26,7 @@ from tp_shard._plans._parallelize import parallelize
 from tp_shard._plans._styles import Plan, Row
 from tp_shard._shards import ShardTable
 from tp_shard._split import Split
-from tp_shard._verify._examples import Call, copied, fresh, loss_of, mapped, tensors_of
+from tp_shard._verify._examples import Call, fresh, loss_of, tensors_of
 from tp_shard.nn._layers import ParallelLinear
 
 T = TypeVar("T")
