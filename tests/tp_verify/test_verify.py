@@ -196,6 +196,32 @@ def test_batches_that_the_ranks_cannot_share_are_refused():
         verify(Branches, [torch.ones(3, 3)], parallel=unchanged, step=square, micro=2)
     with pytest.raises(ConfigError, match="give at least one batch"):
         verify(Branches, [], parallel=unchanged, step=square)
+    with pytest.raises(ConfigError, match="a list of whole batches, one for each step, got Tensor"):
+        verify(Branches, torch.ones(4, 3), parallel=unchanged, step=square)
+    with pytest.raises(ConfigError, match="ranks is a number of 1 or more, got 0"):
+        verify(Branches, [torch.ones(4, 3)], parallel=unchanged, step=square, ranks=0)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "said"),
+    [
+        (lambda model, batch: model(batch), ConfigError, r"a loss of one number, .* got \(4, 1\)"),
+        (lambda model, batch: (model(batch).mean(), 1), ConfigError, "and a 'weight'; got tuple"),
+        (lambda model, batch: model(batch).detach().mean(), ModelError, "the loss has no gradient"),
+        (lambda model, batch: model(batch).mean() * torch.nan, ModelError, "the loss on one device is nan"),
+    ],
+    ids=["vector", "tuple", "detached", "nan"],
+)
+def test_a_step_without_a_loss_to_compare_is_refused(step, error, said):
+    with pytest.raises(error, match=said):
+        verify(Branches, [torch.ones(4, 3)], parallel=unchanged, step=step)
+
+
+def test_a_builder_of_no_model_is_refused():
+    with pytest.raises(
+        ModelError, match="has to return the plain model, a torch.nn.Module, and returned list"
+    ):
+        verify(list, [torch.ones(4, 3)], parallel=unchanged, step=square)
 
 
 def test_a_builder_that_is_not_repeatable_is_refused():

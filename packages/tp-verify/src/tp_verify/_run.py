@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.errors import ModelError
 from tp_core.internal import ForwardLines, WithoutDropout, is_dtensor, named_tensors
 
 from tp_verify._way import MakeOptimizer, Step, Way, alike, loss_and_weight, mapped, rows_of
@@ -121,6 +122,11 @@ class OneDevice(Way):
         """Run forward and backward once, on the whole batch."""
         (batch,) = parts
         loss, _ = loss_and_weight(step(model, batch), batch)
+        if not loss.requires_grad:
+            msg = (
+                "the loss has no gradient: on one device, the step uses no trained parameter, or detaches it"
+            )
+            raise ModelError(msg)
         loss.backward()
         return loss.detach()
 
@@ -133,6 +139,9 @@ def build_model(task: Task) -> nn.Module:
     """Build the plain model, from the seed that all processes use."""
     torch.manual_seed(0)
     model: nn.Module = task.build()
+    if not isinstance(model, nn.Module):
+        msg = f"build has to return the plain model, a torch.nn.Module, and returned {type(model).__name__}"
+        raise ModelError(msg)
     return model if task.dtype is None else model.to(task.dtype)
 
 

@@ -1,5 +1,6 @@
 """`verify`: the reference on one process, the way on real ranks, and the comparison."""
 
+import math
 import tempfile
 import time
 import warnings
@@ -105,7 +106,7 @@ def verify(
         msg = f"parallel is a function of the model, or a Way as ways.DataParallel(), got {parallel!r}"
         raise ConfigError(msg)
     way = parallel if isinstance(parallel, Way) else Way(parallel)
-    count = ranks if isinstance(ranks, int) else ranks.processes
+    count: int = getattr(ranks, "processes", ranks)
     task = Task(build, batches, step, optimizer, micro, max_norm, dtype, generate=generate, seeds=dropout)
     _check(task, way, count)
     if reproduce is not None:
@@ -258,9 +259,16 @@ def _check(task: Task, way: Way, count: int) -> None:
     if not isinstance(task.dtype, torch.dtype | None):
         msg = f"dtype is one of torch's, as torch.bfloat16, or None for the model's own, got {task.dtype!r}"
         raise ConfigError(msg)
+    if not isinstance(task.batches, Sequence) or isinstance(task.batches, str):
+        msg = f"batches is a list of whole batches, one for each step, got {type(task.batches).__name__}"
+        raise ConfigError(msg)
     if not task.batches:
         msg = "there is nothing to verify with: give at least one batch, as a list"
         raise ConfigError(msg)
+    for what, number in (("ranks", count), ("micro", task.micro)):
+        if not isinstance(number, int) or number < 1:
+            msg = f"{what} is a number of 1 or more, got {number!r}"
+            raise ConfigError(msg)
     needed = task.micro * (count if way.data == "rows" else 1)
     rows = min(map(row_count, task.batches))
     if rows < needed:
@@ -292,13 +300,16 @@ def _followed(exact: RunRecord, records: Sequence[RunRecord], task: Task) -> lis
 
 
 def _check_losses(task: Task, exact: RunRecord) -> None:
-    """Check that another seed gives the same first loss, once dropout is left out.
+    """Check that the first loss is a number, and the same for another seed, once dropout is left out.
 
     Raises:
         ModelError: It does not.
     """
     one = replace(task, dtype=torch.float64, micro=1, batches=task.batches[:1], own=0, generate=None)
     again = run_task(one, OneDevice(), seed=1).steps[0].loss
+    if not math.isfinite(exact.steps[0].loss or 0.0):
+        msg = f"the loss on one device is {exact.steps[0].loss}: nothing can be compared with it"
+        raise ModelError(msg)
     if again != exact.steps[0].loss:
         msg = (
             f"the loss is random without dropout: {exact.steps[0].loss:.6g} and {again:.6g} after two seeds; "

@@ -254,9 +254,16 @@ def alike(batch: Any) -> Any:
 
 
 def loss_and_weight(output: Any, batch: Any) -> tuple[Tensor, float]:
-    """Return the loss of a step's output, and its weight: what it returned as "weight", else the rows."""
-    if isinstance(output, Tensor):
-        return output, float(row_count(batch))
-    if isinstance(output, Mapping):
-        return output["loss"], float(output.get("weight", row_count(batch)))
-    return output.loss, float(row_count(batch))
+    """Return the loss of a step's output, and its weight: what it returned as "weight", else the rows.
+
+    Raises:
+        ConfigError: The step returned no loss, or not one number.
+    """
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    loss = output.get("loss") if isinstance(output, Mapping) else loss
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(output).__name__
+        msg = f"a step returns a loss of one number, or a dict with it as 'loss', and a 'weight'; got {found}"
+        raise ConfigError(msg)
+    weight = output.get("weight") if isinstance(output, Mapping) else None
+    return loss, float(row_count(batch) if weight is None else weight)
