@@ -106,7 +106,7 @@ def verify(
         msg = f"parallel is a function of the model, or a Way as ways.DataParallel(), got {parallel!r}"
         raise ConfigError(msg)
     way = parallel if isinstance(parallel, Way) else Way(parallel)
-    count: int = getattr(ranks, "processes", ranks)
+    count = ranks.processes if isinstance(ranks, RankPool) else ranks
     task = Task(build, batches, step, optimizer, micro, max_norm, dtype, generate=generate, seeds=dropout)
     _check(task, way, count)
     if reproduce is not None:
