@@ -384,6 +384,28 @@ class Holder:
         self.kept = kept
 
 
+class Reading(Decoder):
+    """What a block returns comes back past operators of torch."""
+
+    def mix(self, x):
+        kept = self.layers[0](x).detach().numpy().copy()
+        return super().mix(x) + torch.from_numpy(kept)
+
+
+class Noting(Block):
+    def mix(self, x):
+        self.kept = self.up(x)
+        return self.down(self.kept)
+
+
+class Noted(Decoder):
+    """A module within a block returns what is kept, and no hook collects it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = Noting()
+
+
 def penalized(model, batch):
     output = step(model, batch)
     output["loss"] = output["loss"] + sum(p.square().sum() for p in model.parameters())
@@ -406,12 +428,15 @@ REFUSED = [
     (Deciding, step, {}, ModelError, "it decides by the numbers that 'layers.0' returns"),
     (Leaking, step, {}, ModelError, "that 'layers.0' makes is used outside of it"),
     (Keeping, peeking, {}, ModelError, "that 'layers.0' makes is used outside of it"),
+    (Noted, peeking, {}, ModelError, "in stage 1 what 'layers.0' of stage 0 keeps of its 'up'"),
+    (Reading, step, {}, ModelError, "it decides by the numbers that 'layers.0' returns"),
     (Decoder, penalized, {}, StepError, "the step reads the parameter 'layers.0.*' of stage 0 in stage 1"),
     (Decoder, step, {"schedule": "LoopedBFS", "stages_per_rank": 5}, ConfigError, "the step calls 8 blocks"),
     (Decoder, step, {"microbatches": 9}, StepError, "has 8 samples, and .* 9 micro-batches"),
     (Decoder, step, {"cuts": ["layer.1"]}, ConfigError, "names 'layer.1', which is no module"),
     (Decoder, step, {"schedule": "DualPipeV", "microbatches": 2}, ConfigError, "cannot be made of 2"),
     (Boxing, step, {}, ModelError, r"'layers.0' \(Box\) returns Holder beside tensors"),
+    (Decoder, step, {"cuts": ["layers.1", "layers.1"]}, ConfigError, "each once, as in .* got"),
     (Decoder, step, {"schedule": "1f1b"}, ConfigError, "must be one of 'GPipe', '1F1B', .* got '1f1b'"),
     (Decoder, step, {"cuts": ["layers.1", "layers.2"]}, TpError, "names 2 modules .* need 1"),
     (Decoder, step, {"cuts": "own"}, DisagreementError, "ranks disagree on"),

@@ -115,10 +115,14 @@ class PipelineOptions:
             raise ConfigError(msg)
         if self.cuts is None:
             return
-        if isinstance(self.cuts, str) or not all(isinstance(name, str) for name in self.cuts):
+        if (
+            isinstance(self.cuts, str)
+            or not all(isinstance(name, str) for name in self.cuts)
+            or len(set(self.cuts)) < len(self.cuts)
+        ):
             msg = (
                 "PipelineOptions(cuts=...) must be a list of the names of modules with which stages begin, "
-                f"as in ['layers.4', 'layers.8']; got {self.cuts!r}"
+                f"each once, as in ['layers.4', 'layers.8']; got {self.cuts!r}"
             )
             raise ConfigError(msg)
         object.__setattr__(self, "cuts", tuple(self.cuts))

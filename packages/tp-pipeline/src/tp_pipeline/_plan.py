@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import _global_forward_hooks, register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import tree_leaves, tree_map
 from tp_core.errors import ConfigError, ModelError, StepError
@@ -42,6 +42,7 @@ Item = tuple[Any, ...]
 """A source of values, as the head of this module lists them."""
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+_READ_PAST = ("numpy", "tolist")
 _READS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item"}
 
 
@@ -293,12 +294,39 @@ class _Run:
         devices = [self.device.index or 0] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), swapped(self.model, self._stand_in_of):
             torch.manual_seed(0)  # all ranks see the same
-            with forwards(self.units, self._call), self.trackers:
+            with forwards(self.units, self._call), self._watched_numbers(), self.trackers:
                 yield
         with torch.no_grad():
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+    @contextmanager
+    def _watched_numbers(self) -> Iterator[None]:
+        """Note what reads numbers past operators, which modes of torch do not see."""
+
+        def watched(body: Callable[..., Any]) -> Callable[..., Any]:
+            def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                within = self.trackers.within
+                if within is None:
+                    self.decisions.append((len(self.calls), set(self.items_of(tensor))))
+                elif isinstance(tensor, FakeTensor):
+                    raise _NeedsNumbersError(type(self.units[self.calls[within].unit]))
+                return body(tensor, *args, **kwargs)
+
+            return read
+
+        before = {name: vars(Tensor).get(name) for name in _READ_PAST}
+        try:
+            for name in before:
+                setattr(Tensor, name, watched(getattr(Tensor, name)))
+            yield
+        finally:
+            for name, body in before.items():
+                if body is None:  # its base has it
+                    delattr(Tensor, name)
+                else:
+                    setattr(Tensor, name, body)
 
     def _stand_in_of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         with self.mode:
@@ -363,7 +391,9 @@ class _Run:
             if described is not None:
                 call.inner.append(InnerCall(inner, time, described))
                 for i, leaf in enumerate(_tensors(output)):
-                    self.inner_items[leaf.untyped_storage()._cdata] = ("inner", number, inner, time, i)
+                    key = leaf.untyped_storage()._cdata
+                    if module._forward_hooks or key not in self.inner_items:  # which collect it elsewhere
+                        self.inner_items[key] = ("inner", number, inner, time, i)
 
         handle = register_module_forward_hook(record)
         self.trackers.within = number
@@ -593,8 +623,8 @@ def _cut(
         unit = calls[min(c for x in early if (c := _call_of(x)) is not None)].unit
         msg = (
             f"backend 'pipeline' cannot cut the model: between its blocks it decides by the numbers that "
-            f"{unit!r} returns (an if, item() or nonzero()), which other stages do not have; put that into a "
-            "block"
+            f"{unit!r} returns (an if, item(), numpy() or nonzero()), which other stages do not have; put "
+            "that into a block"
         )
         raise ModelError(msg)
     seen: dict[str, int] = {}
@@ -649,6 +679,16 @@ def _planned(
             "block"
         )
         raise ModelError(msg)
+    for item in sorted((i for i in crossing if i[0] == "inner"), key=repr):
+        unit = calls[item[1]].unit
+        module = run.units[unit].get_submodule(item[2])
+        if not module._forward_hooks and not _global_forward_hooks:  # private to torch
+            msg = (
+                f"the step uses in stage {crossing[item]} what {unit!r} of stage {stage_of[item[1]]} keeps "
+                f"of its {item[2]!r}, for example as an attribute, which other stages do not have; return it "
+                f"from {unit!r}, or collect it with register_forward_hook() of {item[2]!r}"
+            )
+            raise ModelError(msg)
     for name, where in sorted(holders.items()):  # sets differ between processes
         owner = next((u for u in can_start if name.startswith(f"{u}.")), None)
         own = {s for c, s in zip(calls, stage_of, strict=True) if c.unit == owner}

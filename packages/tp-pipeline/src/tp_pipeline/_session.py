@@ -341,15 +341,8 @@ class PipelineSession(ProcessGroupSession):
         if stages is None:
             msg = "the step runs with a model that was not prepared: trainer.prepare(model) first"
             raise ModelError(msg)
-        learns = torch.is_grad_enabled()
-        parts = self._split(batch, is_first=learns and stages.starts is None)
-        plans = self._plans_of(stages, step, model, parts)
-        learns = learns and all(plan.has_loss for plan in plans)
-        if not stages.is_agreed and self._gradient_size > 1 and (learns or self._rows is not None):
-            self._agree(stages)
-            self._cut(stages, model)
-        elif not stages.is_cut:
-            self._cut(stages, model)
+        parts, plans = self._planned(stages, step, model, batch)
+        learns = torch.is_grad_enabled() and all(plan.has_loss for plan in plans)
         trained = [p for p in model.parameters() if p.requires_grad and self._has(stages, p)]
         before = [p.grad for p in trained]
         work = BatchRun(
@@ -471,6 +464,29 @@ class PipelineSession(ProcessGroupSession):
 
     # -- plans --------------------------------------------------------------------------------
 
+    def _planned(
+        self, stages: Stages, step: Callable[..., StepOutput], model: nn.Module, batch: Any
+    ) -> tuple[Parts, list[Plan]]:
+        """Return the micro-batches of a batch and the plan of each; cut the model if it is not cut yet.
+
+        Collectives: as :meth:`run` says, before the batch.
+        """
+        learns = torch.is_grad_enabled()
+        # In evaluation a data rank may have no batch, and does not come here.
+        agrees = not stages.is_agreed and self._gradient_size > 1 and (learns or self._rows is not None)
+        try:
+            parts = self._split(batch, is_first=learns and stages.starts is None)
+            plans = self._plans_of(stages, step, model, parts)
+        except Exception as error:
+            if agrees:
+                self._agree(stages, error)
+            raise
+        if agrees:
+            self._agree(stages, None)
+        if agrees or not stages.is_cut:
+            self._cut(stages, model)
+        return parts, plans
+
     def _plans_of(
         self, stages: Stages, step: Callable[..., StepOutput], model: nn.Module, parts: Parts
     ) -> list[Plan]:
@@ -513,7 +529,7 @@ class PipelineSession(ProcessGroupSession):
             )
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
             failure = error
-        said = self._shared(plan and plan.describe(), failure)
+        said = self._shared(plan and plan.describe(), failure, self._team)
         if any(described != said[0] for described in said) or plan is None:
             msg = (
                 "the ranks that hold a model together find different stages in the same step; give them the "
@@ -537,30 +553,30 @@ class PipelineSession(ProcessGroupSession):
                 raise StepError(msg)
         return plan
 
-    def _shared(self, mine: Any, failure: Exception | None) -> list[Any]:
-        """Return what the ranks that hold the model have, unless one has failed.
+    def _shared(self, mine: Any, failure: Exception | None, group: dist.ProcessGroup | None) -> list[Any]:
+        """Return what the ranks of a group have, unless one has failed.
 
         Raises:
             Exception: A rank has failed: its error, on all of them.
 
-        Collective: an all-gather over the ranks that hold the model.
+        Collective: an all-gather over the group.
         """
         reported = None if failure is None else (time.time(), *_portable(failure))
         try:
-            said = _gather_values((mine, reported), self._team, self.device)
+            said = _gather_values((mine, reported), group, self.device)
         except RuntimeError as error:
             if failure is not None:
                 raise failure from error
-            msg = f"a rank that holds the model with this one has ended, or hangs: {error}"
+            msg = f"a rank that trains the model with this one has ended, or hangs: {error}"
             raise RankFailedError(msg) from error
         failed = [(rank, *reported) for rank, (_, reported) in enumerate(said) if reported is not None]
         if not failed:
             return [value for value, _ in said]
         # What comes later may follow from the first.
         rank, _, pickled, text = min(failed, key=lambda one: one[1])
-        if failure is not None and rank == dist.get_rank(self._team):
+        if failure is not None and rank == dist.get_rank(group):
             raise failure
-        where = dist.get_global_rank(self._team, rank)
+        where = rank if group is None else dist.get_global_rank(group, rank)
         if pickled is None:
             msg = f"rank {where} has failed in its stages: {text}"
             raise RankFailedError(msg)
@@ -568,12 +584,15 @@ class PipelineSession(ProcessGroupSession):
         theirs.add_note(f"It was raised in the stages of rank {where}.")
         raise theirs
 
-    def _agree(self, stages: Stages) -> None:
+    def _agree(self, stages: Stages, failure: Exception | None) -> None:
         """Take what the stages of any data rank use as used: their steps may go other ways.
+
+        Raises:
+            Exception: A data rank has failed: its error, on all of them.
 
         Collective: an all-gather over the data ranks.
         """
-        every = _gather_values(stages.used, self._gradient_group, self.device)
+        every = self._shared(stages.used, failure, self._gradient_group)
         stages.used = {n: set().union(*(one.get(n, ()) for one in every)) for one in every for n in one}
         stages.is_agreed = True
 
@@ -617,7 +636,7 @@ class PipelineSession(ProcessGroupSession):
             if self._holders(stages, parameter)[0] == self.place
         }
         described: dict[str, list[dict[str, Any]]] = {}
-        for one in self._shared(tree_map(_without_numbers, kept), None):
+        for one in self._shared(tree_map(_without_numbers, kept), None, self._team):
             described |= one
         for name, parameter in missing.items():
             before, shape = self._holders(stages, parameter), stages.shapes[id(parameter)]
@@ -702,7 +721,7 @@ class PipelineSession(ProcessGroupSession):
             self._reductions.go_back(partial(self._inner.backward, loss, share, **graph))
         except DisagreementError as error:
             failure = error
-        self._shared(None, failure)
+        self._shared(None, failure, self._team)
 
     def _joined(
         self,
@@ -723,7 +742,7 @@ class PipelineSession(ProcessGroupSession):
                 failure = error
         names = [n for n, p in model.named_parameters() if gradients.get(p) is not None]
         total = sum(work.weights) if self.job.loss == "mean" else 1.0
-        said = self._shared((names, output, total * (work.factor or 0.0), work.spans), failure)
+        said = self._shared((names, output, total * (work.factor or 0.0), work.spans), failure, self._team)
         if learns and self.options.trace is not None:
             one_each = [said[self._places.index(place)] for place in range(self.ranks)]
             self._trace([Span(rank, *span) for rank, (*_, spans) in enumerate(one_each) for span in spans])
