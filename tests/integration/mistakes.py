@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tp_context import ContextOptions
 from tp_core import recursive_to, resolve_devices
-from tp_core.plugins import Backend, registry
+from tp_core.plugins import Backend, Callback, Verdict, registry
 from tp_trainer import (
     Checkpoints,
     DdpOptions,
+    FsdpOptions,
     FunctionMetric,
     GradientRules,
     Limits,
@@ -94,6 +95,22 @@ def left_epoch():
             next(batches)
 
 
+def assess_without_job():
+    registry.register(NoJob())
+    try:
+        trainer(backend="no-job").prepare(model())
+    finally:
+        registry.unregister("no-job")
+
+
+def event_without_run():
+    class Mine(Callback):
+        def on_step_end(self):
+            pass
+
+    fit(callbacks=[Mine()])
+
+
 def schedule(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
@@ -144,6 +161,16 @@ class Unfinished(Backend):
     name = "unfinished"
 
     def assess(self, job):
+        raise NotImplementedError
+
+
+class NoJob(Unfinished):
+    name = "no-job"
+
+    def assess(self):
+        return Verdict.fits(1, "it is mine")
+
+    def open(self, job):
         raise NotImplementedError
 
 
@@ -202,6 +229,34 @@ MISTAKES = {
     "bucket of 0": (
         lambda: DdpOptions(bucket_cap_mb=0),
         "DdpOptions(bucket_cap_mb=...) must be a finite number above 0, got 0",
+    ),
+    "an unknown option of fsdp": (
+        lambda: FsdpOptions(unit="Block"),
+        "FsdpOptions() has no argument 'unit'; did you mean 'units'? It has: units, reshard_after_forward",
+    ),
+    "the same in a mapping": (
+        lambda: trainer(backend="fsdp", options={"fsdp": {"unit": "Block"}}).prepare(model()),
+        "backend 'fsdp' has no option 'unit'; did you mean 'units'? It has: units, reshard_after_forward",
+    ),
+    "an option of another backend": (
+        lambda: FsdpOptions(static_graph=True),
+        "FsdpOptions() has no argument 'static_graph', which belongs to DdpOptions()",
+    ),
+    "a keyword that is a number": (
+        lambda: tp_dp_gather.DataParallel(model(), except_keywords=3),
+        "except_keywords must be a list of names, got 3",
+    ),
+    "a callback's argument by its name elsewhere": (
+        lambda: callbacks.EarlyStopping(monitor="val_loss"),
+        "EarlyStopping() has no argument 'monitor'; write EarlyStopping(\"val_loss\")",
+    ),
+    "a backend that is not given the job": (
+        assess_without_job,
+        "has a method assess() that does not take what a run gives it; write assess(self, job)",
+    ),
+    "an event that is not given the run": (
+        event_without_run,
+        "the callback Mine has a method on_step_end() that does not take what a run gives it; write on_step",
     ),
     "model is a class": (
         lambda: fit(model=nn.Linear),
@@ -569,7 +624,7 @@ MISTAKES = {
     ),
     "recomputation of another class": (
         lambda: checkpoint_activations(model(), nn.Conv2d),
-        "no module of the class 'Conv2d'; it has Linear",
+        "no module of the class 'Conv2d'; it has: Linear",
     ),
     "a result to launch": (
         lambda: launch(len("ab"), 2),

@@ -242,7 +242,7 @@ def test_a_module_stays_what_it_is():
 @pytest.mark.parametrize(
     ("kinds", "error", "words"),
     [
-        ([nn.LSTM], ModelError, "no module of the class 'LSTM'; it has Block, Dropout, Linear, Sequential"),
+        ([nn.LSTM], ModelError, "no module of the class 'LSTM'; it has: Block, Dropout, Linear, Sequential"),
         (["Blok"], ModelError, "did you mean 'Block'"),
         ([network()], ConfigError, "needs classes of modules"),
     ],

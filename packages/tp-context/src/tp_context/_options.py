@@ -6,11 +6,12 @@ from types import MappingProxyType
 from typing import Literal
 
 from tp_core.errors import ConfigError
-from tp_core.internal import check_above_zero
+from tp_core.internal import check_above_zero, explain_init
 
 WAYS = ("all-gather", "ulysses", "ring", "auto")
 
 
+@explain_init
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
     """The options of the backend ``context``.

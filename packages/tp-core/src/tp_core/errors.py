@@ -148,8 +148,14 @@ class StateError(TpError, RuntimeError):
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'name'?"`` with the known name that is most like ``given``, or ``""``."""
-    close = _closest(given, known)
+    close = closest(given, known)
     return f"; did you mean {close!r}?" if close else ""
+
+
+def those_known(given: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'one'? It has: one, two"``, or ``"; it has: one, two"``."""
+    meant = did_you_mean(given, known)
+    return f"{f'{meant} It' if meant else '; it'} has: {', '.join(known) or 'none'}"
 
 
 def file_meant(path: "Path") -> str:
@@ -158,11 +164,12 @@ def file_meant(path: "Path") -> str:
         names = [child.name for child in path.parent.iterdir() if child.suffix == path.suffix]
     except OSError:
         return ""
-    close = _closest(path.name, names)
+    close = closest(path.name, names)
     return f"; did you mean {str(path.with_name(close))!r}?" if close else ""
 
 
-def _closest(given: str, known: Iterable[str]) -> str | None:
+def closest(given: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like ``given``, if one is."""
     from difflib import get_close_matches  # for messages alone: every worker process would wait for it
 
     return next(iter(get_close_matches(given, sorted(known), n=1)), None)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch.utils.data import default_collate
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.internal import split_evenly
+from tp_core.internal import explain_init, split_evenly
 
 
 class Item(NamedTuple):
@@ -173,6 +173,7 @@ class Batcher:
         return None
 
 
+@explain_init
 class BatchSize(Batcher):
     """Batches of this many samples, over all ranks together.
 

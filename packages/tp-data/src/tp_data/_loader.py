@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tp_core import LaunchEnvironment
 from tp_core.data import Share
 from tp_core.errors import ConfigError, LoaderError, StateError
-from tp_core.internal import Envelope, preserve_rng_state, start
+from tp_core.internal import Envelope, explain_init, preserve_rng_state, start
 
 from tp_data._batches import Batcher, BatchSize, Item, ItemsInOrder, Row, UnfitSampleError, positions_in
 from tp_data._order import Places, groups, key_of
@@ -178,6 +178,7 @@ def _same(value: Any) -> Any:
     return value
 
 
+@explain_init
 class Loader:
     """An iterable over batches of a stream; each iteration is an epoch, or what is left of one.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tp_core.errors import ConfigError, LoaderError, StateError
-from tp_core.internal import seed_everything, seed_of
+from tp_core.internal import explain_init, seed_everything, seed_of
 
 from tp_data._files import Access
 from tp_data._order import Order, Shuffle, check_mixture, groups
@@ -30,6 +30,7 @@ class Place:
     where: str
 
 
+@explain_init
 class Stream:
     """Samples of one source or several, in one global order that follows from seed, epoch and sources alone.
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from tp_core.errors import ConfigError, LoaderError
+from tp_core.internal import explain_init
 
 from tp_data._batches import Batcher, Item, Piece, Row, UnfitSampleError
 from tp_data._packed_rows import Arguments, RowForm, TokenBatch, pad_samples
@@ -130,6 +131,7 @@ class _Windowed(Batcher):
         raise NotImplementedError
 
 
+@explain_init
 class TokenBudget(_Windowed):
     """Batches by their number of tokens, padding included, of samples with about the same length.
 
@@ -273,6 +275,7 @@ class TokenBudget(_Windowed):
         return batch.measure() if isinstance(batch, TokenBatch) else {}
 
 
+@explain_init
 class Packed(_Windowed):
     """Rows of a fixed length, filled with documents that do not see each other.
 

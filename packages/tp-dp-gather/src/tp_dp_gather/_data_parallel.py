@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from tp_dp_gather._loss import Criterion, parallel_loss
 from tp_dp_gather._scatter import Arguments, Gathering, Scattering, sorted_by_device, split_scattered
 
 Device = int | str | torch.device
+T = TypeVar("T")
 
 _DEFAULTS = {"cpu_keywords": [], "minibatch": False, "batch_outputs": True}
 _SUCCESSORS = {
@@ -88,7 +89,7 @@ class DataParallel(ReplicaWrapper):
         if dim < 0:
             msg = f"dim must be at least 0, got {dim}"
             raise ConfigError(msg)
-        keywords = (except_keywords,) if isinstance(except_keywords, str) else tuple(except_keywords)
+        keywords = _as_names("except_keywords", except_keywords)
         if not gather_to_one_device and keywords:
             msg = (
                 f"except_keywords={list(keywords)!r} leaves some of the output in parts, and "
@@ -101,9 +102,7 @@ class DataParallel(ReplicaWrapper):
         self.inputs_are_scattered = inputs_are_scattered
         self.except_keywords = frozenset(keywords)
         self.sort_and_gather = sort_and_gather
-        self.scattering = Scattering(
-            dim, frozenset((broadcast,) if isinstance(broadcast, str) else tuple(broadcast))
-        )
+        self.scattering = Scattering(dim, frozenset(_as_names("broadcast", broadcast)))
         self._unseen = set(keywords)
         self._criterion: Replicas | None = None
         self._recorded: list[Sequence[Any]] | None = None
@@ -332,6 +331,15 @@ class DataParallel(ReplicaWrapper):
                 f"the keys are: {', '.join(map(repr, sorted(keys))) or 'none'}",
                 stacklevel=4,
             )
+
+
+def _as_names(option: str, given: Collection[T] | str) -> "tuple[T | str, ...]":
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Collection):
+        msg = f"{option} must be a list of names, got {given!r}"
+        raise ConfigError(msg)
+    return tuple(given)
 
 
 # -- `DataParallel` as functions: one call without a wrapper, and its steps under torch's names -----

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from tp_core.internal import explain_init
 
+
+@explain_init
 @dataclass(frozen=True, slots=True)
 class GatherOptions:
     """The options of the backend ``dp-gather``.

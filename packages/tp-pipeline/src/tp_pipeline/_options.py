@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tp_core.errors import ConfigError
-from tp_core.internal import check_above_zero
+from tp_core.internal import check_above_zero, explain_init
 
 ScheduleName = Literal[
     "GPipe",
@@ -27,6 +27,7 @@ def depth_of(schedule: str) -> int:
     return 1 if schedule in {"GPipe", "1F1B"} else 2
 
 
+@explain_init
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
     """The options of the backend ``pipeline``.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tp_core.errors import ConfigError
-from tp_core.internal import RanksBackend, check_above_zero
+from tp_core.internal import RanksBackend, check_above_zero, explain_init
 from tp_core.jobs import Footprint, Forecast, Layout, MemoryNeed, replicated_memory
 from tp_core.plugins import Job, Verdict
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from tp_shard._session import ShardSession
 
 
+@explain_init
 @dataclass(frozen=True, slots=True)
 class ShardOptions:
     """The options of the backend ``shard``.

@@ -3,14 +3,13 @@
 import functools
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import repeated_blocks, without_cache
+from tp_core.internal import repeated_blocks, those_known, without_cache
 from tp_core.jobs import Recomputation
 
 Keep = Literal["inputs", "matmuls"]
@@ -90,9 +89,7 @@ def _modules_of(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> lis
         if not modules:
             names = sorted({type(module).__name__ for module in model.modules()})
             name = kind if isinstance(kind, str) else kind.__name__
-            close = get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
-            msg = f"the model has no module of the class {name!r}; {hint}"
+            msg = f"the model has no module of the class {name!r}{those_known(name, names)}"
             raise ModelError(msg)
         found |= dict.fromkeys(modules)
     return [module for module in model.modules() if module in found]

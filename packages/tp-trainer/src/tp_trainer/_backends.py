@@ -13,6 +13,7 @@ from tp_core.internal import (
     check_above_zero,
     check_offload,
     divisors,
+    explain_init,
     find_units,
     move_module,
     resolve_options,
@@ -79,6 +80,7 @@ class SingleBackend(Backend[NoOptions]):
 # -- one process per device: torch's DistributedDataParallel -----------------------------------------
 
 
+@explain_init
 @dataclass(frozen=True, slots=True)
 class DdpOptions:
     """The options of the backend ``ddp``.
@@ -217,6 +219,7 @@ class DdpSession(ProcessGroupSession):
 # -- sharded parameters: torch's fully_shard ---------------------------------------------------------
 
 
+@explain_init
 @dataclass(frozen=True, slots=True)
 class FsdpOptions(FullyShardOptions):
     """The options of the backend ``fsdp``: `tp_core.sessions.FullyShardOptions`, and a timeout.

@@ -1,13 +1,9 @@
 """Answers to names of other trainers: what to write here for an argument or attribute of theirs."""
 
-import inspect
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
-from tp_core.errors import ConfigError
+from tp_core.internal import explain_init
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 # For each name an expression of tp; docs/migration-names.md has the same, and more of them.
@@ -41,6 +37,7 @@ ARGUMENTS = {
     "metrics": "fit(validation=Validation(loader, metrics=metrics))",
     "mixed_precision": 'Trainer(precision="bf16-mixed")',
     "model": "fit(model, optimizer, loader, step=step)",
+    "monitor": 'EarlyStopping("val_loss")',
     "num_epochs": "fit(epochs=5)",
     "num_nodes": "tp launch --nnodes 2",
     "num_train_epochs": "fit(epochs=5)",
@@ -102,55 +99,7 @@ ATTRIBUTES = {
     "wait_for_everyone": "trainer.session.barrier()",
 }
 
-# The methods that explain their arguments, by what a call of them looks like.
-_methods: dict[str, inspect.Signature] = {}
-
 
 def explain_fields(kind: type[R]) -> type[R]:
-    """Have a class of settings answer arguments that it does not have; a decorator."""
-    setattr(kind, "__init__", explain_arguments(f"{kind.__name__}(...)")(kind.__init__))  # noqa: B010 - typed
-    return kind
-
-
-def explain_arguments(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for a method, which answers arguments that it does not have.
-
-    Args:
-        call: The call as the documents write it, such as "fit(model, optimizer, loader, step=step)".
-    """
-
-    def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        signature = _methods[call] = inspect.signature(method)
-
-        @wraps(method)
-        def explained(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise ConfigError(_answer(call, signature, kwargs, str(error))) from None
-            return method(*args, **kwargs)
-
-        return explained
-
-    return decorate
-
-
-def _answer(call: str, signature: inspect.Signature, given: dict[str, object], reason: str) -> str:
-    name = next((name for name in given if name not in signature.parameters), None)
-    if name is None:
-        return f"{call.partition('(')[0]}(): {reason}; write {call}"
-    here = call.partition("(")[0]
-    if name in ARGUMENTS:
-        return f"{here}() has no argument {name!r}; write {ARGUMENTS[name]}"
-    others = [other for other, known in _methods.items() if name in known.parameters]
-    others.sort(key=lambda other: other.endswith("(...)"))  # settings after methods
-    if others:
-        return f"{here}() has no argument {name!r}, which belongs to {others[0].partition('(')[0]}()"
-    from difflib import get_close_matches  # for messages alone
-
-    own = [name for name in signature.parameters if name != "self"]
-    meant = next(iter(get_close_matches(name, [*own, *ARGUMENTS], n=1)), None)
-    if meant in ARGUMENTS and meant not in own:
-        return f"{here}() has no argument {name!r}; write {ARGUMENTS[meant]}"
-    hint = f"did you mean {meant!r}?" if meant else f"its arguments are {', '.join(own)}"
-    return f"{here}() has no argument {name!r}; {hint}"
+    """Have a class of settings answer arguments that it does not have, and those of peers; a decorator."""
+    return explain_init(kind, instead=ARGUMENTS)

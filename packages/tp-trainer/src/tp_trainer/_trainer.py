@@ -17,7 +17,14 @@ from tp_core import DeviceSpec, LaunchEnvironment, resolve_devices
 from tp_core.data import LossReduction, PreparedLoader, StepOutput, read_weight
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
-from tp_core.internal import Progress, device_of_rank, is_dtensor, seed_everything, shows_progress
+from tp_core.internal import (
+    Progress,
+    device_of_rank,
+    explain_arguments,
+    is_dtensor,
+    seed_everything,
+    shows_progress,
+)
 from tp_core.jobs import CompileOptions, Precision
 from tp_core.plugins import Job, Session, registry
 
@@ -37,7 +44,7 @@ from tp_trainer._checks import (
     check_schedule,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
-from tp_trainer._peer_names import ATTRIBUTES, explain_arguments
+from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES
 from tp_trainer._steps._step import (
     LossScaler,
     RunStep,
@@ -133,7 +140,9 @@ class Trainer:
         >>> trainer.fit(model, optimizer, loader, step=step, epochs=3)  # doctest: +SKIP
     """
 
-    @explain_arguments("Trainer(seed=0), and then trainer.fit(model, optimizer, loader, step=step)")
+    @explain_arguments(
+        "Trainer(seed=0), and then trainer.fit(model, optimizer, loader, step=step)", instead=ARGUMENTS
+    )
     def __init__(
         self,
         *,
@@ -451,7 +460,7 @@ class Trainer:
 
     # -- whole runs -----------------------------------------------------------------------------
 
-    @explain_arguments("fit(model, optimizer, loader, step=step)")
+    @explain_arguments("fit(model, optimizer, loader, step=step)", instead=ARGUMENTS)
     def fit(
         self,
         model: nn.Module,
@@ -617,7 +626,7 @@ class Trainer:
             self._may_step = False
             epochs.note(train_loader, loader)
 
-    @explain_arguments("loop(loader, epochs=5)")
+    @explain_arguments("loop(loader, epochs=5)", instead=ARGUMENTS)
     def loop(
         self,
         batches: Iterable[Any],
@@ -1029,7 +1038,7 @@ class Trainer:
 
     # -- evaluation, predictions, gathered rows -------------------------------------------------
 
-    @explain_arguments("evaluate(model, loader, step=step)")
+    @explain_arguments("evaluate(model, loader, step=step)", instead=ARGUMENTS)
     def evaluate(
         self,
         model: nn.Module,
@@ -1093,7 +1102,7 @@ class Trainer:
             results |= {prefix + name: value for name, value in found.items()}
         return results
 
-    @explain_arguments("predict(model, loader, step)")
+    @explain_arguments("predict(model, loader, step)", instead=ARGUMENTS)
     def predict(
         self, model: nn.Module, loader: Iterable[Any], step: Step, *, shard: bool = True
     ) -> "Predictions":

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tp_core.internal import explain_init
+
 if TYPE_CHECKING:  # options cost next to nothing
     from tp_tuple._balance import Weights
 
 
+@explain_init
 @dataclass(frozen=True, slots=True)
 class TupleOptions:
     """The options of the backend ``tuple``.

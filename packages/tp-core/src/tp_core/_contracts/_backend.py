@@ -20,7 +20,7 @@ from typing import (
     get_origin,
 )
 
-from tp_core.errors import ConfigError, ModelError
+from tp_core.errors import ConfigError, ModelError, those_known
 
 if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
     from torch import nn
@@ -241,10 +241,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
         known = [field.name for field in dataclasses.fields(cast("type[NoOptions]", self.options_type))]
         unknown = sorted(set(given) - set(known))
         if unknown:
-            msg = (
-                f"backend {self.name!r} has no option {', '.join(map(repr, unknown))}; "
-                f"it has: {', '.join(known) or 'none'}"
-            )
+            names = ", ".join(map(repr, unknown))
+            msg = f"backend {self.name!r} has no option {names}{those_known(unknown[0], known)}"
             raise ConfigError(msg)
         options = self.options_type(**given)
         check_option_types(options)

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import nn
 
+from tp_core._calls import explain_init
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core.data._step_outputs import LossReduction
 from tp_core.errors import ConfigError
@@ -230,6 +231,7 @@ class ModelTraits:
         )
 
 
+@explain_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
     """How models are compiled.

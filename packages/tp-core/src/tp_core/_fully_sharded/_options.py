@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from tp_core._calls import explain_init
 from tp_core._contracts._job import Job
 from tp_core.errors import ConfigError
 
@@ -17,6 +18,7 @@ TypeRule = torch.dtype | Literal["auto"] | None
 _OF_PRECISION = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
+@explain_init
 @dataclass(frozen=True, slots=True)
 class FullyShardOptions:
     """Options to shard parameters, gradients and optimizer state over ranks that read different samples.

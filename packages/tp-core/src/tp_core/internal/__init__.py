@@ -7,6 +7,9 @@ from tp_core import _lazy
 if TYPE_CHECKING:
     from tp_core._builders import call_builder as call_builder
     from tp_core._builders import load_function as load_function
+    from tp_core._calls import check_call as check_call
+    from tp_core._calls import explain_arguments as explain_arguments
+    from tp_core._calls import explain_init as explain_init
     from tp_core._contracts._backend import DevicesBackend as DevicesBackend
     from tp_core._contracts._backend import RanksBackend as RanksBackend
     from tp_core._contracts._backend import check_above_zero as check_above_zero
@@ -98,6 +101,7 @@ if TYPE_CHECKING:
     from tp_core.errors import did_you_mean as did_you_mean
     from tp_core.errors import file_meant as file_meant
     from tp_core.errors import raised_where as raised_where
+    from tp_core.errors import those_known as those_known
     from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
     from tp_core.plugins._select import check_backend_name as check_backend_name
     from tp_core.replicas._compiler import not_compiled_alone as not_compiled_alone
@@ -126,6 +130,7 @@ else:
         __name__,
         {
             "tp_core._builders": ["call_builder", "load_function"],
+            "tp_core._calls": ["check_call", "explain_arguments", "explain_init"],
             "tp_core._contracts._blocks": ["repeated_blocks", "without_cache"],
             "tp_core._contracts._backend": ["DevicesBackend", "RanksBackend", "check_above_zero"],
             "tp_core._contracts._job": [
@@ -209,7 +214,13 @@ else:
             ],
             "tp_core._launch._ranks": ["RankOutcome", "RankPool", "dumps_by_value", "rank_outcomes"],
             "tp_core._lazy": ["lazy_exports"],
-            "tp_core.errors": ["check_installed", "did_you_mean", "file_meant", "raised_where"],
+            "tp_core.errors": [
+                "check_installed",
+                "did_you_mean",
+                "file_meant",
+                "raised_where",
+                "those_known",
+            ],
             "tp_core.tensors._atomic": [
                 "atomic_part",
                 "showing_system_errors",

@@ -1,6 +1,7 @@
 """The hooks of plugins and their markers, the kinds of contributions, their checks, and calls of plugins."""
 
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 import pluggy
 
+from tp_core._calls import check_call
 from tp_core.errors import ContractError
 
 if TYPE_CHECKING:
@@ -286,6 +288,10 @@ def validated(item: object, kind: type[T], info: PluginInfo) -> T:
         raise ContractError(msg)
     if isinstance(item, Command):
         _check_command(item, info)
+    if info.distribution not in FIRST_PARTY:
+        for method, contract in vars(kind).items():
+            if inspect.isfunction(contract) and not method.startswith("_"):
+                check_call(getattr(item, method), contract, of=f"{kind.__name__} {name!r} of plugin {info}")
     return item
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tp_core.discovery import Contribution, PluginRegistry
 from tp_core.errors import ConfigError
+from tp_core.internal import check_call
 from tp_core.plugins import Callback, NamedCallback, RunView
 
 log = logging.getLogger("tp_trainer")
@@ -159,6 +160,8 @@ def _check_events(callback: Callback) -> None:
             f"never be called; {hint}The events are {', '.join(_EVENTS)}; begin a helper's name with '_on_'"
         )
         raise ConfigError(msg)
+    for name in _EVENTS:
+        check_call(getattr(callback, name), getattr(Callback, name), of=f"the callback {kind.__name__}")
 
 
 class Events:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from tp_core.errors import ConfigError
-from tp_core.internal import is_dtensor
+from tp_core.internal import explain_init, is_dtensor
 from tp_core.plugins import Callback, RunView
 from tp_core.state import Place, fill_from_whole
 
@@ -109,6 +109,7 @@ class _AveragedWeights(Callback):
         self._updates = int(state.get("updates", bool(self._averages)))
 
 
+@explain_init
 class ExponentialMovingAverage(_AveragedWeights):
     """Keeps an exponential moving average of the parameters, and uses it in validations.
 
@@ -174,6 +175,7 @@ class ExponentialMovingAverage(_AveragedWeights):
             self._swap(dict(model.named_parameters()))
 
 
+@explain_init
 class StochasticWeightAveraging(_AveragedWeights):
     """Keeps the mean of the parameters at the ends of epochs: stochastic weight averaging (SWA).
 

@@ -8,8 +8,10 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import Callback, RunView
 
 from tp_trainer._checks import check_positive, metrics_hint
+from tp_trainer._peer_names import explain_fields
 
 
+@explain_fields
 class EarlyStopping(Callback):
     """Ends a run when a metric has stopped improving.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError
+from tp_core.internal import explain_init
 from tp_core.plugins import Callback, RunView
 
 from tp_trainer._checks import check_limit, check_positive
@@ -41,6 +42,7 @@ class GradientNorm(Callback):
         run.log(grad_norm=grad_norm)
 
 
+@explain_init
 class Throughput(Callback):
     """Logs the speed of the run, every few optimizer steps and at the end of each epoch.
 

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
-from tp_core.internal import write_atomically
+from tp_core.internal import explain_init, write_atomically
 from tp_core.plugins import Callback, RunView
 
 from tp_trainer._checks import check_positive
 
 
+@explain_init
 class Profiler(Callback):
     """Writes a trace of some optimizer steps for each rank, for Perfetto or ``chrome://tracing``.
 

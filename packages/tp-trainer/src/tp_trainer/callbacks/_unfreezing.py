@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from tp_core.errors import ConfigError
+from tp_core.internal import explain_init
 from tp_core.plugins import Callback, RunView
 
 
+@explain_init
 class GradualUnfreezing(Callback):
     """Trains some parameters from the beginning, and others from a later epoch on.
 

@@ -37,6 +37,7 @@ from tp_core.internal import (
     restore_rng_state,
     seed_everything,
     split_evenly,
+    those_known,
     write_atomically,
 )
 from tp_core.plugins import Logger, RunInfo, registry
@@ -902,11 +903,8 @@ def _in_autocast(model: nn.Module, trainer: Trainer) -> None:
 
 def _refuse_argument(name: str) -> NoReturn:
     known = [p for p in inspect.signature(Accelerator).parameters if p != "others"]
-    hint = (
-        f"; with tp, write {_ELSEWHERE[name]}"
-        if name in _ELSEWHERE
-        else did_you_mean(name, known) or f"; its arguments are {', '.join(known)}"
-    )
+    theirs = _ELSEWHERE.get(name)
+    hint = those_known(name, known) if theirs is None else f"; with tp, write {theirs}"
     msg = f"this Accelerator has no argument {name!r}{hint}"
     raise ConfigError(msg)
 

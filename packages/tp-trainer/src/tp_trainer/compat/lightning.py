@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core import LaunchEnvironment, available_devices, tree_map
 from tp_core.data import PreparedLoader, count_samples
 from tp_core.errors import ConfigError, StepError
-from tp_core.internal import did_you_mean, hook_steps, write_atomically
+from tp_core.internal import hook_steps, those_known, write_atomically
 from tp_core.plugins import Callback, RunView
 
 from tp_trainer import (
@@ -1295,11 +1295,9 @@ def _refuse_arguments(others: Mapping[str, Any]) -> None:
     for name, value in others.items():
         if name in _WITHOUT_EFFECT or (name in _ELSEWHERE and value in (None, False)):
             continue
-        if name in _ELSEWHERE:
-            msg = f"this Trainer has no argument {name!r}; with tp, write {_ELSEWHERE[name]}"
-        else:
-            hint = did_you_mean(name, [*known, *_ELSEWHERE]) or f"; its arguments are {', '.join(known)}"
-            msg = f"this Trainer has no argument {name!r}{hint}"
+        theirs = _ELSEWHERE.get(name)
+        hint = those_known(name, known) if theirs is None else f"; with tp, write {theirs}"
+        msg = f"this Trainer has no argument {name!r}{hint}"
         raise ConfigError(msg)
 
 

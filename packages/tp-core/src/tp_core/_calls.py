@@ -1,0 +1,84 @@
+"""Calls that do not fit: arguments that a class of tp does not have, methods of plugins that lack some."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from tp_core.errors import ConfigError, ContractError, closest, those_known
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# The methods and classes that explain their arguments, by what a call of them looks like.
+_explained: dict[str, inspect.Signature] = {}
+
+
+def explain_init(kind: type[R], *, instead: Mapping[str, str] | None = None) -> type[R]:
+    """Have a class answer arguments that it does not have; a decorator."""
+    setattr(kind, "__init__", explain_arguments(f"{kind.__name__}(...)", instead=instead)(kind.__init__))  # noqa: B010 - typed
+    return kind
+
+
+def explain_arguments(
+    call: str, *, instead: Mapping[str, str] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator for a method, which answers arguments that it does not have.
+
+    Args:
+        call: The call as the documents write it, such as "fit(model, optimizer, loader, step=step)".
+        instead: For names of other libraries what to write here.
+    """
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        signature = _explained[call] = inspect.signature(method)
+
+        @wraps(method)
+        def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise ConfigError(_answer(call, kwargs, str(error), instead or {})) from None
+            return method(*args, **kwargs)
+
+        return explained
+
+    return decorate
+
+
+def _answer(call: str, given: Mapping[str, object], reason: str, instead: Mapping[str, str]) -> str:
+    own = [name for name in _explained[call].parameters if name != "self"]
+    name = next((name for name in given if name not in own), None)
+    here = call.partition("(")[0]
+    if name is None:
+        return f"{here}(): {reason}; write {call}"
+    if name in instead:
+        return f"{here}() has no argument {name!r}; write {instead[name]}"
+    others = [other for other, known in _explained.items() if name in known.parameters]
+    others.sort(key=lambda other: other.endswith("(...)"))  # settings after methods
+    if others:
+        return f"{here}() has no argument {name!r}, which belongs to {others[0].partition('(')[0]}()"
+    meant = closest(name, [*own, *instead]) or ""
+    if meant in instead and meant not in own:
+        return f"{here}() has no argument {name!r}; write {instead[meant]}"
+    return f"{here}() has no argument {name!r}{those_known(name, own)}"
+
+
+def check_call(method: Callable[..., object], contract: Callable[..., object], *, of: str) -> None:
+    """Check that a method takes what its contract does: Python's own error would come in the middle of a run.
+
+    Raises:
+        ContractError: It takes other arguments.
+    """
+    if getattr(method, "__func__", method) is contract:
+        return
+    parameters = list(inspect.signature(contract).parameters.values())[1:]  # the first is self
+    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    given = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    try:
+        inspect.signature(method).bind(*given, **dict.fromkeys(named))
+    except TypeError:
+        wanted = ", ".join(["self", *given, *(["*"] if named else []), *named])
+        name = contract.__name__
+        msg = f"{of} has a method {name}() that does not take what a run gives it; write {name}({wanted})"
+        raise ContractError(msg) from None
