@@ -5,8 +5,11 @@ pages.
 """
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +24,7 @@ import matplotlib.pyplot as plt
 
 FOLDER = Path(__file__).parent
 EXAMPLES = FOLDER.parent / "examples"
+TP = Path(sysconfig.get_path("scripts"), "tp")
 GRAY, FIRST, SECOND = "#7d8188", "#2f6fed", "#d97706"
 GRAYS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 LOOKS = {"svg.hashsalt": "tp", "svg.fonttype": "none", "font.size": 12, "savefig.transparent": True}
@@ -96,6 +100,34 @@ def _similarity(program: Any, model: torch.nn.Module, scans: torch.Tensor) -> to
     return left @ right.T
 
 
+def gan(path: Path) -> None:
+    """Points of the circle, and those that the generator makes after some epochs."""
+    program = load("gan")
+    figure, axes = plt.subplots(1, 3, figsize=(7, 2.7), layout="constrained", sharey=True)
+    real = program.circle(60).tensors[0]
+    for axis, epochs in zip(axes, (3, 50, 300), strict=True):
+        # A checkpoint of each; the run is resumed from the one before.
+        sys.argv = ["gan.py", "--epochs", str(epochs)]
+        program.main()
+        gen = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
+        gen.load_state_dict(_model("gan-run", "gen"))
+        torch.manual_seed(0)
+        with torch.no_grad():
+            made = gen(torch.randn(100, 2))
+        axis.plot(*real.T, color=GRAY)
+        axis.scatter(*made.T, s=6, color=FIRST)
+        axis.set(title=f"{epochs} epochs", aspect="equal", xlim=(-2, 2), ylim=(-2, 2), xticks=[], yticks=[])
+    figure.savefig(path)
+
+
+def _model(folder: str, name: str) -> dict[str, torch.Tensor]:
+    """Return the weights of one model of a run."""
+    from safetensors.torch import load_file
+
+    subprocess.run([TP, "convert", folder, f"{name}.safetensors", "--model", name, "--overwrite"], check=True)
+    return load_file(f"{name}.safetensors")
+
+
 def reinforce(path: Path) -> None:
     """How long a game lasts in each round."""
     lengths = load("reinforce").main(["--rounds", "30"])
@@ -107,8 +139,31 @@ def reinforce(path: Path) -> None:
     figure.savefig(path)
 
 
+def stages(path: Path) -> None:
+    """What two processes do in a step, by two schedules."""
+    figure, axes = plt.subplots(2, 1, figsize=(7, 3.2), layout="constrained")
+    for axis, schedule in zip(axes, ("1F1B", "ZBVZeroBubble"), strict=True):
+        trace = f"{schedule}.json"
+        command = [TP, "launch", "-n", "2", EXAMPLES / "stages.py", "--epochs", "1", "--out", schedule]
+        subprocess.run([*command, "--schedule", schedule, "--trace", trace], check=True)
+        for event in json.loads(Path(trace).read_text())["traceEvents"]:
+            if event["ph"] == "X":
+                color = FIRST if event["name"].startswith("forward") else SECOND
+                at, took = event["ts"] / 1e3, event["dur"] / 1e3
+                axis.barh(event["tid"], took, left=at, color=color, edgecolor=GRAY, linewidth=0.5)
+                if event["name"].startswith("forward"):
+                    at += took / 2
+                    number = event["args"]["micro-batch"]
+                    axis.text(at, event["tid"], number, color="white", ha="center", va="center")
+        axis.set(xticks=[], yticks=[0, 1], yticklabels=["rank 0", "rank 1"], title=schedule)
+        axis.invert_yaxis()
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    axes[1].set_xlabel("time (a scale of its own in each); blue forward, orange backward")
+    figure.savefig(path)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
-    each.__name__: each for each in (contrastive, reinforce, segmentation)
+    each.__name__: each for each in (contrastive, gan, reinforce, segmentation, stages)
 }
 
 
