@@ -19,10 +19,11 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
 ]
+if os.environ.get("TP_DOCS_SOURCES") != "0":  # listings of sources take a quarter of the time
+    extensions.append("sphinx.ext.viewcode")
 exclude_patterns = ["_build", "_templates", "examples"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
