@@ -80,8 +80,12 @@ def forecast_of(name, plain, layout, footprint=None):
         options=layout.options,
         footprint=found,
     )
+    return backend.forecast(job, layout)
+
+
+def counted(forecast):
     times, sizes = Counter(), Counter()
-    for transfer in backend.forecast(job, layout).work.transfers:
+    for transfer in forecast.work.transfers:
         times[transfer.kind] += transfer.times
         sizes[transfer.kind] += transfer.times * transfer.nbytes
     return times, sizes
@@ -102,7 +106,7 @@ def test_of_shards(ranks, again):
             "fsdp": {"reshard_after_forward": again, "activation_checkpointing": False, "offload": False}
         },
     )
-    times, sizes = forecast_of("fsdp", model(), layout)
+    times, sizes = counted(forecast_of("fsdp", model(), layout))
     assert times == counting.times
     assert dict(sizes) == pytest.approx(counting.nbytes, rel=0.02)
 
@@ -127,7 +131,9 @@ class Words(nn.Module):
 @pytest.mark.parametrize("ranks", [8], indirect=True)
 def test_of_split_tensors(ranks):
     tokens, plain = torch.zeros(2, 32, dtype=torch.long), Words()
-    footprint = measure_footprint(plain, None, tokens, lambda m, b: m(b).sum())
+    footprint = measure_footprint(
+        plain, None, tokens, lambda m, b: nn.functional.cross_entropy(m(b).flatten(0, 1), b.flatten())
+    )
     ts.distributed.init_process_group(ranks)
     pair = {"blocks.*.0.up": ts.Column(), "blocks.*.0.down": ts.Row()}
     plan = {**pair, "words": ts.Vocab(), "head": ts.Vocab(gather_output=True)}
@@ -139,9 +145,12 @@ def test_of_split_tensors(ranks):
         ts.distributed.destroy_process_group()
     options = {"shard": {"group_size": ranks, "data": "ddp"}}
     layout = Layout(axes={"data": 1, "tensor": ranks}, options=options)
-    times, sizes = forecast_of("shard", Words(), layout, footprint)
+    found = forecast_of("shard", Words(), layout, footprint)
+    times, sizes = counted(found)
     assert times == counting.times
     assert dict(sizes) == dict(counting.nbytes)
+    # At the loss: log-probabilities and two gradients of whole logits, before there is one of a weight.
+    assert found.memory.gradients + found.memory.activations >= 3 * tokens.numel() * 2048 * 4
 
 
 def test_of_split_sequences(ranks):
@@ -155,7 +164,7 @@ def test_of_split_sequences(ranks):
         attend(nn.Linear(1, 1), batch).backward()
     options = {"context": {"context": ranks, "weights": "whole"}}
     layout = Layout(axes={"data": 1, "context": ranks}, options=options)
-    times, sizes = forecast_of("context", model(), layout, footprint)
+    times, sizes = counted(forecast_of("context", model(), layout, footprint))
     for found, each in ((times, 1), (sizes, 256 * ranks)):
         del found["all-reduce"]  # of gradients
         found["all-gather"] -= 2 * each  # of what ranks compare around a step

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 from tp_core.errors import ConfigError
-from tp_core.jobs import Footprint
-from tp_trainer.planning import Machine, calibrate
+from tp_core.jobs import Footprint, StepWork, Transfer
+from tp_trainer.planning import Links, Machine, calibrate
 from tp_trainer.planning._machine import Operators
+from tp_trainer.planning._plan import time_of
 from tp_trainer.planning._samples import Measured, Subject, between
 
 
@@ -40,6 +41,24 @@ def test_operators_take_what_was_measured_of_their_size_and_more_by_the_last_pie
     assert machine.seconds_of(Operators.of([(30.0, 4.0)])) == pytest.approx(4)
     # Two pieces of half the size each.
     assert machine.seconds_of(Operators.of([(0.0, 8.0)]), starts=2) == pytest.approx(2 * 2)
+
+
+def test_the_work_of_an_exchange_is_not_hidden_where_ranks_share_cores():
+    needed = Measured(Footprint(weights=8, gradients=8, activations=8), *[Operators.of([(100.0, 0.0)])] * 3)
+    sums = Transfer(kind="all-reduce", nbytes=10, ranks=2, times=8, hidden_by="backward")
+    rates = {
+        "flops": 1.0,
+        "bandwidth": 1.0,
+        "is_ahead": False,
+        "collectives": {"all-reduce": {"2": [0.0, 0.1, 0.5]}},
+    }
+
+    def exposed(crowding):
+        work, links = StepWork(transfers=(sums,)), Links.parse("node=2x1GB/s")
+        return time_of(needed, work, 1, Machine(**rates, crowding=crowding), links, trained=1.0).exposed
+
+    assert exposed(2.0) == pytest.approx(8 / 2)
+    assert exposed(1.0) == pytest.approx(1)  # the last one, which comes after all operators
 
 
 def test_rates_of_one_rank_are_refused():

@@ -31,7 +31,7 @@ from torch.distributed.pipelining._backward import (
 from tp_core import tree_leaves, tree_map
 from tp_core.data import read_weight
 from tp_core.errors import RankFailedError, StepError
-from tp_core.internal import seed_of
+from tp_core.internal import seed_of, seed_torch
 
 from tp_pipeline._plan import (
     InnerCall,
@@ -158,7 +158,7 @@ class _StageRun:
     def _draw(self, number: int, after: int) -> None:
         """Let random numbers depend on the micro-batch and the call, and on neither stage nor schedule."""
         if self.plan.draws:
-            torch.manual_seed(seed_of((self._seed, number, after)))
+            seed_torch(seed_of((self._seed, number, after)))
 
     def _note(self, key: Item, output: Any, expected: Output) -> None:
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -519,7 +519,7 @@ class BatchRun:
         run.compiled = self._compiled
         output = None
         if plan.draws:
-            torch.manual_seed(seed)
+            seed_torch(seed)
         with forwards(self._units, run.call):
             try:
                 output = self._step(self._model, self._parts[part])

@@ -102,7 +102,10 @@ def _own(footprint: Footprint, part: float, saved: int) -> Footprint:
         update=int(footprint.update * part),
         activations=activations,
         alone=max(0, footprint.alone - saved),
-        with_gradients=max(gradients, footprint.with_gradients - footprint.gradients - saved + gradients),
+        # Of a large vocabulary the peak comes at the loss, when there are no gradients yet.
+        with_gradients=max(
+            gradients, activations, footprint.with_gradients - footprint.gradients - saved + gradients
+        ),
         casts=int(footprint.casts * part),
         kept={name: int(n * (1 - saved / before)) for name, n in footprint.kept.items()},
         timeline={

@@ -25,7 +25,7 @@ from tp_core._contracts._job import Job
 from tp_core._contracts._session import FORWARD, ReduceOp, Session, check_reduce_op
 from tp_core._launch._process_group import new_process_group
 from tp_core.data._batches import Share
-from tp_core.data._seeding import device_rng_state, seed_of, set_device_rng_state
+from tp_core.data._seeding import device_rng_state, seed_of, seed_torch, set_device_rng_state
 from tp_core.data._step_outputs import StepOutput, zero_backward
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
 from tp_core.state._optimizers import hook_steps, is_inner_step
@@ -782,7 +782,7 @@ class _CommonDraws:
         self._kept = self._states()
         # By the step of the state, if it has one: a resumed run then draws what one without a break does.
         known = (s["step"] for s in optimizer.state.values() if isinstance(s, dict) and "step" in s)
-        torch.manual_seed(seed_of((self._seed, int(next(known, self._steps)))))
+        seed_torch(seed_of((self._seed, int(next(known, self._steps)))))
         self._begun = self._states()
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:

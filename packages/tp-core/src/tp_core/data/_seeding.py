@@ -83,11 +83,20 @@ def seed_everything(seed: int, *, devices: bool = True, load: bool = True) -> No
     if numpy is not None and (hasattr(numpy, "random") if load else "numpy.random" in sys.modules):
         numpy.random.seed(seed % 2**32)  # numpy takes 32 bits
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "manual_seed"):
-        if devices and torch.accelerator.current_accelerator() is not None:  # of this build, used or not
-            torch.manual_seed(seed)
+        if devices:
+            seed_torch(seed)
         else:
             # torch.manual_seed would seed the accelerators, too.
             torch.default_generator.manual_seed(seed)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators: of the CPU, and of accelerators if torch is built for one, used or not."""
+    import torch
+
+    # torch.manual_seed (2.13) formats a stack for each kind of accelerator that is not there: 0.3 ms in all.
+    is_built = torch.accelerator.current_accelerator() is not None
+    (torch.manual_seed if is_built else torch.default_generator.manual_seed)(seed)
 
 
 def seed_of(key: tuple[int, ...]) -> int:

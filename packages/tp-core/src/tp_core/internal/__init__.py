@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from tp_core.data._seeding import restore_rng_state as restore_rng_state
     from tp_core.data._seeding import seed_everything as seed_everything
     from tp_core.data._seeding import seed_of as seed_of
+    from tp_core.data._seeding import seed_torch as seed_torch
     from tp_core.data._seeding import seeded as seeded
     from tp_core.data._seeding import set_device_rng_state as set_device_rng_state
     from tp_core.data._step_outputs import SampleRows as SampleRows
@@ -165,6 +166,7 @@ else:
                 "restore_rng_state",
                 "seed_everything",
                 "seed_of",
+                "seed_torch",
                 "seeded",
                 "set_device_rng_state",
             ],

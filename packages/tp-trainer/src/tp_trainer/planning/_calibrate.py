@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -249,7 +249,7 @@ def _pass_on(whole: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _line(run: _Run, device: torch.device, ranks: int) -> list[float]:
-    """Return the latency and the seconds for each byte of a collective among ``ranks`` neighbors.
+    """Return latency, seconds for each byte and part of the cores of a collective among ``ranks`` neighbors.
 
     All groups of neighbors exchange at once; ranks that are left over wait.
     """
@@ -261,8 +261,11 @@ def _line(run: _Run, device: torch.device, ranks: int) -> list[float]:
     points = []
     for size in _SIZES:
         whole = torch.zeros(size // 4 // ranks * ranks, device=device)
+        began, computed = perf_counter(), process_time()
         seconds = _seconds(lambda: run(whole, mine) if mine is not None else None, device)  # noqa: B023
+        busy = (process_time() - computed) / (perf_counter() - began)  # of the largest size in the end
         points.append((whole.nbytes, seconds))
     (low, first_s), *_, (high, last_s) = points
     per_byte = max(0.0, (last_s - first_s) / (high - low))
-    return [max(0.0, first_s - low * per_byte), per_byte]
+    busy *= world / (os.cpu_count() or 1) if device.type == "cpu" else 0.0
+    return [max(0.0, first_s - low * per_byte), per_byte, min(1.0, busy)]

@@ -95,8 +95,8 @@ class Machine:
             "update".
         dtensor_s: The seconds that an operator of the optimizer takes longer on DTensors.
         latency_s: The seconds of a round of a collective between devices of a host, and between hosts.
-        collectives: Measured seconds: by kind, then by the number of ranks, the latency and the seconds for
-            each byte.
+        collectives: Measured seconds: by kind, then by the number of ranks, the latency, the seconds for each
+            byte, and the part of the cores that exchanging ranks keep busy.
         source: Where the rates are from, in words.
     """
 
@@ -172,10 +172,9 @@ class Machine:
 
     def _exchanging(self, transfer: Transfer, links: Links) -> float:
         ranks, nbytes = transfer.ranks, transfer.nbytes
-        measured = self.collectives.get(transfer.kind)
+        measured = _measured(self, transfer)
         if measured:
-            nearest = min(measured, key=lambda n: abs(int(n) - ranks))
-            latency, per_byte = measured[nearest]
+            latency, per_byte, _ = measured
             return latency + per_byte * nbytes
         together = max(1, min(ranks, links.devices // transfer.stride))  # members of one host
         crosses = together < ranks
@@ -185,6 +184,21 @@ class Machine:
             return latency + nbytes / (links.between if crosses else links.within)
         once = math.ceil(math.log2(ranks)) * latency + (ranks - 1) / ranks * nbytes / rate
         return 2 * once if transfer.kind == "all-reduce" else once
+
+
+def busy_part(machine: Machine, transfer: Transfer) -> float:
+    """Return the part of a collective's time that no operator hides, where ranks share cores.
+
+    There the copies and sums of an exchange take a core from what computes beside it. Where each rank has a
+    device of its own, they do not.
+    """
+    measured = _measured(machine, transfer)
+    return measured[2] if measured and machine.crowding > 1 else 0.0
+
+
+def _measured(machine: Machine, transfer: Transfer) -> Sequence[float]:
+    of_kind = machine.collectives.get(transfer.kind, {})
+    return of_kind[min(of_kind, key=lambda n: abs(int(n) - transfer.ranks))] if of_kind else ()
 
 
 def _along(points: Sequence[Sequence[float]], sizes: Tensor) -> Tensor:

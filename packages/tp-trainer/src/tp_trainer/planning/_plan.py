@@ -20,7 +20,7 @@ from tp_trainer._checks import check_known, check_model, check_positive
 from tp_trainer._memory import parse_nbytes, row_count_of
 from tp_trainer._steps._step import Step
 from tp_trainer.planning._lines import start_lines
-from tp_trainer.planning._machine import Links, Machine
+from tp_trainer.planning._machine import Links, Machine, busy_part
 from tp_trainer.planning._samples import Measured, Subject, with_length
 
 log = logging.getLogger("tp_trainer")
@@ -490,8 +490,9 @@ def _exposed(
         mine = [t for t in work.transfers if t.hidden_by == phase and (is_last or not t.per_step)]
         each = [machine.seconds_for(t, links) for t in mine]
         total = sum(t.times * s for t, s in zip(mine, each, strict=True))
+        busy = sum(t.times * s * busy_part(machine, t) for t, s in zip(mine, each, strict=True))
         # The first unit is gathered before anything runs, and the last one reduced after it.
-        shown = max([total - machine.overlap * passes.get(phase, 0.0), *each, 0.0]) if mine else 0.0
+        shown = max([total - machine.overlap * passes.get(phase, 0.0), busy, *each, 0.0]) if mine else 0.0
         exposed, hidden = exposed + shown, hidden + total - shown
     return exposed, hidden
 
