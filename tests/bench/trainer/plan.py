@@ -1,12 +1,13 @@
 """What `tp plan` says beside what is measured: python -m tests.bench.trainer.plan [memory | order | blind]
 
 ``memory``: the fullest rank of each layout, in a fit of three steps, as ``tests.bench.trainer.memory``
-measures it. ``order``: layouts of three models on four and on eight ranks, by the plan with the rates that
-``calibrate()`` measures first, and by the clock: Kendall's tau of both orders. Of a model these are the
-fastest layout of each backend, then the slowest of each, five together. The ranks take the layouts in
-turns, several rounds of them, and the fastest step of each counts, so that what else the machine does falls
-on all alike. Models are those of transformers, made small. ``blind``: what torchtitan and Megatron-LM
-have published, beside what the plan says of it with rates that nothing was fitted to.
+measures it; with a number after it, layouts of that many ranks alone. ``order``: layouts of three models on
+four and on eight ranks, by the plan with the rates that ``calibrate()`` measures first, and by the clock:
+Kendall's tau of both orders. Of a model these are the fastest layout of each backend, then the slowest of
+each, five together. The ranks take the layouts in turns, several rounds of them, and the fastest step of
+each counts, so that what else the machine does falls on all alike. Models are those of transformers, made
+small. ``blind``: what torchtitan and Megatron-LM have published, beside what the plan says of it with rates
+that nothing was fitted to.
 """
 
 import gc
@@ -145,12 +146,18 @@ def peaks(name: str, layouts: Iterable[Any], splits: Any) -> list[int]:
     return found
 
 
-def memory(results: Results) -> None:
+def memory(results: Results, wanted: str = "") -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(2**16)
     name = "Llama with many words"
     tokens = torch.stack([sample(i)[0] for i in range(2)])
     splits = ts.plans.auto(ALL[name](), {"input_ids": tokens}, verbose=False)
-    for ranks, more in ((2, {"shard": 0}), (4, {"fsdp": 4, "shard": 4, "context": 5, "pipeline": 6})):
+    for ranks, more in (
+        (2, {"shard": 0}),
+        (4, {"fsdp": 4, "shard": 4, "context": 5, "pipeline": 6}),
+        (8, dict.fromkeys(("ddp", "fsdp", "shard", "context", "pipeline"), 1)),
+    ):
+        if wanted not in ("", str(ranks)):
+            continue
         layouts = planned(name, ranks, more=more)
         own = run_ranks(peaks, ranks, name, layouts, splits, timeout_s=1800)
         measured = [max(each) for each in zip(*own, strict=True)]
@@ -499,8 +506,9 @@ def blind(results: Results) -> None:
 def main(wanted: list[str]) -> None:
     for name, measure in (("memory", memory), ("order", order), ("blind", blind)):
         if not wanted or name in wanted:
-            with Results(f"trainer-plan-{name}") as results:
-                measure(results)
+            more = wanted[1:] if name == "memory" else []
+            with Results(f"trainer-plan-{name}", is_part=bool(more)) as results:
+                measure(results, *more)
 
 
 if __name__ == "__main__":
