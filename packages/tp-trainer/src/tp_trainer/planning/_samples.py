@@ -24,7 +24,9 @@ _STATES = ("weights", "gradients", "optimizer", "update")
 _SAME = {*_STATES, "attentions"}
 """What does not grow with the samples."""
 _SLOW_S = 0.3
-"""Seconds of a measurement from which on the sizes between two are computed from these."""
+"""Seconds of a measurement from which on many sizes between two are computed from these."""
+_FEW_SIZES = 4
+"""Sizes that are all run: times do not grow in a line where small operators stay in caches."""
 _FEW = 2
 _MANY = 6
 """The blocks that are run, beside one more, of a model that has so many or more."""
@@ -121,7 +123,7 @@ class Subject:
             for samples in wanted:
                 if samples in ends:
                     found[samples, what] = ends[samples]
-                elif is_slow and not first.footprint.unknown:
+                elif is_slow and len(wanted) > _FEW_SIZES and not first.footprint.unknown:
                     weight = (samples - wanted[0]) / (wanted[-1] - wanted[0])
                     found[samples, what] = between(first, ends[wanted[-1]], weight)
                 else:
