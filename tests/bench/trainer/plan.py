@@ -232,6 +232,9 @@ def order(results: Results) -> None:
                 results.add(f"{label}: predicted", 1e3 * layout.time.total, "ms")
                 results.add(f"{label}: measured", 1e3 * seconds, "ms")
             results.add(f"{ranks} ranks, {name}: Kendall's tau", tau(expected[name], times[name]), "")
+        pairs = {name: len(list(combinations(layouts, 2))) for name, layouts in layouts_of.items()}
+        agreed = sum(n * tau(expected[name], times[name]) for name, n in pairs.items())
+        results.add(f"{ranks} ranks: Kendall's tau within models", agreed / sum(pairs.values()), "")
         both = [[t for name in MODELS for t in found[name]] for found in (expected, times)]
         results.add(f"{ranks} ranks: Kendall's tau", tau(*both), "")
 

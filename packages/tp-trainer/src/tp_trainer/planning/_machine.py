@@ -197,7 +197,7 @@ def busy_part(machine: Machine, transfer: Transfer) -> float:
 
 
 def _measured(machine: Machine, transfer: Transfer) -> Sequence[float]:
-    of_kind = machine.collectives.get(transfer.kind, {})
+    of_kind = machine.collectives.get(transfer.kind)
     return of_kind[min(of_kind, key=lambda n: abs(int(n) - transfer.ranks))] if of_kind else ()
 
 
