@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
             clip_norm=1.0,
             checkpoint=Checkpoints(options.out),
             resume="auto",
+            log="jsonl",
         )
         loss = history[-1].train["loss"]
         if trainer.is_main:

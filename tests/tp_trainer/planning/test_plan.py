@@ -121,9 +121,15 @@ def test_lines_that_start_a_layout_are_accepted_here(found):
     from tp_core.sessions import FullyShardOptions
 
     names = {"Trainer": Trainer, "FullyShardOptions": FullyShardOptions, "FsdpOptions": FsdpOptions}
+    axes = {(p.backend, frozenset(p.layout.axes)) for p in found.layouts}
+    combined = [("context", "data context pipeline"), ("pipeline", "fsdp pipeline")]
+    for backend, names_of_axes in (*combined, ("pipeline", "data pipeline tensor")):
+        assert (backend, frozenset(names_of_axes.split())) in axes
     for planned in found.layouts:
         lines = replace(found, precision="bf16-mixed").start(replace(planned, accumulate=2))
         assert planned.layout.setup in lines
+        group = f"init_process_group({planned.layout.axes.get('tensor')})"
+        assert (group in lines) is ("tensor" in planned.layout.axes)
         (line,) = (line for line in lines.splitlines() if line.startswith("Trainer("))
         assert "accumulate=2" in line
         eval(line.replace("Trainer(", "Trainer(devices='cpu', "), names)

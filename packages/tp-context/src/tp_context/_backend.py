@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import RanksBackend, averaged_gradients, divisors
 from tp_core.jobs import Axis, Footprint, Forecast, Layout, MemoryNeed, StepWork, Transfer, replicated_memory
 from tp_core.plugins import Backend, Job, Verdict, registry
@@ -74,10 +75,9 @@ class ContextBackend(RanksBackend[ContextOptions]):
         for found in registry.backends():
             if not found.item.shares_samples or found.item.name == "ddp":  # which is "whole"
                 continue
-            for inner in found.item.layouts(job):
-                if inner.axes.get("pipeline", 1) > 1:  # stages are chosen by name
-                    continue
-                yield from _around(found.item.name, inner)
+            with suppress(ModelError):  # of a model without blocks, as that backend says itself
+                for inner in found.item.layouts(replace(job, ranks_per_sample=-1)):
+                    yield from _around(found.item.name, inner)
 
     def forecast(self, job: Job, layout: Layout) -> Forecast | None:
         """Return slices of each sequence, and the exchanges of keys and values of all."""
@@ -86,7 +86,10 @@ class ContextBackend(RanksBackend[ContextOptions]):
             return None
         from tp_context._slices import TOGETHER
 
-        context, tensor = layout.axes["context"], layout.axes.get("tensor", 1)
+        context, tensor, stages = (layout.axes.get(axis, 1) for axis in ("context", "tensor", "pipeline"))
+        # A rank has a stage's part of the attentions, and runs them for each micro-batch.
+        parts = cast("int", layout.options.get(options.weights, {}).get("microbatches", 1))
+        attentions = parts * math.ceil(footprint.attentions / stages)
         sliced = _sliced(replace(footprint, part=1 / context), context, options.attention)
         if options.weights == "whole":
             need = replicated_memory(job, sliced, keeps_gradients=True)
@@ -102,14 +105,14 @@ class ContextBackend(RanksBackend[ContextOptions]):
         pieces = 1 if both <= TOGETHER else 2  # keys and values, together or apart
         gathers = Transfer(
             kind="all-gather",
-            nbytes=both // pieces,
+            nbytes=both // pieces // parts,
             ranks=context,
-            stride=tensor,
-            times=2 * pieces * footprint.attentions,  # in forward, and again in backward
+            stride=tensor * stages,
+            times=2 * pieces * attentions,  # in forward, and again in backward
         )
-        sums = replace(gathers, kind="all-to-all", times=pieces * footprint.attentions)
-        # Before each batch ranks compare its numbers, and after it they join their losses.
-        numbers = replace(gathers, nbytes=256 * context, times=2)
+        sums = replace(gathers, kind="all-to-all", times=pieces * attentions)
+        # Before each batch ranks compare its numbers, and after each part they join their losses.
+        numbers = replace(gathers, nbytes=256 * context, times=1 + parts)
         work = replace(
             inner.work,
             operations=inner.work.operations / context,

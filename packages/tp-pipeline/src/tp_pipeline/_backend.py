@@ -1,12 +1,13 @@
 """The backend that gives each rank some stages of the model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import RanksBackend
-from tp_core.jobs import Forecast, Layout, MemoryNeed
+from tp_core.jobs import Axis, Forecast, Layout, MemoryNeed
 from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_pipeline._options import PipelineOptions
@@ -57,21 +58,46 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         return estimate(job, ranks, options, split=split)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
-        """Return numbers of ranks that hold a model together, schedules, and numbers of micro-batches.
+        """Yield numbers of ranks that hold a model together, schedules, and numbers of micro-batches.
+
+        Data ranks share weights, and groups split them, where ranks are to share no samples.
 
         Raises:
             ModelError: The model has no blocks to cut between.
         """
         from tp_pipeline._forecast import list_layouts
 
-        size = job.environment.world_size
-        return [] if job.model is None or size == 1 else list_layouts(job.model, size)
+        model, size = job.model, job.environment.world_size
+        if model is None or size == 1:
+            return
+        is_alone = job.ranks_per_sample == 1
+        for layout in list_layouts(model, size):
+            yield layout
+            copies, ranks = layout.axes["data"], layout.axes["pipeline"]
+            if is_alone and copies > 1:
+                yield _around(layout, {"fsdp": copies, "pipeline": ranks}, {"data": "fsdp"})
+        if not is_alone:
+            return
+        backends = [found.item for found in registry.backends() if found.item.name == "shard"]
+        with suppress(ModelError):  # of a model that it cannot split, as it says itself
+            for inner in (layout for backend in backends for layout in backend.layouts(job)):
+                if "fsdp" not in inner.axes:  # which are shards of shards
+                    for layout in list_layouts(model, inner.axes["data"]):
+                        axes = {**layout.axes, "tensor": inner.axes["tensor"]}
+                        yield _around(layout, axes, {"weights": "shard"}, inner)
 
     def forecast(self, job: Job, layout: Layout) -> Forecast | None:
         """Return the stages of the fullest rank, the bubble, and what neighbors send each other."""
         from tp_pipeline._forecast import forecast
 
-        return forecast(job, layout, self.parse_options(job))
+        weights, inner = self._weights(job)
+        split = None
+        if weights is not None:
+            tensors = Layout(axes={"tensor": layout.axes["tensor"]}, options=layout.options)
+            split = weights.forecast(replace(inner, footprint=job.footprint), tensors)
+            if split is None:
+                return None
+        return forecast(job, layout, self.parse_options(job), split)
 
     def open(self, job: Job) -> "PipelineSession":
         """Join the process group, unless the script has done so, and form the groups.
@@ -121,6 +147,16 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
             )
             raise ConfigError(msg)
         return found[0], inner
+
+
+def _around(
+    layout: Layout, axes: Mapping[Axis, int], more: Mapping[str, str], inner: Layout | None = None
+) -> Layout:
+    """Return a layout of stages with other axes, more options, and those of the layout of its weights."""
+    stages = {"pipeline": {**layout.options["pipeline"], **more}}
+    if inner is None:
+        return Layout(axes=axes, options=stages)
+    return Layout(axes=axes, options={**inner.options, **stages}, setup=inner.setup)
 
 
 def ranks_of_a_model(options: PipelineOptions, size: int, shared: int = 1) -> int:

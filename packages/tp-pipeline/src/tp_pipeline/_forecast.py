@@ -7,9 +7,11 @@ and what each micro-batch that is on its way keeps of them, by the order of its 
     last rank    one micro-batch, and the head with its logits, the largest values
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import get_args
 
@@ -60,14 +62,20 @@ def list_layouts(model: nn.Module, size: int) -> Iterator[Layout]:
                 yield Layout(axes=axes, options={"pipeline": options})  # type: ignore[arg-type]  # of names
 
 
-def forecast(job: Job, layout: Layout, options: PipelineOptions) -> Forecast | None:
-    """Return the memory of the fullest rank, the work of the one with the most parameters, and idle time."""
+def forecast(
+    job: Job, layout: Layout, options: PipelineOptions, split: Forecast | None = None
+) -> Forecast | None:
+    """Return the memory of the fullest rank, the work of the one with the most parameters, and idle time.
+
+    ``split`` is the forecast of the whole model on a group that splits its tensors, if stages have one.
+    """
     footprint, model = job.footprint, job.model
     if footprint is None or model is None or footprint.activations is None:
         return None
     ranks, parts = layout.axes["pipeline"], options.microbatches
-    orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
-    if not orders.is_made_of(parts):
+    orders = _orders(options.schedule, ranks, options.depth, options.is_v)
+    idle = _idle(orders, parts)
+    if idle is None:
         return None
     stages = stages_by_order(model, orders.stages, options.cuts)
     of_rank = [[s for i, s in enumerate(stages) if orders.rank_of(i) == r] for r in range(ranks)]
@@ -76,16 +84,58 @@ def forecast(job: Job, layout: Layout, options: PipelineOptions) -> Forecast | N
     crossing = max((footprint.passed.get(name, 0) for s in stages for name in s.blocks), default=0)
     sends = Transfer(kind="send", nbytes=crossing // parts, ranks=ranks, times=2 * parts * options.depth)
     gradients = max(_nbytes(job, own, trained=True) for own in of_rank)
-    idle = idle_share(timeline(orders.learning(parts), orders.stages - 1))
+    tensor = layout.axes.get("tensor", 1)
+    copies, stride = layout.ranks // (ranks * tensor), ranks * tensor
+    need = max(memory_of_ranks(job, ranks, options, split=tensor), key=lambda need: need.total)
+    within: list[Transfer] = []
+    if split is not None:
+        need = _split_need(need, split.memory, footprint)
+        gradients = need.gradients
+        within = [
+            replace(t, nbytes=t.nbytes // parts, times=parts * math.ceil(share * t.times))
+            for t in split.work.transfers
+        ]
+    averages = averaged_gradients(gradients, copies, stride=stride)
+    if options.data == "fsdp":
+        weights = max(_nbytes(job, own) for own in of_rank)
+        gathers = Transfer(kind="all-gather", nbytes=weights, ranks=copies, stride=stride, is_packed=True)
+        averages = (gathers, replace(gathers, kind="reduce-scatter", nbytes=gradients))
     work = StepWork(
-        operations=share,
+        operations=share * (1.0 if split is None else split.work.operations),
         starts=share * parts,
         imbalance=share * ranks,
         bubble=idle / (1 - idle),
-        transfers=(sends, *averaged_gradients(gradients, layout.axes.get("data", 1), stride=ranks)),
+        transfers=(replace(sends, stride=tensor), *within, *averages),
     )
-    needs = memory_of_ranks(job, ranks, options)
-    return Forecast(memory=max(needs, key=lambda need: need.total), work=work)
+    return Forecast(memory=need, work=work)
+
+
+# A plan asks for one layout with many batches, one after the other: torch takes seconds for large orders.
+@lru_cache(maxsize=8)
+def _orders(schedule: str, ranks: int, depth: int, is_v: bool) -> Orders:
+    return Orders(schedule, ranks, depth, is_v=is_v)
+
+
+@lru_cache(maxsize=64)
+def _idle(orders: Orders, parts: int) -> float | None:
+    """Return the idle share of a schedule; ``None`` if it cannot be made of this many micro-batches."""
+    if not orders.is_made_of(parts):
+        return None
+    return idle_share(timeline(orders.learning(parts), orders.stages - 1))
+
+
+def _split_need(need: MemoryNeed, whole: MemoryNeed, footprint: Footprint) -> MemoryNeed:
+    """Return what a stage needs, as split as the whole model on one group is."""
+    part = whole.weights / max(1, footprint.weights)
+    kept = (whole.activations or 0) / max(1, footprint.activations or 0)
+    return replace(
+        need,
+        weights=int(part * need.weights),
+        gradients=int(part * need.gradients),
+        optimizer=int(part * need.optimizer),
+        communication=int(part * need.communication),
+        activations=int(min(1.0, kept) * (need.activations or 0)),
+    )
 
 
 # -- Memory -----------------------------------------------------------------------------------------
@@ -121,7 +171,7 @@ def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions, *, split: in
     footprint, model = job.footprint, job.model
     if footprint is None or model is None:
         return []
-    orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v)
+    orders = _orders(options.schedule, ranks, options.depth, options.is_v)
     parts = options.microbatches or 4 * ranks
     stages = stages_by_order(model, orders.stages, options.cuts)
     order = orders.learning(parts)

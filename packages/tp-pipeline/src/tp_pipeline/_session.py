@@ -744,8 +744,9 @@ class PipelineSession(ProcessGroupSession):
         total = sum(work.weights) if self.job.loss == "mean" else 1.0
         said = self._shared((names, output, total * (work.factor or 0.0), work.spans), failure, self._team)
         if learns and self.options.trace is not None:
-            one_each = [said[self._places.index(place)] for place in range(self.ranks)]
-            self._trace([Span(rank, *span) for rank, (*_, spans) in enumerate(one_each) for span in spans])
+            one_each = [said[self._places.index(place)][-1] for place in range(self.ranks)]
+            ranks = dist.get_process_group_ranks(self.group)
+            self._trace([Span(r, *span) for r, spans in zip(ranks, one_each, strict=True) for span in spans])
         _, output, total, _ = said[self._places.index(self.orders.rank_of(self.orders.stages - 1))]
         moved: StepOutput = tree_map(lambda v: v.to(self.device) if isinstance(v, Tensor) else v, output)
         if not learns:

@@ -19,7 +19,6 @@ from tp_shard.nn._convert import is_linear
 
 _LEAST_WORDS = 1000
 """The least entries of a table that is a vocabulary."""
-_SETUP = "model = ts.parallelize(model, ts.plans.auto(model, batch))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,12 @@ def list_layouts(model: nn.Module, size: int) -> Iterator[Layout]:
             continue
         copies = size // tensor
         group = {"group_size": tensor}
+        setup = (
+            f"ts.distributed.init_process_group({tensor})\n"
+            "model = ts.parallelize(model, ts.plans.auto(model, batch))"
+        )
         yield Layout(
-            axes={"data": copies, "tensor": tensor}, options={"shard": {**group, "data": "ddp"}}, setup=_SETUP
+            axes={"data": copies, "tensor": tensor}, options={"shard": {**group, "data": "ddp"}}, setup=setup
         )
         for shards in divisors(copies):
             for again in (True, False):
@@ -56,7 +59,7 @@ def list_layouts(model: nn.Module, size: int) -> Iterator[Layout]:
                 yield Layout(
                     axes={"data": copies // shards, "fsdp": shards, "tensor": tensor},
                     options={"shard": {**group, "data": data}},
-                    setup=_SETUP,
+                    setup=setup,
                 )
 
 

@@ -87,8 +87,8 @@ def read_run(path: str | os.PathLike[str]) -> LoggedRun:
     file = path / FILENAME if path.is_dir() else path
     if not file.is_file():
         msg = (
-            f"{path} has no {FILENAME}, the record that a run leaves in the folder of its checkpoints, or "
-            "where log=JsonLinesLogger(folder) says"
+            f"{path} has no {FILENAME}, the record that a run leaves with log='jsonl' in the folder of its "
+            "checkpoints, or where log=JsonLinesLogger(folder) says"
         )
         raise FileNotFoundError(msg)
     run = parse(file)

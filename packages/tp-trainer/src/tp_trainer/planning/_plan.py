@@ -83,7 +83,7 @@ class PlannedLayout:
     def name(self) -> str:
         """The axes with more than one rank, and how it differs from others of the same axes."""
         axes = [f"{a} {n}" for a in get_args(Axis) if (n := self.layout.axes.get(a, 1)) > 1]
-        options = self.layout.options.get(self.backend, {})
+        options = next((o for o in self.layout.options.values() if "schedule" in o), {})
         more = [str(options[key]) for key in ("schedule", "microbatches") if key in options]
         fsdp = next((o for o in self.layout.options.values() if "reshard_after_forward" in o), None)
         data = self.layout.options.get("shard", {}).get("data")
@@ -322,7 +322,7 @@ def _ways(
         except (ConfigError, ModelError) as error:
             left_out[backend.name] = str(error)
             continue
-        ways = [_Way(backend, layout, _accumulations(backend, layout, samples)) for layout in layouts]
+        ways = [_Way(backend, layout, _accumulations(layout, samples)) for layout in layouts]
         found += [way for way in ways if way.accumulations]
         if layouts and not any(way.accumulations for way in ways):
             left_out[backend.name] = f"{samples} samples do not divide among the readers of its layouts"
@@ -333,12 +333,12 @@ def _ways(
     return found, left_out
 
 
-def _accumulations(backend: Backend[Any], layout: Layout, samples: int) -> tuple[int, ...]:
+def _accumulations(layout: Layout, samples: int) -> tuple[int, ...]:
     if samples % layout.readers:
         return ()
     each = samples // layout.readers
-    parts = layout.options.get(backend.name, {}).get("microbatches", 1)
-    least = parts if isinstance(parts, int) else 1
+    given = [options.get("microbatches") for options in layout.options.values()]
+    least = next((parts for parts in given if isinstance(parts, int)), 1)
     return tuple(2**i for i in range(each.bit_length()) if each % 2**i == 0 and each // 2**i % least == 0)
 
 
