@@ -9,7 +9,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Self
 
@@ -306,7 +306,7 @@ class Exchange:
                 how = f"for {self._timeout_s:g} s (the option timeout_s)"
                 where = f"stage {silent}, on rank {self._global(silent)}, hangs: nothing has come from it"
             else:
-                how, where = "in vain", f"rank {self._global(stage)} has ended"
+                how, where = "in vain", self._end_of(self._global(stage))
             msg = (
                 f"stage {work.stage} has waited {how} for the {what} of micro-batch {work.part} from stage "
                 f"{stage}; {where}"
@@ -331,6 +331,13 @@ class Exchange:
                 break
         return stage
 
+    def _end_of(self, rank: int) -> str:
+        """Return how a rank of this group has ended, by what it wrote into the store if it had an error."""
+        with suppress(RuntimeError):  # the store has gone with its rank
+            if self._store.check([f"failed/{rank}"]):
+                return self._store.get(f"failed/{rank}").decode()
+        return f"rank {rank} has ended"
+
     def fail(self, error: Exception) -> Exception:
         """Return the error with which this rank comes to the end of the batch.
 
@@ -351,6 +358,10 @@ class Exchange:
             except RuntimeError:  # not in time, or the store has gone with its rank
                 pass
         if ends:
+            text = f"rank {self._global_me} has failed in its stages: {type(error).__name__}: {error}"
+            with suppress(RuntimeError):  # the store has gone with its rank
+                key = f"failed/{self._global_me}"
+                self._store.set(key, str(error) if isinstance(error, RankFailedError) else text)
             raise error
         return error
 
