@@ -12,7 +12,9 @@ import torch
 from torch.utils.data import DataLoader
 from tp_core.errors import TpError
 from tp_core.testing import RankPool
-from tp_trainer import Checkpoints, FunctionMetric, Trainer, Validation
+from tp_data import Loader, Packed, Stream
+from tp_trainer import Checkpoints, FunctionMetric, Limits, Trainer, Validation
+from tp_trainer.callbacks import ExponentialMovingAverage
 
 from tests.integration import context_families, pipeline_families
 
@@ -54,7 +56,7 @@ def make_model(name, dtype):
 def train(
     name, stages=None, *, dtype=torch.float64, accumulate=1, attention="all-gather", epochs=1, **arguments
 ):
-    """Train on uneven tokens; return losses, errors and weights."""
+    """Train on uneven tokens, and validate by averages; return losses, errors and weights."""
     prepare()
     with context_families.all_in_float64() if dtype is torch.float64 else nullcontext():
         model = make_model(name, dtype)
@@ -71,6 +73,7 @@ def train(
                 validation=Validation(DataLoader(rows[5:10], batch_size=4), metrics=metrics),
                 epochs=epochs,
                 clip_norm=0.5,
+                callbacks=[ExponentialMovingAverage(0.5)],
                 **arguments,
             )
             state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
@@ -94,6 +97,34 @@ def test_stages_on_slices_equal_one_device(four, name, stages, settings, toleran
     expected = train(name, **settings)
     for found in four.run(partial(train, name, stages, **settings)):
         assert context_families.difference(found, expected) < tolerance
+
+
+def on_packed_rows(stages=None):
+    """Train adapters on packed documents; return losses and weights."""
+    from peft import LoraConfig, get_peft_model
+
+    prepare()
+    warnings.simplefilter("ignore")
+    lengths = (9, 14, 30, 4, 21, 8, 17, 12)
+    texts = [{"input_ids": [1 + (7 * n + i * i) % 60 for i in range(n)]} for n in lengths]
+    with context_families.all_in_float64():
+        chosen = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(make_model("llama", torch.float64), chosen).double()
+        with make_trainer(stages) as trainer:
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+            loader = Loader(Stream(texts), Packed(32, rows=2, arguments="positions"))
+            limits = Limits(steps_per_epoch=2)
+            history = trainer.fit(
+                model, optimizer, loader, step=lambda m, b: m(**b).loss, epochs=1, limits=limits
+            )
+            return [history[0].train["loss"]], dict(trainer.session.model_state(model))
+
+
+@pytest.mark.slow
+def test_adapters_learn_packed_documents_as_on_one_device(four):
+    expected = on_packed_rows()
+    for found in four.run(on_packed_rows, {"ranks": 2, "microbatches": 2}):
+        assert context_families.difference(found, expected) < 1e-12
 
 
 def begun(stages, folder):
