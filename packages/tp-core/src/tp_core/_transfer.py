@@ -415,9 +415,6 @@ def _search(
     return None
 
 
-# -- Move nested batches and modules to a device, or to page-locked memory -------------------------
-
-
 # -- Transfer of nested batches -------------------------------------------------------------------
 
 

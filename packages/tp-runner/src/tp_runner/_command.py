@@ -35,9 +35,6 @@ from tp_core.internal import (
 from tp_runner import OrderedRunner, UnorderedRunner
 from tp_runner.errors import ItemError
 
-# -- The files of `tp run`: inputs, the journal of done items, tables and pictures of results ------
-
-
 # -- Input ------------------------------------------------------------------------------------
 
 FORMATS = ("auto", "jsonl", "lines", "csv", "parquet", "files", "images")

@@ -29,7 +29,7 @@ The steps from a finished model to a split and trained one, and the files of eac
         v
     clip_grad_norm_, GradScaler   _training: norms from the parts of all ranks
         v
-    save_sharded, export          _state/; the place of a shard in the whole tensor: _shards
+    save_sharded, export          _files; the place of a shard in the whole tensor: _shards
 
 The backend ``shard`` of a trainer (_backend, _session) does the same for a model that is already split.
 """
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from tp_shard import nn as nn
     from tp_shard import plans as plans
     from tp_shard._backend import ShardOptions as ShardOptions
+    from tp_shard._files import export as export
+    from tp_shard._files import load_pretrained as load_pretrained
+    from tp_shard._files import load_sharded as load_sharded
+    from tp_shard._files import save_sharded as save_sharded
     from tp_shard._groups._random import RandomTracker as RandomTracker
     from tp_shard._plans._parallelize import parallelize as parallelize
     from tp_shard._plans._styles import Column as Column
@@ -61,16 +65,12 @@ if TYPE_CHECKING:
     from tp_shard._shards import get_parallel_dim as get_parallel_dim
     from tp_shard._shards import register_parallel_attribute as register_parallel_attribute
     from tp_shard._shards import register_parallel_dim as register_parallel_dim
-    from tp_shard._state._files import export as export
-    from tp_shard._state._files import load_pretrained as load_pretrained
-    from tp_shard._state._files import load_sharded as load_sharded
-    from tp_shard._state._files import save_sharded as save_sharded
-    from tp_shard._state._state_dict import collect_optimizer_state_dict as collect_optimizer_state_dict
-    from tp_shard._state._state_dict import collect_state_dict as collect_state_dict
-    from tp_shard._state._state_dict import (
+    from tp_shard._state_dict import collect_optimizer_state_dict as collect_optimizer_state_dict
+    from tp_shard._state_dict import collect_state_dict as collect_state_dict
+    from tp_shard._state_dict import (
         relocate_optimizer_state_dict as relocate_optimizer_state_dict,
     )
-    from tp_shard._state._state_dict import relocate_state_dict as relocate_state_dict
+    from tp_shard._state_dict import relocate_state_dict as relocate_state_dict
     from tp_shard._training import GradScaler as GradScaler
     from tp_shard._training import check_gradients as check_gradients
     from tp_shard._training import clip_grad_norm_ as clip_grad_norm_
@@ -109,8 +109,8 @@ else:
             ],
             "tp_shard._plans._summary": ["LayerSummary", "Summary", "summary"],
             "tp_shard._shards": ["get_parallel_dim", "register_parallel_attribute", "register_parallel_dim"],
-            "tp_shard._state._files": ["export", "load_pretrained", "load_sharded", "save_sharded"],
-            "tp_shard._state._state_dict": [
+            "tp_shard._files": ["export", "load_pretrained", "load_sharded", "save_sharded"],
+            "tp_shard._state_dict": [
                 "collect_optimizer_state_dict",
                 "collect_state_dict",
                 "relocate_optimizer_state_dict",

@@ -15,8 +15,10 @@ from tp_core.state import StoredTensors, load_state, open_tensors, plain_state
 
 from tp_trainer._checkpoint._base import read_base
 from tp_trainer._checkpoint._folder import MANIFEST, Manifest, RunFolder, read_manifest, step_of, verify
-from tp_trainer._checkpoint._model_files import MODEL, OneOfSeveral, StateInAFile
-from tp_trainer._checkpoint._weights_files import (
+from tp_trainer._checkpoint._model_files import (
+    MODEL,
+    OneOfSeveral,
+    StateInAFile,
     WeightsFiles,
     is_weights,
     split_over_files,

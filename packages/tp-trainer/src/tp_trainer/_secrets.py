@@ -36,16 +36,15 @@ _VALUE = re.compile(r"""(?<=")[^"]+|(?<=')[^']+|(?:Bearer |Basic )?[^\s,;&(){}\[
 _NAME = re.compile(r"-*[\w.-]+")
 
 
-def mask_secrets(value: Any, name: str = "") -> Any:
+def mask_secrets(value: Any) -> Any:
     """Return values with ``***`` in place of those named as a token, key, secret or password.
 
     In texts, passwords of URLs and values of "token=..." are masked.
 
     Args:
         value: A value, or mappings, lists, dataclasses and namespaces of values; the last two become dicts.
-        name: The name of the value.
     """
-    return _masked(value, name, is_within=False)
+    return _masked(value, "", is_within=False)
 
 
 def mask_arguments(arguments: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tp_core.discovery import Contribution, PluginRegistry
+from tp_core.discovery import Contribution
 from tp_core.errors import ConfigError
 from tp_core.plugins import registry
 from tp_core.plugins._hooks import FIRST_PARTY, OWN_COMMANDS
@@ -69,21 +69,20 @@ def new_plugin(
     typer.echo("\nIn that folder:\n  python -m pip install -e '.[testing]'\n  python -m pytest\n  tp doctor")
 
 
-def write_plugin(kind: Kind, name: str, into: Path, *, plugins: PluginRegistry = registry) -> Path:
+def write_plugin(kind: Kind, name: str, into: Path) -> Path:
     """Write the package and return its folder.
 
     Args:
         kind: What it is to bring.
         name: The name of its distribution, in any spelling that packaging takes for the same.
         into: The folder that the new one is made in.
-        plugins: Those that have their names already.
 
     Raises:
         ConfigError: The name cannot be taken, ``into`` is not a folder, or something of the name is in it.
             Nothing is written then.
     """
     normalized = re.sub(r"[-_.]+", "-", name).lower()
-    _check_name(kind, name, normalized, plugins)
+    _check_name(kind, name, normalized)
     if not into.is_dir():
         msg = f"--into must be a folder, and {str(into)!r} is none; make it first"
         raise ConfigError(msg)
@@ -130,7 +129,7 @@ def _requirement() -> str:
     return f">={major}.{minor},<{major}.{minor + 1}"
 
 
-def _check_name(kind: Kind, name: str, normalized: str, plugins: PluginRegistry) -> None:
+def _check_name(kind: Kind, name: str, normalized: str) -> None:
     """Make sure that the names that follow from ``name`` are valid, and that nobody has them."""
     if not re.fullmatch(r"[a-z]|[a-z][a-z0-9._-]*[a-z0-9]", name, re.IGNORECASE):
         msg = (
@@ -149,22 +148,22 @@ def _check_name(kind: Kind, name: str, normalized: str, plugins: PluginRegistry)
         raise _refused(name, f"a distribution {normalized!r} is installed already")
     if find_spec(module) is not None:
         raise _refused(name, f"its module would hide {module!r}, which is installed")
-    owner = _owner(kind, normalized, plugins)
+    owner = _owner(kind, normalized)
     if owner is not None:
         raise _refused(name, f"{owner} brings a {kind.value} {normalized!r}")
 
 
-def _owner(kind: Kind, name: str, plugins: PluginRegistry) -> str | None:
+def _owner(kind: Kind, name: str) -> str | None:
     """Return the distribution that has something of that kind and name."""
     if kind is Kind.COMMAND and name in OWN_COMMANDS:
         return "tp-core"
     found: Mapping[Kind, Callable[[], Iterable[Contribution[Any]]]] = {
-        Kind.BACKEND: plugins.backends,
-        Kind.ADAPTER: plugins.collate_adapters,
-        Kind.ENGINE: plugins.engines,
-        Kind.CALLBACK: plugins.callbacks,
-        Kind.LOGGER: plugins.loggers,
-        Kind.COMMAND: plugins.commands,
+        Kind.BACKEND: registry.backends,
+        Kind.ADAPTER: registry.collate_adapters,
+        Kind.ENGINE: registry.engines,
+        Kind.CALLBACK: registry.callbacks,
+        Kind.LOGGER: registry.loggers,
+        Kind.COMMAND: registry.commands,
     }
     owners = {contribution.item.name: contribution.distribution for contribution in found[kind]()}
     return (owners | (dict(KNOWN_BACKENDS) if kind is Kind.BACKEND else {})).get(name)

@@ -285,9 +285,6 @@ def _watch_optimizers(cache: ReplicaCache) -> None:
     weakref.finalize(cache, handle.remove)
 
 
-# -- Replicas of one module on several devices of one process, and the order of their backward passes
-
-
 # -- The order in which a backward pass goes through the nodes of replicas ------------------------
 # Autograd runs the node with the largest number first, of those that are ready. It numbers nodes as they are
 # made, in each thread on its own, from 0. So how the nodes of a replica's thread stand to the caller's would

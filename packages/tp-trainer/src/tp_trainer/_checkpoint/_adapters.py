@@ -20,8 +20,7 @@ from tp_core.internal import quantized_parts, write_atomically
 from tp_core.plugins import Session
 from tp_core.state import Place, plain_name, whole
 
-from tp_trainer._checkpoint._model_files import share_failure, write_state
-from tp_trainer._checkpoint._weights_files import WeightsFiles
+from tp_trainer._checkpoint._model_files import WeightsFiles, share_failure, write_state
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _COMPARED = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")

@@ -91,9 +91,7 @@ def address_towards(endpoint: Endpoint) -> str | None:
     return None
 
 
-def wait_for_endpoint(
-    endpoint: Endpoint, *, timeout_s: float, log: Callable[[str], None], grace_s: float = 3.0
-) -> bool:
+def wait_for_endpoint(endpoint: Endpoint, *, timeout_s: float, log: Callable[[str], None]) -> bool:
     """Wait until a program listens at the endpoint; return False after ``timeout_s``.
 
     torch's own wait runs in native code, ignores Ctrl-C, and prints nothing.
@@ -106,7 +104,7 @@ def wait_for_endpoint(
             waited_s = time.monotonic() - start
             if waited_s >= timeout_s:
                 return False
-            if waited_s >= grace_s and not is_logged:
+            if waited_s >= 3 and not is_logged:
                 log(f"waiting for the rendezvous host at {endpoint} ({error.strerror or error})")
                 is_logged = True
             time.sleep(0.2)

@@ -28,7 +28,7 @@ from tp_core.state import (
 from tp_core.tensors import TensorSlice
 
 from tp_shard._shards import Shard, ShardTable, part_of, reshard, shard_spec, slice_of, unwrap
-from tp_shard._state._state_dict import first_rank, is_first_rank, stream
+from tp_shard._state_dict import first_rank, is_first_rank, stream
 
 # -- Sharded checkpoints: saved and loaded by all ranks, with a digest of each file ---------------
 # Digests are written last and checked before anything is read. So a checkpoint that was truncated, changed or
