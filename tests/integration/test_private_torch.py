@@ -65,6 +65,7 @@ REASONS = {
     "torch.ops.aten._to_copy.default": "the operator of autocast's copies of weights",
     "torch.utils.data._utils.worker": "iterators read all samples of a shard in a worker, too",
     "torch.utils._device.DeviceContext": "a default device is a mode that does not count as one",
+    "torch.nn.modules.module._global_forward_hooks": "whether anything collects what a module returns",
     "torch.nn.modules.batchnorm._BatchNorm": "the base of all normalizations with running statistics",
     "torch.utils._python_dispatch.TorchDispatchMode": "how all operators of a forward are seen",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "such a block is run with numbers",

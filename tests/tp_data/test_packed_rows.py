@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -159,6 +161,37 @@ def test_the_check_accepts_a_model_that_keeps_documents_apart():
     check_packing(model, packed())
     check_packing(model, packed(), step=lambda m, b: m(**b)["loss"])
     assert model.training
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_checks_at_the_same_time_leave_the_generator_and_the_compiler_as_they_were():
+    graphs, (began, both, ended) = [], (threading.Event() for _ in range(3))
+    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: graphs.append(1) or graph.forward)
+    compiled(torch.zeros(1))
+    model = Decoder()
+    before = torch.get_rng_state()
+
+    def first(model, batch):
+        began.set()
+        assert both.wait(60)
+        torch.rand(1)
+        return model(**batch)["loss"]
+
+    def second(model, batch):
+        both.set()
+        assert ended.wait(60)
+        return model(**batch)["loss"]
+
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(check_packing, model, packed(), step=first)
+        assert began.wait(60)
+        other = threads.submit(check_packing, model, packed(), step=second)
+        one.result(60)
+        ended.set()
+        other.result(60)
+    torch.compiler.reset()
+    compiled(torch.zeros(1))
+    assert len(graphs) == 2
     assert torch.equal(before, torch.get_rng_state())
 
 

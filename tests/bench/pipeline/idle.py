@@ -89,11 +89,12 @@ def sleep_in_stages(schedule: str, ranks: int, parts: int, stage_s: float, path:
             session.backward(loss)
 
 
-def measured_share(path: Path) -> float:
-    """Return the share of the time of a trace in which ranks computed nothing."""
+def measured_share(path: Path) -> tuple[float, float]:
+    """Return the share of a trace in which ranks computed nothing, and the ms for each computation."""
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     whole = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
-    return float(1 - sum(e["dur"] for e in events) / whole / len({e["tid"] for e in events}))
+    ranks = len({e["tid"] for e in events})
+    return float(1 - sum(e["dur"] for e in events) / whole / ranks), whole / 1000 / len(events) * ranks
 
 
 def predicted_share(schedule: str, ranks: int, parts: int) -> float:
@@ -116,12 +117,13 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     path = Path(folder, "stages.json")
                     run_ranks(sleep_in_stages, ranks, name, ranks, 8, arguments.seconds, str(path))
-                    measured = measured_share(path)
+                    measured, each_ms = measured_share(path)
                 predicted = predicted_share(name, ranks, 8)
                 case = f"{ranks} ranks, {name}"
                 results.add(f"{case}: predicted", 100 * predicted, "%")
                 results.add(f"{case}: measured", 100 * measured, "%")
                 results.add(f"{case}: ratio", measured / predicted if predicted else 1.0, "")
+                results.add(f"{case}: beyond, for each computation", (measured - predicted) * each_ms, "ms")
 
 
 if __name__ == "__main__":

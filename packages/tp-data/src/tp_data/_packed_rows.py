@@ -13,7 +13,7 @@ A row with documents of 3 and 2 tokens, and one token of padding::
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -492,16 +492,43 @@ def _compare(model: nn.Module, packed: _Run, alone: Sequence[_Run]) -> str:
     )
 
 
+class _Shared:
+    """Keeps what threads share as it was: the CPU's generator, and what torch compiles.
+
+    Devices of one process check at the same time. So the first to begin changes it, and the last restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._threads, self._kept = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._kept.enter_context(torch.random.fork_rng([]))
+                if (
+                    "torch._dynamo" in sys.modules
+                ):  # a compiled model would compile for each of the short rows
+                    self._kept.enter_context(torch.compiler.set_stance("force_eager"))
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                self._kept.close()
+
+
+_shared = _Shared()
+
+
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluate without a trace: modes, buffers and generators are restored."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    # A compiled model would compile for each of the short rows.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        with torch.random.fork_rng(devices), eager:
+        with _shared, torch.random.fork_rng(devices):
             model.eval()
             yield
     finally:
