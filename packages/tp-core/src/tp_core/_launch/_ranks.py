@@ -80,6 +80,9 @@ _calls = count()
 # threads that read it at the same time, multiprocessing would report 255 to one.
 _asking = threading.Lock()
 
+# cloudpickle's list of modules is one for all threads.
+_registering = threading.Lock()
+
 
 def free_port() -> int:
     """Return a TCP port that is free now, and that other processes are unlikely to take.
@@ -358,14 +361,14 @@ def dumps(value: Any) -> bytes:
         for name, module in list(sys.modules.items())
         if name.split(".")[-1].startswith("test_") or name.split(".")[-1] == "conftest"
     ]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        data = dumps_by_value(value)
-    finally:
+    with _registering:
         for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
-    return data
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            return dumps_by_value(value)
+        finally:
+            for module in modules:
+                cloudpickle.unregister_pickle_by_value(module)
 
 
 class RankPool:
