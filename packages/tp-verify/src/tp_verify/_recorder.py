@@ -78,9 +78,8 @@ class Recorder(Callback):
 
     The variable ``TP_VERIFY`` has its settings as JSON: "folder", where records go; "stops", whether the run
     gets a SIGTERM within its "steps", which are 0 where they follow from the length of an epoch; "plain",
-    whether dropout and batch statistics are left out; "nudged", whether the first weights differ by one
-    rounding; "inputs", a file with what the model got in its first
-    step, for a backend that splits the model itself.
+    whether dropout and batch statistics are left out; "nudge", by which rounding the first weights differ, or
+    0; "inputs", a file with what the model got in its first step, for a backend that splits the model itself.
     """
 
     def __init__(self) -> None:
@@ -118,8 +117,8 @@ class Recorder(Callback):
                 _leave_out(module)
             if not name:
                 module.register_forward_pre_hook(self._see, with_kwargs=True)
-        if self._settings["nudged"]:
-            _nudge(run.model)
+        if self._settings["nudge"]:
+            _nudge(run.model, self._settings["nudge"])
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = next((t for _, t in named_tensors((args, kwargs)) if t.dim()), None)
@@ -245,9 +244,9 @@ def _watched(function: Callable[..., Tensor], key: str, at: int) -> Callable[...
 
 
 @torch.no_grad()
-def _nudge(model: nn.Module) -> None:
+def _nudge(model: nn.Module, seed: int) -> None:
     """Push each weight up or down by one rounding."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             signs = torch.randn(parameter.shape, generator=generator).sign().to(parameter)

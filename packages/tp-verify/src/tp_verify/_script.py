@@ -25,6 +25,9 @@ from tp_verify._report import Finding, Report
 
 _SAVED = 128 + 15  # the exit status of a run that a SIGTERM has ended
 _AT_ONCE = 2  # runs at the same time
+# A rounding mostly grows little, but much where it turns the largest of a pool or the sign before a ReLU. One
+# run often meets none of these.
+_NUDGES = (1, 2, 3)
 _NEAR = Bound(1e-3, 1e-4)  # of many steps in float32, each with its own rounding, beside what grows of one
 
 
@@ -77,7 +80,7 @@ class Trials:
         stops: bool = False,
         resumes: str = "",
         plain: bool = False,
-        nudged: bool = False,
+        nudge: int = 0,
     ) -> Run:
         """Run the script, and return what its ranks recorded.
 
@@ -89,7 +92,7 @@ class Trials:
             stops: Whether it gets a SIGTERM after two fifths of its steps.
             resumes: The name of the run that it resumes.
             plain: Whether dropout and the statistics of batches are left out.
-            nudged: Whether its first weights differ by one rounding.
+            nudge: Which of the roundings by which its first weights differ; 0 for none.
         """
         folder = self.folder / label
         folder.mkdir()
@@ -103,7 +106,7 @@ class Trials:
                     "stops": stops,
                     "steps": self.steps,
                     "plain": plain,
-                    "nudged": nudged,
+                    "nudge": nudge,
                     "inputs": "" if backend == "single" else str(self.folder / "stopped" / INPUTS),
                 }
             ),
@@ -171,7 +174,7 @@ def verify_script(
         continued = pool.submit(trials.run, "resumed", resumes="stopped")
         # What parts of a batch do otherwise than the whole is left out, where there is any.
         again = pool.submit(trials.run, "plain", plain=True) if seen["is_drawn"] else first
-        pushed = pool.submit(trials.run, "nudged", plain=True, nudged=True)
+        pushed = [pool.submit(trials.run, f"nudged {n}", plain=True, nudge=n) for n in _NUDGES]
         others = {
             backend: pool.submit(trials.run, backend, backend, ranks=ranks, devices=devices, plain=True)
             for backend, (ranks, devices) in layouts.items()
@@ -179,7 +182,8 @@ def verify_script(
         whole = _trained(first.result(), script)
         steps = whole.records[0]["step"]
         reports = [_resumed(whole, stopped, continued.result(), steps)]
-        plain, near = _trained(again.result(), script), _trained(pushed.result(), script)
+        plain = _trained(again.result(), script)
+        near = max((_trained(run.result(), script) for run in pushed), key=lambda run: _grown(plain, run))
         for backend, other in others.items():
             reports.append(_compared(plain, near, other.result(), backend, layouts[backend][0], steps))
     return reports
@@ -287,7 +291,7 @@ def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
 def _compared(plain: Run, near: Run, other: Run, backend: str, ranks: int, steps: int) -> Report:
     """Compare a run on another backend with the one on one device, up to rounding.
 
-    How far a rounding grows in this training is what ``near`` has: its first weights differed by one.
+    How far a rounding can grow in this training is what ``near`` has: its first weights differed by one.
     """
     name = f"backend {backend}"
     if other.is_refused:
@@ -322,15 +326,20 @@ def _compared(plain: Run, near: Run, other: Run, backend: str, ranks: int, steps
         [f"{steps} steps: weights, optimizer state, metrics and the checkpoint, up to rounding"]
         if finding is None
         else [],
-        [left_out] * bool(first["is_drawn"]) + _hidden(first["weights"], nudged["weights"]),
+        [left_out] * bool(first["is_drawn"]) + _hidden(_grown(plain, near)),
         seconds=other.seconds,
     )
 
 
-def _hidden(weights: Mapping[str, Tensor], nudged: Mapping[str, Tensor]) -> list[str]:
-    """Return what a comparison cannot see where a rounding grows beyond the least bound."""
+def _grown(plain: Run, near: Run) -> float:
+    """Return how far a rounding has grown, as the largest share of a weight."""
+    weights, nudged = plain.records[0]["weights"], near.records[0]["weights"]
     norms = [(norm_of(t), norm_of(nudged[name].double() - t)) for name, t in weights.items()]
-    grown = max((apart / max(norm, 1e-300) for norm, apart in norms), default=0.0)
+    return max((apart / max(norm, 1e-300) for norm, apart in norms), default=0.0)
+
+
+def _hidden(grown: float) -> list[str]:
+    """Return what a comparison cannot see where a rounding grows beyond the least bound."""
     if SLACK * grown <= _NEAR.rtol:
         return []
     return [f"less than {SLACK * grown:.1g} of a weight: one rounding at the start grows to {grown:.1g}"]
