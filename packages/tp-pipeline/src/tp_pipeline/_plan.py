@@ -682,7 +682,8 @@ def _planned(
     for item in sorted((i for i in crossing if i[0] == "inner"), key=repr):
         unit = calls[item[1]].unit
         module = run.units[unit].get_submodule(item[2])
-        if not module._forward_hooks and not _global_forward_hooks:  # private to torch
+        # A hook may collect it where the step finds it; torch has no public list of a module's hooks.
+        if not module._forward_hooks and not _global_forward_hooks:
             msg = (
                 f"the step uses in stage {crossing[item]} what {unit!r} of stage {stage_of[item[1]]} keeps "
                 f"of its {item[2]!r}, for example as an attribute, which other stages do not have; return it "
