@@ -17,10 +17,6 @@ from tp_core.errors import ConfigError, ModelError, TpError, did_you_mean, file_
 def load_function(name: str, *, example: str = "build") -> Callable[..., Any]:
     """Return the function that ``file.py:function`` or ``package.module:function`` names.
 
-    Args:
-        name: What the user wrote.
-        example: The name of the function in messages of how it is written.
-
     Raises:
         ConfigError: The file, the module or the function does not exist, or importing it raises.
     """

@@ -65,11 +65,7 @@ def _answer(call: str, given: Mapping[str, object], reason: str, instead: Mappin
 
 
 def check_call(method: Callable[..., object], contract: Callable[..., object], *, of: str) -> None:
-    """Check that a method takes what its contract does: Python's own error would come in the middle of a run.
-
-    Raises:
-        ContractError: It takes other arguments.
-    """
+    """Check that a method takes what its contract does: Python's own error would come in mid-run."""
     if getattr(method, "__func__", method) is contract:
         return
     parameters = list(inspect.signature(contract).parameters.values())[1:]  # the first is self

@@ -330,10 +330,6 @@ def device_of_rank(
         environment: The launch environment of this process.
         explicit: Whether the user named the devices; otherwise they are all that exist.
         environ: The environment variables; this process's own if ``None``.
-
-    Raises:
-        DeviceError: The devices cannot be divided among the processes of this host. Each process finds
-            that out by itself, so that none waits for another.
     """
     count, rank = environment.local_world_size, environment.local_rank
     if set(devices) == {_CPU} and len(devices) in (1, count):

@@ -321,7 +321,6 @@ class _Walk:
         self._alive: list[Any] = []  # while an id is a key above, its object must not die
 
     def visit(self, value: Any, container: Container) -> Any:
-        """Return the result for the container."""
         table, leaf, changed, done = self._table, self._leaf, self._changed, self._done
         key = id(value)
         if key in done:
@@ -617,10 +616,6 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
     For some devices, for example of torch's extensions, ``module.to(device)`` makes new parameters. An
     optimizer that was made before would continue with the old ones, and tied weights would be untied. This
     function keeps them the same objects.
-
-    Args:
-        module: The module.
-        device: The target.
     """
     replaces_all = torch.__future__.get_overwrite_module_params_on_conversion()
     is_there = all(p.device == device for p in module.parameters())

@@ -27,7 +27,6 @@ class GatherBackend(DevicesBackend[GatherOptions]):
         )
 
     def open(self, job: Job) -> "GatherSession":
-        """Open a session."""
         from tp_dp_gather._session import GatherSession
 
         return GatherSession(job, self.parse_options(job))

@@ -34,19 +34,6 @@ def parallel_loss(
 
     Collectives: forward scatters the targets and gathers the parts' losses; backward scatters the loss's
     gradient to the parts.
-
-    Args:
-        criterion: A loss module or function of an output and a target.
-        outputs: The parts of the output, one per device.
-        targets: The whole target, or its parts.
-        replicas: Replicas of the criterion, if it has weights; else any, for their threads.
-        device: The device of the loss.
-        dim: The dimension of the rows.
-        reduction: "mean" or "sum", where it cannot be read from the criterion.
-
-    Raises:
-        ConfigError: The outputs are not parts, the targets do not match them, or what the criterion
-            returns does not match the reduction.
     """
     if not isinstance(outputs, tuple | list) or not 0 < len(outputs) <= len(replicas):
         what = f"{len(outputs)} of them" if isinstance(outputs, tuple | list) else type(outputs).__name__
@@ -123,9 +110,6 @@ def _reduction_of(criterion: Any, *, asked: str | None) -> str | None:
     """Return how ``criterion`` reduces: "none", "mean" or "sum", or ``None`` where that is unknown.
 
     Read from its ``.reduction``, a keyword that it is bound to, or the default in its signature.
-
-    Raises:
-        ConfigError: The caller's reduction is not the criterion's.
     """
     own = _own_reduction(criterion)
     if own is not None and asked is not None and own != asked:

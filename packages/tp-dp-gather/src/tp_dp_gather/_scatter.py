@@ -393,9 +393,6 @@ class Scattering:
 
         Returns:
             The arguments of each part, and how many rows each has; ``None`` where nothing was split.
-
-        Raises:
-            ConfigError: Tensors have different numbers of rows, or a value may have an entry for each.
         """
         given: dict[str | int, Any] = dict(enumerate(args))
         given.update(kwargs)
@@ -422,11 +419,7 @@ class Scattering:
         return parts, sizes
 
     def sizes(self, value: Any, *, most: int) -> list[int]:
-        """Return how many rows each of at most ``most`` parts gets; an empty list where there are none.
-
-        Raises:
-            ConfigError: Tensors have different numbers of rows.
-        """
+        """Return how many rows each of at most ``most`` parts gets; an empty list where there are none."""
         rows = self.rows(value)
         return [s.stop - s.start for s in split_evenly(rows, min(most, rows))] if rows else []
 
@@ -434,9 +427,6 @@ class Scattering:
         """Return how many rows the tensors in ``value`` have; ``None`` if there are none.
 
         Tensors in lists count only where there are no others: there may be one for each sample.
-
-        Raises:
-            ConfigError: Tensors have different numbers of rows.
         """
         for table in (_OUTSIDE_LISTS, _AROUND_SAMPLES):
             rows: int | None = None
@@ -464,11 +454,7 @@ class Scattering:
         return None
 
     def parts(self, value: Any, sizes: Sequence[int]) -> list[Any]:
-        """Return one value for each size; the pieces of tensors are views.
-
-        Raises:
-            ConfigError: As in :meth:`arguments`.
-        """
+        """Return one value for each size; the pieces of tensors are views."""
         return self._pieces(value, sizes, {})
 
     def _pieces(self, value: Any, sizes: Sequence[int], done: dict[int, tuple[Any, list[Any]]]) -> list[Any]:
@@ -587,9 +573,6 @@ def split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int)
 
     Arguments that are neither tensors nor tuples nor lists (flags, numbers, ``None``) go to every
     part.
-
-    Raises:
-        ConfigError: A tensor stands where parts are expected, or the numbers of parts differ.
     """
     named = [
         *((f"argument {i}", a) for i, a in enumerate(args)),
@@ -657,9 +640,6 @@ class Gathering:
         """Join the parts' outputs to one output.
 
         Collectives: forward gathers the parts; backward scatters the output's gradient to them.
-
-        Raises:
-            ConfigError: ``outputs`` is empty, or its elements differ in structure.
         """
         if not outputs:
             msg = "there are no outputs to gather"
@@ -720,11 +700,7 @@ class Gathering:
         return cat_rows(moved, self._dim)
 
     def _has_rows(self, outputs: Sequence[Any], path: str) -> bool:
-        """Return whether all parts have their rows along the dimension; ``False`` for nested tensors.
-
-        Raises:
-            ConfigError: They have them along another one; or in none, and cannot be joined.
-        """
+        """Return whether all parts have their rows along the dimension; ``False`` for nested tensors."""
         if (
             self._sizes is None
             or len(outputs) < 2
@@ -753,11 +729,7 @@ class Gathering:
         raise ConfigError(msg)
 
     def _are_samples(self, outputs: Sequence[Any], path: str) -> bool:
-        """Return whether a list or tuple has an entry for each row of its part, and not for each value.
-
-        Raises:
-            ConfigError: It may be either.
-        """
+        """Return whether a list or tuple has an entry for each row of its part, and not for each value."""
         sizes = self._sizes
         if sizes is None or [len(o) if is_sequence(o) else -1 for o in outputs] != list(sizes):
             return False

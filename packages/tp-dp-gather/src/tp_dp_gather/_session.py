@@ -33,11 +33,7 @@ class GatherSession(Session):
         self._last_step: tuple[Step, bool] | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move ``model`` to the first device and wrap it in `DataParallel`.
-
-        Raises:
-            ModelError: ``model`` is not a module, or it is wrapped already.
-        """
+        """Move ``model`` to the first device and wrap it in `DataParallel`."""
         options = self._options
         prepared = DataParallel(
             super().prepare_model(model),
@@ -52,11 +48,7 @@ class GatherSession(Session):
     def prepare_loader(
         self, loader: Iterable[Any], *, training: bool = True, shard: bool = True
     ) -> PreparedLoader:
-        """Return a loader of whole batches, in which lists with an entry for each sample are marked.
-
-        Raises:
-            LoaderError: The loader cannot be iterated.
-        """
+        """Return a loader of whole batches, in which lists with an entry for each sample are marked."""
         # A loader class with its own __iter__ may look into its batches, which must not be envelopes then.
         is_counted = (
             isinstance(loader, DataLoader)
@@ -81,18 +73,13 @@ class GatherSession(Session):
         return moved if marker is None else marker.mark(moved, batch.samples, batch.layout)
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile the user's module and its replicas; scattering and gathering stay outside.
-
-        Raises:
-            ConfigError: Blocks are to be compiled, and replicas are compiled whole.
-        """
+        """Compile the user's module and its replicas; scattering and gathering stay outside."""
         if isinstance(model, DataParallel):
             model.replicas.compile(**whole_model_arguments(self.job, "dp-gather"))
         else:
             super().compile_model(model)
 
     def refresh(self, model: nn.Module) -> None:
-        """Copy all parameters and buffers to the other devices before the next step."""
         if isinstance(model, DataParallel):
             model.refresh()
 
@@ -104,9 +91,6 @@ class GatherSession(Session):
         output for it. The outputs are combined by the parts' weights, or samples.
 
         Collectives: those of the model's forward and backward, see `DataParallel`.
-
-        Raises:
-            StepError: The batch cannot be split as the model's input was.
         """
         # Recording keeps the outputs of all parts alive until the step ends: only where they are needed.
         last = self._last_step
@@ -133,7 +117,6 @@ class GatherSession(Session):
             raise StepError(msg)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module of a prepared model."""
         inner: nn.Module = model.module if isinstance(model, DataParallel) else model
         return inner
 
@@ -153,10 +136,6 @@ def _output_by_parts(
 
     The model does not run again: the step gets its recorded output for the part. So the part's "weight", or
     its number of samples, says how much the part's loss counts.
-
-    Raises:
-        StepError: The batch cannot be split as the model's input was, or the step calls the model more often
-            for a part than for the whole.
     """
     count = len(calls[0])
     try:

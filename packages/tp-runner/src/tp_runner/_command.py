@@ -63,9 +63,6 @@ def find(inputs: Sequence[str], form: str, *, outputs: Sequence[Path]) -> list[S
     """Return the files of paths, patterns and directories, each once, in a fixed order.
 
     Outputs may lie among the files of patterns and directories; they are passed over.
-
-    Raises:
-        ConfigError: An input does not exist, is the output too, or needs a package that is not installed.
     """
     found: dict[str, Source] = {}
     hidden = [path.resolve() for path in outputs]
@@ -92,11 +89,7 @@ def find(inputs: Sequence[str], form: str, *, outputs: Sequence[Path]) -> list[S
 
 
 def read(sources: Iterable[Source]) -> Iterator[Record]:
-    """Yield the items of files.
-
-    Raises:
-        ConfigError: A file cannot be read in its format.
-    """
+    """Yield the items of files."""
     for path, kind in sources:
         try:
             yield from _parse(sys.stdin, "-", kind) if path is None else _records_of(path, kind)
@@ -184,11 +177,7 @@ def _stamp(path: Path) -> str:
 
 
 def import_extra(name: str) -> Any:
-    """Import a module that the extra ``files`` brings.
-
-    Raises:
-        ConfigError: The module is not installed.
-    """
+    """Import a module that the extra ``files`` brings."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -201,11 +190,7 @@ def import_extra(name: str) -> Any:
 
 @contextlib.contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Say of an error of the system in the block that it is about an output; a closed pipe is none.
-
-    Raises:
-        StateError: The block raised an ``OSError``.
-    """
+    """Say of an error of the system in the block that it is about an output; a closed pipe is none."""
     try:
         yield
     except BrokenPipeError:
@@ -217,12 +202,7 @@ def saving(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def owned(path: Path) -> Iterator[None]:
-    """Have a file of results to this process alone: two that append would do the same items twice.
-
-    Raises:
-        ConfigError: Another process writes to it.
-        StateError: Its folder or its lock cannot be made.
-    """
+    """Have a file of results to this process alone: two that append would do the same items twice."""
     if str(path) == "-":
         yield
         return
@@ -334,11 +314,7 @@ class Journal:
         return False
 
     def write(self, record: Record, result: Any, *, keep_going: bool) -> None:
-        """Add the result of a record, or the error in its place.
-
-        Raises:
-            StateError: The result cannot be written as JSON, and ``keep_going`` is false.
-        """
+        """Add the result of a record, or the error in its place."""
         entry: dict[str, Any] = {"source": record.source, "line": record.line, "input": record.digest}
         if isinstance(result, BaseException):
             line = json.dumps({**entry, "error": _error_entry(result)})
@@ -426,9 +402,6 @@ def write_table(journal: Path, output: Path) -> None:
     """Write the journal as a table, whole or not at all.
 
     A dictionary's entries are columns, any other result is the column ``result``.
-
-    Raises:
-        StateError: Results of one column are of types that no column of Parquet can have together.
     """
     if output.suffix not in _WRITTEN or journal == output:
         return
@@ -505,11 +478,7 @@ def _open(path: str) -> Any:
 
 
 def require_apart(source: str, folder: Path, taken: dict[Path, str]) -> None:
-    """Refuse a source if another source's picture is saved to the same file, and would be lost.
-
-    Raises:
-        ConfigError: Another source is there.
-    """
+    """Refuse a source if another source's picture is saved to the same file, and would be lost."""
     path = _picture_of(source, folder)
     other = taken.setdefault(path, source)
     if other != source and os.path.realpath(other) != os.path.realpath(source):
@@ -686,11 +655,7 @@ def _reserve_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _report_failure(journal: Journal, records: Sequence[Record], output: Path) -> Iterator[None]:
-    """Report the progress of a run that an error ends, and the line of the failed item.
-
-    Raises:
-        TpError: An item failed. No other type: the command line takes some for a misuse of the command.
-    """
+    """Report the progress of a run that an error ends, and the line of the failed item."""
     try:
         yield
     except ItemError as error:
@@ -719,11 +684,7 @@ def _report(journal: Journal, output: Path) -> None:
 
 
 def _load(name: str) -> type[OrderedRunner]:
-    """Return the runner class called ``module:name``, or make one of a function.
-
-    Raises:
-        ConfigError: The module or its member does not exist, or is neither a class nor a function.
-    """
+    """Return the runner class called ``module:name``, or make one of a function."""
     module_name, _, attribute = name.partition(":")
     if not attribute:
         msg = f"the runner must be given as module:Runner, got {name!r}"

@@ -103,7 +103,6 @@ class InlineEngine(FleetEngine):
     }
 
     def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
-        """Return workers in name only."""
         from tp_runner._workers._thread import InlineFleet
 
         return InlineFleet(program, devices, settings)
@@ -130,7 +129,6 @@ class ThreadEngine(FleetEngine):
     }
 
     def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
-        """Return threads."""
         from tp_runner._workers._thread import ThreadFleet
 
         return ThreadFleet(program, devices, settings)
@@ -146,11 +144,6 @@ class ProcessEngine(FleetEngine):
     copies_work = True
 
     def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
-        """Return processes.
-
-        Raises:
-            ConfigError: The system has no worker processes, as Windows.
-        """
         require_processes()
         from tp_runner._workers._processes import ProcessFleet  # imports what Windows lacks
 
@@ -163,11 +156,7 @@ ENGINES: dict[str, FleetEngine] = {
 
 
 def find_engine(name: str) -> Engine:
-    """Return the engine of a name, of this package or of the registry.
-
-    Raises:
-        ConfigError: No engine is called so.
-    """
+    """Return the engine of a name, of this package or of the registry."""
     if name in ENGINES:  # the registry would look for plugins, which takes longer than to start threads
         return ENGINES[name]
     from tp_core.plugins import registry
@@ -266,7 +255,6 @@ class PluginPoolAdapter:
             self._pool.close()
 
     def stop(self) -> None:
-        """End the workers."""
         self.close()
 
     drop = stop

@@ -210,11 +210,7 @@ def _backend() -> Any:
         _executor: Executor | None = None
 
         def effective_n_jobs(self, n_jobs: int | None) -> int:
-            """Return how many workers ``n_jobs`` asks for; -1 is one on each core.
-
-            Raises:
-                ValueError: ``n_jobs`` is 0.
-            """
+            """Return how many workers ``n_jobs`` asks for; -1 is one on each core."""
             if n_jobs == 0:
                 msg = "n_jobs == 0 in Parallel has no meaning; give a number of workers, or -1 for each core"
                 raise ValueError(msg)
@@ -223,11 +219,7 @@ def _backend() -> Any:
             return n_jobs if n_jobs > 0 else max(1, available_cores() + 1 + n_jobs)
 
         def configure(self, n_jobs: int = 1, parallel: Any = None, **options: Any) -> int:
-            """Start the workers; a single one is the caller, as with joblib's own backends.
-
-            Raises:
-                ConfigError: An option is neither joblib's nor an executor's.
-            """
+            """Start the workers; a single one is the caller, as with joblib's own backends."""
             n_workers = self.effective_n_jobs(n_jobs)
             if n_workers == 1:
                 raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
@@ -240,7 +232,6 @@ def _backend() -> Any:
         def submit(
             self, func: Callable[[], Any], callback: Callable[[Any], None] | None = None
         ) -> "concurrent.futures.Future[Any]":
-            """Schedule a batch of calls."""
             assert self._executor is not None  # noqa: S101 - joblib configures first
             future = self._executor.submit(_call_batch, func)
             if callback is not None:
@@ -248,11 +239,9 @@ def _backend() -> Any:
             return future
 
         def retrieve_result_callback(self, out: "concurrent.futures.Future[Any]") -> Any:
-            """Return the result of a batch, or raise its error."""
             return out.result()
 
         def terminate(self) -> None:
-            """End the workers."""
             executor, self._executor = self._executor, None
             if executor is not None:
                 executor.shutdown()

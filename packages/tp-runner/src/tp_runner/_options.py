@@ -30,9 +30,6 @@ def devices_of_workers(
             them; ``"auto"`` for whatever accelerators there are.
         n_workers: A number of CPU workers, in place of ``devices``.
         elsewhere: Whether the workers are on other machines, with devices that are not visible here.
-
-    Raises:
-        DeviceError: No device is named, or one does not exist here.
     """
     if n_workers is not None:
         if devices is not None:
@@ -85,9 +82,6 @@ def cores_of_workers(cpus: Any, n_workers: int) -> tuple[tuple[int, ...], ...]:
         cpus: A number or a set of numbers for each worker; ``"split"`` for an even share of those that this
             process may use: several each, or one that several workers share.
         n_workers: How many workers there are.
-
-    Raises:
-        ConfigError: This is not such a value, the system pins nobody, or this process may not use a core.
     """
     if not hasattr(os, "sched_setaffinity"):
         msg = f"cpus={cpus!r} pins workers to cores, which {sys.platform} has no call for; leave it out"
@@ -173,11 +167,6 @@ class Batching:
 
     @classmethod
     def of(cls, size: Any, collate: Any, max_wait_s: Any = None) -> Self | None:
-        """Return how items are put together, where they are.
-
-        Raises:
-            ConfigError: A value is wrong, or is about batches where there are none.
-        """
         if size is not None:
             return cls(size, collate)
         for name, value in (("collate", collate), ("max_wait_s", max_wait_s)):
@@ -226,12 +215,7 @@ def collate(items: list[Any]) -> Any:
 
 
 def separate(answer: Any, n_items: int) -> list[Any]:
-    """Split a sequence, tensor or array along its first axis; a mapping's values one by one.
-
-    Raises:
-        ValueError: The answer does not have one result for each item.
-        TypeError: The answer cannot be split.
-    """
+    """Split a sequence, tensor or array along its first axis; a mapping's values one by one."""
     if isinstance(answer, Mapping):
         columns = {key: separate(value, n_items) for key, value in answer.items()}
         return [{key: column[i] for key, column in columns.items()} for i in range(n_items)]

@@ -84,11 +84,6 @@ class RayEngine(FleetEngine):
         return super().assess(devices)
 
     def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
-        """Return actors.
-
-        Raises:
-            ConfigError: Ray is not installed.
-        """
         return RayFleet(program, devices, settings)
 
 
@@ -371,11 +366,7 @@ Needs = dict[str, float]
 
 
 def import_ray() -> Any:
-    """Import Ray, which is an extra.
-
-    Raises:
-        ConfigError: Ray is not installed.
-    """
+    """Import Ray, which is an extra."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -413,9 +404,6 @@ def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[Needs], plac
     """Check that the living nodes of a cluster, if nobody else used them, could hold all workers.
 
     An actor that fits nowhere would be waited for without an end.
-
-    Raises:
-        ConfigError: There is no room for one of them.
     """
     left = [dict(node["Resources"]) for node in nodes if node["Alive"]]
     if placement == "strict_pack":
@@ -448,11 +436,7 @@ def _count_placed(nodes: list[Needs], workers: Sequence[Needs], *, once: bool = 
 
 
 def reserve(ray: Any, workers: Sequence[Needs], placement: str, timeout_s: float | None) -> Any:
-    """Hold a place for every worker: a placement group, which Ray moves when a node is lost.
-
-    Raises:
-        ConfigError: A worker takes nothing, or there was no place for all of them in time.
-    """
+    """Hold a place for every worker: a placement group, which Ray moves when a node is lost."""
     bundles = [{name: k for name, k in needs.items() if k} for needs in workers]
     if not all(bundles):
         msg = f"placement={placement!r} holds what workers take, and resources= lets one take nothing"
@@ -587,7 +571,6 @@ class RayWorker:
         return Started(failure, self._take_records(), where)
 
     def work(self, data: bytes, n_items: int, place: ChunkPlace) -> Answer:
-        """Work on a chunk."""
         began = time.monotonic()
         waited_s = began - self._waiting
         try:
@@ -603,7 +586,6 @@ class RayWorker:
         return Answer(data, failed or unpicklable, Timing(began, waited_s, worked_s), self._take_records())
 
     def end(self) -> Ended:
-        """End the program."""
         failure = returned = b""
         try:
             returned = dumps_exit_result(end_work(self._work))

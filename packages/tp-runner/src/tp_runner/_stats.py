@@ -123,7 +123,6 @@ class StatsCollector:
         self._counts = [_Counts() for _ in self.devices]
 
     def done(self, worker: int, index: int, n_items: int, timing: Timing) -> None:
-        """Note a finished chunk."""
         counts = self._counts[worker]
         counts.items += n_items
         counts.chunks += 1
@@ -134,7 +133,6 @@ class StatsCollector:
             self._events.append((worker, index, n_items, timing))
 
     def died(self, worker: int) -> None:
-        """Note a death."""
         self._counts[worker].deaths += 1
 
     def snapshot(self, where: Callable[[int], str]) -> RunnerStats:

@@ -19,16 +19,10 @@ class TupleBackend(DevicesBackend[TupleOptions]):
     options_type = TupleOptions
 
     def assess_devices(self, job: Job) -> Verdict:
-        """Fit: the step runs on each device."""
         names = ", ".join(map(str, job.devices))
         return Verdict.fits(60, f"{len(job.devices)} devices in one process ({names}), the step runs on each")
 
     def open(self, job: Job) -> "TupleSession":
-        """Open a session.
-
-        Raises:
-            ConfigError: An option is wrong.
-        """
         from tp_tuple._session import TupleSession
 
         options = self.parse_options(job)

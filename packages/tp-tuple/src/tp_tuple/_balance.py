@@ -105,12 +105,7 @@ Weights = Sequence[float] | Literal["memory", "auto"] | Speeds | None
 def resolve_weights(
     weights: Weights, count: int, devices: Sequence[Any] | None
 ) -> Sequence[float] | Speeds | None:
-    """Return the weights as numbers, or where they are measured; ``None`` for even shares.
-
-    Raises:
-        ConfigError: The weights are not of a known kind, or do not match the number of devices; or a device
-            does not report how much of its memory is free.
-    """
+    """Return the weights as numbers, or where they are measured; ``None`` for even shares."""
     if weights is None:
         return None
     if isinstance(weights, Speeds):
@@ -129,11 +124,6 @@ def resolve_weights(
 
 
 def check_weights(weights: Sequence[float], parts: int) -> tuple[float, ...]:
-    """Return the weights as floats.
-
-    Raises:
-        ConfigError: There are not as many weights as parts, or one is not a positive number.
-    """
     checked = tuple(float(w) for w in weights)
     if len(checked) != parts:
         msg = f"{parts} parts need {parts} weights, got {len(checked)}: {list(weights)!r}"
@@ -193,9 +183,6 @@ def balanced_rows(costs: Sequence[float], parts: int, weights: Sequence[float] |
     The longest-processing-time rule: the dearest item goes first, each to the part that is least
     loaded. At most 4/3 of the best possible maximum (Graham, 1969). Inside a part the items keep
     their order.
-
-    Raises:
-        ConfigError: A cost is negative or not a number.
     """
     for i, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):
@@ -223,9 +210,6 @@ class Stopwatch:
 
     On an accelerator it measures by events, which leave out earlier work, other streams and the host.
     On the CPU it measures by the clock.
-
-    Args:
-        device: The device of the work; it must be the current one.
     """
 
     def __init__(self, device: torch.device) -> None:

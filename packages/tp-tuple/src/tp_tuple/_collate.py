@@ -67,11 +67,7 @@ class Splitter:
         self._select = select
 
     def rows(self, items: Any) -> tuple[Sequence[Sequence[int]], list[int] | None]:
-        """Return the rows of each part, and the order of the items unless it is kept.
-
-        Raises:
-            ConfigError: ``items`` is empty, or a cost is not a number.
-        """
+        """Return the rows of each part, and the order of the items unless it is kept."""
         length = len(items)
         if length == 0:
             msg = "cannot split a batch of no items; let the sampler leave such batches out"
@@ -84,7 +80,6 @@ class Splitter:
         return pieces, [row for piece in pieces for row in piece]
 
     def take(self, items: Any, rows: Sequence[int]) -> Any:
-        """Return the items of these rows."""
         if self._select is not None:
             return self._select(items, rows)
         if isinstance(rows, range) and isinstance(items, list):
@@ -324,11 +319,7 @@ class TupleCollateAdapter(CollateAdapter):
         weights: Sequence[float] | Speeds | None = None,
         cost: Callable[[Any], float] | None = None,
     ) -> Callable[[list[Any]], Parts]:
-        """Return a collate function that makes one batch of each piece.
-
-        Raises:
-            ConfigError: ``collate_fn`` cannot be called, or the weights make no sense.
-        """
+        """Return a collate function that makes one batch of each piece."""
         if not callable(collate_fn):
             msg = f"a collate function must be callable, got {type(collate_fn).__name__}: {collate_fn!r:.80}"
             raise ConfigError(msg)
@@ -427,12 +418,7 @@ def _assess(adapter: CollateAdapter, sample: Any, parts: int) -> Verdict:
 
 
 def find_adapters(name: str) -> tuple[CollateAdapter, ...]:
-    """Return the adapters to choose from: all that are installed for "auto", or the one of that name.
-
-    Raises:
-        ConfigError: No adapter of that name is installed.
-        PluginError: The plugin of that name is broken, or was blocked.
-    """
+    """Return the adapters to choose from: all that are installed for "auto", or the one of that name."""
     from tp_core.plugins import registry  # here: it imports pluggy, and collate functions alone need none
 
     found = {c.item.name: c.item for c in registry.collate_adapters()}

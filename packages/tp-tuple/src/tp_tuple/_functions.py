@@ -171,9 +171,6 @@ def per_value(results: Sequence[Any], make: Callable[[list[Any]], Any], *, mappi
 
     Tuples, lists and named tuples of k values become k values, each with an entry per part; so do
     mappings, if ``mappings``; anything else becomes one value.
-
-    Raises:
-        ConfigError: The parts have different numbers of values, or different keys.
     """
     first = results[0]
     if isinstance(first, PackedSequence):  # a tuple by inheritance, a value by use
@@ -214,11 +211,7 @@ def _like(mapping: Mapping[Any, Any], values: list[Any]) -> Any:
 def arguments_of_parts(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int | None
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Turn arguments that are tuples of parts into the arguments of each part.
-
-    Raises:
-        ConfigError: An argument is not a tuple or list, or has another number of parts; or there are none.
-    """
+    """Turn arguments that are tuples of parts into the arguments of each part."""
     if not args and not kwargs:
         msg = "expected at least one argument, a tuple or list with one entry per part"
         raise ConfigError(msg)

@@ -55,11 +55,7 @@ class PartGather:
         step: Callable[[nn.Module, Any], Any],
         parts: Sequence[Any],
     ) -> list[Any]:
-        """Return ``run_all(step, parts)``; within it, each part can gather.
-
-        Raises:
-            StepError: Some parts gathered more often than others.
-        """
+        """Return ``run_all(step, parts)``; within it, each part can gather."""
 
         def run_part(replica: nn.Module, numbered: tuple[int, Any]) -> Any:
             number, part = numbered
@@ -95,9 +91,6 @@ class PartGather:
 
         Collectives: forward all-gathers the rows by copies between devices; backward copies each part's
         share of the gradient back, where autograd sums the shares.
-
-        Raises:
-            StepError: The parts run one after the other, in a mode of torch, say; or their rows differ.
         """
         if self._in_turn:
             msg = (
@@ -175,11 +168,7 @@ Step = Callable[[nn.Module, Any], StepOutput]
 
 
 class TupleSession(Session):
-    """Session that runs the step on every device at once and combines the outputs.
-
-    Raises:
-        ConfigError: The weights make no sense, or no collate adapter has the name.
-    """
+    """Session that runs the step on every device at once and combines the outputs."""
 
     def __init__(self, job: Job, options: TupleOptions) -> None:
         super().__init__(job)
@@ -196,25 +185,16 @@ class TupleSession(Session):
         self._gathers: list[PartGather] = []  # of the steps that run now on several parts
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move ``model`` to the first device and make its replicas.
-
-        Raises:
-            ModelError: ``model`` is not a module, or it is wrapped already.
-        """
+        """Move ``model`` to the first device and make its replicas."""
         prepared = super().prepare_model(model)
         self._replicas_of(prepared)
         return prepared
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile the model in place, and each of its replicas.
-
-        Raises:
-            ConfigError: Blocks are to be compiled, and replicas are compiled whole.
-        """
+        """Compile the model in place, and each of its replicas."""
         self._replicas_of(model).compile(**whole_model_arguments(self.job, "tuple"))
 
     def refresh(self, model: nn.Module) -> None:
-        """Copy all parameters and buffers to the other devices before the next step."""
         self._replicas_of(model).refresh()
 
     def prepare_loader(
@@ -228,9 +208,6 @@ class TupleSession(Session):
             training: As in `Session.prepare_loader`.
             shard: If ``True``, the order of the samples follows from the job's seed. If not, values that are
                 no batch in parts, like the numbers of a ``range``, are yielded unchanged; `run` refuses them.
-
-        Raises:
-            LoaderError: The loader does not collate batches from lists of items.
         """
         if isinstance(loader, DataLoader) and loader.batch_sampler is None:
             msg = (
@@ -255,7 +232,6 @@ class TupleSession(Session):
         return self.move_batch(batch) if isinstance(batch, Envelope | Parts) else batch
 
     def move_batch(self, batch: Any) -> Any:
-        """Move each part to its device."""
         parts = batch.batch if isinstance(batch, Envelope) else batch
         if not isinstance(parts, Parts):
             msg = (
@@ -279,10 +255,6 @@ class TupleSession(Session):
 
         Collectives: forward copies changed parameters to the other devices, and gathers the losses on the
         first one; backward sums the replicas' gradients into the parameters there.
-
-        Raises:
-            LoaderError: ``batch`` is not in parts.
-            StepError: The outputs of the parts do not go together.
         """
         return self._run(step, self._replicas_of(model), batch)
 
@@ -344,10 +316,6 @@ class TupleSession(Session):
 
         Collectives: forward all-gathers the rows by copies between devices; backward copies each part's
         share of the gradient back, where autograd sums the shares.
-
-        Raises:
-            StepError: There is no such step under way; or the parts cannot wait for each other,
-                or do not go together.
         """
         gather = current_part_gather()
         if gather is None and self._gathers:

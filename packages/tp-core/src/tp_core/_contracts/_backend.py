@@ -334,11 +334,7 @@ def check_option_types(options: object) -> None:
 
 
 def check_above_zero(options: object, *names: str) -> None:
-    """Check that these options are ``None`` or finite numbers above 0.
-
-    Raises:
-        ConfigError: One is not; the message names it.
-    """
+    """Check that these options are ``None`` or finite numbers above 0."""
     for name in names:
         value = getattr(options, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

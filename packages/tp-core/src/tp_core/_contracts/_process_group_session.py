@@ -59,9 +59,6 @@ class SteppingDataParallel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, or the step, and prepare to average the gradients of one backward pass.
 
-        Raises:
-            StepError: A parameter took no part in the loss of the last backward pass.
-
         Collective: DDP's broadcast of buffers in forward, its bucketed all-reduces in backward.
         """
         try:
@@ -96,10 +93,6 @@ class SteppingDataParallel(DistributedDataParallel):
         """Return an attribute of the module that is no method, for example ``config``.
 
         The same script then works with one process, where the model has no wrapper.
-
-        Raises:
-            AttributeError: There is none of the name, or it is callable: the gradients of a call past this
-                wrapper would not be averaged.
         """
         try:
             return super().__getattr__(name)
@@ -247,7 +240,6 @@ class ReductionWatch:
         finalize(self, self._handle.remove)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Record that ``optimizer`` must step averaged gradients only."""
         self._prepared.add(optimizer)
 
     def close(self) -> None:
@@ -258,9 +250,6 @@ class ReductionWatch:
 
     def go_back(self, run: Callable[[], None]) -> None:
         """Run a backward pass, and check that it averages all gradients that it adds.
-
-        Raises:
-            StepError: It reached a parameter with a gradient that was averaged since the forward pass.
 
         Collective: DDP's all-reduces in ``run``; none of its own.
         """
@@ -820,10 +809,6 @@ class _CommonDraws:
 
 def gather_objects(value: T, size: int) -> list[T]:
     """Return every rank's object, in the order of the ranks.
-
-    Args:
-        value: This rank's object.
-        size: The number of ranks.
 
     Raises:
         DisagreementError: On every rank, if one is at another place of these packages.

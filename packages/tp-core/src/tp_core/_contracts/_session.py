@@ -181,7 +181,6 @@ class Session:
             self._compile(module, options)
 
     def _compile(self, module: nn.Module, options: CompileOptions) -> None:
-        """Compile a module in place, as a whole."""
         compile_in_place(module, **options.arguments())
 
     def refresh(self, model: nn.Module) -> None:
@@ -616,7 +615,6 @@ class PerModule(Generic[T]):
         self._modules.add(module)
 
     def get(self, module: nn.Module) -> T | None:
-        """Return the value of a module, or ``None``."""
         held = vars(module).get(_HELD)
         # The set, since a shallow copy of a module has its attributes.
         return held.values.get(self) if isinstance(held, _Held) and module in self._modules else None
@@ -625,7 +623,6 @@ class PerModule(Generic[T]):
         return iter(list(self._modules))
 
     def clear(self) -> None:
-        """Forget all values."""
         for module in self:
             if isinstance(held := vars(module).get(_HELD), _Held):
                 held.values.pop(self, None)

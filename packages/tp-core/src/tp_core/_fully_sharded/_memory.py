@@ -59,13 +59,7 @@ class _Unit:
 
 
 def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
-    """Return the options with values in place of "auto": the fastest ones with which the job fits.
-
-    Args:
-        job: The job.
-        options: The options as given.
-        ranks: The number of ranks that hold the model together.
-    """
+    """Return the options with values in place of "auto": the fastest ones with which the job fits."""
     ways = list(_ways(job, options))
     footprint, model = job.footprint, job.model
     if footprint is None or model is None:
@@ -82,13 +76,7 @@ def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
 
 
 def sharded_memory(job: Job, options: FullyShardOptions, *, ranks: int) -> MemoryNeed | None:
-    """Return the memory that a job needs on each rank with its options; ``None`` where too little is known.
-
-    Args:
-        job: The job.
-        options: The options as given.
-        ranks: The number of ranks that hold the model together.
-    """
+    """Return the memory that a job needs on each rank; ``None`` where too little is known."""
     if job.footprint is None or job.model is None:
         return None
     return _need(job, resolve_options(job, options, ranks=ranks), job.footprint, job.model, ranks)

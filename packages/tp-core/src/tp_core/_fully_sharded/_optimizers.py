@@ -73,11 +73,7 @@ class WholeSteps:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Step the parameters that are split, and leave the others to the step itself.
-
-        Raises:
-            ConfigError: The step has a closure.
-        """
+        """Step the parameters that are split, and leave the others to the step itself."""
         self._after(optimizer)  # a step that raised an error has left its groups
         if any(callable(value) for value in (*args, *kwargs.values())):
             msg = (
@@ -161,11 +157,6 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
 def total_shard_norm(model: nn.Module, norm_type: float, *, device: torch.device) -> Tensor:
     """Return the norm of the whole gradient: a scalar tensor, equal on all ranks.
 
-    Args:
-        model: The sharded model.
-        norm_type: The order of the norm; ``inf`` for the largest absolute value.
-        device: The device of the collective.
-
     Collective: one all-reduce of a number over the ranks that hold the model together.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -202,10 +193,6 @@ class WholeParameters:
     """Parameters that every rank holds whole, since torch cannot gather them with the others.
 
     Collective: in backward, one all-reduce for each gradient once it is complete.
-
-    Args:
-        parameters: The parameters.
-        group: The ranks that read different samples; ``None`` for all.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
@@ -232,10 +219,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Check that an optimizer treats each element by itself, as shards need it.
 
     LBFGS does not, but is right where it can concatenate shards without padding: with shards of one size.
-
-    Raises:
-        ConfigError: The optimizer has shards, and computes with whole matrices, shards its state itself, or
-            torch has no such step for shards.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(map(is_dtensor, parameters)):
@@ -260,11 +243,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def check_whole_steps(optimizer: Optimizer) -> None:
-    """Check that an optimizer over shards gets whole matrices, if it needs them.
-
-    Raises:
-        ConfigError: It was not prepared, or needs more than one matrix at a time.
-    """
+    """Check that an optimizer over shards gets whole matrices, if it needs them."""
     name = whole_matrix_optimizer(optimizer)
     if gathers_matrices(optimizer):
         if not steps_whole(optimizer):

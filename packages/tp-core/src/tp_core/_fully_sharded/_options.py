@@ -106,11 +106,7 @@ def reduction_type(options: FullyShardOptions, job: Job) -> torch.dtype | None:
 
 
 def check_offload(options: FullyShardOptions, job: Job) -> None:
-    """Check that offloading has an accelerator, and that this process can pin memory.
-
-    Raises:
-        ConfigError: The job computes on the CPU, or no memory can be pinned.
-    """
+    """Check that offloading has an accelerator, and that this process can pin memory."""
     if options.offload is not True:
         return
     if job.devices[0].type == "cpu":

@@ -52,9 +52,6 @@ class FullyShardedSession(ProcessGroupSession):
     def shard_model(self, model: nn.Module) -> nn.Module:
         """Shard a model, in place: the module stays the user's own.
 
-        Raises:
-            ModelError: A weight is quantized.
-
         Collective: a broadcast of each parameter and buffer, an all-gather of parameters in no unit.
         """
         check_not_quantized(model, "fully_shard")
@@ -67,11 +64,7 @@ class FullyShardedSession(ProcessGroupSession):
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Replace the optimizer's parameters by their shards.
-
-        Raises:
-            ConfigError: The optimizer computes with all matrices at once, or shards its state itself.
-        """
+        """Replace the optimizer's parameters by their shards."""
         optimizer = super().prepare_optimizer(optimizer)
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -92,11 +85,7 @@ class FullyShardedSession(ProcessGroupSession):
         return whole(value)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Check that an optimizer steps shards, and not the parameters that they replaced.
-
-        Raises:
-            ConfigError: It was made before the model was prepared; or it cannot step shards.
-        """
+        """Check that an optimizer steps shards, and not the parameters that they replaced."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if any(self.sharding.shard_of(p) is not None for p in held):
             msg = (
@@ -108,11 +97,7 @@ class FullyShardedSession(ProcessGroupSession):
         check_optimizer(optimizer)
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile each unit by itself, so that the all-gathers stay outside of the compiled code.
-
-        Raises:
-            ModelError: Repeated blocks are to be compiled, and the model has none.
-        """
+        """Compile each unit by itself, so that the all-gathers stay outside of the compiled code."""
         options = self.job.compile or CompileOptions()
         units = [module for module in sharded_modules(model) if module is not model]
         if options.blocks or not units:
@@ -135,10 +120,6 @@ class FullyShardedSession(ProcessGroupSession):
 
         Parameters in no unit are gathered during the whole step, so it may call any method of the module.
 
-        Raises:
-            StepError: The step computed with a parameter of a unit, outside of the unit's forward pass; or
-                the model has been converted since it was prepared.
-
         Collective: in forward an all-gather for each unit. In backward an all-gather again where units were
         resharded, and a reduce-scatter of gradients, with replicas an all-reduce, too.
         """
@@ -148,9 +129,6 @@ class FullyShardedSession(ProcessGroupSession):
         self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
     ) -> StepOutput:
         """Run ``step(*models, batch)`` as the forward pass of each of the models.
-
-        Raises:
-            StepError: As in :meth:`run`.
 
         Collective: those of :meth:`run`, for each model.
         """
@@ -224,7 +202,6 @@ class FullyShardedSession(ProcessGroupSession):
 
     @torch.no_grad()
     def clip_grad_value(self, model: nn.Module, limit: float) -> None:
-        """Clamp every element of the gradients between ``-limit`` and ``limit``."""
         grads = local_gradients(model)
         if grads:
             torch._foreach_clamp_min_(grads, -limit)
@@ -232,7 +209,6 @@ class FullyShardedSession(ProcessGroupSession):
 
     @torch.no_grad()
     def scale_gradients(self, model: nn.Module, factor: float) -> None:
-        """Multiply the gradients."""
         grads = local_gradients(model)
         if grads:
             torch._foreach_mul_(grads, factor)

@@ -287,11 +287,6 @@ def _checkpoint_activations(module: nn.Module) -> None:
 
 
 def _refuse_copy(_: object) -> NoReturn:
-    """Raise an error that names the ways without a copy.
-
-    Raises:
-        ModelError: Always.
-    """
     msg = (
         "a fully sharded model cannot be copied (copy.deepcopy, torch's AveragedModel): copy it before it is "
         "prepared, and prepare the copy too; averages of weights are callbacks, ExponentialMovingAverage and "
@@ -431,11 +426,6 @@ class WriteWatch:
             self._sums = self._sums_now()
 
     def after(self, *_: Any) -> None:
-        """Check that the parameters are unchanged.
-
-        Raises:
-            StepError: One was written.
-        """
         before, self._before = self._before, None
         if before is None or torch.compiler.is_compiling():
             return

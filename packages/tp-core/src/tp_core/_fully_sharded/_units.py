@@ -33,7 +33,6 @@ class Units:
     how: str
 
     def __str__(self) -> str:
-        """Return the number of units of each class, and the rule that found them."""
         if not self.modules:
             return f"the whole model is one unit ({self.how})"
         kinds = Counter(_class_name(module) for module in self.modules.values())
@@ -43,10 +42,6 @@ class Units:
 
 def find_units(model: nn.Module, rule: UnitRule) -> Units:
     """Return the units of a model.
-
-    Args:
-        model: The plain module.
-        rule: The option ``units``.
 
     Raises:
         ConfigError: The rule is of another type, or finds no module.

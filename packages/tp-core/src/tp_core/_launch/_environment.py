@@ -12,18 +12,12 @@ from tp_core.errors import ConfigError, LaunchEnvironmentError
 
 
 class LauncherVariables(NamedTuple):
-    """The variables of one launcher.
-
-    Attributes:
-        names: The names of all that are read.
-        remedy: The advice how to start a script so that they are set.
-    """
+    """The variables of one launcher."""
 
     names: tuple[str, ...]
     remedy: str
 
     def reader(self, environ: Mapping[str, str]) -> "VariableReader":
-        """Return a reader of these variables in ``environ``."""
         return VariableReader(self, environ)
 
 
@@ -34,11 +28,6 @@ class VariableReader(NamedTuple):
     environ: Mapping[str, str]
 
     def text(self, name: str) -> str:
-        """Return a variable.
-
-        Raises:
-            LaunchEnvironmentError: The variable is not set, or empty.
-        """
         value = self.environ.get(name, "").strip()
         if not value:
             problem = "is empty" if name in self.environ else "is not set"
@@ -47,15 +36,7 @@ class VariableReader(NamedTuple):
         return value
 
     def number(self, name: str, *, default: int | None = None) -> int:
-        """Return a variable as a whole number of at least 0.
-
-        Args:
-            name: The variable.
-            default: For one that is not set; without it that is an error.
-
-        Raises:
-            LaunchEnvironmentError: The variable is not set, or not such a number.
-        """
+        """Return a variable as a whole number of at least 0."""
         if default is not None and name not in self.environ:
             return default
         value = self.text(name)
@@ -65,7 +46,6 @@ class VariableReader(NamedTuple):
         return int(value)
 
     def error(self, problem: str) -> LaunchEnvironmentError:
-        """Return an error with the problem, the variables that were found, and the remedy."""
         found = [name for name in self.variables.names if name in self.environ]
         values = ", ".join(f"{name}={self.environ[name]!r}" for name in found)
         unset = " ".join(name for name in found if not name.startswith("MASTER_"))
@@ -100,9 +80,6 @@ def is_step(environ: Mapping[str, str]) -> bool:
 def expand_counts(text: str) -> list[int]:
     """Return one count per node from Slurm's short form.
 
-    Raises:
-        LaunchEnvironmentError: The text is not in that form.
-
     Example:
         >>> expand_counts("2(x3),1")
         [2, 2, 2, 1]
@@ -119,9 +96,6 @@ def expand_counts(text: str) -> list[int]:
 
 def expand_hosts(text: str) -> list[str]:
     """Return the host names of Slurm's short form.
-
-    Raises:
-        LaunchEnvironmentError: The text is not in that form.
 
     Example:
         >>> expand_hosts("node[001-003,7],gpu1")
@@ -393,10 +367,6 @@ def check_process_count(option: str, count: int) -> None:
     """Raise an error for more processes than a host of this size can run, before the first is started.
 
     A number with a digit too many would block the whole machine for all its users.
-
-    Args:
-        option: The option with the number, for the message.
-        count: The number of processes to start here.
 
     Raises:
         ConfigError: There are more than 16 for each core, and more than 256.

@@ -19,11 +19,6 @@ Progress = bool | Literal["auto"]
 
 
 def shows_progress(progress: Progress) -> bool:
-    """Return whether to show progress.
-
-    Raises:
-        ConfigError: ``progress`` is neither a bool nor "auto".
-    """
     if isinstance(progress, bool):
         return progress
     if progress != "auto":
@@ -63,22 +58,15 @@ class NotebookOutput:
         self._handle: Any = None
 
     def add(self, line: str) -> None:
-        """Append a line."""
         self._lines = [*self._lines, line][-_MOST_LINES:]
         self._show()
 
     def replace(self, lines: Sequence[str]) -> None:
-        """Replace all lines."""
         self._lines = list(lines)
         self._show()
 
     def bar(self, label: str, steps: int | None) -> Callable[[int, str], None]:
-        """Return a function that shows the number of steps done and a few words.
-
-        Args:
-            label: The text before the bar.
-            steps: The number of all steps; ``None`` if it is not known.
-        """
+        """Return a function that shows the number of steps done and a few words."""
         from html import escape  # here: only notebooks need it, and starts of workers must not wait for it
 
         def move(done: int, words: str) -> None:

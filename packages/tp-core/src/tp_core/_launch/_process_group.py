@@ -37,10 +37,6 @@ def rendezvous_store(environment: LaunchEnvironment, *, timeout_s: float = 300.0
     address. A process has one: later calls return the same. The agent's store survives a restart of the
     processes, so each attempt has its own prefix and does not read keys of the one before.
 
-    Args:
-        environment: The launch environment of this process, with the master address and port.
-        timeout_s: The seconds to wait for the store to answer.
-
     Raises:
         LaunchEnvironmentError: The environment has no master address and port.
         RankFailedError: The store did not answer in time.
@@ -71,12 +67,7 @@ def rendezvous_store(environment: LaunchEnvironment, *, timeout_s: float = 300.0
 
 
 def has_exited(store: Store, rank: int) -> bool:
-    """Return whether ``tp launch`` has reported that the process of a rank ended with status 0.
-
-    Args:
-        store: The store of `rendezvous_store`, or a prefix of it.
-        rank: The rank.
-    """
+    """Return whether ``tp launch`` has reported that the process of a rank ended with status 0."""
     # The launcher writes its key without our prefixes.
     while isinstance(store, PrefixStore):
         store = store.underlying_store

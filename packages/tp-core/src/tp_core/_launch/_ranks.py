@@ -36,10 +36,6 @@ def dumps_by_value(obj: Any, **options: Any) -> bytes:
 
     Their code keeps the names of its files, which tracebacks and messages show.
 
-    Args:
-        obj: The object.
-        **options: As for ``cloudpickle.Pickler``: protocol, buffer_callback.
-
     Raises:
         ImportError: cloudpickle is not installed.
         Exception: Something cannot be pickled.

@@ -145,7 +145,6 @@ class _Tp(TyperGroup):
             _warn(str(conflict))
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - its signature
-        """Return the names of all commands that can be loaded."""
         return [name for name in list(self._waiting) if self._load(name) is not None]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002

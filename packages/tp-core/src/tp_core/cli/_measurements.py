@@ -34,9 +34,6 @@ def meet(environment: LaunchEnvironment, *, timeout_s: float) -> dict[str, Any]:
         On rank 0 "ranks", "hosts", "meeting_s", "all_reduce_s" of one number, "all_reduce_bytes_per_s" by
         kind of device, and "clocks" by host, each with its skew and how sure that is; the others know less.
 
-    Raises:
-        RankFailedError: The others did not come in time.
-
     Collective: joining, a few all-reduces, one all-gather, messages between rank 0 and the first rank of
     each other host.
     """
@@ -118,11 +115,7 @@ def _skews(rank: int, hosts: list[tuple[int, str]]) -> dict[str, dict[str, float
 
 
 def start_ranks(count: int, *, timeout_s: float) -> dict[str, Any]:
-    """Start ranks on this host that meet over its loopback, and return what they have measured.
-
-    Raises:
-        RankFailedError: The ranks did not meet before the deadline, or one failed; the message says which.
-    """
+    """Start ranks on this host that meet over its loopback, and return what they have measured."""
     with tempfile.TemporaryDirectory(prefix="tp-doctor-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         common = {
@@ -156,11 +149,6 @@ def start_ranks(count: int, *, timeout_s: float) -> dict[str, Any]:
 
 
 def _wait(processes: list["subprocess.Popen[bytes]"], folder: Path, timeout_s: float) -> None:
-    """Wait until all ranks have ended.
-
-    Raises:
-        RankFailedError: A rank failed, or had not ended at the deadline.
-    """
     deadline = time.monotonic() + timeout_s
     waiting = dict(enumerate(processes))
     while waiting:
@@ -195,7 +183,6 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    """Run as one of the ranks."""
     environment = LaunchEnvironment.read()
     found = meet(environment, timeout_s=float(sys.argv[1]))
     if environment.is_main:
@@ -253,11 +240,7 @@ def measure(
 
 
 def _disk(folder: Path) -> dict[str, Any]:
-    """Write a file onto the disk, and delete it.
-
-    Raises:
-        OSError: The folder is not there, or not to be written to, or the disk is full.
-    """
+    """Write a file onto the disk, and delete it."""
     block = os.urandom(2**20)
     with tempfile.TemporaryFile(dir=folder, prefix=".tp-doctor-") as file:
         began = time.perf_counter()
@@ -352,7 +335,6 @@ def _limit_of(kind: str, hosts: int) -> tuple[float, str]:
 
 
 def lines_of(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the measurements for people."""
     ranks, disk = found["ranks"], found["disk"]
     if ranks is not None:
         yield (

@@ -70,17 +70,6 @@ def new_plugin(
 
 
 def write_plugin(kind: Kind, name: str, into: Path) -> Path:
-    """Write the package and return its folder.
-
-    Args:
-        kind: What it is to bring.
-        name: The name of its distribution, in any spelling that packaging takes for the same.
-        into: The folder that the new one is made in.
-
-    Raises:
-        ConfigError: The name cannot be taken, ``into`` is not a folder, or something of the name is in it.
-            Nothing is written then.
-    """
     normalized = re.sub(r"[-_.]+", "-", name).lower()
     _check_name(kind, name, normalized)
     if not into.is_dir():

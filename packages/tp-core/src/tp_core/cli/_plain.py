@@ -46,14 +46,7 @@ def sections() -> dict[str, str]:
 
 
 def section_of(error: str) -> str:
-    """Return the section on an error, as Markdown.
-
-    Args:
-        error: Its class, with or without its module, or its name in the page's address.
-
-    Raises:
-        ConfigError: There is no such error.
-    """
+    """Return the section on an error, as Markdown."""
     known = sections()
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", error.rpartition("#")[2].rpartition(".")[2]).lower()
     if name not in known:

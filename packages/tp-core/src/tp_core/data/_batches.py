@@ -133,14 +133,12 @@ class EpochBatches:
 
     @property
     def digest(self) -> str:
-        """A digest of the samples of the epoch, in their order."""
         if not self._digest:
             self._digest = _digest_of(self.order)
         return self._digest
 
     @property
     def is_training(self) -> bool:
-        """Whether the batches are to train on."""
         return self._training
 
     @property
@@ -161,21 +159,11 @@ class EpochBatches:
         return self._begun.get(epoch, self.order)
 
     def digest_of(self, epoch: int) -> str:
-        """Return the digest of an epoch in progress, or of the last one."""
         order = self.order_of(epoch)
         return self.digest if order is self.order else _digest_of(order)
 
     def find(self, epoch: int, samples: int, *, order: str | None = None) -> int:
-        """Return how many batches of the epoch hold its first ``samples`` samples.
-
-        Args:
-            epoch: The epoch, which the next iteration must be of.
-            samples: The number of its samples that are done.
-            order: The digest that it had, where the order may depend on more than seed and epoch.
-
-        Raises:
-            LoaderError: The samples end in the middle of a batch, or were in another order.
-        """
+        """Return how many batches of the epoch hold its first ``samples`` samples."""
         self.start(epoch)
         self._is_found = True
         ends = list(accumulate(map(len, self.order), initial=0))
@@ -261,18 +249,12 @@ class Envelope:
     """A batch on its way through a loader, with the number of samples that it was collated from.
 
     Not a tuple: torch's pinning would turn that into a plain list.
-
-    Args:
-        batch: The batch.
-        samples: The number of samples in it.
-        layout: A description of its values, for the session that moves it.
     """
 
     def __init__(self, batch: Any, samples: int, layout: Any = None) -> None:
         self.batch, self.samples, self.layout = batch, samples, layout
 
     def pin_memory(self) -> "Envelope":
-        """Return an envelope of the batch in page-locked memory."""
         return Envelope(recursive_pin(self.batch), self.samples, self.layout)
 
 

@@ -67,9 +67,6 @@ def split_stream(loader: Iterable[Any], rank: int, size: int) -> DataLoader[Any]
 
     Returns:
         A loader of this rank's shares of the batches; ``None`` where the dataset has no such method.
-
-    Raises:
-        LoaderError: The batches have no size that can be split over the ranks.
     """
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return None
@@ -131,14 +128,7 @@ class _Shard(IterableDataset[Any]):
 
 
 class Stream:
-    """The batches of a loader in their own order, and the position of an epoch among them.
-
-    Args:
-        loader: Yields the batches.
-        seed: The seed of `start`.
-        size: The number of data ranks that the stream is split over.
-        is_ours: Whether tp may change the loader.
-    """
+    """The batches of a loader in their own order, and the position of an epoch among them."""
 
     def __init__(self, loader: Iterable[Any], *, seed: int, size: int, is_ours: bool) -> None:
         self.loader = loader
@@ -235,15 +225,10 @@ class Stream:
             dataset.set_epoch(self._pass)
 
     def close(self) -> None:
-        """End the iteration, and its workers."""
         self._iterator, self._ahead = None, _NOTHING
 
     def check_position(self) -> None:
-        """Check that a position which the dataset keeps can be saved.
-
-        Raises:
-            LoaderError: Workers read copies of the dataset, and only the copies know their position.
-        """
+        """Check that a position which the dataset keeps can be saved."""
         loader = self.loader
         if not isinstance(loader, DataLoader) or not self._is_endless or not loader.num_workers:
             return
@@ -279,19 +264,6 @@ class Stream:
         replay: bool,
         continues_stream: bool,
     ) -> None:
-        """Continue from a saved position.
-
-        Args:
-            state: The result of :meth:`state_dict`.
-            seed: The seed of the run that saved it.
-            epoch: The epoch at that position.
-            batches: The number of batches of the epoch that were done.
-            replay: Whether to read the batches before it again, where the loader has no other way.
-            continues_stream: Whether epochs continue where the ones before have ended.
-
-        Raises:
-            LoaderError: The stream cannot continue there, or was split over another number of ranks.
-        """
         if state.get("size", 1) != self._size:
             msg = (
                 f"the stream was split over {state.get('size', 1)} ranks, and it is over {self._size} now: "
@@ -618,9 +590,6 @@ class PreparedLoader:
 
     def _iterate_together(self, source: Iterator[Any], any_rank: Callable[[bool], bool]) -> Iterator[Any]:
         """Yield as many batches as the rank that has most; this rank's last one again counts nothing.
-
-        Raises:
-            DisagreementError: This rank has no batch at all, and another one has.
 
         Collective: one of ``any_rank`` before each batch and one at the end; ``agree`` before the first.
         """

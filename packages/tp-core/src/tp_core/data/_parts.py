@@ -116,11 +116,6 @@ def length_along(value: Any, dim: int = 0) -> int | None:
 def split_rows(value: Any, sizes: Sequence[int], dim: int = 0) -> Sequence[Any]:
     """Cut a value into pieces of the given numbers of rows; gradients flow back through tensors.
 
-    Args:
-        value: A value with rows, as `length_along` counts them.
-        sizes: The number of rows of each piece; their sum is the number of all rows.
-        dim: The dimension of the rows of tensors and arrays.
-
     Raises:
         ConfigError: A tensor has a layout that cannot be cut into rows.
     """

@@ -26,11 +26,7 @@ def seeded(*key: int) -> Iterator[None]:
 
 @contextmanager
 def preserve_rng_state(devices: "Iterable[torch.device]" = ()) -> Iterator[None]:
-    """Run a block, and restore the states of Python's, numpy's (if loaded) and torch's generators.
-
-    Args:
-        devices: The accelerators with generators to restore, too.
-    """
+    """Run a block, and restore the states of Python's, numpy's (if loaded) and torch's generators."""
     import torch
 
     numpy = sys.modules.get("numpy")
@@ -120,7 +116,6 @@ def device_rng_state(device: "torch.device") -> "torch.Tensor":
 
 
 def set_device_rng_state(device: "torch.device", state: "torch.Tensor") -> None:
-    """Set the state of an accelerator's default generator."""
     import torch
 
     module = torch.get_device_module(device)

@@ -208,14 +208,7 @@ def restore_order(values: T, order: Sequence[int] | None) -> T:
 
 
 class _Combining(NamedTuple):
-    """The rules that make one value from those of the parts.
-
-    Attributes:
-        parts: The parts of the batch.
-        weights: The weight of each part.
-        loss: Whether losses are means or sums.
-        device: The device of the result.
-    """
+    """The rules that make one value from those of the parts."""
 
     parts: Parts
     weights: Sequence[float]
@@ -332,10 +325,6 @@ def zero_backward(loss: Tensor, backward: Callable[[Tensor], None]) -> None:
 
     The other ranks wait for this rank's gradients, so it takes part. A loss times 0 is not enough: a mean
     over nothing is NaN, and so is 0 times NaN. Hooks put the zeros where gradients reach the parameters.
-
-    Args:
-        loss: Any loss, NaN or not.
-        backward: A function that adds its gradients.
 
     Collective: the one of ``backward``, unchanged.
 

@@ -75,7 +75,6 @@ class PartsOfElastic:
         self.number = -1
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the pass of the next iteration."""
         for loader in self._parts:
             loader.set_epoch(epoch)
 
@@ -87,7 +86,6 @@ class PartsOfElastic:
         return len(self._parts[0])  # type: ignore[arg-type]  # raises TypeError, as a stream's does
 
     def measured(self) -> dict[str, float]:
-        """Return the sums over all parts."""
         sums: dict[str, float] = {}
         for loader in self._parts:
             for name, value in getattr(loader, "measured", dict)().items():
@@ -99,7 +97,6 @@ class PartsOfElastic:
         return self._parts[0].state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Make the next iteration continue from a position."""
         for loader in self._parts:
             loader.load_state_dict(state)
 
@@ -120,11 +117,7 @@ def is_elastic(loader: object) -> TypeGuard[ElasticLoader]:
 
 
 def batches_in(loader: Any, epoch: int) -> int:
-    """Return the number of batches of an epoch, in which those of some elastic loaders differ.
-
-    Raises:
-        TypeError: It is not known.
-    """
+    """Return the number of batches of an epoch, in which those of some elastic loaders differ."""
     own = getattr(loader, "batches_in", None)
     return len(loader) if own is None else int(own(epoch))
 

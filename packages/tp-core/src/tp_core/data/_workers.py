@@ -138,7 +138,6 @@ class _Outliving(BaseProcess):
     outlives_signals = True  # read by _fork_server in each child
 
     def start(self) -> None:
-        """Start the process with the signals blocked."""
         with _blocked():
             super().start()
         popen: Any = self._popen  # type: ignore[attr-defined]

@@ -206,7 +206,6 @@ _WORDS = {"CollateAdapter": "collate adapter", "NamedCallback": "callback", "Log
 
 
 def hook_of(kind: type) -> str:
-    """Return the name of the hook that brings a kind of contributions."""
     return HOOKS[kind.__name__][0]
 
 
@@ -216,7 +215,6 @@ def word_of(kind: type) -> str:
 
 
 def class_of(name: str) -> type:
-    """Return the class of a kind of contributions."""
     kind: type = getattr(importlib.import_module(HOOKS[name][1]), name)
     return kind
 
@@ -234,11 +232,7 @@ def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
 
 
 def _made(kind: type[T]) -> T:
-    """Return an object of a contribution's class.
-
-    Raises:
-        ContractError: The class lacks methods.
-    """
+    """Return an object of a contribution's class."""
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         msg = f"the class {kind.__name__} needs the methods {', '.join(missing)}"
         raise ContractError(msg)
@@ -246,11 +240,7 @@ def _made(kind: type[T]) -> T:
 
 
 def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: PluginInfo) -> list[T]:
-    """Return the contributions of a hook, each checked by :func:`validated`.
-
-    Raises:
-        ContractError: It brings no list, or something in it is of another kind.
-    """
+    """Return the contributions of a hook, each checked by :func:`validated`."""
     answer = hook()
     if not isinstance(answer, Iterable):
         one = isinstance(answer, kind) or (isinstance(answer, type) and issubclass(answer, kind))
@@ -261,11 +251,7 @@ def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: Plu
 
 
 def validated(item: object, kind: type[T], info: PluginInfo) -> T:
-    """Return a checked contribution; a class is instantiated.
-
-    Raises:
-        ContractError: ``item`` is of another kind, or has no name.
-    """
+    """Return a checked contribution; a class is instantiated."""
     if isinstance(item, type) and issubclass(item, kind):
         item = _made(item)
     if not isinstance(item, kind):
@@ -310,11 +296,7 @@ def _check_command(command: Command, info: PluginInfo) -> None:
 
 
 def contract_of(plugin: object, info: PluginInfo) -> int | None:
-    """Return the version of the hook contract that a plugin declares; ``None`` if it declares none.
-
-    Raises:
-        ContractError: It is another version than this process has.
-    """
+    """Return the version of the hook contract that a plugin declares; ``None`` if it declares none."""
     declared: int | None = getattr(plugin, "tp_contract", None)
     if declared is not None and type(declared) is not int:
         msg = f"plugin {info} must declare tp_contract as a whole number, got {declared!r}"
@@ -338,7 +320,6 @@ def check_hooks_marked(plugin: object, info: PluginInfo) -> None:
 
 
 def name_of(item: object) -> str:
-    """Return the name of a contribution."""
     name: str = item.name  # type: ignore[attr-defined]  # every kind of contribution has one
     return name
 
@@ -359,9 +340,6 @@ def call(info: PluginInfo, doing: str, function: Callable[[], T]) -> T:
         info: The plugin.
         doing: The participle for the message: "loaded", "asked".
         function: The function.
-
-    Raises:
-        BaseException: The function's own error.
     """
     if info.distribution in FIRST_PARTY:  # those of this project print nothing
         return function()

@@ -92,12 +92,6 @@ def _order(found: tuple[PluginInfo, EntryPoint | Exception]) -> tuple[bool, str,
 
 
 def load(info: PluginInfo, point: EntryPoint | Exception) -> object:
-    """Import a plugin and return it.
-
-    Raises:
-        ContractError: The entry point names nothing that could be imported.
-        BaseException: The plugin's own error, or the error of its distribution's files.
-    """
     if isinstance(point, Exception):
         raise point
     if not point.pattern.match(point.value):

@@ -153,11 +153,6 @@ def check_backend_name(
 ) -> None:
     """Check that the requested backend is installed, before any job is known.
 
-    Args:
-        name: As :func:`select` takes it.
-        installed: The names of the installed backends.
-        environ: Where to look for ``TP_BACKEND``; the process's environment by default.
-
     Raises:
         SelectionError: The backend is not installed; the message suggests a similar name.
     """

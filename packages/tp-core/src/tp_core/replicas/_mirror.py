@@ -68,11 +68,6 @@ def move_in_buckets(
 
     Gradients flow through. Small tensors of one dtype travel together, in one flat tensor.
 
-    Args:
-        tensors: The tensors to move.
-        device: Their new device.
-        force_flat: Lay tensors that are there in flat tensors too, for tests with one device.
-
     Collective: none. Forward copies between two devices; backward copies the gradients back.
     """
     for bucket in _buckets(tensors, device, force_flat=force_flat):
@@ -254,10 +249,6 @@ class ParameterMirror:
     def take_stale(self, now: Any, *, force: bool = False) -> tuple[list[int], bool]:
         """Find parameters that changed since the last time, or their copies; `note_copied` must follow.
 
-        Args:
-            now: `versions_of` of the parameters, which all mirrors share.
-            force: Count all of them as changed.
-
         Returns:
             Their positions, and whether a copy is another tensor now, because its parameter has another
             shape or dtype.
@@ -308,11 +299,6 @@ class ParameterMirror:
 
 def refresh(mirrors: Sequence[ParameterMirror], now: Any, *, forced: Sequence[bool]) -> list[bool]:
     """Copy changed parameters into all mirrors; mirrors that need the same ones get them in one transfer.
-
-    Args:
-        mirrors: Mirrors of the same parameters.
-        now: `versions_of` of the parameters.
-        forced: For each mirror, whether to copy everything.
 
     Returns:
         For each mirror, whether a copy is another tensor now.

@@ -37,11 +37,7 @@ _ASKED = "preserve_rng_state"
 
 
 def correct_checkpoints(generator: torch.Generator) -> None:
-    """Put the generator's state into the enclosing checkpoints that do not have it yet.
-
-    Raises:
-        ModelError: This version of torch keeps the checkpoint's random state elsewhere.
-    """
+    """Put the generator's state into the enclosing checkpoints that do not have it yet."""
     frame: FrameType | None = sys._getframe(1)
     is_found = False  # the state that the checkpoint saved, in a frame that it called
     while frame is not None:
@@ -218,7 +214,6 @@ class Streams:
             torch.rand((), device=self._devices[0])
 
     def seed(self, number: int) -> int:
-        """Return the seed of a replica in this call."""
         state = b"" if self._start is None else self._start.numpy().tobytes()
         digest = hashlib.blake2b(state, digest_size=8, salt=number.to_bytes(8, "little"))
         return int.from_bytes(digest.digest()) >> 1  # torch takes a signed 64-bit seed

@@ -100,10 +100,6 @@ class Structure:
         home: That device.
         originals: The modules.
         version: Grows when attributes or buffers of any of them have been replaced.
-
-    Raises:
-        ModelError: A parameter or buffer is not on ``home``, has no shape yet, or is one rank's
-            shard of a larger one.
     """
 
     def __init__(self, root: nn.Module, home: torch.device) -> None:
@@ -127,11 +123,7 @@ class Structure:
         self.check()
 
     def check(self) -> None:
-        """Check that all parameters and buffers can be replicated.
-
-        Raises:
-            ModelError: One cannot.
-        """
+        """Check that all parameters and buffers can be replicated."""
         for name, tensor in (*self.root.named_parameters(), *self.root.named_buffers()):
             _check(name, tensor, self.home)
 
@@ -161,11 +153,7 @@ class Structure:
         return list(chain.from_iterable(rows))
 
     def parameters(self) -> list[Parameter]:
-        """Return all parameters, each once: the same list as long as they are the same.
-
-        Raises:
-            ModelError: A parameter that was added or replaced cannot be replicated.
-        """
+        """Return all parameters, each once: the same list as long as they are the same."""
         if self._has_scripts or not self._slots.is_same():
             found = list(self.root.parameters())
             if not same_objects(found, self._parameters):
@@ -384,9 +372,6 @@ class ReplicaModules:
     Attributes:
         root: The copy of the structure's root.
         given: The last parameters of `give_parameters`.
-
-    Raises:
-        ModelError: A TorchScript module would have to be copied to another device.
     """
 
     def __init__(

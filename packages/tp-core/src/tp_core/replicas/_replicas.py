@@ -103,10 +103,6 @@ class ReplicaCache:
     def prepare(self, count: int, *, grad: bool) -> list[nn.Module]:
         """Return the first ``count`` replicas, equal to the module as it is now.
 
-        Args:
-            count: The number of replicas.
-            grad: Whether gradients must reach the parameters.
-
         Collective: none. Forward copies changed parameters to each device; backward sums their gradients.
         """
         if self._may_have_changed_silently():
@@ -152,11 +148,7 @@ class ReplicaCache:
         return modules
 
     def _prepare_parameters(self, structure: Structure, count: int, *, grad: bool) -> None:
-        """Update the mirrors and give their tensors to the modules.
-
-        Raises:
-            ModelError: A transform of torch.func is active; its wrapped copies are of no use after it.
-        """
+        """Update the mirrors and give their tensors to the modules."""
         # Private: torch has no public way to ask for an active transform of torch.func.
         if torch._C._are_functorch_transforms_active():
             msg = (
@@ -314,13 +306,7 @@ class BackwardOrder:
         self._caller = threading.get_ident()
 
     def call(self, task: Callable[[], Any], *, number: int, part: Any) -> Any:
-        """Return ``task()``, and number the nodes of what it returns.
-
-        Args:
-            task: What to run. Modes must not be active around it: they would see how nodes are read.
-            number: The number of the part.
-            part: What the caller gives to the part.
-        """
+        """Return ``task()``, and number the nodes of what it returns."""
         is_inline = threading.get_ident() == self._caller
         # Nodes of other threads may have the same numbers as those made here.
         foreign = set() if is_inline else set(_nodes_of(part))

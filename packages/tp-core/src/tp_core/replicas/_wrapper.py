@@ -148,11 +148,7 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
 
     @staticmethod
     def _pair_up(inputs: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] | None) -> list[Arguments]:
-        """Return the arguments of each part as pairs, from the two lists of torch's methods.
-
-        Raises:
-            ConfigError: ``inputs`` and ``kwargs`` have different lengths.
-        """
+        """Return the arguments of each part as pairs, from the two lists of torch's methods."""
         keywords = [{} for _ in inputs] if kwargs is None else [k or {} for k in kwargs]
         if len(keywords) != len(inputs):
             msg = f"expected keyword arguments for {len(inputs)} parts, got those of {len(keywords)}"
@@ -172,15 +168,7 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
 
     @classmethod
     def _refuse(cls, options: Mapping[str, Any], successors: Mapping[str, str]) -> None:
-        """Raise an error for unknown options of the constructor.
-
-        Args:
-            options: The unknown options.
-            successors: For options of other wrappers, by name, the advice what to use instead.
-
-        Raises:
-            ConfigError: There are unknown options.
-        """
+        """Raise an error for unknown options of the constructor."""
         if options:
             known = {n for n, p in inspect.signature(cls).parameters.items() if p.kind is not p.VAR_KEYWORD}
             hints = [

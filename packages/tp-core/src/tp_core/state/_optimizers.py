@@ -135,11 +135,7 @@ def is_inner_step(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Make sure that an optimizer's state can be saved.
-
-    Raises:
-        ConfigError: ``optimizer`` is a ``ZeroRedundancyOptimizer``: each rank has other parameters' state.
-    """
+    """Make sure that an optimizer's state can be saved."""
     if is_zero_redundancy(optimizer):
         msg = (
             "the state of ZeroRedundancyOptimizer cannot be saved in a checkpoint: each rank keeps the state "
@@ -170,12 +166,7 @@ def optimizer_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def named_state(model: nn.Module, optimizer: Optimizer, put: Put) -> OptimizerValues:
-    """Return an optimizer's state by names; ``put`` gets its tensors.
-
-    Raises:
-        ConfigError: The state cannot be saved.
-        ModelError: A parameter is not the model's.
-    """
+    """Return an optimizer's state by names; ``put`` gets its tensors."""
     check_optimizer(optimizer)
     names = optimizer_names(model, optimizer)
     packed = optimizer.state_dict()
@@ -224,10 +215,6 @@ def check_fits(
         saved: What :func:`named_state` returned, with the tensors of its groups.
         path: Where it comes from, for messages.
         same_groups: Whether the groups must be those that were saved, in their order.
-
-    Raises:
-        ModelError: A parameter is not the model's.
-        StateError: The optimizers do not go together; the first difference is named.
     """
     names = _names_as_saved(model, optimizer, saved)
     _check_parameters(names, saved, path)

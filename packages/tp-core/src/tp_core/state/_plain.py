@@ -133,7 +133,6 @@ def joined(value: Any, parameter: Tensor | None, get: Get) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a nested value."""
     return (leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor))
 
 

@@ -128,11 +128,7 @@ def _collect_optimizer(
 
 
 def _sign_of_quantized(name: str, value: Tensor) -> bool | None:
-    """Return whether a quantized tensor has negative values; ``None`` for a plain tensor.
-
-    Raises:
-        StateError: It is of a type of its own without values that could be saved.
-    """
+    """Return whether a quantized tensor has negative values; ``None`` for a plain tensor."""
     local: Tensor = value.to_local() if is_dtensor(value) else value
     if not hasattr(type(local), "__tensor_flatten__"):
         return None
@@ -310,11 +306,7 @@ def _taken_to(device: torch.device, taken: Mapping[str, Tensor]) -> Get:
 
 
 def _optimizer_values(stored: StoredTensors, prefix: str) -> OptimizerValues:
-    """Return what was saved of an optimizer besides the tensors of its state.
-
-    Raises:
-        StateError: The state is missing, damaged, or of another format.
-    """
+    """Return what was saved of an optimizer besides the tensors of its state."""
     key = f"{prefix}{_VALUES}"
     info = stored.infos.get(key)
     if info is None:

@@ -335,7 +335,6 @@ class Recorder(TorchDispatchMode):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no operation was recorded."""
         return not self._operations
 
     def knows(self, tensor: Tensor) -> bool:
@@ -401,7 +400,6 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
-    """Yield the leaves of a nested value, in its order."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -140,7 +140,6 @@ class DigestingFile:
         self._piece = _new_digest()  # the one that is being filled
 
     def write(self, data: bytes | memoryview, /) -> int:
-        """Write and digest ``data``."""
         view, start = memoryview(data).cast("B"), 0
         while start < len(view):
             part = view[start : start + PIECE - self._nbytes % PIECE]
@@ -154,15 +153,12 @@ class DigestingFile:
         return len(view)
 
     def flush(self) -> None:
-        """Flush the buffer to the system."""
         self._file.flush()
 
     def tell(self) -> int:
-        """Return the number of written bytes."""
         return self._nbytes
 
     def fileno(self) -> int:
-        """Return the file descriptor."""
         return self._file.fileno()
 
     def close(self) -> None:
@@ -170,7 +166,6 @@ class DigestingFile:
         self._file.close()
 
     def record(self) -> FileRecord:
-        """Return the size and the digest of the written bytes."""
         unfinished = [self._piece.digest()] if self._nbytes % PIECE else []
         return _record(self._nbytes, [*self._pieces, *unfinished])
 

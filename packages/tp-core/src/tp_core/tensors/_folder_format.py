@@ -119,11 +119,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return a member of an enumeration, which some Pythons (3.11.2) write as ``getattr(kind, name)``.
-
-    Raises:
-        UnpicklingError: ``kind`` is not an enumeration, or has no such member.
-    """
+    """Return a member of an enumeration, which some Pythons (3.11.2) write as ``getattr(kind, name)``."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         msg = f"it asks for {name!r} of {kind!r}, which has no place in an index of tensors"
         raise pickle.UnpicklingError(msg)
@@ -142,7 +138,6 @@ class _DigestedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file."""
         with super().create_stream(path, mode) as stream:
             if Path(path).suffix != _SUFFIX:
                 yield stream
@@ -161,7 +156,6 @@ class _Reader(FileSystemReader):
         return read_index(Path(self.path))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of a plan."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -186,10 +180,6 @@ def write(
     together: bool,
 ) -> dict[str, FileRecord]:
     """Write tensors; see :func:`tp_core.state.write_tensors`.
-
-    Raises:
-        OSError: The disk is full, or writing is not allowed.
-        StateError: torch could not write for another reason.
 
     Collective: with ``together`` those of ``torch.distributed.checkpoint.save``.
     """
@@ -217,11 +207,7 @@ def write(
 
 
 def read_into(targets: Mapping[str, Tensor | TensorSlice], folder: Path) -> None:
-    """Fill ``targets``; see :func:`tp_core.state.read_tensors`.
-
-    Raises:
-        StateError: A file cannot be read.
-    """
+    """Fill ``targets``; see :func:`tp_core.state.read_tensors`."""
     try:
         with _without_warnings():
             load(dict(targets), storage_reader=_Reader(folder), planner=_LoadPlanner(), no_dist=True)
@@ -241,12 +227,6 @@ def _without_warnings() -> Iterator[None]:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return the index of the checkpoint in ``folder``.
-
-    Raises:
-        FileNotFoundError: ``folder`` has no checkpoint.
-        StateError: The index is damaged, or holds other types.
-    """
     path = folder / ".metadata"
     if not path.is_file():
         msg = f"there is no checkpoint at {folder}: it has no .metadata"
@@ -312,18 +292,7 @@ class _Unusual(Exception):  # noqa: N818 - caught right here
 
 
 def fill_from_archive(target: Tensor, handle: int, position: int, nbytes: int, part: Part) -> None:
-    """Fill a tensor with a part of the tensor in the archive at ``position`` in a file.
-
-    Args:
-        target: The target, of the part's shape, on any device, of any dtype that the values convert to.
-        handle: The file descriptor.
-        position: The first byte of the archive.
-        nbytes: The length of the archive.
-        part: The part of the tensor.
-
-    Raises:
-        Exception: The archive is damaged: torch's own error.
-    """
+    """Fill a tensor with a part of the tensor in the archive at ``position`` in a file."""
     if 0 in part.shape:
         return
     try:
@@ -352,11 +321,7 @@ def fill_from_archive(target: Tensor, handle: int, position: int, nbytes: int, p
 
 
 def _find(handle: int, position: int, nbytes: int) -> _Elements:
-    """Return the position of the elements of the archive's tensor.
-
-    Raises:
-        _Unusual: The elements are not contiguous, or the archive is not one of a plain tensor.
-    """
+    """Return the position of the elements of the archive's tensor."""
     tail = min(nbytes, _TAIL)
     with zipfile.ZipFile(io.BytesIO(_read(handle, position + nbytes - tail, tail))) as archive:
         # zipfile counts offsets from the beginning of the tail that it was given; `end` corrects that.
@@ -428,11 +393,6 @@ def _read_into(memory: Tensor, handle: int, position: int) -> None:
 
 
 def _fill(view: memoryview, handle: int, position: int) -> None:
-    """Fill memory with bytes of a file.
-
-    Raises:
-        EOFError: The file ends before.
-    """
     done = 0
     while done < len(view):
         nbytes = read_at(handle, view[done:], position + done)

@@ -209,11 +209,7 @@ def run_in(file: Path) -> str | None:
 
 
 def _open(file: Path) -> int:
-    """Open a lock file, and refuse links and other kinds of files: its content is overwritten.
-
-    Raises:
-        OSError: It is a link, a second name of another file, or no file; or it cannot be made.
-    """
+    """Open a lock file, and refuse links and other kinds of files: its content is overwritten."""
     # O_NOFOLLOW: another user of the folder could place a link, and have any file of this user overwritten.
     # O_NONBLOCK: opening a pipe of that name must not hang. Windows has neither.
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)

@@ -50,11 +50,7 @@ def is_quantized(parameter: torch.Tensor) -> bool:
 
 
 def check_not_quantized(model: torch.nn.Module, backend: str) -> None:
-    """Check that no weight is quantized, for a backend that cuts weights.
-
-    Raises:
-        ModelError: One is; it is named.
-    """
+    """Check that no weight is quantized, for a backend that cuts weights."""
     for name, parameter in model.named_parameters():
         if is_quantized(parameter):
             msg = (
@@ -66,11 +62,7 @@ def check_not_quantized(model: torch.nn.Module, backend: str) -> None:
 
 
 def check_initialized(model: torch.nn.Module) -> None:
-    """Check that every parameter and buffer has a shape.
-
-    Raises:
-        ModelError: One belongs to a lazy module that has not seen a batch.
-    """
+    """Check that every parameter and buffer has a shape."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             msg = (

@@ -248,7 +248,6 @@ class Scheduler:
         return None
 
     def wake_all(self) -> None:
-        """Wake all waiting threads."""
         self._changed.notify_all()
         if self._waiter is not None:
             self.fleet.wake()
@@ -524,7 +523,6 @@ class RunnerPool(Pool):
         self._scheduler.is_paused = True
 
     def resume(self) -> None:
-        """Hand out items again."""
         self._require_owner()
         with self._lock:
             self._scheduler.is_paused = False
@@ -546,11 +544,7 @@ class RunnerPool(Pool):
         return self.fleet.exit_results()
 
     def timeline(self) -> StatsCollector:
-        """Return what was kept of the work.
-
-        Raises:
-            ConfigError: The pool was opened without ``timeline=True``.
-        """
+        """Return what was kept of the work."""
         if not self.settings.timeline:
             msg = "nothing was kept for a timeline; open the runner with timeline=True"
             raise ConfigError(msg)
@@ -581,7 +575,6 @@ class RunnerPool(Pool):
             submissions.join()
 
     def stop(self) -> None:
-        """End the workers at once."""
         self.close(timeout_s=0.0)
 
     def drop(self) -> None:

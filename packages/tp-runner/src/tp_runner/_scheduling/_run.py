@@ -365,7 +365,6 @@ class RetryQueue:
         self._is_hurried = True
 
     def clear(self) -> None:
-        """Forget all."""
         self._ready.clear()
         self._resting.clear()
 
@@ -456,7 +455,6 @@ class Assignments:
         self._n_long[worker] += by * chunk.is_long
 
     def busy(self) -> list[int]:
-        """Return the workers that have something to do."""
         return [worker for worker, load in enumerate(self._loads) if load]
 
     def holders(self, run: int) -> list[int]:
@@ -471,7 +469,6 @@ class Assignments:
         return {worker for worker, run in first.items() if run in runs}
 
     def any_alive(self) -> bool:
-        """Return whether there is a worker left."""
         return any(self._fleet.alive(worker) for worker in range(self._fleet.size))
 
 
@@ -494,7 +491,6 @@ class Recycling:
         return None if self._most_items is None else self._most_items - self._n_items[worker]
 
     def on_sent(self, worker: int, n_items: int) -> None:
-        """Note the items that a worker was given."""
         if self._most_items is not None:
             self._n_items[worker] += n_items
             if self._n_items[worker] >= self._most_items:
@@ -510,7 +506,6 @@ class Recycling:
             self._fleet.retire(worker)
 
     def on_end(self, worker: int) -> None:
-        """Note that a worker has ended."""
         self._n_items[worker] = 0
 
 
@@ -619,7 +614,6 @@ class Run:
         return self.flow.give(queue.popleft())
 
     def outcome(self, chunk: Chunk) -> tuple[list[Any], BaseException | None]:
-        """Return the results of a finished chunk, and the error to raise after them."""
         raises = self._on_error == "raise"
         return outcome_of(chunk, self._fleet.devices, raises=raises, numbered=self._numbered)
 
@@ -658,7 +652,6 @@ class Run:
         return chunk
 
     def on_done(self, chunk: Chunk, done: Done) -> None:
-        """Note that a chunk has come back."""
         self.flow.done(chunk, done.timing.worked_s, done.nbytes)
         if not done.failed:
             self._finish(chunk, done.results, failed=False)
@@ -669,11 +662,9 @@ class Run:
         self._apply(chunk, after_failures(chunk, done.results, self._settings))
 
     def on_pickling_error(self, chunk: Chunk, error: BaseException) -> None:
-        """Note that a chunk could not be sent."""
         self._apply(chunk, after_pickling_error(chunk, error))
 
     def on_worker_death(self, chunks: list[Chunk], death: Death) -> None:
-        """Note that a worker has died with some chunks of this run."""
         held = tuple(chunk.start + i for chunk in chunks for i in range(len(chunk.items)))
         current = death.current
         if current is None and chunks and not death.is_revived and self._on_error == "raise":

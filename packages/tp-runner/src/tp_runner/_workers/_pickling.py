@@ -20,11 +20,7 @@ USERS_ERRORS = (Exception, SystemExit, GeneratorExit)
 
 
 def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes:
-    """Pickle a worker's program; modules that a fresh interpreter could not import go by value.
-
-    Raises:
-        NotPicklableError: Something that it refers to cannot be pickled.
-    """
+    """Pickle a worker's program; modules that a fresh interpreter could not import go by value."""
     import cloudpickle
 
     modules = [module for module in _modules_of(program) if not _importable(module)]

@@ -342,7 +342,6 @@ class WorkerHandle:
             self._wanted = after - at if at + head.size <= end else head.size
 
     def close(self) -> None:
-        """Close the pipes."""
         _start.close_descriptors(self._requests, self.replies, self._life)
 
 
@@ -435,12 +434,7 @@ class ProcessFleet(Fleet):
         self._kill_all()
 
     def _launch(self, worker: int) -> None:
-        """Start a worker.
-
-        Raises:
-            WorkerError: The fork server was killed, and those in its place too.
-            OSError: The system starts none.
-        """
+        """Start a worker."""
         try:
             setup = Setup(self._program, self.devices[worker], worker, self.size, self._settings)
             handle = WorkerHandle(

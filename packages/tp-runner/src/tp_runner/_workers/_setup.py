@@ -97,9 +97,6 @@ class Setup:
         """Pickle the setup, and in front of it the surroundings that a process needs to unpickle it.
 
         A fork server is as old as the first runner, and has the directory and environment of that time.
-
-        Raises:
-            NotPicklableError: The function that makes batches cannot be pickled.
         """
         surroundings = Surroundings.of_this_process(self.settings.env)
         try:

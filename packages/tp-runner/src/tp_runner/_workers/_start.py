@@ -358,7 +358,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process."""
         return self._process.pid
 
     def is_alive(self) -> bool:
@@ -434,11 +433,7 @@ def fork_by_server(
     env: Mapping[str, str | None],
     descriptors: Sequence[int],
 ) -> Process:
-    """Fork a worker, which runs ``main``, from a server that has imported ``preload``; start it if need be.
-
-    Raises:
-        ConnectionError: The server has ended, and so have those that took its place; or it does not answer.
-    """
+    """Fork a worker, which runs ``main``, from a server that has imported ``preload``, started if needed."""
     for _ in range(MOST_SERVERS):
         server = _server(main, preload, env)
         try:
@@ -566,12 +561,7 @@ DEEPEST = 10
 
 
 def check_start(devices: tuple[str, ...], settings: Settings) -> None:
-    """Refuse workers that could not start, or would fail without a clear error.
-
-    Raises:
-        ConfigError: Runners start runners without an end, CUDA would be forked, or nobody can say how much
-            memory a worker holds.
-    """
+    """Refuse workers that could not start, or would fail without a clear error."""
     _require_forkable(devices, settings)
     if settings.max_memory_per_worker is not None and private_memory(os.getpid()) is None:
         msg = (

@@ -213,7 +213,6 @@ class Heartbeats:
         self._rows[worker][0] = IDLE
 
     def close(self) -> None:
-        """Close the file."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -236,12 +235,7 @@ class PackedProgram(NamedTuple):
 
 
 def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> PackedProgram:
-    """Pickle a program, unless workers are forked and have it; find modules to import once.
-
-    Raises:
-        ConfigError: It refers to more descriptors than a fork server passes.
-        NotPicklableError: Something that it refers to cannot travel.
-    """
+    """Pickle a program, unless workers are forked and have it; find modules to import once."""
     descriptors: list[int] = []
     buffers: list[memoryview] = []
     if settings.start_method == "fork":
@@ -339,11 +333,7 @@ class Definitions:
         return key_of
 
     def unsent(self, worker: int, found: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return the definitions that a worker lacks for something that refers to ``found``.
-
-        Raises:
-            Exception: Something cannot be pickled.
-        """
+        """Return the definitions that a worker lacks for something that refers to ``found``."""
         sent = self._sent.get(worker, {})
         data = {key: dumps_by_value(obj, protocol=5) for key, obj in found.items()}
         return {key: pickled for key, pickled in data.items() if sent.get(key) != pickled}
@@ -668,11 +658,9 @@ class ReplyWriter:
                 self._is_writing = False
 
     def failure(self, failure: Failure) -> None:
-        """Send why the worker's start or end failed."""
         self.message(FAILED, pickle.dumps(failure, 5))
 
     def record(self, record: Any) -> None:
-        """Send a log record, which must be picklable."""
         self.message(LOG, pickle.dumps(record, 5))
 
     def done(
@@ -684,7 +672,6 @@ class ReplyWriter:
         *,
         failed: bool,
     ) -> None:
-        """Send the results of a chunk."""
         started = time.monotonic()
         while self._released:
             seq = self._released.popleft()

@@ -182,9 +182,6 @@ def copy_cfg(cfg: Any) -> Any:
 
     An object that takes new attributes is copied as it is; a mapping, a frozen or slotted
     dataclass and a named tuple become a :class:`CfgNode`.
-
-    Raises:
-        ConfigError: ``cfg`` is not a configuration.
     """
     if cfg is None:
         return CfgNode()
@@ -279,11 +276,9 @@ class FunctionProgram:
 
     @property
     def works(self) -> list[Any]:
-        """The functions that workers call."""
         return [self._function, self._init]
 
     def __call__(self, device: str) -> Callable[[Any], Any]:
-        """Start: make the state, if there is one."""
         if self._init is None:
             return self._function
         return functools.partial(self._function, self._init(device))
@@ -316,11 +311,9 @@ class StagesProgram:
 
     @property
     def works(self) -> list[Any]:
-        """The functions that workers call."""
         return [work for stage in self._stages.values() for work in (stage.function, stage.init)]
 
     def __call__(self, device: str) -> Callable[[tuple[int, Any]], list[Any]]:
-        """Start: make the states."""
         works = {place: _stage_work(stage, device) for place, stage in self._stages.items()}
 
         def work(payload: tuple[int, Any]) -> list[Any]:
