@@ -39,6 +39,14 @@ def cases():
 
 def half():
     return {"build": build, "step": step}
+
+
+def typo():
+    return {**cases()[0], "max_nrom": 1.0}
+
+
+def nothing():
+    pass
 """
 
 
@@ -58,8 +66,12 @@ def test_the_command_proves_and_names(tmp_path):
     assert (first["ok"], second["ok"]) == (True, False)
     assert second["finding"]["what"] == "the gradient"
     assert "parts from one device" in (tmp_path / "page.html").read_text()
-    done = tp_verify(tmp_path, "mine.py:half")
-    assert "has to return a dict with 'batches', 'parallel', too" in done.stderr
+    for name, said in (
+        ("half", "verify(): missing a required argument: 'batches'; write verify(build, batches, parallel="),
+        ("typo", "verify() has no argument 'max_nrom'; did you mean 'max_norm'?"),
+        ("nothing", "has to return arguments of verify() as a dict, or a list of dicts; got None"),
+    ):
+        assert said in tp_verify(tmp_path, f"mine.py:{name}").stderr
     done = tp_verify(tmp_path, "mine.py:cases", "--dtype", "int8")
     assert "--dtype is one of float64, float32, bfloat16, got 'int8'" in done.stderr
 
@@ -280,6 +292,7 @@ STACKS = [
     (TITAN, "titan_llama.py", ["", ""]),
     (ZERO, "zero.py", ["", "", ""]),
     ([], "uneven_stages.py", ["the loss", ""]),
+    ([], "trainer_tokens.py", ["", "the loss"]),
 ]
 
 

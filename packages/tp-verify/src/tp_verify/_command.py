@@ -1,25 +1,24 @@
-"""``tp verify``: a program's own parallel training, or a script of tp, from the command line."""
+"""``tp verify``: a program's own parallel training, or a script of tp, from the command line.
+
+What needs torch is imported once the words of the command are right.
+"""
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from tp_core.errors import ConfigError
-from tp_core.internal import load_function
 from typer.core import TyperCommand
 
 from tp_verify._report import Report, as_page
-from tp_verify._script import verify_script
-from tp_verify._verify import verify
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_TYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_TYPES = ("float64", "float32", "bfloat16")
 
 
 class _Command(TyperCommand):
@@ -67,16 +66,20 @@ def verify_command(
     if unknown:
         msg = f"--dtype is one of {', '.join(_TYPES)}, got {unknown[0]!r}"
         raise ConfigError(msg)
+    is_script = ":" not in program
+    if is_script and not Path(program).is_file():
+        msg = f"there is no script {program!r}; a function is written file.py:function"
+        raise ConfigError(msg)
+    if arguments and not is_script:
+        msg = f"{arguments[0]!r} follows a function, which takes no arguments"
+        raise ConfigError(msg)
     with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the report
-        if ":" not in program:
+        if is_script:
+            from tp_verify._script import verify_script
+
             reports = verify_script(Path(program), arguments or [], steps=steps, timeout_s=timeout_s)
-        elif arguments:
-            msg = f"{arguments[0]!r} follows a function, which takes no arguments"
-            raise ConfigError(msg)
         else:
-            made = load_function(program, example="cases")()
-            cases = [made] if isinstance(made, Mapping) else list(made)
-            reports = [_verified(case, ranks, _TYPES[name]) for case in cases for name in types]
+            reports = _verify_cases(program, ranks, types)
     ok = all(report.ok for report in reports)
     if page is not None:
         page.write_text(as_page(reports))
@@ -89,10 +92,17 @@ def verify_command(
     raise typer.Exit(0 if ok else 1)
 
 
-def _verified(case: Mapping[str, Any], ranks: int, dtype: torch.dtype) -> Report:
-    missing = [key for key in ("build", "batches", "step", "parallel") if key not in case]
-    if missing:
-        msg = f"the function has to return a dict with {', '.join(map(repr, missing))}, too"
+def _verify_cases(program: str, ranks: int, types: Sequence[str]) -> list[Report]:
+    import torch
+    from tp_core.internal import load_function
+
+    from tp_verify._verify import verify
+
+    made = load_function(program, example="cases")()
+    cases = [made] if isinstance(made, Mapping) else made
+    if not isinstance(cases, list | tuple) or not cases or not all(isinstance(c, Mapping) for c in cases):
+        msg = f"{program} has to return arguments of verify() as a dict, or a list of dicts; got {made!r:.60}"
         raise ConfigError(msg)
-    given = {"ranks": ranks, "dtype": dtype, **case}
-    return verify(given.pop("build"), given.pop("batches"), **given)
+    return [
+        verify(**{"ranks": ranks, "dtype": getattr(torch, name), **case}) for case in cases for name in types
+    ]

@@ -152,11 +152,8 @@ def verify_script(
         timeout_s: The deadline of each run.
 
     Raises:
-        ConfigError: There is no such script, or it does not train on one device.
+        ConfigError: The script does not train on one device.
     """
-    if not script.is_file():
-        msg = f"there is no script {str(script)!r}; a function is written file.py:function"
-        raise ConfigError(msg)
     layouts = {found.item.name: layout for found in registry.backends() if (layout := _layout_of(found.item))}
     with (
         tempfile.TemporaryDirectory(prefix="tp-verify-") as folder,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, ModelError, RankFailedError
-from tp_core.internal import RankPool, idle_lines_in_words, named_tensors
+from tp_core.internal import RankPool, explain_arguments, idle_lines_in_words, named_tensors
 
 from tp_verify._after import compare_draws, compare_generated, compare_loaded
 from tp_verify._compare import Bound, Comparison, joined_parts
@@ -42,6 +42,7 @@ def default_optimizer(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
+@explain_arguments("verify(build, batches, parallel=parallel, step=step)")
 def verify(
     build: Callable[[], nn.Module],
     batches: Sequence[Any],

@@ -486,6 +486,7 @@ class Pipelining(Way):
         stage = pipelining.PipelineStage(module, rank, ranks, torch.device("cpu"))
         make = getattr(pipelining, self._schedule_name)
         self._schedule = make(stage, self._microbatches, loss_fn=self._loss)
+        self._shape: torch.Size | None = None
         return module
 
     def plain_name(self, name: str) -> str | None:
@@ -513,8 +514,17 @@ class Pipelining(Way):
         ]
 
     def backward(self, model: nn.Module, step: Step, parts: Sequence[Any]) -> Tensor:  # noqa: ARG002 - contract
-        """Run the schedule; the last rank has the loss."""
+        """Run the schedule; the last rank has the loss.
+
+        Raises:
+            ConfigError: The input has another shape than in the first step.
+        """
         (batch,) = parts
+        shape = self._inputs(batch).shape
+        if self._shape not in (None, shape):  # gloo would end the processes
+            msg = f"torch's schedules keep the shape of their first input, {tuple(self._shape)}"
+            raise ConfigError(msg)
+        self._shape = shape
         losses: list[Tensor] = []
         is_last = dist.get_rank() == dist.get_world_size() - 1
         given = [self._inputs(batch)] if dist.get_rank() == 0 else []
