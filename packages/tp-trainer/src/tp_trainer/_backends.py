@@ -63,11 +63,9 @@ class SingleBackend(Backend[NoOptions]):
         return replicated_memory(job, job.footprint.with_batch_of(len(job.devices)))
 
     def layouts(self, job: Job) -> Iterable[Layout]:
-        """Return the layout of one device."""
         return [Layout(axes={})] if job.environment.world_size == 1 else []
 
     def forecast(self, job: Job, layout: Layout) -> Forecast | None:  # noqa: ARG002 - there is one
-        """Return the memory of the device, which computes everything."""
         need = self.estimate_memory(job)
         return None if need is None else Forecast(memory=need, work=StepWork())
 
@@ -118,7 +116,6 @@ class DdpBackend(RanksBackend[DdpOptions]):
     options_type = DdpOptions
 
     def assess_ranks(self, job: Job) -> Verdict:
-        """Fit a model of whole parameters."""
         traits = job.traits
         if traits is not None and traits.has_dtensors:
             return Verdict.unfit(
@@ -146,7 +143,6 @@ class DdpBackend(RanksBackend[DdpOptions]):
         return replicated_memory(job, job.footprint, keeps_gradients=True, communication=buckets)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
-        """Return the layout in which each rank reads its own samples."""
         size = job.environment.world_size
         return [Layout(axes={"data": size})] if size > 1 else []
 
@@ -160,7 +156,6 @@ class DdpBackend(RanksBackend[DdpOptions]):
         )
 
     def open(self, job: Job) -> "DdpSession":
-        """Join the process group, unless the script has done so already."""
         return DdpSession(job, self.parse_options(job))
 
 
@@ -182,7 +177,6 @@ class DdpSession(ProcessGroupSession):
         """Move the model to the device and wrap it in DDP; every rank starts with rank 0's weights.
 
         Raises:
-            ModelError: ``model`` is not a module, or is wrapped already.
             DisagreementError: The ranks' parameters differ in name, shape or type.
 
         Collectives: an all-gather of the parameters' descriptions, a broadcast of the weights.
@@ -202,11 +196,7 @@ class DdpSession(ProcessGroupSession):
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return DDP's context in which gradients stay on the ranks.
-
-        Raises:
-            ConfigError: The option ``static_graph`` is set.
-        """
+        """Return DDP's context in which gradients stay on the ranks."""
         if self.options.static_graph and model is not self.unwrap(model):
             msg = (
                 "the option static_graph=True does not go with no_sync(): torch's reducer "
@@ -341,7 +331,6 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
 
 
 def _check_ranks(options: FsdpOptions, size: int) -> None:
-    """Make sure that the ranks can be divided into replicas."""
     if size % options.replicas:
         msg = (
             f"the option replicas={options.replicas} of backend 'fsdp' spreads the ranks over as many copies "

@@ -23,21 +23,18 @@ log = logging.getLogger("tp_trainer")
 
 
 def check_positive(what: str, value: object) -> None:
-    """Make sure that ``value`` is a whole number from 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         msg = f"{what} must be a whole number from 1, got {value!r}"
         raise ConfigError(msg)
 
 
 def check_not_negative(what: str, value: object) -> None:
-    """Make sure that ``value`` is a whole number from 0."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         msg = f"{what} must be a whole number from 0, got {value!r}"
         raise ConfigError(msg)
 
 
 def check_seconds(what: str, value: object) -> None:
-    """Make sure that ``value`` is ``None`` or a number above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and value > 0):  # type: ignore[operator]  # it is a number
         msg = f"{what} must be None or a number of seconds above 0, got {value!r}"
@@ -45,7 +42,6 @@ def check_seconds(what: str, value: object) -> None:
 
 
 def check_limit(what: str, value: object) -> None:
-    """Make sure that ``value`` is ``None`` or a number above 0."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if value is not None and not (is_number and value > 0):  # type: ignore[operator]  # it is a number
         msg = f"{what} must be None or a number greater than 0, got {value!r}"
@@ -63,7 +59,6 @@ def metrics_hint(name: str, known: Iterable[str]) -> str:
 
 
 def check_callable(what: str, value: object) -> None:
-    """Make sure that ``value`` is a function of the model and a batch."""
     wanted = f"{what} must be a function {what}(model, batch) that returns the loss"
     if not callable(value) or isinstance(value, nn.Module):
         msg = f"{wanted}, got {type(value).__name__}: {value!r}"
@@ -83,11 +78,7 @@ def check_callable(what: str, value: object) -> None:
 def as_checkpoints(
     checkpoint: Checkpoints | str | os.PathLike[str] | None, resume: object, *, validates: bool
 ) -> Checkpoints | None:
-    """Return the settings of checkpoints; a folder alone means after every epoch.
-
-    Raises:
-        ConfigError: ``checkpoint`` or ``resume`` is of another type, or the two do not go together.
-    """
+    """Return the settings of checkpoints; a folder alone means after every epoch."""
     if isinstance(checkpoint, str | os.PathLike):
         checkpoint = Checkpoints(checkpoint)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
@@ -111,12 +102,7 @@ _SEVERAL = (list, tuple, set, frozenset, Mapping)
 
 
 def check_model(method: str, model: object) -> None:
-    """Make sure that one model was given.
-
-    Raises:
-        ConfigError: ``model`` is something else; for a list the message explains how to train several.
-        ModelError: The model is lazy and has not seen a batch.
-    """
+    """Make sure that one model was given."""
     if isinstance(model, nn.Module):
         check_initialized(model)
         check_not_distributed(model)
@@ -133,11 +119,7 @@ def check_model(method: str, model: object) -> None:
 
 
 def check_optimizer(method: str, optimizer: object) -> None:
-    """Make sure that one optimizer was given, and that its step needs no closure.
-
-    Raises:
-        ConfigError: ``optimizer`` is something else.
-    """
+    """Make sure that one optimizer was given, and that its step needs no closure."""
     if isinstance(optimizer, Optimizer):
         check_not_prepared(optimizer)
         _check_steps_alone(optimizer)
@@ -165,7 +147,6 @@ def check_known(method: str, model: nn.Module, optimizer: object, step: object) 
 
 
 def _check_steps_alone(optimizer: Optimizer) -> None:
-    """Make sure that an optimizer's step can be called without a closure."""
     if _needs_closure(type(optimizer).step):
         msg = (
             f"{type(optimizer).__name__}.step() needs a closure, which evaluates the loss several times, and "
@@ -182,7 +163,6 @@ def _needs_closure(step: Callable[..., object]) -> bool:
 
 
 def check_loader(what: str, loader: object) -> None:
-    """Make sure that one loader was given, an iterable of batches."""
     if isinstance(loader, Mapping) or (
         isinstance(loader, list | tuple) and any(isinstance(o, DataLoader | PreparedLoader) for o in loader)
     ):
@@ -228,12 +208,7 @@ def check_not_distributed(model: nn.Module) -> None:
 
 
 def check_not_prepared(value: object) -> None:
-    """Make sure that Accelerate has not prepared a model, an optimizer, a loader or a scheduler.
-
-    Raises:
-        ModelError: It has prepared a model.
-        ConfigError: It has prepared something else.
-    """
+    """Make sure that Accelerate has not prepared a model, an optimizer, a loader or a scheduler."""
     if getattr(value, "_is_accelerate_prepared", False):
         kind = type(value).__name__
         msg = (
@@ -245,12 +220,7 @@ def check_not_prepared(value: object) -> None:
 
 
 def check_preparable(value: object) -> None:
-    """Make sure that ``value`` is one model, optimizer, loader or scheduler.
-
-    Raises:
-        ConfigError: ``value`` is something else, or several of them.
-        ModelError: The model is lazy and has not seen a batch.
-    """
+    """Make sure that ``value`` is one model, optimizer, loader or scheduler."""
     if isinstance(value, nn.Module):
         check_initialized(value)
         check_not_distributed(value)
@@ -268,12 +238,7 @@ def check_preparable(value: object) -> None:
 
 
 def check_owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-    """Make sure that an optimizer has trained parameters of one of the models.
-
-    Raises:
-        ConfigError: The optimizer has none of them.
-        ModelError: An adapter trains a copy of a module that shares its weight.
-    """
+    """Make sure that an optimizer has trained parameters of one of the models."""
     mine = {key for model in models for key in _parameters_of(model)}
     held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
     if not held:
@@ -293,12 +258,7 @@ def check_owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
 
 
 def _check_copies(model: nn.Module) -> None:
-    """Make sure that the copies in peft's ``modules_to_save`` are tied where their originals are.
-
-    Raises:
-        ModelError: One is not. It would be trained apart from the weight that the original shares, and be
-            lost where the model is merged and its weights are tied again.
-    """
+    """Make sure that the copies in peft's ``modules_to_save`` are tied where their originals are."""
     # By structure, so that peft need not be installed.
     wrappers = {
         path: m
@@ -342,7 +302,6 @@ def check_not_shared(models: Sequence[nn.Module]) -> None:
 
 
 def check_no_others(optimizer: Optimizer, model: nn.Module, why: str) -> None:
-    """Make sure that an optimizer has parameters of the model alone."""
     mine = _parameters_of(model)
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -366,7 +325,6 @@ def _parameters_of(model: nn.Module) -> set[int]:
 
 
 def check_scheduler(scheduler: object) -> None:
-    """Make sure that one scheduler was given."""
     check_not_prepared(scheduler)
     if isinstance(scheduler, _SEVERAL):
         msg = (

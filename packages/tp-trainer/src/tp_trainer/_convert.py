@@ -83,12 +83,7 @@ def find_checkpoint(
 
 
 def _best(found: list[Path], metric: str, mode: str) -> Path:
-    """Return the checkpoint with the best value; the newest of equals.
-
-    Raises:
-        ConfigError: No checkpoint has the metric.
-        StateError: A manifest is damaged.
-    """
+    """Return the checkpoint with the best value; the newest of equals."""
     manifests: dict[Path, Manifest] = {path: read_manifest(path) for path in found}
     values = {
         path: manifest.metrics[metric]
@@ -164,11 +159,6 @@ def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
     Args:
         path: A checkpoint, a folder of ``tp_shard.save_sharded``, weights, or a file of ``save_model``.
         name: The name of one of a checkpoint's several models.
-
-    Raises:
-        ConfigError: There is no model of that name, or the file has a single model without a name.
-        FileNotFoundError: ``path`` does not exist.
-        StateError: The file or folder is damaged, or has no model, or the trained part of one alone.
     """
     if is_weights(path):
         stored: StoredTensors = WeightsFiles(path, prefix=MODEL)
@@ -207,11 +197,6 @@ def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None
 
     Returns:
         The files, the index last.
-
-    Raises:
-        ConfigError: There are several files, and ``out`` does not end in ".safetensors".
-        OSError: A file cannot be written.
-        StateError: A tensor's type is not in the format, or a source file is damaged.
     """
     infos = {
         name.removeprefix(MODEL): torch.empty(info.shape, dtype=info.dtype, device="meta")

@@ -49,7 +49,6 @@ class FsdpSession(FullyShardedSession):
         A model that the user has sharded with ``fully_shard`` keeps its shards; the rest of it is sharded.
 
         Raises:
-            ModelError: The model is not a module, is wrapped, or is split in another way.
             DisagreementError: The ranks' parameters differ in name, shape or type.
 
         Collectives: an all-gather of the parameters' descriptions, a broadcast of each parameter and

@@ -93,7 +93,6 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """The file with the output of the job."""
         return self.directory / "log"
 
     def status(self) -> Status:
@@ -112,7 +111,6 @@ class Job:
             return Status(state="damaged", pid=0, process="", started=self.created, reason=str(error))
 
     def write_status(self, status: Status) -> None:
-        """Replace the status."""
         write_json(self.directory / "status.json", asdict(status))
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,12 +144,7 @@ def state_dir() -> Path:
 
 
 def create_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
-    """Write the files of a new job.
-
-    Raises:
-        ConfigError: Its name is taken by a running job, or is reserved; or the state directory is not
-            writable.
-    """
+    """Write the files of a new job."""
     name = request.name or Path(request.script).stem
     if request.name is not None and (
         request.name == _NEWEST or not request.name.strip() or not request.name.isprintable()
@@ -202,11 +195,7 @@ def _write_job(job: Job, jobs: Path) -> Job:
 
 
 def load_job(directory: Path) -> Job:
-    """Return the job of a directory.
-
-    Raises:
-        StateError: Its file is missing or damaged.
-    """
+    """Return the job of a directory."""
     try:
         values = read_json_object(directory / "job.json")
         request = read_request(values.get("request"))
@@ -222,12 +211,10 @@ def load_job(directory: Path) -> Job:
 
 
 def list_jobs() -> list[Job]:
-    """Return all readable jobs of this user, oldest first."""
     return _load_jobs()[0]
 
 
 def damaged_jobs() -> list[str]:
-    """Return a line about each unreadable job."""
     return _load_jobs()[1]
 
 
@@ -255,9 +242,6 @@ def find_job(ref: str) -> Job:
     """Return the job with an id, the start of an id, a name, or "last".
 
     Of several jobs with one name it is the running one, or else the newest.
-
-    Raises:
-        ConfigError: No job or several match; the message lists all jobs.
     """
     jobs = list_jobs()
     if ref == _NEWEST and jobs:
@@ -274,7 +258,6 @@ def find_job(ref: str) -> Job:
 
 
 def remove_job(job: Job) -> None:
-    """Remove a job and its log."""
     gone = job.directory.with_name(f".{job.id}")  # renamed first, so that no reader finds half of it
     try:
         job.directory.rename(gone)
@@ -284,7 +267,6 @@ def remove_job(job: Job) -> None:
 
 
 def is_running(job: Job) -> bool:
-    """Return whether the supervisor of a job is alive."""
     return job.status().state in ALIVE
 
 
@@ -342,21 +324,12 @@ def _portable_identity(pid: int) -> str | None:
 
 
 def read_request(values: object) -> LaunchRequest:
-    """Return the request of a JSON object; fields of later versions are ignored.
-
-    Raises:
-        StateError: The values are not a request.
-        ConfigError: A number is out of range.
-    """
+    """Return the request of a JSON object; fields of later versions are ignored."""
     return LaunchRequest(**check_fields(LaunchRequest, values, what="the request"))
 
 
 def read_status(path: Path) -> Status:
-    """Return the status in a file.
-
-    Raises:
-        StateError: The file is missing or damaged.
-    """
+    """Return the status in a file."""
     status = Status(**check_fields(Status, read_json_object(path), what="the status"))
     if status.state not in _STATES:
         msg = f"state of the status must be one of {_STATES}, got {status.state!r:.80}"
@@ -367,22 +340,14 @@ def read_status(path: Path) -> Status:
 
 
 def check_time(what: str, value: float) -> None:
-    """Make sure that a number is a time that datetime can show.
-
-    Raises:
-        StateError: The value is not a time.
-    """
+    """Make sure that a number is a time that datetime can show."""
     if not 0 <= value < _END_OF_TIME:
         msg = f"{what} must be in seconds since 1970, got {value!r:.80}"
         raise StateError(msg)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        StateError: The file does not exist, or holds something else.
-    """
+    """Return the object in a JSON file."""
     if not path.is_file():  # reading a pipe would block
         msg = f"{path} is not a file"
         raise StateError(msg)
@@ -398,11 +363,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_fields(kind: type, values: object, *, what: str) -> dict[str, Any]:
-    """Return the values for the fields of a dataclass; other values are ignored.
-
-    Raises:
-        StateError: A value is missing or of another type than its field.
-    """
+    """Return the values for the fields of a dataclass; other values are ignored."""
     if not isinstance(values, Mapping):
         msg = f"{what} must be an object, got {type(values).__name__}"
         raise StateError(msg)
@@ -454,7 +415,6 @@ def start_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
 
     Raises:
         ConfigError: The request cannot work; nothing was started.
-        RankFailedError: Its supervisor did not come up.
     """
     request.check()  # raises for a mistake here, and not in the job's log
     job = create_job(request, command=command)
@@ -624,7 +584,6 @@ def _stop(
 
 
 def _table(jobs: Sequence[Job], *, now: float) -> Table:
-    """Return a table with one line per job."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("ID", "NAME", "STATE", "STARTED", "ELAPSED"):
         table.add_column(title, no_wrap=True)
@@ -656,11 +615,7 @@ def elapsed(seconds: float) -> str:
 
 
 def log_chunks(job: Job, *, follow: bool, lines: int | None) -> Iterator[bytes]:
-    """Return the log of a job, or its last ``lines`` lines; with ``follow`` until the job has ended.
-
-    Raises:
-        StateError: The job has no log.
-    """
+    """Return the log of a job, or its last ``lines`` lines; with ``follow`` until the job has ended."""
     try:
         log = job.log.open("rb")
     except OSError as error:

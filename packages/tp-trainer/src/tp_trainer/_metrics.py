@@ -114,11 +114,7 @@ def _as_numpy(leaf: Any) -> Any:
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Return the metrics by name.
-
-    Raises:
-        ConfigError: ``metrics`` is not a dict of `Metric` objects; or a name is "loss" or "weight".
-    """
+    """Return the metrics by name."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -298,11 +294,7 @@ BATCHES_PER_ROUND = 16  # between two exchanges: fewer cost more collectives, mo
 
 
 class GatherInterruptedError(Exception):
-    """Raised on all ranks, between the same two batches, where a signal asks the run to end.
-
-    Attributes:
-        signal: The number of the signal.
-    """
+    """Raised on all ranks, between the same two batches, where a signal asks the run to end."""
 
     def __init__(self, signal: int) -> None:
         super().__init__(signal)
@@ -428,7 +420,6 @@ class OrderedGather:
 
 
 def on_cpu(leaf: Any) -> Any:
-    """Return a tensor on the CPU, without gradients; something else as it is."""
     return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
@@ -436,11 +427,7 @@ def on_cpu(leaf: Any) -> Any:
 
 
 def named_loaders(what: str, given: Any) -> dict[str, Iterable[Any]]:
-    """Return loaders by the prefix of their results' names; the prefix of a single loader is empty.
-
-    Raises:
-        ConfigError: There are several without names, or their names cannot be used.
-    """
+    """Return loaders by the prefix of their results' names; the prefix of a single loader is empty."""
     if not isinstance(given, Mapping):
         return {"": given}
     bad = [name for name in given if not isinstance(name, str) or not name or "/" in name]
@@ -466,16 +453,6 @@ def evaluate(
     """Return the means of the step's outputs over the samples, or units, of all data ranks, and metrics.
 
     The model runs in evaluation mode, without gradients. Each submodule gets its own mode back.
-
-    Args:
-        session: The session that runs the step.
-        run: Runs the step.
-        step: The user's step; it need not return a loss.
-        model: The prepared model.
-        batches: The prepared loader.
-        metrics: Metrics of the whole set, by the names under which the step returns their arguments.
-        boundaries: As for `OrderedGather`, for an evaluation that signals may end.
-        most: The most batches; ``None`` for all.
 
     Raises:
         GatherInterruptedError: A rank has seen a signal; on all ranks, between the same two batches.
@@ -539,13 +516,6 @@ class Evaluator:
     ) -> dict[str, float]:
         """Return the means and the scalar metrics of all loaders.
 
-        Args:
-            session: The session that runs the step.
-            model: The prepared model.
-            epoch: The epoch of the loaders.
-            boundaries: As for `OrderedGather`, for a validation that signals may end.
-            most: The most batches of each loader.
-
         Raises:
             GatherInterruptedError: A rank has seen a signal; on all ranks, between the same two batches.
             LoaderError: A loader has yielded no sample, on any rank.
@@ -598,9 +568,6 @@ def metric_for_scheduler(
         train: The means of the epoch's training.
         val: The results of its validation.
         validates: Whether the run has a validation.
-
-    Raises:
-        ConfigError: The run has no metric of that name.
     """
     known = {**train, **{f"val_{key}": value for key, value in val.items()}}
     wanted = name or ("val_loss" if validates else "loss")
@@ -760,7 +727,6 @@ def _exhaust(pieces: Iterator[Any]) -> None:
 
 
 def _row(value: Any, number: int) -> Any:
-    """Return a row in the form of JSON."""
     if isinstance(value, Mapping):
         return {str(key): _row(entry, number) for key, entry in value.items()}
     if isinstance(value, tuple):

@@ -14,7 +14,6 @@ tp_contract = 1
 
 @hookimpl
 def tp_backends() -> "Iterable[Backend[Any]]":
-    """Return the backends for one device, and for one process per device with whole or sharded parameters."""
     from tp_trainer._backends import DdpBackend, FsdpBackend, SingleBackend
 
     return [SingleBackend(), DdpBackend(), FsdpBackend()]
@@ -31,7 +30,6 @@ def _late(module: str, name: str) -> Callable[[], Any]:
 
 @hookimpl
 def tp_loggers() -> Iterable[LoggerFactory]:
-    """Return factories of the loggers: files, TensorBoard, Weights & Biases, MLflow and Aim."""
     return [
         LoggerFactory("aim", "a run of Aim", _late("loggers._aim", "AimLogger"), "tp-trainer[aim]"),
         LoggerFactory("csv", "metrics.csv in the run's folder", _late("loggers", "CsvLogger")),
@@ -53,7 +51,6 @@ def tp_loggers() -> Iterable[LoggerFactory]:
 
 @hookimpl
 def tp_commands() -> Iterable[Command]:
-    """Return the commands of this package."""
     return [
         Command(
             "launch",

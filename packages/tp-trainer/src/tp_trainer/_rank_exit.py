@@ -30,7 +30,6 @@ class ExitReport:
 
 
 def write_exit_report(number: int, saved: Path | None) -> None:
-    """Write the report for the launcher, if there is one."""
     name = os.environ.get(EXIT_REPORT)
     if name is None:
         return
@@ -44,7 +43,6 @@ def write_exit_report(number: int, saved: Path | None) -> None:
 
 
 def read_exit_report(path: Path) -> ExitReport | None:
-    """Return the report of a rank; ``None`` if there is none."""
     try:
         values = json.loads(path.read_text())
         return ExitReport(int(values["signal"]), values["saved"])
@@ -98,14 +96,6 @@ class HardExit:
 
     At a kernel timer the C library calls ``_exit`` in a new thread. So this works even if native code holds
     the GIL and no Python thread runs.
-
-    Raises:
-        OSError: This system has no such timers.
-
-    Example:
-        >>> deadline = HardExit(124)
-        >>> deadline.set(60.0)
-        >>> deadline.cancel()
     """
 
     def __init__(self, status: int) -> None:
@@ -128,7 +118,6 @@ class HardExit:
         self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
 
     def cancel(self) -> None:
-        """Cancel the deadline."""
         self.set(0.0)
 
     def __del__(self) -> None:

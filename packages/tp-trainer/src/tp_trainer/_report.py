@@ -43,15 +43,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One curve.
-
-    Attributes:
-        label: The text of the legend.
-        steps: The x values of the points.
-        values: The y values of the points.
-        color: The number of the color.
-        dashed: Whether the line is dashed.
-    """
+    """One curve."""
 
     label: str
     steps: Sequence[int]
@@ -62,13 +54,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Curves that belong together.
-
-    Attributes:
-        name: The name of the metric.
-        curves: The curves.
-        marks: Steps with a mark, for an interruption or a restart.
-    """
+    """Curves that belong together."""
 
     name: str
     curves: list[Curve]
@@ -111,11 +97,7 @@ def timelines(run: LoggedRun) -> list[Timeline]:
 
 
 def _read_timeline(path: Path) -> Timeline:
-    """Read a trace.
-
-    Raises:
-        StateError: The file is no trace.
-    """
+    """Read a trace."""
     try:
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
         spans = [e for e in events if e["ph"] == "X"]
@@ -171,11 +153,7 @@ def _marks(run: LoggedRun) -> Iterator[tuple[int, str]]:
 
 
 def draw(*charts: Chart | Timeline, png: bool = False) -> "Figure":
-    """Return a figure of one or several charts, two in a row.
-
-    Raises:
-        ConfigError: Matplotlib is not installed.
-    """
+    """Return a figure of one or several charts, two in a row."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -285,7 +263,6 @@ def svg(chart: Chart | Timeline) -> str:
 
 
 def png(chart: Chart, path: Path) -> None:
-    """Write the chart as a PNG file."""
     draw(chart, png=True).savefig(path, format="png", dpi=160, facecolor="white")
 
 
@@ -308,17 +285,7 @@ def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """The contents of a run's part of the page.
-
-    Attributes:
-        label: The name of the run.
-        status: The end of the run.
-        summary: A few facts, by name.
-        events: Rows of time, step and event.
-        tables: Names and values, by title.
-        selection: The selection of the backend, as text.
-        note: The problem of the log; empty without one.
-    """
+    """The contents of a run's part of the page."""
 
     label: str
     status: str
@@ -340,7 +307,6 @@ def labels(runs: Sequence[LoggedRun]) -> list[str]:
 
 
 def story_of(label: str, run: LoggedRun) -> Story:
-    """Return the story of a run."""
     info = run.info
     titles = ("hyperparameters", "environment", "versions")
     note = f"{run.unreadable} line(s) of {run.path.name} could not be read" if run.unreadable else ""
@@ -422,11 +388,7 @@ _TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
 
 def render(runs: Sequence[LoggedRun]) -> str:
-    """Return the page of runs as HTML.
-
-    Raises:
-        ConfigError: No run is given, or matplotlib is not installed.
-    """
+    """Return the page of runs as HTML."""
     from jinja2 import Environment
     from markupsafe import Markup
 
@@ -483,12 +445,7 @@ def write_report(
 
 
 def write_page(runs: Sequence[LoggedRun], out: str | os.PathLike[str]) -> Path:
-    """Write the page of ``runs`` to ``out``, and return its path.
-
-    Raises:
-        ConfigError: No run is given, or matplotlib is not installed.
-        OSError: The file cannot be written.
-    """
+    """Write the page of ``runs`` to ``out``, and return its path."""
     text, out = render(runs), Path(out)
     write_atomically(lambda part: _write(part, text), out, mode=0o600)  # the page has the program's arguments
     return out

@@ -132,13 +132,7 @@ def train(backend: Backend[Any], devices: list[torch.device], folder: Path) -> N
 
 
 def read_numbers(folder: Path) -> Numbers:
-    """Return the numbers that :func:`train` has written.
-
-    Raises:
-        FileNotFoundError: The training left no numbers.
-        StateError: The weights that the training left are damaged.
-        ValueError: The losses that the training left are damaged.
-    """
+    """Return the numbers that :func:`train` has written."""
     return Numbers(dict(load_state(folder / _WEIGHTS)), json.loads((folder / _LOSSES).read_text()))
 
 
@@ -179,12 +173,7 @@ class Setup:
 
 
 def find_setups(backends: Iterable[Contribution[Backend[Any]]], *, ranks: int) -> list[Setup]:
-    """Return the setups of this host that each backend fits; if it fits none, one with the reason.
-
-    Args:
-        backends: The backends.
-        ranks: The number of processes on the CPU; on accelerators there is one for each.
-    """
+    """Return the setups of this host that each backend fits; if it fits none, one with the reason."""
     ways = list(_device_layouts(ranks))
     found: list[Setup] = []
     for contribution in backends:
@@ -258,7 +247,6 @@ class Result:
         return self.outcome in ("equal", "unfit")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as values for JSON."""
         return {
             "backend": self.setup.backend,
             "origin": self.setup.origin,
@@ -351,7 +339,6 @@ _STYLES = {"equal": "green", "unfit": "dim"}
 
 
 def test_app() -> typer.Typer:
-    """Return ``tp test`` as a separate application."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(_test)
     return app

@@ -56,11 +56,6 @@ def parse_call(target: str, words: Sequence[str]) -> Call:
     Args:
         target: The function: ``script.py:main`` or ``package.module:main``.
         words: Its values: ``--lr 0.1``, ``--optim.lr 0.1``, ``--config FILE``.
-
-    Raises:
-        ConfigError: There is no such function, its parameters cannot be options, or a value is unknown,
-            missing or of another type; or jsonargparse is not installed.
-        SystemExit: After the output of ``--help`` or ``--print-config``.
     """
     try:
         import jsonargparse  # noqa: F401 - asked for before the script is imported
@@ -149,11 +144,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _launch() -> tuple[Callable[..., None], dict[str, inspect.Parameter]]:
-    """Return the function of ``tp launch``, which the registry finds, and its options for ranks.
-
-    Raises:
-        ConfigError: No installed plugin has ``tp launch``.
-    """
+    """Return the function of ``tp launch``, which the registry finds, and its options for ranks."""
     found = {contribution.item.name: contribution.item for contribution in registry.commands()}
     if "launch" not in found:
         msg = "tp train starts ranks by the command tp launch, which no installed plugin has"
@@ -227,11 +218,7 @@ def _train(
 
 
 def _check_launched(context: typer.Context, names: Iterable[str]) -> None:
-    """Refuse launch options in a rank.
-
-    Raises:
-        ConfigError: The command line has a launch option.
-    """
+    """Refuse launch options in a rank."""
     sources = {name: context.get_parameter_source(name) for name in sorted(names)}
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     if given:

@@ -555,7 +555,6 @@ class Trainer:
     def _fit(
         self, model: nn.Module, optimizer: Optimizer, train_loader: Iterable[Any], settings: "FitSettings"
     ) -> "History":
-        """Prepare the objects of a run, and train."""
         from tp_trainer._memory import Work
         from tp_trainer._metrics import Evaluator
         from tp_trainer._running._fit import FitHooks, train
@@ -1376,14 +1375,7 @@ class Trainer:
     def _loader(
         self, loader: Iterable[Any], *, shard: bool = True, training: bool = True, watched: bool = False
     ) -> PreparedLoader:
-        """Prepare a loader; a prepared one is returned as it is.
-
-        Args:
-            loader: The loader.
-            shard: Whether it is split over the data ranks.
-            training: Whether it is for training.
-            watched: Whether to record the shares of its batches, for custom loops.
-        """
+        """Prepare a loader; a prepared one is returned as it is."""
         if isinstance(loader, PreparedLoader):
             return loader
         prepared = self.session.prepare_loader(loader, training=training, shard=shard)

@@ -33,11 +33,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def _find_adapted(model: nn.Module, what: str) -> tuple[str, Any]:
-    """Return the only ``PeftModel`` in a model, after the prefix of its names there.
-
-    Raises:
-        ConfigError: There is none, or several.
-    """
+    """Return the only ``PeftModel`` in a model, after the prefix of its names there."""
     peft = sys.modules.get("peft")
     found = (
         [] if peft is None else [(n, m) for n, m in model.named_modules() if isinstance(m, peft.PeftModel)]
@@ -92,11 +88,7 @@ def export_adapters(session: Session, model: nn.Module, folder: Path) -> None:
 def _names_in_file(
     adapted: Any, adapter: str, state: Mapping[str, Tensor], *, with_embeddings: bool | str
 ) -> dict[str, str]:
-    """Return the names of an adapter's tensors in the model's state, by their names in peft's file.
-
-    Raises:
-        ConfigError: A tensor of the file is none of the state.
-    """
+    """Return the names of an adapter's tensors in the model's state, by their names in peft's file."""
     peft = sys.modules["peft"]
     found = peft.get_peft_model_state_dict(
         adapted, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=with_embeddings
@@ -115,11 +107,7 @@ def _names_in_file(
 
 
 def _write_config(adapted: Any, adapter: str, place: Path) -> None:
-    """Write the configuration of an adapter, with what ``PeftModel.save_pretrained`` adds to it.
-
-    Raises:
-        ConfigError: It has values that JSON lacks.
-    """
+    """Write the configuration of an adapter, with what ``PeftModel.save_pretrained`` adds to it."""
     config = copy.copy(adapted.peft_config[adapter])
     config.inference_mode = True  # as peft writes it: who loads it trains it only if asked to
     base = adapted.get_base_model()
@@ -146,15 +134,7 @@ def _write_text(part: Path, text: str) -> None:
 def load_adapter(session: Session, model: nn.Module, path: Path, *, name: str | None) -> None:
     """Load an adapter in peft's format into the one that a prepared model has; call it on every rank.
 
-    Args:
-        session: The session of the model.
-        model: The prepared model.
-        path: The folder, or the file with the weights in it.
-        name: The adapter of the model; by default the active one.
-
     Raises:
-        ConfigError: The model has no such adapter.
-        FileNotFoundError: A file is missing.
         StateError: The adapter is of another model, or of another rank; the model is unchanged.
     """
     folder = path.parent if path.name == WEIGHTS else path
@@ -186,12 +166,7 @@ def load_adapter(session: Session, model: nn.Module, path: Path, *, name: str | 
 
 
 def _check_settings(folder: Path, adapted: Any, adapter: str) -> None:
-    """Make sure that an adapter computes with its weights what the model's adapter would.
-
-    Raises:
-        FileNotFoundError: It has no configuration.
-        StateError: The configuration is damaged, or of another kind of adapter.
-    """
+    """Make sure that an adapter computes with its weights what the model's adapter would."""
     try:
         stored = json.loads((folder / CONFIG).read_text())
         own = adapted.peft_config[adapter].to_dict()
@@ -300,11 +275,7 @@ def _within_base(layer: nn.Module, name: str) -> str | None:
 
 
 def _check_floating(name: str, part: Tensor, *, is_merged: bool) -> None:
-    """Make sure that a weight can take the sum with an adapter's.
-
-    Raises:
-        ConfigError: It is quantized.
-    """
+    """Make sure that a weight can take the sum with an adapter's."""
     if quantized_parts(part) is not None or (is_merged and not part.is_floating_point()):
         msg = (
             f"export(merged=True) cannot merge into {name!r}, which is quantized: write the adapters with "
@@ -315,11 +286,7 @@ def _check_floating(name: str, part: Tensor, *, is_merged: bool) -> None:
 
 @torch.no_grad()
 def _merged(layer: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of an adapted layer's base after peft has merged its active adapters.
-
-    Raises:
-        StateError: peft cannot merge them.
-    """
+    """Return the weights of an adapted layer's base after peft has merged its active adapters."""
     alone: Any = _whole_layer(layer, path, tensors)
     try:
         if hasattr(alone, "unload_and_optionally_merge_module"):

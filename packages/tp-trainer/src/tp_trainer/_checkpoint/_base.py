@@ -46,7 +46,6 @@ class Base:
     weights: Mapping[str, tuple[str, str, tuple[int, ...]]]
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain values for a checkpoint."""
         return {"source": self.source, "weights": {n: list(w) for n, w in self.weights.items()}}
 
     def of_model(self, name: str) -> "Base":
@@ -81,11 +80,7 @@ class Base:
             raise StateError(msg)
 
     def check_is_whole(self, path: Path) -> None:
-        """Raise an error, since a whole model is wanted of the checkpoint at ``path``.
-
-        Raises:
-            StateError: Always.
-        """
+        """Raise an error, since a whole model is wanted of the checkpoint at ``path``."""
         msg = (
             f"{path} has the trained weights of a model alone (weights='trainable'), without "
             f"{len(self.weights)} frozen ones{self._from()}: load it into the model with those, "
@@ -98,11 +93,7 @@ class Base:
 
 
 def read_base(path: Path) -> Base | None:
-    """Return the frozen weights that a checkpoint of a run has left out; ``None`` if it is whole.
-
-    Raises:
-        StateError: The checkpoint cannot be read.
-    """
+    """Return the frozen weights that a checkpoint of a run has left out; ``None`` if it is whole."""
     if not (path / STATE).is_file():  # of tp_shard.save_sharded
         return None
     return base_of(read_json(path / STATE))
@@ -199,11 +190,7 @@ def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module:
 
 
 def check_frozen(model: nn.Module) -> None:
-    """Make sure that a model has frozen weights to leave out, and trained ones to save.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Make sure that a model has frozen weights to leave out, and trained ones to save."""
     if not frozen_weights(model):
         msg = (
             "Checkpoints(weights='trainable') leaves out frozen weights, and the model has none: each of its "
@@ -281,12 +268,7 @@ def _described(session: Session, tensor: Tensor) -> tuple[str, tuple[int, ...], 
 
 
 def _sum(part: Tensor, start: Sequence[int]) -> int:
-    """Return the sum of a part's elements, each multiplied by the factors of its place in the whole.
-
-    Args:
-        part: The elements.
-        start: Where the part begins in each dimension.
-    """
+    """Return the sum of a part's elements, each multiplied by the factors of its place in the whole."""
     if part.is_complex():
         part, start = torch.view_as_real(part), (*start, 0)
     if not part.dim():

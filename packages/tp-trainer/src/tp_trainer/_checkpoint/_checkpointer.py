@@ -65,7 +65,6 @@ class Checkpointer:
         return None if every is None else every - step % every
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint of ``every_steps`` is due at ``step``."""
         every = self.settings.every_steps
         return every is not None and step > 0 and step % every == 0 and not self.has_saved(step)
 
@@ -127,7 +126,6 @@ class Checkpointer:
         Raises:
             OSError: The disk is full, or writing is not allowed; earlier checkpoints are unchanged. With
                 ``background`` it may be the error of the previous write.
-            StateError: A value cannot be written.
 
         Collectives: a gather of ``mine`` and a gather of the outcomes. With slices also a broadcast, and the
         collectives of `Writer.write`; with ``background`` the threads make these over their own group.
@@ -157,9 +155,6 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is written, and delete surplus ones.
-
-        Raises:
-            OSError: The last checkpoint could not be written.
 
         Collectives: with ``background`` as in :meth:`_exchange`.
         """
@@ -201,9 +196,7 @@ class Checkpointer:
         """Exchange the outcome of the write over all ranks, and rank 0's path of the last checkpoint.
 
         Raises:
-            ConfigError: Another run has taken the folder.
             OSError: A rank could not write.
-            StateError: A value cannot be stored in a checkpoint, or the thread failed otherwise.
 
         Collectives: as in :meth:`Session.gather_objects`.
         """
@@ -226,9 +219,6 @@ class Checkpointer:
 
         Args:
             resume: A checkpoint, or "auto" for the newest whole one, if any.
-
-        Raises:
-            StateError: The given checkpoint is not whole.
 
         Collectives: a broadcast, then as in :func:`verify` for each checkpoint that is checked.
         """
@@ -261,16 +251,11 @@ class Checkpointer:
             raise ConfigError(msg)
 
     def continues(self, path: Path, step: int) -> None:
-        """Note that the run has resumed from ``path``, at ``step``."""
         self._writer.last, self._saved_step, self._saved_at = path, step, time.monotonic()
 
     @staticmethod
     def read(path: Path) -> tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]]:
-        """Return the tensors, the common plain values, and the plain values of each rank.
-
-        Raises:
-            StateError: A file of the checkpoint cannot be read here.
-        """
+        """Return the tensors, the common plain values, and the plain values of each rank."""
         return open_tensors(path), read_json(path / STATE), read_json(path / RANKS)
 
 
@@ -334,7 +319,6 @@ class Writer:
             self.failure = error
 
     def close(self) -> None:
-        """Release the folder for other runs."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -361,12 +345,7 @@ class Writer:
         return self._session.broadcast(folder) if together else folder
 
     def _new_scratch(self, step: int) -> Path:
-        """Return a new folder to write into; lock the run's folder again if it was deleted.
-
-        Raises:
-            ConfigError: The folder was deleted, and another run has made it again.
-            OSError: The folder cannot be made.
-        """
+        """Return a new folder to write into; lock the run's folder again if it was deleted."""
         if self._lock is None:
             return self.folder.scratch(step)
         is_lost = not self._lock.is_held()
@@ -411,7 +390,6 @@ class Writer:
             self._group = new_process_group(backend="gloo")
 
     def leave_group(self) -> None:
-        """Destroy the group of the threads, if there is one."""
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)

@@ -65,7 +65,6 @@ class RunFolder:
                 delete(path)
 
     def scratch(self, step: int) -> Path:
-        """Return a new folder to write the checkpoint of ``step`` into."""
         path = self.path / f".{name_of(step)}.{secrets.token_hex(4)}.tmp"
         path.mkdir(parents=True)
         return path
@@ -73,11 +72,7 @@ class RunFolder:
     def commit(
         self, written: Path, facts: Mapping[str, Any], known: Mapping[str, FileRecord] | None = None
     ) -> Path:
-        """Add the manifest to a written folder, sync all of it to the disk, and rename it.
-
-        Raises:
-            OSError: The disk is full, or writing is not allowed.
-        """
+        """Add the manifest to a written folder, sync all of it to the disk, and rename it."""
         files = dict(known or {})
         found = sorted(written.rglob("*"))
         paths = [p for p in found if not p.is_dir() and str(p.relative_to(written)) not in files]
@@ -103,12 +98,6 @@ class RunFolder:
         """Delete all checkpoints but the newest whole ones, and the best.
 
         Damaged ones are set aside, so that none takes the place of a whole one.
-
-        Args:
-            written: The checkpoint just written, which is kept.
-            keep: How many of the newest to keep.
-            best: The metric of the best one, if that is kept.
-            mode: Whether its "min" or its "max" is the best.
         """
         kept = [written]
         for path in self.committed():
@@ -146,18 +135,13 @@ class RunFolder:
         return True
 
     def _check(self, path: Path) -> None:
-        """Verify a checkpoint once; later, files with unchanged sizes and times count as verified.
-
-        Raises:
-            StateError: The checkpoint is damaged.
-        """
+        """Verify a checkpoint once; later, files with unchanged sizes and times count as verified."""
         now = _signature(path)
         if self._seen_whole.get(path) != now:
             verify(path)
             self._seen_whole[path] = now
 
     def _on_damage(self, path: Path, error: StateError) -> None:
-        """Set a damaged checkpoint aside, and log it."""
         try:
             log.warning("%s; it does not count any more and is now %s", error, self._set_aside(path))
         except OSError as failure:
@@ -192,9 +176,6 @@ class RunFolder:
 
         Args:
             session: Shares the work over its ranks, which must all call this.
-
-        Raises:
-            FormatError: The newest one has a format that this version does not read.
 
         Collectives: with a session one broadcast, then as in :func:`verify` for each checkpoint.
         """
@@ -242,12 +223,10 @@ _OF_RANK = re.compile(r"__([0-9]+)_[^/]*")
 
 
 def name_of(step: int) -> str:
-    """Return the name of the folder with the checkpoint of a step."""
     return f"{PREFIX}{step:0{DIGITS}d}"
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a checkpoint."""
     return int(path.name.removeprefix(PREFIX))
 
 
@@ -301,12 +280,7 @@ def _writer_of(name: str) -> int:
 
 
 def _files_of(path: Path) -> Mapping[str, FileRecord]:
-    """Return the files of a checkpoint.
-
-    Raises:
-        FormatError: The checkpoint has another version's format.
-        StateError: The manifest was changed, or belongs to another checkpoint.
-    """
+    """Return the files of a checkpoint."""
     if (path / INDEX).is_file():
         return read_digests(path)
     manifest = read_manifest(path)
@@ -341,13 +315,7 @@ class FormatError(StateError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a manifest.
-
-    Attributes:
-        step: The optimizer step.
-        metrics: The metrics at that step, by name, to find the best checkpoint.
-        files: Its files, by their path in it.
-    """
+    """The contents of a manifest."""
 
     step: int
     metrics: Mapping[str, Any]
@@ -357,12 +325,7 @@ class Manifest:
 def write_manifest(
     folder: Path, step: int, facts: Mapping[str, Any], files: Mapping[str, FileRecord]
 ) -> Path:
-    """Write the manifest of the checkpoint in ``folder``, and return its path.
-
-    Raises:
-        OSError: The disk is full, or writing is not allowed.
-        StateError: A fact is not a plain value.
-    """
+    """Write the manifest of the checkpoint in ``folder``, and return its path."""
     listed = {name: file.to_dict() for name, file in files.items()}
     values = {"metrics": {}, **facts, "format": FORMAT, "step": step, "files": listed}
     text = to_json(MANIFEST, {"blake2b": _ZEROS.decode(), **values}, indent=1).encode()
@@ -372,12 +335,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the checkpoint in ``folder``.
-
-    Raises:
-        FormatError: The checkpoint has another version's format.
-        StateError: The manifest is missing, or was changed.
-    """
+    """Return the manifest of the checkpoint in ``folder``."""
     path = folder / MANIFEST
     try:
         if not path.is_file():  # also refuses a dangling link, and a pipe, which would block
@@ -423,20 +381,12 @@ def bytes_in(folder: Path) -> int:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write plain values.
-
-    Raises:
-        StateError: ``value`` holds something that is not a plain value.
-    """
+    """Write plain values."""
     path.write_text(to_json(path.name, value))
 
 
 def read_json(path: Path) -> Any:
-    """Read what :func:`write_json` wrote.
-
-    Raises:
-        StateError: The file is missing or damaged.
-    """
+    """Read what :func:`write_json` wrote."""
     try:
         return from_json(path.read_text())
     except (OSError, ValueError) as error:
@@ -445,7 +395,6 @@ def read_json(path: Path) -> Any:
 
 
 def sync_file(path: Path) -> None:
-    """Sync the bytes of a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

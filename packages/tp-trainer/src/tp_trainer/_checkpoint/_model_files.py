@@ -44,17 +44,7 @@ _SUFFIX = ".safetensors"
 def split_over_files(
     state: Mapping[str, Tensor], path: Path, max_file_nbytes: int | None
 ) -> dict[Path, list[str]]:
-    """Return the names of each file's tensors: one file, or several with the names of Hugging Face.
-
-    Args:
-        state: The tensors; only their shapes and types are used.
-        path: The one file.
-        max_file_nbytes: The largest size of a file, unless a single tensor is larger; ``None`` for one
-            file.
-
-    Raises:
-        ConfigError: There would be several files, and ``path`` does not end in ".safetensors".
-    """
+    """Return the names of each file's tensors: one file, or several with the names of Hugging Face."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in state.items():
@@ -96,9 +86,6 @@ def write_weights(infos: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tens
         infos: Tensors with the shapes and types of the written ones, by name.
         tensors: The tensors, in any order.
         part: The file.
-
-    Raises:
-        OSError: The disk is full, or writing is not allowed.
     """
     header: dict[str, Any] = {
         "__metadata__": {"format": "pt", "torch": torch.__version__, "tp-trainer": version("tp-trainer")}
@@ -141,9 +128,6 @@ def write_files(
 
     Returns:
         The files, the index last.
-
-    Raises:
-        OSError: The disk is full, or writing is not allowed.
     """
     several = len(files) > 1
     index = path.with_name(path.stem + INDEX_SUFFIX)
@@ -180,12 +164,7 @@ def _index_in(folder: Path) -> Path | None:
 
 
 class WeightsFiles(StoredTensors):
-    """The tensors of one or several files; a rank reads only its slices.
-
-    Raises:
-        FileNotFoundError: The file does not exist, or one that the index names.
-        StateError: A file or the index is damaged.
-    """
+    """The tensors of one or several files; a rank reads only its slices."""
 
     def __init__(self, path: Path, *, prefix: str = "") -> None:
         self.path, self._prefix = path, prefix
@@ -200,7 +179,6 @@ class WeightsFiles(StoredTensors):
         self.infos = dict(sorted(infos.items()))
 
     def fill(self, targets: Mapping[str, Any]) -> None:
-        """Fill whole tensors, or a rank's slices of them; names and shapes are known to fit."""
         by_file: dict[Path, list[str]] = {}
         for name in targets:
             by_file.setdefault(self._files[name], []).append(name)
@@ -214,12 +192,7 @@ class WeightsFiles(StoredTensors):
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return the files of weights.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        StateError: The index is damaged.
-    """
+    """Return the files of weights."""
     if path.is_dir():
         path = _index_in(path) or path
     if not path.name.endswith(INDEX_SUFFIX):
@@ -236,12 +209,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _opened(file: Path) -> Any:
-    """Open a file.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        StateError: The file is damaged.
-    """
+    """Open a file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -274,17 +242,12 @@ class StateInAFile(StoredTensors):
         self.infos = {MODEL + n: TensorInfo(tuple(t.shape), t.dtype) for n, t in sorted(state.items())}
 
     def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
-        """Fill whole tensors, or a rank's slices of them; names and shapes are known to fit."""
         for name, target in targets.items():
             fill_from_whole(target, self._state[name.removeprefix(MODEL)])
 
 
 class OneOfSeveral(StoredTensors):
-    """One model of a checkpoint of several, with the names of a checkpoint of one.
-
-    Raises:
-        ConfigError: There is no model of that name.
-    """
+    """One model of a checkpoint of several, with the names of a checkpoint of one."""
 
     def __init__(self, whole: StoredTensors, name: str) -> None:
         self._whole, self._prefix = whole, f"{MODEL}{name}."
@@ -298,7 +261,6 @@ class OneOfSeveral(StoredTensors):
         self.path, self.infos = whole.path, {MODEL + n: info for n, info in found.items()}
 
     def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
-        """Fill whole tensors, or a rank's slices of them; names and shapes are known to fit."""
         self._whole.fill({self._prefix + n.removeprefix(MODEL): target for n, target in targets.items()})
 
 
@@ -306,11 +268,7 @@ class OneOfSeveral(StoredTensors):
 
 
 def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
-    """Write ``state`` with ``torch.save``; a crash at any moment leaves the old file unchanged.
-
-    Raises:
-        OSError: The folder does not exist, the disk is full, or writing is not allowed.
-    """
+    """Write ``state`` with ``torch.save``; a crash at any moment leaves the old file unchanged."""
 
     def write(part: Path) -> None:
         with part.open("wb") as file:
@@ -451,8 +409,6 @@ def load_model(
     trained weights alone, the model keeps its own frozen ones, which must be those of the run.
 
     Raises:
-        ConfigError: A name is given, and ``path`` is not a checkpoint of several models.
-        FileNotFoundError: The file does not exist.
         StateError: The file is damaged, or is of another model; the model is unchanged.
 
     Collectives: for a checkpoint as in :func:`verify` and `Base.check`.
@@ -494,11 +450,7 @@ def load_model(
 def _check_fits(
     path: str | os.PathLike[str], expected: Mapping[str, Tensor | TensorSlice], stored: StoredTensors
 ) -> None:
-    """Make sure that a file fits this model.
-
-    Raises:
-        StateError: Names or shapes differ; the message has the first three.
-    """
+    """Make sure that a file fits this model."""
     found = {name: info.shape for name, info in stored.infos.items()}
     problems = [f"lacks {_plain(name)}" for name in expected.keys() - found.keys()]
     problems += [f"has {_plain(name)}, which the model lacks" for name in found.keys() - expected.keys()]

@@ -28,11 +28,7 @@ class Endpoint:
 
 
 def parse_endpoint(text: str, *, option: str = "--rdzv-endpoint") -> Endpoint:
-    """Return ``host``, ``host:port`` or ``[v6 address]:port`` as an endpoint.
-
-    Raises:
-        ConfigError: The host is empty, or the port is not a number from 0 to 65535.
-    """
+    """Return ``host``, ``host:port`` or ``[v6 address]:port`` as an endpoint."""
     text = text.strip()
     host, port = text, str(_DEFAULT_PORT)
     if text.startswith("["):

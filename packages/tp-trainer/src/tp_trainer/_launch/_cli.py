@@ -150,12 +150,7 @@ def launch(
 
 
 def _detach(request: LaunchRequest, *, command: list[str]) -> None:
-    """Have ``tp jobs`` run a launch in the background, and print the id of the job.
-
-    Raises:
-        ConfigError: The request cannot work; or no installed plugin has ``tp jobs``.
-        RankFailedError: The job did not start.
-    """
+    """Have ``tp jobs`` run a launch in the background, and print the id of the job."""
     found = {contribution.item.name: contribution.item for contribution in registry.commands()}
     if "jobs" not in found:
         msg = "--detach needs the command tp jobs, which no installed plugin has; leave --detach out"

@@ -52,16 +52,7 @@ _GRACE_S = 3.0  # before the wait for an answer is logged
 
 
 def serve_store(address: str, port: int, **options: Any) -> TCPStore:
-    """Serve a store at one address of this host.
-
-    Args:
-        address: The address.
-        port: The port; 0 is any free one.
-        **options: Further arguments of ``torch.distributed.TCPStore``.
-
-    Raises:
-        RendezvousConnectionError: The address is not this host's, or the port is taken.
-    """
+    """Serve a store at one address of this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -250,9 +241,6 @@ def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[Pro
 
     Returns:
         The processes that failed when no restart was left; none after a success.
-
-    Raises:
-        RendezvousConnectionError: The rendezvous cannot be reached or served.
     """
     request = plan.request
     conf: dict[str, Any] = dict(request.rdzv_conf)

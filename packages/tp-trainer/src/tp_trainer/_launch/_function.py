@@ -107,11 +107,7 @@ def _result(folder: Path, rank: int) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle ``value``; with cloudpickle, if installed, also functions and classes of ``__main__``.
-
-    Raises:
-        Exception: ``value`` cannot be pickled; the error of pickle or of the value.
-    """
+    """Pickle ``value``; with cloudpickle, if installed, also functions and classes of ``__main__``."""
     try:
         import cloudpickle  # noqa: F401
     except ImportError:
@@ -133,11 +129,7 @@ class _ByName(pickle.Pickler):
 
 
 def main(folder: Path) -> None:
-    """Call the function, in a rank, and write its result into ``folder``.
-
-    Raises:
-        TypeError: The result cannot be pickled.
-    """
+    """Call the function, in a rank, and write its result into ``folder``."""
     with Path(folder, _CALL).open("rb") as file:
         # Two pickles: the second needs modules that are found by the path in the first.
         sys.path[:] = pickle.load(file)

@@ -113,14 +113,12 @@ class FailureBroadcast:
         return self._report
 
     def close(self) -> None:
-        """Stop listening."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * _POLL_S)  # it may still be connecting
             self._query(self._heartbeats.leave)
 
     def received(self) -> dict[str, Any] | None:
-        """Return what another host has reported, if one has."""
         return self._report
 
     def _run(self) -> None:
@@ -239,13 +237,6 @@ class Heartbeats:
     """Counts this host's heartbeats in the store; the host that serves it checks the other hosts' counts.
 
     Every method uses the store, and raises the store's errors.
-
-    Args:
-        prefix: The prefix of the job's keys in the store.
-        name: The name of this host in messages of other hosts.
-        serves: Whether this host serves the store: only this one checks the others.
-        timeout_s: How long a host may be silent.
-        clock: Returns a time in seconds.
     """
 
     def __init__(

@@ -66,7 +66,6 @@ class RankWatch:
         self._thread = threading.Thread(target=self._run, name="tp-launch-watch", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def follow(self, ranks: list[Rank]) -> None:
@@ -128,7 +127,6 @@ class RankWatch:
             self._kill_living()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stopping.set()
         self._thread.join()
         with self._lock:
@@ -265,7 +263,6 @@ class ExitedRanks:
         self._thread = threading.Thread(target=self._run, name="tp-launch-exits", daemon=True)
 
     def follow(self, attempt: Attempt, ranks: Mapping[int, Rank]) -> None:
-        """Watch the ranks of a new attempt."""
         with self._lock:  # otherwise the thread could announce a rank of the last attempt for this one
             self._attempt, self._ranks = attempt, dict(ranks)
             self._checks, self._announced = Counter(), set()
@@ -273,7 +270,6 @@ class ExitedRanks:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=_CONNECT_S)

@@ -109,7 +109,6 @@ def report(outcome: Outcome) -> None:
 
 
 def print_line(line: str) -> None:
-    """Print a line from the launcher itself, on stderr."""
     print(f"tp launch: {line}", file=sys.stderr, flush=True)
 
 
@@ -333,7 +332,6 @@ def _others(
 
 
 def exit_report_path(directory: Path) -> Path:
-    """Return the path of the exit report of a rank with its logs in ``directory``."""
     return directory / "end.json"
 
 
@@ -346,14 +344,7 @@ def reported_exit(rank: Rank, code: int | None) -> ExitReport | None:
 def account(
     ranks: Iterable[Rank], *, deaths: Mapping[int, Death], killed: Collection[int], grace_s: float
 ) -> str:
-    """Return a line about the checkpoint that a launch has saved after a signal, or why there is none.
-
-    Args:
-        ranks: The ranks of this host.
-        deaths: The ended ranks, by local rank.
-        killed: The local ranks that were killed because they did not end in time.
-        grace_s: The seconds that they had.
-    """
+    """Return a line about the checkpoint that a launch has saved after a signal, or why there is none."""
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     for rank in ranks:
         end = read_exit_report(exit_report_path(rank.directory))

@@ -114,11 +114,7 @@ class LaunchRequest:
 
 
 def parse_rdzv_conf(text: str) -> dict[str, str]:
-    """Return ``"timeout=60,is_host=1"`` as a dict.
-
-    Raises:
-        ConfigError: A part is not a ``key=value``.
-    """
+    """Return ``"timeout=60,is_host=1"`` as a dict."""
     conf: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = part.partition("=")
@@ -163,11 +159,7 @@ class Plan:
 
 
 def make_plan(request: LaunchRequest) -> Plan:
-    """Fill in the defaults of a request, and refuse one that cannot work.
-
-    Raises:
-        ConfigError: Names the option, the given value and a valid one.
-    """
+    """Fill in the defaults of a request, and refuse one that cannot work."""
     nproc = _processes(request.nproc_per_node)
     min_nodes, max_nodes = _nodes(request.nnodes)
     _check_script(request)

@@ -23,9 +23,6 @@ class TemporaryLogs:
 
     Each directory has a lock, which the kernel releases at the end of the process: an unlocked directory is
     of a launch that is gone.
-
-    Attributes:
-        path: The directory.
     """
 
     def __init__(self) -> None:
@@ -38,7 +35,6 @@ class TemporaryLogs:
         self.path = draft.rename(base / draft.name.removeprefix("."))
 
     def remove(self) -> None:
-        """Remove the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -103,13 +99,6 @@ class Tail:
 
     An unbuffered ``print("x", 1)`` arrives as four writes. A line is shown when it is complete, so that the
     lines of several ranks never mix. A line that stays incomplete is shown after a second.
-
-    Example:
-        >>> import sys
-        >>> tail = Tail()
-        >>> tail.start()
-        >>> tail.follow(Path("rank0.log"), prefix="[rank0] ", out=sys.stdout)
-        >>> tail.stop()
     """
 
     def __init__(self) -> None:
@@ -119,7 +108,6 @@ class Tail:
         self._thread = threading.Thread(target=self._run, name="tp-launch-tail", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def follow(self, path: Path, *, prefix: str, out: TextIO, drop: str = "") -> None:

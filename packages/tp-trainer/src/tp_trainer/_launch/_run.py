@@ -128,7 +128,6 @@ class LocalRun:
         self._watch.start()
 
     def run(self) -> Outcome:
-        """Start the ranks and wait for them."""
         try:
             outcome = self._run()
         except Stopped as stopped:
@@ -152,7 +151,6 @@ class LocalRun:
             self._wait_for_ends(_UNRESPONSIVE_S)
 
     def kill(self) -> None:
-        """Kill the ranks that have not ended yet."""
         self._watch.kill_all()
 
     def stopped(self, signum: int) -> Outcome:

@@ -85,17 +85,7 @@ def _move(
 
 
 def _proof(script: Path, changed: str, arguments: Sequence[str], *, steps: int) -> Table:
-    """Run both scripts, and return a table of their losses.
-
-    Args:
-        script: The script.
-        changed: The source of the moved one; it runs beside the script, from a file that is then removed.
-        arguments: The arguments of both.
-        steps: The number of optimizer steps.
-
-    Raises:
-        RankFailedError: A run failed; with the end of what it said.
-    """
+    """Run both scripts, and return a table of their losses."""
     twin = script.with_name(f".{script.stem}_tp_{os.getpid()}.py")
     runs = {"before": (script, 1), "with tp": (twin, 1), _TWO: (twin, 2)}
     accelerates = any(text in changed for text in ("tp_trainer.compat.accelerate", "import accelerate as"))
@@ -130,8 +120,6 @@ def _proof(script: Path, changed: str, arguments: Sequence[str], *, steps: int) 
 
 
 def _write_text(text: str, path: Path) -> None:
-    """Write a file, which a crash leaves as it was."""
-
     def write(part: Path) -> None:
         part.write_text(text, encoding="utf-8")
 

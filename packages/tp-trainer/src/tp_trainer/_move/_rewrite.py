@@ -120,7 +120,6 @@ def facts_of(tree: ast.Module) -> Facts | str:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the name and the module of each import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for one in node.names:
@@ -167,7 +166,6 @@ def _makes_optimizer(node: ast.AST) -> bool:
 
 
 def _trained_models(tree: ast.Module) -> Iterator[str]:
-    """Yield the last names of models that give an optimizer parameters."""
     for node in ast.walk(tree):
         if _makes_optimizer(node):
             for call in ast.walk(node):
@@ -239,15 +237,7 @@ _HELD_BACK = ("test", "val", "eval", "dev")
 
 
 def moved(source: str, name: str) -> str:
-    """Return the source of a script, moved to tp.
-
-    Args:
-        source: The script.
-        name: Its name, for messages.
-
-    Raises:
-        ConfigError: It is no Python, or cannot be moved; with the reason.
-    """
+    """Return the source of a script, moved to tp."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -355,11 +345,7 @@ def _without_commas(names: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
 
 
 class _Loop(cst.CSTTransformer):
-    """Puts a script's own loop on tp: objects are prepared where they are made, and backward is tp's.
-
-    Attributes:
-        tp: The name of the trainer in the script.
-    """
+    """Puts a script's own loop on tp: objects are prepared where they are made, and backward is tp's."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts

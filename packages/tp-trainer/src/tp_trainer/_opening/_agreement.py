@@ -26,12 +26,6 @@ def check_same_at_start(
 ) -> int:
     """Compare ``facts`` over all ranks and return rank 0's seed.
 
-    Args:
-        environment: The rank and its job.
-        facts: As for :func:`agree_at_start`.
-        seed: This rank's proposal for a seed.
-        timeout_s: How long to wait for the other ranks.
-
     Raises:
         DisagreementError: On every rank, if the facts differ.
         RankFailedError: Ranks did not arrive in time, or rank 0 could not decide; it raises its own error.
@@ -63,7 +57,6 @@ def agree_at_start(
 
     Raises:
         DisagreementError: On every rank, if the facts differ.
-        RankFailedError: Ranks did not arrive in time.
 
     Collectives: none; an exchange through the launcher's store.
     """
@@ -173,7 +166,6 @@ def _numbers_in(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two settings are equal up to rounding."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
     return bool(one == other)

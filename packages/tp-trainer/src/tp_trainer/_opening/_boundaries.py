@@ -56,9 +56,6 @@ class StepBoundaries:
     Evaluations have boundaries between batches, and ranks may have different numbers of batches. So each
     evaluation is a phase, and so is the training before and after it.
 
-    Args:
-        session: The session of the ranks.
-
     Attributes:
         passed: The boundaries of the phase that the main thread has reached; the main thread counts them.
         calls: Whether the main thread must call :meth:`is_meeting`.

@@ -30,9 +30,6 @@ def options_by_backend(given: Options | None, plugins: PluginRegistry) -> dict[s
         given: One object, such as ``DdpOptions(static_graph=True)``, several in a list or tuple, or a mapping
             from a backend's name to such an object or to a mapping of its fields.
         plugins: The registry with the backends.
-
-    Raises:
-        ConfigError: An object is not the options of an installed backend, or two are of one backend.
     """
     if given is None:
         return {}
@@ -68,14 +65,7 @@ def joined(models: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def choose(job: Job, plugins: PluginRegistry, name: str) -> Selection:
-    """Choose the backend for a job.
-
-    Raises:
-        ConfigError: Options are given for a backend that is not installed, or that has no such options.
-        ModelError: The models have DTensors, and no backend that may be chosen takes them.
-        SelectionError: No backend fits, or the requested one does not.
-        PluginError: The requested backend is broken.
-    """
+    """Choose the backend for a job."""
     installed = plugins.backends()
     _check_options(job, {c.item.name: c.item for c in installed})
     try:
@@ -94,10 +84,6 @@ def check_name(plugins: PluginRegistry, name: str) -> None:
     Args:
         plugins: The registry to choose from.
         name: The requested backend; with "auto" the variable ``TP_BACKEND`` is checked.
-
-    Raises:
-        SelectionError: No backend of that name is installed.
-        PluginError: Its plugin is broken or blocked.
     """
     try:
         check_backend_name(name, {c.item.name for c in plugins.backends()})
@@ -108,7 +94,6 @@ def check_name(plugins: PluginRegistry, name: str) -> None:
 
 
 def _require(plugins: PluginRegistry, name: str) -> None:
-    """Raise if a broken plugin is the cause."""
     plugins.require(os.environ.get("TP_BACKEND", "auto") if name == "auto" else name)
 
 
@@ -120,13 +105,7 @@ def _note_broken(plugins: PluginRegistry, error: SelectionError) -> None:
 def check_choice(
     selection: Selection, job: Job, plugins: PluginRegistry, name: str, *, opened_by: str, known: bool
 ) -> None:
-    """Make sure that the backend of a running session fits models that came later.
-
-    Raises:
-        ModelError: A model has DTensors, and the backend does not take them.
-        SelectionError: The backend does not fit the models; or no model was known, and another backend
-            would be chosen for this one.
-    """
+    """Make sure that the backend of a running session fits models that came later."""
     chosen = selection.chosen.name
     verdict = selection.backend.assess(job)
     when = f"when {opened_by} started the job, " + ("with the models before" if known else "without a model")
@@ -288,12 +267,7 @@ def _end() -> None:
 
 
 class LazySession:
-    """The session of a trainer: opened for the first model, checked against later ones.
-
-    Attributes:
-        current: The session; ``None`` before it is opened.
-        plugins: The registry.
-    """
+    """The session of a trainer: opened for the first model, checked against later ones."""
 
     def __init__(
         self,
@@ -316,7 +290,6 @@ class LazySession:
 
     @property
     def job(self) -> Job:
-        """The job, without a model."""
         return self._job
 
     @property
@@ -342,10 +315,6 @@ class LazySession:
             by: The caller, for messages.
             estimate: Yields the job with its memory needs, and then with less and less memory, until a
                 backend is chosen with which it fits; called on all ranks, unless the models are small.
-
-        Raises:
-            ModelError: A model has DTensors, and no backend takes them.
-            SelectionError: No backend fits; or the running session's backend does not fit these models.
         """
         session = self.current
         if session is None:
@@ -370,14 +339,12 @@ class LazySession:
         return None if self._prepared is None else self._prepared.get(model)
 
     def note_prepared(self, model: nn.Module, prepared: nn.Module) -> None:
-        """Note the model that the session has made of a module."""
         if self._prepared is None:
             self._prepared = PerModule()
         self._prepared[model] = self._prepared[prepared] = prepared
         self._assessed.add(prepared)  # the backend fits what it has returned
 
     def models(self) -> Iterator[nn.Module]:
-        """Yield the living modules, and the prepared models."""
         yield from self._prepared or ()
 
     def _start(

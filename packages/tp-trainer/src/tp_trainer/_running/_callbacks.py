@@ -37,11 +37,9 @@ class CompileMonitor(Callback):
         self._before = 0
 
     def on_fit_start(self, run: RunView) -> None:  # noqa: ARG002 - contract
-        """Start the clock."""
         self._began, self._before = time.perf_counter(), _graphs()
 
     def on_step_end(self, run: RunView) -> None:
-        """Log the first step."""
         if self._began is not None:
             if run.device.type != "cpu":
                 torch.accelerator.synchronize(run.device)
@@ -49,7 +47,6 @@ class CompileMonitor(Callback):
             run.log(first_step_s=seconds, compiled_graphs=_graphs() - self._before)
 
     def on_epoch_end(self, run: RunView) -> None:
-        """Log the graphs of all steps so far."""
         run.log(compiled_graphs=_graphs() - self._before)
 
 
@@ -68,11 +65,6 @@ def find_callbacks(
     Returns:
         All callbacks, and the names of those that joined by themselves. A joined callback that fails is
         left out; a given one ends the run.
-
-    Raises:
-        ConfigError: Something given is not a callback, has a method for an event that does not exist, or is
-            given twice. Or no plugin has that name, or its callback cannot be made.
-        PluginError: The plugin of that name is broken, or was blocked.
     """
     if isinstance(given, str | Callback) or not isinstance(given, Iterable):
         msg = f"callbacks must be a list of callbacks or names, got {type(given).__name__}: {given!r}"
@@ -170,9 +162,6 @@ class Events:
     Args:
         callbacks: The run's callbacks, in calling order.
         joined: The names of the self-joined ones. One that fails is logged and left out.
-
-    Attributes:
-        callbacks: The callbacks still in the run.
     """
 
     def __init__(self, callbacks: Iterable[Callback], joined: Mapping[Callback, str]) -> None:
@@ -191,11 +180,9 @@ class Events:
         }
 
     def has(self, name: str) -> bool:
-        """Return whether a callback has this event."""
         return bool(self._calls[name])
 
     def send(self, name: str, *arguments: Any) -> None:
-        """Call the callbacks that have an event, in their order."""
         for call, joined in self._calls[name]:
             if joined is None:
                 call(*arguments)

@@ -35,10 +35,6 @@ def find_fastest(
     The same on all ranks: a step takes as long as on the slowest one. Weights, optimizer, random generators
     and loader are afterwards what they were.
 
-    Raises:
-        ConfigError: The loader has no dataset with indices, from which batches are read again.
-        ModelError: No backend trains the model.
-
     Collectives: those of a session of each backend, and a gather of objects for each.
     """
     names = [c.name for c in selection.candidates if c.verdict.is_fit][:_MOST]

@@ -26,15 +26,7 @@ from tp_trainer._steps._step import (
 
 
 class FitHooks(LoopHooks):
-    """The hooks of ``fit``: validation, checks of parameters, and the ends of epochs.
-
-    Args:
-        settings: The settings of the call.
-        optimizer_step: Makes the optimizer steps.
-        run: Runs the user's step on the session's devices.
-        evaluator: Evaluates the model on the validation's loaders, if there are any.
-        train: The prepared loader.
-    """
+    """The hooks of ``fit``: validation, checks of parameters, and the ends of epochs."""
 
     counts_batches = False
     weighs_batches = False  # whether batches have weights of their own; their check has passed then
@@ -69,7 +61,6 @@ class FitHooks(LoopHooks):
         self.optimizer_step.check_parameters()
 
     def step_schedulers(self, train: Mapping[str, float], val: Mapping[str, float]) -> None:
-        """Step the scheduler, if it steps once per epoch."""
         options = self.settings.scheduler
         if options is None or options.every != "epoch":
             return
@@ -80,18 +71,11 @@ class FitHooks(LoopHooks):
             options.scheduler.step()
 
     def facts(self) -> dict[str, object]:
-        """Return what all ranks must have been given alike, beside the facts of the loop."""
         return self.settings.facts()
 
 
 def train(loop: Loop, hooks: FitHooks) -> History:
-    """Train until the loop has no batch left.
-
-    Raises:
-        StepError: The step returned no usable loss.
-        NonFiniteLossError: The loss or the gradients are NaN or infinite.
-        LoaderError: The loader ended before the last batch of the epoch.
-    """
+    """Train until the loop has no batch left."""
     model, events = hooks.optimizer_step.model, hooks.settings.loop.events
     if events.has("on_optimizer_step"):
         hooks.optimizer_step.send_norm_to(lambda norm: events.send("on_optimizer_step", loop, norm))

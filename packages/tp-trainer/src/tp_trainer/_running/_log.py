@@ -74,7 +74,6 @@ class RunLog:
 
     @property
     def is_on(self) -> bool:
-        """Whether this rank has a logger."""
         return bool(self._loggers)
 
     def open(self, *, resumed: bool, step: int, epoch: int) -> None:
@@ -114,11 +113,7 @@ class RunLog:
     # -- the hot path ---------------------------------------------------------------------------
 
     def add(self, numbers: Mapping[str, Number], *, step: int, epoch: int) -> None:
-        """Buffer numbers of a step, without waiting for the accelerator; the last value of a name counts.
-
-        Raises:
-            ConfigError: A value is not a number or a tensor of one element.
-        """
+        """Buffer numbers of a step, without waiting for the accelerator; the last value of a name counts."""
         if not self._loggers:
             return
         kept = {name: _kept(name, value) for name, value in numbers.items()}
@@ -128,7 +123,6 @@ class RunLog:
             self._rows.append((step, epoch, kept))
 
     def flush(self) -> None:
-        """Read the buffer and send it to the loggers."""
         rows, self._rows = self._rows, []
         if not rows:
             return
@@ -241,12 +235,7 @@ def plan_log(
     plugins: PluginRegistry,
     selection: Selection,
 ) -> RunLog:
-    """Return the log of a run. A run with loggers and a checkpoint folder also gets a ``log.jsonl`` there.
-
-    Raises:
-        ConfigError: There is no logger of a name, or what it needs is not installed.
-        PluginError: The plugin that brings it is broken or blocked.
-    """
+    """Return the log of a run. A run with loggers and a checkpoint folder also gets a ``log.jsonl`` there."""
     checkpoint, options = settings.checkpoint, settings.log
     folder = None if checkpoint is None else Path(checkpoint.folder).absolute()
     loggers = [] if options.loggers is None else make_loggers(options.loggers, plugins)

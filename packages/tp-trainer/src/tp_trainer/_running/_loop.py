@@ -720,7 +720,6 @@ class Loop:
         return f"epoch {self.epoch}" if epochs is None else f"epoch {self.epoch}/{epochs}"
 
     def _say(self, line: str) -> None:
-        """Log a line, and show it if the run shows progress."""
         log.info(line)
         if self._reporter is not None:
             self._reporter.say(line)
@@ -757,7 +756,6 @@ class Loop:
         return means
 
     def _watching(self) -> AbstractContextManager[None]:
-        """Return the context in which the watchdog, if there is one, watches the steps."""
         return nullcontext() if self._watchdog is None else self._watchdog.watching()
 
     def _keeping_generators(self) -> ExitStack:
@@ -813,9 +811,6 @@ class Loop:
     def _interrupt(self, number: int) -> None:
         """End the run after a signal, once the last checkpoint is written.
 
-        Raises:
-            Interrupted: Always.
-
         Collectives: as in `Saving.finish` and `SignalWatch.seconds_since`.
         """
         saving = self._saving
@@ -861,9 +856,7 @@ def build_loop(
     """Return a loop that is ready to start, after a check that all ranks have the same arguments.
 
     Raises:
-        ConfigError: An epoch has no batches.
         DisagreementError: The ranks were given different arguments, or optimizers with different settings.
-        LoaderError: The loader has no length, or fewer batches than the limits need.
 
     Collectives: two gathers of objects.
     """
@@ -892,12 +885,7 @@ def build_loop(
 
 
 def _steps_in(train: PreparedLoader, limits: Limits) -> int:
-    """Return the number of batches in an epoch.
-
-    Raises:
-        ConfigError: The loader has no batches.
-        LoaderError: The loader has no length and none was given, or fewer batches than were given.
-    """
+    """Return the number of batches in an epoch."""
     wanted = limits.steps_per_epoch
     try:
         has = len(train)
@@ -921,12 +909,7 @@ def _steps_in(train: PreparedLoader, limits: Limits) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTargets:
-    """The user's ``state=`` by kinds.
-
-    Attributes:
-        trained: Models, optimizers and schedulers, as the backend has them.
-        others: The names of everything else.
-    """
+    """The user's ``state=`` by kinds."""
 
     trained: Trained
     others: tuple[str, ...]
@@ -946,19 +929,6 @@ def classify_state(
 
     A module is a model if it was prepared, or if an optimizer in ``state`` has its parameters. Any other
     module, for example an average of weights, is saved as a plain object with state.
-
-    Args:
-        session: Checks the optimizers.
-        state: The user's objects by name.
-        prepared: Returns the prepared model of a module, if it was prepared.
-        scaler: Scales the loss, or ``None``.
-        models: The run's own models.
-        optimizers: The run's own optimizers.
-        schedulers: The run's own schedulers.
-
-    Raises:
-        ConfigError: A name is taken, or an optimizer has parameters of no model in ``state``, or cannot
-            step its parameters.
     """
     models, optimizers, schedulers = dict(models or {}), dict(optimizers or {}), dict(schedulers or {})
     for taken in (models, optimizers, schedulers):
@@ -1055,11 +1025,9 @@ class ManualStepEvents:
         self.is_sent = False
 
     def backward_end(self) -> None:
-        """Send the event after a backward pass."""
         self._events.send("on_backward_end", self._loop)
 
     def optimizer_step(self, grad_norm: Tensor) -> None:
-        """Send the event before an optimizer step."""
         self._events.send("on_optimizer_step", self._loop, grad_norm)
 
     @contextmanager

@@ -17,11 +17,7 @@ _LINE_INTERVAL_S = 30.0
 
 
 class Reporter:
-    """Shows the progress of epochs, and lines about the run.
-
-    Args:
-        progress: As for the trainer, and not ``False``.
-    """
+    """Shows the progress of epochs, and lines about the run."""
 
     def __init__(self, *, progress: Shown) -> None:
         self._has_lines = shows_progress(progress)
@@ -30,13 +26,7 @@ class Reporter:
 
     @contextmanager
     def epoch(self, label: str, steps: int, *, first: int = 0) -> "Iterator[Ticker]":
-        """Show an epoch of ``steps`` steps for the length of a ``with`` block.
-
-        Args:
-            label: The text for the epoch.
-            steps: The number of its steps.
-            first: How many of them the run had done before it was resumed.
-        """
+        """Show an epoch of ``steps`` steps for the length of a ``with`` block."""
         if self._notebook is not None:
             move = self._notebook.bar(label, steps)
             yield Ticker(label, steps, _NOTEBOOK_INTERVAL_S, move, first=first)
@@ -70,7 +60,6 @@ class Reporter:
             yield Ticker(label, steps, _BAR_INTERVAL_S, show, first=first)
 
     def say(self, line: str) -> None:
-        """Show a line."""
         if self._notebook is not None:
             self._notebook.add(line)
         else:
@@ -95,13 +84,7 @@ class Ticker:
         self.next_update = self._began + interval_s
 
     def update(self, done: int, loss: float | None, data: Mapping[str, float] | None = None) -> None:
-        """Show that ``done`` steps are done, and set the time of the next update.
-
-        Args:
-            done: The number of steps.
-            loss: The last loss.
-            data: What the loader measured since the epoch began here, as in `EpochRecord.data`.
-        """
+        """Show that ``done`` steps are done, and set the time of the next update."""
         now = time.monotonic()
         self.next_update = now + self._interval_s
         words = _worded(loss, data or {}, now - self._began)

@@ -223,9 +223,6 @@ def seconds_of(time: object) -> float:
     Args:
         time: A number of seconds, or text: "90s", "1h30m", "2d", "01:30:00".
 
-    Raises:
-        ConfigError: ``time`` is something else, or not above 0.
-
     Example:
         >>> seconds_of("1h30m"), seconds_of("00:01:30"), seconds_of(5)
         (5400.0, 90.0, 5.0)
@@ -255,20 +252,7 @@ def _parsed(text: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """The settings of one call of ``loop``, which ``fit`` has too.
-
-    Attributes:
-        limits: The limits of the run.
-        validation: The validation, or ``None``.
-        checkpoint: Where and when to save the run, or ``None``.
-        resume: "auto", the path of a checkpoint, or ``None``.
-        events: Sends events to the run's callbacks.
-        log: The loggers, and what they get.
-        state: Further objects to save and restore, by name.
-        progress: Whether rank 0 shows progress.
-        backend: The name of the backend.
-        choice: The line on the choice of the backend, if the run is the first to show it.
-    """
+    """The settings of one call of ``loop``, which ``fit`` has too."""
 
     limits: Limits
     validation: Validation | None
@@ -282,11 +266,7 @@ class LoopSettings:
     choice: str = ""
 
     def facts(self, steps: int) -> dict[str, object]:
-        """Return what all ranks must have been given alike, by its name in messages.
-
-        Args:
-            steps: How many batches make an epoch.
-        """
+        """Return what all ranks must have been given alike, by its name in messages."""
         validation, checkpoint = self.validation, self.checkpoint
         return {
             **asdict(self.limits),
@@ -305,17 +285,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSettings:
-    """The settings of one call of ``fit``: a loop's, and those of the steps that it makes.
-
-    Attributes:
-        loop: The settings of the loop.
-        step: The user's step.
-        scheduler: The learning-rate scheduler and its options, or ``None``.
-        gradients: Clipping, and the treatment of NaN.
-
-    Raises:
-        ConfigError: The step cannot be called, or the validation is a function.
-    """
+    """The settings of one call of ``fit``: a loop's, and those of the steps that it makes."""
 
     loop: LoopSettings
     step: Step
@@ -328,16 +298,13 @@ class FitSettings:
             check_loader("validation", loader)  # a function, which is for a loop, is none
 
     def val_loaders(self) -> dict[str, Iterable[Any]]:
-        """Return the loaders of the validation by what the names of their results begin with."""
         validation = self.loop.validation
         return {} if validation is None else named_loaders("validation", validation.source)
 
     def val_metrics(self) -> dict[str, Metric]:
-        """Return the metrics of the validation by name."""
         return {} if self.loop.validation is None else check_metrics(self.loop.validation.metrics)
 
     def facts(self) -> dict[str, object]:
-        """Return what all ranks must have been given alike, beside the facts of the loop."""
         scheduler = self.scheduler
         return {
             **asdict(self.gradients),
@@ -348,17 +315,7 @@ class FitSettings:
 
 
 def with_shortcuts(name: str, given: Options | None, kind: type[Options], **shortcuts: Any) -> Options:
-    """Return options with the values of their shortcuts, which ``fit`` takes as arguments beside them.
-
-    Args:
-        name: The argument of the options.
-        given: The options, or ``None`` for the defaults.
-        kind: The class of the options.
-        **shortcuts: The values of the shortcuts; ``None`` for one that is not given.
-
-    Raises:
-        ConfigError: The options are something else; a value is given twice, or is out of its range.
-    """
+    """Return options with the values of their shortcuts, which ``fit`` takes as arguments beside them."""
     if given is not None and not isinstance(given, kind):
         msg = f"{name} must be {kind.__name__}(...), got {type(given).__name__}: {given!r:.80}"
         raise ConfigError(msg)
@@ -372,11 +329,7 @@ def with_shortcuts(name: str, given: Options | None, kind: type[Options], **shor
 
 
 def limits_of(given: Limits | None, *, epochs: int | None, max_steps: int | None) -> Limits:
-    """Return the limits of a run, of one epoch if nothing else ends it.
-
-    Raises:
-        ConfigError: As for :func:`with_shortcuts`.
-    """
+    """Return the limits of a run, of one epoch if nothing else ends it."""
     limits = with_shortcuts("limits", given, Limits, epochs=epochs, max_steps=max_steps)
     ends = (limits.epochs, limits.max_steps, limits.max_time)
     return replace(limits, epochs=1) if ends == (None, None, None) else limits
@@ -387,11 +340,7 @@ def from_environment(
     checkpoint: Checkpoints | str | os.PathLike[str] | None,
     resume: str | os.PathLike[str] | None,
 ) -> tuple[Limits, Checkpoints | str | os.PathLike[str] | None, str | os.PathLike[str] | None]:
-    """Return the arguments of a run as ``TP_MAX_STEPS`` and ``TP_CHECKPOINT`` change them, for trials.
-
-    Raises:
-        ConfigError: ``TP_MAX_STEPS`` is not a number above zero.
-    """
+    """Return the arguments of a run as ``TP_MAX_STEPS`` and ``TP_CHECKPOINT`` change them, for trials."""
     most, folder = os.environ.get("TP_MAX_STEPS"), os.environ.get("TP_CHECKPOINT")
     if most:
         if not most.isdecimal() or not int(most):
@@ -405,11 +354,7 @@ def from_environment(
 
 
 def check_state(state: object) -> dict[str, Any]:
-    """Return the dict that was given as ``state=``, an empty one for ``None``.
-
-    Raises:
-        ConfigError: ``state`` is not a dict, or has names that are not identifiers.
-    """
+    """Return the dict that was given as ``state=``, an empty one for ``None``."""
     if state is None:
         return {}
     if not isinstance(state, dict):

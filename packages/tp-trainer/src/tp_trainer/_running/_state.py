@@ -106,9 +106,6 @@ class UserState:
     def capture(self) -> CapturedUserState:
         """Return the state of all objects.
 
-        Raises:
-            StateError: An object's state has values that checkpoints cannot hold.
-
         Collectives: over several ranks one gather of digests, and one of the states that differ.
         """
         common: dict[str, Any] = {}
@@ -139,12 +136,7 @@ class UserState:
     def restore(
         self, path: Path, stored: StoredTensors, common: Mapping[str, Any], ranks: list[Mapping[str, Any]]
     ) -> None:
-        """Restore all objects.
-
-        Raises:
-            ConfigError: The run saves something that the checkpoint lacks.
-            StateError: A file is damaged.
-        """
+        """Restore all objects."""
         mine = {**common, **ranks[self._session.rank % len(ranks)]}
         lost = sorted(mine.keys() - set(self._names) - self._callbacks.keys())
         if lost:
@@ -310,14 +302,7 @@ def unsaved_optimizers(known: Iterable[Optimizer]) -> Iterator[Callable[[], None
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Models, optimizers and schedulers of a run, by name.
-
-    Attributes:
-        models: The prepared models.
-        optimizers: The prepared optimizers.
-        schedulers: The learning-rate schedulers.
-        scaler: Scales the loss, or ``None``.
-    """
+    """Models, optimizers and schedulers of a run, by name."""
 
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, Optimizer]
@@ -327,14 +312,6 @@ class Trained:
 
 class RunState:
     """The state of a run: what it trains, what it saves besides, and its position.
-
-    Args:
-        session: The session of the run.
-        trained: Models, optimizers and schedulers.
-        user_state: Further objects that it saves.
-        train: The prepared loader.
-        optimizer_step: Makes the optimizer steps of ``fit``; ``None`` in a loop of the user's own.
-        weights: Which weights of the models a checkpoint has, as in `Checkpoints`.
 
     Attributes:
         trained: Models, optimizers and schedulers.
@@ -381,7 +358,6 @@ class RunState:
 
     @property
     def plain_models(self) -> dict[str, nn.Module]:
-        """The user's own modules, by name."""
         return {name: self._session.unwrap(model) for name, model in self.trained.models.items()}
 
     def _whole_model(self) -> nn.Module:
@@ -402,11 +378,6 @@ class RunState:
 
         Args:
             replay: Whether a resumed run may read batches again to reach its position.
-
-        Raises:
-            ConfigError: The frozen weights are to be left out, and there are none.
-            LoaderError: The loader cannot be put back at a position.
-            StateError: A state, or the loader's position, has values that checkpoints cannot hold.
 
         Collectives: as in :meth:`capture`.
         """
@@ -486,17 +457,6 @@ class RunState:
 
         The random generators come last: everything before may draw from them.
 
-        Args:
-            path: The checkpoint, for messages.
-            stored: Its tensors, the values common to all ranks, and the values of each rank.
-            replay: Whether a loader without positions may read the batches before this one again.
-
-        Raises:
-            ConfigError: The run has a scheduler, or saves something, that the checkpoint lacks, or the other
-                way round.
-            StateError: The checkpoint does not fit the models or the optimizers.
-            LoaderError: The loader cannot be brought to the position.
-
         Collectives: as in `Base.check`, if frozen weights were left out.
         """
         tensors, common, ranks = stored
@@ -538,7 +498,6 @@ class RunState:
         return by_rank.get(self._session.data_rank, by_rank.get(0))
 
     def _restore_own(self, path: Path, common: Mapping[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Restore this rank's own sums and random generators."""
         session = self._session
         # Not the world size alone: of two ranks, each may read half the data, or both all of it (two stages).
         shares = 1 + max(mine["data_rank"] for mine in ranks)
@@ -563,11 +522,7 @@ class RunState:
 
 
 def _schedulers_in(path: Path, common: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the schedulers that the run has.
-
-    Raises:
-        ConfigError: The run and the checkpoint have different schedulers.
-    """
+    """Return the states of the schedulers that the run has."""
     saved: dict[str, Any] = common.get("schedulers", {})
     if common.get("scheduler") is not None:  # written by a version with a single scheduler
         saved = {"scheduler": common["scheduler"]}
@@ -609,11 +564,7 @@ def _load_state_of(scheduler: Any, state: Any) -> None:
 
 
 class Saving:
-    """Writes the state of a run into checkpoints, and resumes it.
-
-    Attributes:
-        checkpointer: Writes the files.
-    """
+    """Writes the state of a run into checkpoints, and resumes it."""
 
     def __init__(self, settings: Checkpoints, session: Session, state: RunState, backend: str) -> None:
         self.checkpointer = Checkpointer(settings, session)
@@ -623,15 +574,10 @@ class Saving:
 
     @property
     def last(self) -> Path | None:
-        """The newest checkpoint that is whole."""
         return self.checkpointer.last
 
     def resume(self, wanted: str | os.PathLike[str] | None) -> bool:
         """Resume from a checkpoint, if there is one; return whether there was.
-
-        Raises:
-            ConfigError: The folder has checkpoints of later steps than the one where the run begins.
-            StateError: The checkpoint is damaged or does not fit.
 
         Collectives: as in `Checkpointer.find` and `Checkpointer.check_free`.
         """
@@ -645,7 +591,6 @@ class Saving:
         return path is not None
 
     def ends_epoch(self, epoch: int) -> bool:
-        """Return whether a checkpoint is due after this epoch."""
         every = self.checkpointer.settings.every_epochs
         return every is not None and epoch % every == 0
 
@@ -670,15 +615,11 @@ class Saving:
     def finish(self) -> None:
         """Wait until the checkpoint under way is written.
 
-        Raises:
-            OSError: The last checkpoint could not be written.
-
         Collectives: as in `Checkpointer.finish`.
         """
         self.checkpointer.finish()
 
     def check_best(self) -> None:
-        """Make sure that the metric of ``best=`` exists."""
         name, known = self.checkpointer.settings.best, self._state.metrics
         if name is not None and name not in known:
             msg = f"best={name!r} is none of the metrics of the run, {metrics_hint(name, known)}"

@@ -43,10 +43,6 @@ class Watchdog:
     A rank that waits too long calls the others through the launcher's store. Each rank writes the stacks of
     its threads to stderr and its position into the store; then all end. Where native code holds the GIL, the
     interpreter's fault handler, which needs no GIL, writes the stacks and ends the process.
-
-    Args:
-        environment: The rank, the world size and the launcher's address.
-        timeout_s: How long a step may take.
     """
 
     def __init__(self, environment: LaunchEnvironment, timeout_s: float) -> None:
@@ -81,12 +77,10 @@ class Watchdog:
         return counted
 
     def note_step(self) -> None:
-        """Note that a step begins."""
         self._steps += 1
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the steps within the context."""
         if self._is_watching:
             yield
             return

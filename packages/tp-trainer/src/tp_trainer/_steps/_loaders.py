@@ -30,9 +30,6 @@ class BatchShares:
 
     Without a batch, the share is the one of the loader under iteration. If several loaders are iterated, and
     their batches have different shares, it is ambiguous.
-
-    Args:
-        session: The session of the loaders; it has several data ranks.
     """
 
     def __init__(self, session: Session) -> None:
@@ -51,7 +48,6 @@ class BatchShares:
         self._evaluating: dict[int, Share] = {}
 
     def watch(self, loader: PreparedLoader, *, training: bool) -> None:
-        """Record the shares of the batches that ``loader`` yields."""
         loader.watch = lambda batches: self._watched(batches, loader, training=training)
 
     def _watched(self, batches: Iterator[Any], loader: PreparedLoader, *, training: bool) -> Iterator[Any]:
@@ -84,11 +80,7 @@ class BatchShares:
             self._by_loss.note(loss, found[0])
 
     def of_batch(self, batch: Any) -> Share:
-        """Return the share of a batch.
-
-        Raises:
-            StepError: No prepared loader has yielded the batch, or it is made of several batches.
-        """
+        """Return the share of a batch."""
         found = self._shares_in(batch)
         if len(found) == 1:
             return found[0]
@@ -102,11 +94,7 @@ class BatchShares:
         raise StepError(msg)
 
     def of_loss(self, loss: Tensor) -> Share | None:
-        """Return the share of a loss's batch; ``None`` if no loader has yielded one.
-
-        Raises:
-            StepError: The loss may be of one of several batches with different shares.
-        """
+        """Return the share of a loss's batch; ``None`` if no loader has yielded one."""
         if self._knows_losses and (share := self._by_loss.get(loss)) is not None:
             return share
         under_way = self._training
@@ -185,7 +173,6 @@ class _OfLiving(Generic[T]):
         self._most = 2 * _MANY
 
     def note(self, tensor: Tensor, known: T) -> None:
-        """Note a value for a tensor."""
         self._new.append((ref(tensor), known))
         if len(self._new) > _MANY:
             self._put_in_order()
@@ -275,7 +262,6 @@ class Epochs:
                 prepared.stream = self._streams[loader]
 
     def note(self, loader: Any, prepared: PreparedLoader) -> None:
-        """Record the next epoch of ``loader``."""
         if prepared is not loader and _is_known_by_reference(loader):
             self._next[loader] = prepared.next_epoch
             if prepared.continues_stream and prepared.stream is not None:
@@ -304,7 +290,6 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
         is_nothing: Whether this rank has a stand-in: its rows are left out.
 
     Raises:
-        StepError: ``value`` holds something else than tensors.
         DisagreementError: The ranks' tensors differ in more than their first dimension.
 
     Collectives: an all-gather of the shapes, then `Session.gather` for each tensor.
@@ -341,7 +326,6 @@ def gather_with_gradients(session: Session, rows: Tensor, *, is_nothing: bool) -
         The rows of all ranks, (rows of all ranks, ...), in the order of the global batch.
 
     Raises:
-        StepError: ``rows`` is not a tensor with rows.
         DisagreementError: The ranks' tensors differ in more than their first dimension.
 
     Collectives: an all-gather of the shapes and two of `Session.gather`; in the backward pass one

@@ -76,11 +76,6 @@ class Meter:
         Returns:
             The weight that the step returned, 0 for a stand-in; ``None`` if it returned none.
 
-        Raises:
-            NonFiniteLossError: The loss, or one before it, is NaN or infinite.
-            StepError: The step returned something that cannot be averaged; or only some steps return a weight
-                or a loss.
-
         Collectives: in training over several data ranks an all-gather of objects, at the first step.
         """
         samples = 1 if share is None else share.samples
@@ -118,17 +113,12 @@ class Meter:
         return weight
 
     def log(self, numbers: Mapping[str, Any], share: Share | None) -> None:
-        """Add numbers of a custom loop's batch, weighted by its samples.
-
-        Raises:
-            StepError: A value cannot be averaged.
-        """
+        """Add numbers of a custom loop's batch, weighted by its samples."""
         samples = 1 if share is None else share.samples
         for name, value in numbers.items():
             self._add_other(name, value, samples, samples)
 
     def count(self, share: Share | None) -> None:
-        """Count a batch of a custom loop."""
         self._step += 1
         self.samples += 1 if share is None else share.samples
 
@@ -138,7 +128,6 @@ class Meter:
         In training, a weight costs a collective: ranks that differed would wait in different ones.
 
         Raises:
-            StepError: Earlier steps did otherwise.
             DisagreementError: Steps return a weight on some ranks alone.
 
         Collectives: in training over several data ranks, once: an all-gather of objects.
@@ -155,11 +144,7 @@ class Meter:
             self._session.check_agreement("whether the step returns a 'weight'", gives)
 
     def _note_loss(self, *, has_loss: bool) -> None:
-        """Record whether steps return a loss; refuse a mixture.
-
-        Raises:
-            StepError: Earlier steps did otherwise.
-        """
+        """Record whether steps return a loss; refuse a mixture."""
         if self._has_loss is (not has_loss):
             here, before = ("a", "none") if has_loss else ("no", "one")
             msg = (
@@ -180,7 +165,6 @@ class Meter:
             self.samples, self._losses, self._weight, self._others = self._before
 
     def totals(self) -> tuple[float, float]:
-        """Return the sums of this rank's losses and of their weights."""
         self.flush()
         return self._losses, self._weight
 
@@ -242,7 +226,6 @@ class Meter:
         others[name] = (total + number * weight, before + weight) if weight else (total, before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's sums as plain numbers."""
         self.flush()
         return {
             "step": self._step,
@@ -253,7 +236,6 @@ class Meter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sums of :meth:`state_dict`."""
         self._step, self.samples, self.weighs = state["step"], state["samples"], state["weighs"]
         self._losses, self._weight = state["loss"]
         self._others = {name: (total, weight) for name, (total, weight) in state["others"].items()}

@@ -128,14 +128,6 @@ class GradientRules:
 class OptimizerStep:
     """Makes optimizer steps: accumulates batches by their samples, unscales, clips, checks, updates.
 
-    Args:
-        session: The session that runs the steps.
-        model: The prepared model.
-        optimizer: The prepared optimizer.
-        rules: Clipping, and the treatment of NaN.
-        accumulate: The most batches in one step.
-        scaler: Scales the loss, or ``None``.
-
     Attributes:
         session: The session that runs the steps.
         model: The prepared model.
@@ -220,10 +212,6 @@ class OptimizerStep:
         gradients. With several batches the total is known only after the last. Their sum is then divided by
         it, before clipping.
 
-        Args:
-            loss: This rank's loss.
-            weight: The number of units; with 0 the loss does not count.
-
         Collectives: as in `Session.backward`; before it an all-reduce of one number, if one batch makes a
         step, or for the first batch of all.
         """
@@ -246,10 +234,6 @@ class OptimizerStep:
 
         All ranks decide alike, as the global norm is equal on them. A step with weights of 0 on all ranks has
         no gradient and is skipped.
-
-        Raises:
-            NonFiniteLossError: The gradients are NaN or infinite, and the rules do not skip such a step,
-                or too many were skipped.
 
         Collectives: as in `Session.clip_grad_norm`, if gradients are clipped or checked; an all-reduce of one
         number, if the accumulated batches have weights.

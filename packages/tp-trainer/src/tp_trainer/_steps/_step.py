@@ -19,11 +19,7 @@ log = logging.getLogger("tp_trainer")
 
 
 def loss_of(output: Any, *, training: bool) -> Tensor:
-    """Return the loss in what a step returned.
-
-    Raises:
-        StepError: The output has no loss, or it is not a scalar tensor that requires grad.
-    """
+    """Return the loss in what a step returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         msg = (
@@ -156,7 +152,6 @@ class LossScaler:
         self._good = 0
 
     def update(self, *, finite: bool) -> None:
-        """Adjust the scale after a step."""
         if not finite:
             self.scale, self._good = self.scale / 2, 0
             return
@@ -165,11 +160,9 @@ class LossScaler:
             self.scale, self._good = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, and the number of good steps in a row."""
         return {"scale": self.scale, "good": self._good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values of :meth:`state_dict`."""
         self.scale, self._good = float(state["scale"]), int(state["good"])
 
 
@@ -216,9 +209,6 @@ def guard_stop_iteration() -> Iterator[None]:
 
     Python would take it for the end of the iteration around the call. Out of a generator it becomes a
     ``RuntimeError`` without its place.
-
-    Raises:
-        StepError: In place of the ``StopIteration``, which is its cause.
     """
     try:
         yield
@@ -236,7 +226,6 @@ def guard_stop_iteration() -> Iterator[None]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -262,10 +251,6 @@ def run_watched(
 
     Gradients of a backward() in the step are added to the returned loss's. On one device that may be
     intended, for a loss in several pieces. On several devices nothing averages them.
-
-    Raises:
-        StepError: The step has stepped the optimizer or cleared gradients, or has called backward() on
-            several devices.
     """
     parameters = parameters_of(optimizer)
     before = [_state(p.grad) for p in parameters]

@@ -34,11 +34,7 @@ class _AveragedWeights(Callback):
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """Put the averaged weights into the model within a ``with``, to save or export them.
-
-        Raises:
-            ConfigError: There is no average yet, or it is of another model.
-        """
+        """Put the averaged weights into the model within a ``with``, to save or export them."""
         parameters = dict(model.named_parameters())
         if not self._averages or not self._averages.keys() <= parameters.keys():
             msg = (
@@ -53,11 +49,7 @@ class _AveragedWeights(Callback):
             self._swap(parameters)
 
     def on_fit_start(self, run: RunView) -> None:
-        """Move restored averages to the devices and shards of the model's parameters.
-
-        Raises:
-            ConfigError: The averages belong to another model, or to other shards of it.
-        """
+        """Move restored averages to the devices and shards of the model's parameters."""
         if not self._averages:
             return
         parameters = dict(run.model.named_parameters())

@@ -604,11 +604,7 @@ class Trainer:
                 theirs.best_model_score = torch.tensor(metrics[kept.best])
 
     def _saved_after(self, validating: Validation | None) -> Any:
-        """Return when to save: for Lightning's callback after each validation, those within epochs too.
-
-        Raises:
-            ConfigError: Only some epochs' validations within them would be saved, which is not here.
-        """
+        """Return when to save: for Lightning's callback after each validation, those within epochs too."""
         kept: Any = self._checkpoint
         every = None if validating is None else validating.every_steps
         is_lightnings = self.checkpoint_callback is not None and isinstance(kept, Checkpoints)
@@ -986,11 +982,7 @@ class _Results:
         indexed: bool,
         weight: float | None,
     ) -> Any:
-        """Add a value; return it if loggers are to have it for this step.
-
-        Raises:
-            ConfigError: The reduction is unknown.
-        """
+        """Add a value; return it if loggers are to have it for this step."""
         if reduction not in ("mean", "sum", "min", "max", "avg"):
             msg = f"log(reduce_fx={reduction!r}) is not here: 'mean', 'sum', 'min', 'max', or a metric object"
             raise ConfigError(msg)
@@ -1058,7 +1050,6 @@ def _forked(name: str, word: str) -> str:
 
 
 def _joined(parts: Sequence[tuple[str, float, float]]) -> float:
-    """Return the value of all ranks."""
     reduction = parts[0][0]
     if reduction in ("min", "max"):
         return (min if reduction == "min" else max)(total for _, total, _ in parts)
@@ -1083,11 +1074,7 @@ class _Schedule:
 
 
 def _configured(found: Any) -> tuple[list[Optimizer], list[_Schedule]]:
-    """Return the optimizers and schedulers of what ``configure_optimizers`` returned, in any of its forms.
-
-    Raises:
-        ConfigError: It is none of the forms.
-    """
+    """Return the optimizers and schedulers of what ``configure_optimizers`` returned, in any of its forms."""
     if isinstance(found, Optimizer):
         return [found], []
     if isinstance(found, Mapping) and "optimizer" in found:
@@ -1174,7 +1161,6 @@ class _Data:
         raise ConfigError(msg)
 
     def loaders(self, name: str, given: Any, *, optional: bool = False) -> list[Any]:
-        """Return the same as a list."""
         found = self.loader(name, given, optional=optional)
         if isinstance(found, Mapping):
             return list(found.values())
@@ -1192,7 +1178,6 @@ class _LoggerView:
         self._trainer = trainer
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:  # noqa: ARG002 - the run's
-        """Log numbers of this step."""
         if self._trainer._loop is not None:
             self._trainer._loop.log(**{name: float(value) for name, value in metrics.items()})
 
@@ -1241,11 +1226,7 @@ def _transferred(model: Any, batch: Any) -> Any:
 
 
 def _check_module(model: Any, names: Iterable[str]) -> None:
-    """Refuse a module without a method, or with one that is not here.
-
-    Raises:
-        ConfigError: It is refused.
-    """
+    """Refuse a module without a method, or with one that is not here."""
     if not isinstance(model, nn.Module):
         msg = f"the first argument is a LightningModule, got {type(model).__name__}"
         raise ConfigError(msg)
@@ -1302,11 +1283,7 @@ def _refuse_arguments(others: Mapping[str, Any]) -> None:
 
 
 def _sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Any]:
-    """Return callbacks with Lightning's hooks, tp's own, and a ``ModelCheckpoint``, of what was given.
-
-    Raises:
-        ConfigError: A callback of Lightning's own, or an option of one, is not here.
-    """
+    """Return callbacks with Lightning's hooks, tp's own, and a ``ModelCheckpoint``, of what was given."""
     theirs: list[Any] = []
     ours: list[Callback] = []
     checkpoints = None
@@ -1339,11 +1316,7 @@ def _sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Any]:
 
 
 def _refuse_options(theirs: Any) -> None:
-    """Refuse the options of a callback of Lightning that are not here.
-
-    Raises:
-        ConfigError: It has one of them.
-    """
+    """Refuse the options of a callback of Lightning that are not here."""
     kind = type(theirs).__name__
     for field, (here, instead) in _CALLBACK_OPTIONS[kind].items():
         value = getattr(theirs, field, here[0])  # versions of Lightning differ in what they have
@@ -1354,11 +1327,7 @@ def _refuse_options(theirs: Any) -> None:
 
 
 def _early_stopping(theirs: Any) -> EarlyStopping:
-    """Return tp's early stopping for Lightning's.
-
-    Raises:
-        ConfigError: It has an option that is not here.
-    """
+    """Return tp's early stopping for Lightning's."""
     _refuse_options(theirs)
     at_epochs = not theirs.monitor.startswith("val_")
     if theirs._check_on_train_epoch_end not in (None, at_epochs):
@@ -1377,7 +1346,6 @@ def _early_stopping(theirs: Any) -> EarlyStopping:
 
 
 def _checkpoints(theirs: Any) -> Checkpoints | None:
-    """Return tp's checkpoints for Lightning's."""
     if theirs.save_top_k == 0 and not theirs.save_last:
         return None
     interval = theirs._train_time_interval  # Lightning has the times in private fields alone; 0 is never
@@ -1393,7 +1361,6 @@ def _checkpoints(theirs: Any) -> Checkpoints | None:
 
 
 def _loggers(given: Any) -> list[Any]:
-    """Return tp's loggers for Lightning's, for names, or for its own."""
     found: list[Any] = []
     for one in given if isinstance(given, list | tuple) else [given]:
         kind = type(one).__name__
@@ -1411,11 +1378,7 @@ def _loggers(given: Any) -> list[Any]:
 
 
 def _check_devices(devices: Any, environment: LaunchEnvironment) -> None:
-    """Refuse a number of devices that no launcher started.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Refuse a number of devices that no launcher started."""
     wanted = len(devices) if isinstance(devices, list | tuple) else devices
     if isinstance(wanted, str):
         wanted = int(wanted) if wanted.isdigit() else -1

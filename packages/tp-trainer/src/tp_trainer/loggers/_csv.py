@@ -119,11 +119,7 @@ class CsvLogger(Logger):
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and the rows, without an incomplete last row.
-
-    Raises:
-        StateError: The file is not a file of this logger.
-    """
+    """Return the columns and the rows, without an incomplete last row."""
     text = path.read_bytes().decode("utf-8", errors="replace")
     whole = text[: text.rfind("\n") + 1]
     columns, *rows = list(csv.reader(io.StringIO(whole, newline=""))) or [list(_FIRST)]

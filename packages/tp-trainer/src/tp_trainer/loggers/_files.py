@@ -164,11 +164,9 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def _next_names(path: Path) -> Iterator[Path]:
-    """Yield free names with numbers."""
     return (place for n in itertools.count(1) if not os.path.lexists(place := _numbered(path, n)))
 
 
 def sync(file: IO[str]) -> None:
-    """Sync what was written to the disk."""
     file.flush()
     os.fsync(file.fileno())

@@ -28,12 +28,7 @@ LogSpec = str | Logger | Iterable[str | Logger] | None
 
 
 def make_loggers(log: LogSpec, plugins: PluginRegistry) -> list[Logger]:
-    """Return the loggers that ``log`` asks for, in its order.
-
-    Raises:
-        ConfigError: There is no logger of a name, or its package is not installed; or an entry is neither.
-        PluginError: Its plugin is broken or blocked.
-    """
+    """Return the loggers that ``log`` asks for, in its order."""
     if log is None:
         return []
     if isinstance(log, str | Logger) or not isinstance(log, Iterable):
@@ -182,7 +177,6 @@ def using_config(values: Mapping[str, Any], text: str) -> Iterator[None]:
 
 
 def config_in_use() -> tuple[Mapping[str, Any], str] | None:
-    """Return the values and the text of :func:`using_config`; ``None`` outside of it."""
     return _config.get()
 
 

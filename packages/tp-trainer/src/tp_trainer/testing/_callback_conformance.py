@@ -40,7 +40,6 @@ class _Fail(Callback):
         self._step = step
 
     def on_step_end(self, run: RunView) -> None:
-        """Raise at the step."""
         if run.step == self._step:
             raise _StoppedError
 

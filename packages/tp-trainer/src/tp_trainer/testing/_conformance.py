@@ -203,7 +203,6 @@ def _steps(way: Way) -> list[tuple[Tensor, Tensor]]:
 
 
 def trained_in_all_ways(kit: ConformanceKit) -> dict[str, Outcome]:
-    """Train in every way, one after the other in the same processes."""
     return {name: _trained(kit, way) for name, way in WAYS.items()}
 
 

@@ -166,7 +166,6 @@ def _try(
 
 
 def _batches_of(loader: DataLoader[object], size: int) -> DataLoader[object]:
-    """Return a loader of one batch."""
     samples = _Repeated(loader.dataset, size)
     return DataLoader(samples, batch_size=size, collate_fn=loader.collate_fn)
 
