@@ -102,7 +102,6 @@ _SEVERAL = (list, tuple, set, frozenset, Mapping)
 
 
 def check_model(method: str, model: object) -> None:
-    """Make sure that one model was given."""
     if isinstance(model, nn.Module):
         check_initialized(model)
         check_not_distributed(model)

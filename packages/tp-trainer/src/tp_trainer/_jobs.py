@@ -144,7 +144,6 @@ def state_dir() -> Path:
 
 
 def create_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
-    """Write the files of a new job."""
     name = request.name or Path(request.script).stem
     if request.name is not None and (
         request.name == _NEWEST or not request.name.strip() or not request.name.isprintable()
@@ -195,7 +194,6 @@ def _write_job(job: Job, jobs: Path) -> Job:
 
 
 def load_job(directory: Path) -> Job:
-    """Return the job of a directory."""
     try:
         values = read_json_object(directory / "job.json")
         request = read_request(values.get("request"))
@@ -329,7 +327,6 @@ def read_request(values: object) -> LaunchRequest:
 
 
 def read_status(path: Path) -> Status:
-    """Return the status in a file."""
     status = Status(**check_fields(Status, read_json_object(path), what="the status"))
     if status.state not in _STATES:
         msg = f"state of the status must be one of {_STATES}, got {status.state!r:.80}"
@@ -347,7 +344,6 @@ def check_time(what: str, value: float) -> None:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file."""
     if not path.is_file():  # reading a pipe would block
         msg = f"{path} is not a file"
         raise StateError(msg)

@@ -114,7 +114,6 @@ def _as_numpy(leaf: Any) -> Any:
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Return the metrics by name."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):

@@ -97,7 +97,6 @@ def timelines(run: LoggedRun) -> list[Timeline]:
 
 
 def _read_timeline(path: Path) -> Timeline:
-    """Read a trace."""
     try:
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
         spans = [e for e in events if e["ph"] == "X"]
@@ -388,7 +387,6 @@ _TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
 
 def render(runs: Sequence[LoggedRun]) -> str:
-    """Return the page of runs as HTML."""
     from jinja2 import Environment
     from markupsafe import Markup
 

@@ -132,7 +132,6 @@ def train(backend: Backend[Any], devices: list[torch.device], folder: Path) -> N
 
 
 def read_numbers(folder: Path) -> Numbers:
-    """Return the numbers that :func:`train` has written."""
     return Numbers(dict(load_state(folder / _WEIGHTS)), json.loads((folder / _LOSSES).read_text()))
 
 

@@ -280,7 +280,6 @@ def _writer_of(name: str) -> int:
 
 
 def _files_of(path: Path) -> Mapping[str, FileRecord]:
-    """Return the files of a checkpoint."""
     if (path / INDEX).is_file():
         return read_digests(path)
     manifest = read_manifest(path)
@@ -325,7 +324,6 @@ class Manifest:
 def write_manifest(
     folder: Path, step: int, facts: Mapping[str, Any], files: Mapping[str, FileRecord]
 ) -> Path:
-    """Write the manifest of the checkpoint in ``folder``, and return its path."""
     listed = {name: file.to_dict() for name, file in files.items()}
     values = {"metrics": {}, **facts, "format": FORMAT, "step": step, "files": listed}
     text = to_json(MANIFEST, {"blake2b": _ZEROS.decode(), **values}, indent=1).encode()
@@ -335,7 +333,6 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the checkpoint in ``folder``."""
     path = folder / MANIFEST
     try:
         if not path.is_file():  # also refuses a dangling link, and a pipe, which would block
@@ -381,12 +378,10 @@ def bytes_in(folder: Path) -> int:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write plain values."""
     path.write_text(to_json(path.name, value))
 
 
 def read_json(path: Path) -> Any:
-    """Read what :func:`write_json` wrote."""
     try:
         return from_json(path.read_text())
     except (OSError, ValueError) as error:

@@ -192,7 +192,6 @@ class WeightsFiles(StoredTensors):
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return the files of weights."""
     if path.is_dir():
         path = _index_in(path) or path
     if not path.name.endswith(INDEX_SUFFIX):
@@ -209,7 +208,6 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _opened(file: Path) -> Any:
-    """Open a file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -450,7 +448,6 @@ def load_model(
 def _check_fits(
     path: str | os.PathLike[str], expected: Mapping[str, Tensor | TensorSlice], stored: StoredTensors
 ) -> None:
-    """Make sure that a file fits this model."""
     found = {name: info.shape for name, info in stored.infos.items()}
     problems = [f"lacks {_plain(name)}" for name in expected.keys() - found.keys()]
     problems += [f"has {_plain(name)}, which the model lacks" for name in found.keys() - expected.keys()]

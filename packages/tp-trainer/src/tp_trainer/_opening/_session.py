@@ -65,7 +65,6 @@ def joined(models: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def choose(job: Job, plugins: PluginRegistry, name: str) -> Selection:
-    """Choose the backend for a job."""
     installed = plugins.backends()
     _check_options(job, {c.item.name: c.item for c in installed})
     try:

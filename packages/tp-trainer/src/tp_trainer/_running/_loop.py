@@ -885,7 +885,6 @@ def build_loop(
 
 
 def _steps_in(train: PreparedLoader, limits: Limits) -> int:
-    """Return the number of batches in an epoch."""
     wanted = limits.steps_per_epoch
     try:
         has = len(train)

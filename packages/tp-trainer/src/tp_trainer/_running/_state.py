@@ -136,7 +136,6 @@ class UserState:
     def restore(
         self, path: Path, stored: StoredTensors, common: Mapping[str, Any], ranks: list[Mapping[str, Any]]
     ) -> None:
-        """Restore all objects."""
         mine = {**common, **ranks[self._session.rank % len(ranks)]}
         lost = sorted(mine.keys() - set(self._names) - self._callbacks.keys())
         if lost:

@@ -80,7 +80,6 @@ class BatchShares:
             self._by_loss.note(loss, found[0])
 
     def of_batch(self, batch: Any) -> Share:
-        """Return the share of a batch."""
         found = self._shares_in(batch)
         if len(found) == 1:
             return found[0]

@@ -19,7 +19,6 @@ log = logging.getLogger("tp_trainer")
 
 
 def loss_of(output: Any, *, training: bool) -> Tensor:
-    """Return the loss in what a step returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         msg = (

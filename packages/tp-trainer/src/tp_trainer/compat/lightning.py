@@ -1327,7 +1327,6 @@ def _refuse_options(theirs: Any) -> None:
 
 
 def _early_stopping(theirs: Any) -> EarlyStopping:
-    """Return tp's early stopping for Lightning's."""
     _refuse_options(theirs)
     at_epochs = not theirs.monitor.startswith("val_")
     if theirs._check_on_train_epoch_end not in (None, at_epochs):
