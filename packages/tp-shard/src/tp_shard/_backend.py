@@ -118,11 +118,7 @@ class ShardBackend(RanksBackend[ShardOptions]):
         return self._ranks(job)[0]
 
     def layouts(self, job: Job) -> Iterable[Layout]:
-        """Return numbers of ranks that split tensors, and ways for the copies.
-
-        Raises:
-            ModelError: The model has no blocks that repeat.
-        """
+        """Return numbers of ranks that split tensors, and ways for the copies."""
         from tp_shard._forecast import list_layouts
 
         size = job.environment.world_size
@@ -166,9 +162,6 @@ class ShardBackend(RanksBackend[ShardOptions]):
 
         Where nothing is worth splitting, as in a network with one small head, the outputs of its linear
         layers are split and joined again.
-
-        Raises:
-            ConfigError: Nothing in the model can be split.
 
         Collectives: those of forming the groups, if they are not formed yet, and of ``verify``.
         """

@@ -212,14 +212,6 @@ class TensorFiles:
 
     Args:
         path: A file, or a folder with one or several, with or without an index.
-
-    Attributes:
-        path: The given path.
-        shapes: The shape of each tensor, by name.
-
-    Raises:
-        FileNotFoundError: There is no such file, or none in the folder.
-        StateError: A header or the index is damaged, or names are in two files.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -240,12 +232,7 @@ class TensorFiles:
                     self._files[name] = file
 
     def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
-        """Read the part of a tensor that begins at ``offsets`` into ``target``, which has its shape.
-
-        Raises:
-            OSError: The file cannot be read.
-            StateError: The file was damaged after its header was read.
-        """
+        """Read the part of a tensor that begins at ``offsets`` into ``target``, which has its shape."""
         # Opened again for each part: the pages read of a mapped file count as this process's memory until the
         # file is closed. So at most the largest tensor counts (`a_rank_reads_its_own_slices_alone`).
         with _opened(self._files[name]) as stored:
@@ -453,12 +440,7 @@ def load_pretrained(
 def _names(
     model: nn.Module, files: TensorFiles, table: ShardTable, prefix: str, *, strict: bool
 ) -> list[tuple[Tensor, str]]:
-    """Return each tensor of the state with its name in the files.
-
-    Raises:
-        StateError: A tensor is not in the files or has another shape there, or the files have further
-            tensors.
-    """
+    """Return each tensor of the state with its name in the files."""
     named: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -538,11 +520,7 @@ def _check_buffers(model: nn.Module) -> None:
 
 
 def _make_buffers(model: nn.Module, device: torch.device | str | None) -> None:
-    """Compute the buffers of a transformers model again, with its own method.
-
-    Raises:
-        StateError: The method left a buffer without values.
-    """
+    """Compute the buffers of a transformers model again, with its own method."""
     missing = list(_meta_buffers(model))
     for _, module, name, buffer in missing:
         # A buffer that still has this value afterwards was not computed.

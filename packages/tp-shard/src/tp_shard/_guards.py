@@ -109,7 +109,6 @@ class _AllSplit(DistributedDataParallel):
     """
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module."""
         if self.broadcast_buffers and self.require_backward_grad_sync and self.training:
             _share_buffers(self)
         return self.module(*inputs, **kwargs)
@@ -187,11 +186,7 @@ def _average_ignored(ddp: DistributedDataParallel) -> None:
 
 
 def _holders(ddp: DistributedDataParallel, name: str) -> dist.ProcessGroup | None:
-    """Return the group of ranks that hold the same shard as this one, ``None`` if there are no others.
-
-    Raises:
-        ConfigError: There are others, and no group contains them.
-    """
+    """Return the group of ranks that hold the same shard as this one, ``None`` if there are no others."""
     data = current_data_group()
     if data is not None and data.size > 1:
         return data.process_group

@@ -13,7 +13,6 @@ tp_contract = 1
 
 @hookimpl
 def tp_backends() -> "Iterable[Backend[Any]]":
-    """Return the backend for models that are split over processes, in one copy or several."""
     from tp_shard._backend import ShardBackend
 
     return [ShardBackend()]
@@ -21,7 +20,6 @@ def tp_backends() -> "Iterable[Backend[Any]]":
 
 @hookimpl
 def tp_commands() -> Iterable[Command]:
-    """Return ``tp shard``, which verifies plans."""
     return [Command("shard", "Verify plans that split models over ranks.", _load_command)]
 
 

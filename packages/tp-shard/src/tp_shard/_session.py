@@ -37,12 +37,6 @@ class ShardSession(ProcessGroupSession):
     The ranks of one group hold a copy of the model together and read the same samples. The groups divide each
     batch. DistributedDataParallel averages the gradients of shards and of whole parameters, over the ranks
     that hold the same shards.
-
-    Args:
-        job: The job.
-        group_size: The number of ranks that hold a copy together, if the groups are not formed yet.
-        find_unused_parameters: As DDP takes it.
-        bucket_cap_mb: As DDP takes it.
     """
 
     takes_deferred_models = True
@@ -81,7 +75,6 @@ class ShardSession(ProcessGroupSession):
         """Move the model to the device, and wrap it if there are several copies.
 
         Raises:
-            ModelError: The model is not a module, it is wrapped already, or a weight is quantized.
             DisagreementError: The ranks' parameters differ in name, whole shape or type.
 
         Collectives: an all-gather of the parameters' descriptions; a broadcast of the weights to the other
@@ -123,11 +116,7 @@ class ShardSession(ProcessGroupSession):
                 dist.broadcast(tensor.data, group_src=0, group=self.tensor_group.handle)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Check the optimizer and return it; one that needs whole matrices gathers them for its steps.
-
-        Raises:
-            ConfigError: The optimizer computes with all matrices at once, and has shards of them.
-        """
+        """Check the optimizer and return it; one that needs whole matrices gathers them for its steps."""
         optimizer = super().prepare_optimizer(optimizer)  # first: its hooks enclose the gathered steps
         if gathers_matrices(optimizer):
             WholeSteps(optimizer, whole=self.whole_of, cut=self.as_slice)
@@ -197,12 +186,7 @@ class ShardSession(ProcessGroupSession):
         return plain_state(parts)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Load a state that :meth:`model_state` of any backend returned.
-
-        Raises:
-            StateError: A whole tensor has another shape.
-            RuntimeError: Names or shapes do not fit the model (torch's own error).
-        """
+        """Load a state that :meth:`model_state` of any backend returned."""
         plain = self.unwrap(model)
         reshard(plain)
         load_whole_state(plain, relocate_state_dict(plain, state))

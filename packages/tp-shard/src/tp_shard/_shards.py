@@ -141,12 +141,10 @@ def mark_parameter(
 
 
 def is_marked(parameter: Tensor) -> bool:
-    """Return whether a parameter is marked, as a shard or as whole."""
     return getattr(parameter, SHARDED_ATTRIBUTE, None) is not None
 
 
 def copy_marks(source: Tensor, target: Tensor) -> None:
-    """Copy the marks of a parameter to another one that takes its place."""
     for name in (PARALLEL_DIM, ORDER_TYPE, PARALLEL_SIZE, PARALLEL_RANGES, SHARDED_ATTRIBUTE):
         if hasattr(source, name):
             setattr(target, name, getattr(source, name))
@@ -187,7 +185,6 @@ def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:
 
 
 def check_dim(parallel_dim: object) -> None:
-    """Raise unless a layer can be split along this dimension."""
     if parallel_dim not in _DIMS or isinstance(parallel_dim, bool):
         msg = (
             "a layer is split along dim 1 or -1 (output features), 0 (input features) or None "
@@ -310,7 +307,6 @@ class ParallelLayer(nn.Module):
     order_type: int = 0
 
     def mark_parameters(self) -> None:
-        """Mark the layer's own parameters."""
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 self._mark(name, parameter)
@@ -348,20 +344,12 @@ class ParallelLayer(nn.Module):
         self.mark_parameters()  # assign=True replaces the parameters
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
-        """Register a hook as torch does.
-
-        Raises:
-            ModelError: The hook belongs to torch's older ``weight_norm`` or ``spectral_norm``.
-        """
+        """Register a hook as torch does."""
         self._refuse_norm(hook)
         return super().register_forward_pre_hook(hook, **options)
 
     def refuse_norms(self) -> None:
-        """Raise if a parametrization would take the norm of a shard for the norm of the whole weight.
-
-        Raises:
-            ModelError: torch's ``weight_norm``, ``spectral_norm`` or ``orthogonal`` was applied to the layer.
-        """
+        """Raise if a parametrization would take the norm of a shard for the norm of the whole weight."""
         parametrized = self._modules.get("parametrizations")
         if parametrized is not None:
             for transforms in parametrized.children():
@@ -406,16 +394,11 @@ class Shard:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
         return self.split.full_shape(tuple(self.tensor.shape))
 
 
 class ShardTable:
-    """The shards of a model, by the names of its state, with or without the prefixes of wrappers.
-
-    Raises:
-        ModelError: The model is not a module.
-    """
+    """The shards of a model, by the names of its state, with or without the prefixes of wrappers."""
 
     def __init__(self, model: object) -> None:
         if not isinstance(model, nn.Module):

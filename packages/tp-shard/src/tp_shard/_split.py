@@ -38,7 +38,6 @@ class Split:
 
     @property
     def parts(self) -> int:
-        """The number of shards."""
         return len(self.ranges)
 
     @property
@@ -47,7 +46,6 @@ class Split:
         return all(r == (bounds(self.size, self.parts, i),) for i, r in enumerate(self.ranges))
 
     def local_size(self, rank: int) -> int:
-        """Return the size of the dimension on ``rank``."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -85,11 +83,7 @@ def bounds(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def shard_sizes(length: int, parts: int) -> list[int]:
-    """Return the sizes of all shards of a dimension of ``length``, larger ones first.
-
-    Raises:
-        ConfigError: ``parts`` is less than 1.
-    """
+    """Return the sizes of all shards of a dimension of ``length``, larger ones first."""
     if parts < 1:
         msg = f"a dimension is split into 1 part or more, got {parts}"
         raise ConfigError(msg)

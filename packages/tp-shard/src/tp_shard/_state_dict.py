@@ -124,7 +124,6 @@ def take_part(value: Tensor, own: Tensor | None, shard: Shard | None) -> Tensor:
 
 
 def check_destination(to: Destination) -> None:
-    """Raise ``ConfigError`` unless ``to`` is a destination of a whole state."""
     if to not in ("all", "rank0"):
         msg = f"a state is collected to 'all' ranks or to 'rank0', got {to!r}"
         raise ConfigError(msg)
@@ -223,7 +222,6 @@ def first_rank() -> int:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is the :func:`first_rank`."""
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == first_rank()
 
 
@@ -321,5 +319,4 @@ def _shard_of(name: str, key: str, value: Any, table: ShardTable) -> Shard | Non
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of the optimizer's parameters, in its order."""
     return [name for group in optimizer_names(model, optimizer) for name in group]

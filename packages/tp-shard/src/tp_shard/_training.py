@@ -396,7 +396,6 @@ class _Exchange:
         self._places: list[tuple[list[Tensor], int, Tensor, Tensor, Tensor]] = []
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Gather the rows."""
         # The last step raised, so its `after` did not run: restore first, or its small parameters would stay.
         for parameters, i, parameter, small, _ in self._places:
             parameters[i] = parameter
@@ -428,7 +427,6 @@ class _Exchange:
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, *_: Any) -> None:
-        """Write the rows back."""
         for parameters, i, parameter, small, rows in self._places:
             parameters[i] = parameter
             parameter.index_copy_(0, rows, small)

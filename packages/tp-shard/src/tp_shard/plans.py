@@ -147,11 +147,7 @@ def _notes(proof: Proof, plan: dict[str, Style]) -> dict[str, str]:
 
 
 def _proof(model: nn.Module, batch: Any, ranks: int) -> Proof:
-    """Return the proof for a model and a batch.
-
-    Raises:
-        ModelError: It cannot be called with the batch, or needs one.
-    """
+    """Return the proof for a model and a batch."""
     check_whole(model)
     call = example_call(model) if batch is None else as_call(batch)
     name = type(model).__name__
@@ -191,11 +187,7 @@ def _verified(proof: Proof, ranks: int, *, parallel_loss: bool, must: bool = Fal
 
 
 def _with_sequences(proof: Proof, plan: dict[str, Style], ranks: int) -> dict[str, Style]:
-    """Return a plan under which blocks work on parts of the sequence.
-
-    Raises:
-        ModelError: A module does not work on parts of the sequence.
-    """
+    """Return a plan under which blocks work on parts of the sequence."""
     found = with_sequences(proof.probe, plan, proof.flow.regions)
     if found == plan:
         msg = (

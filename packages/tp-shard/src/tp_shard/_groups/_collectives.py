@@ -135,9 +135,6 @@ def all_gather(tensor: Tensor, dim: int, sizes: list[int], group: Group, *, laye
     """Return the ranks' tensors joined along ``dim``; ``sizes`` are their sizes in that dimension.
 
     Collectives: one all-gather, of shards padded to the longest.
-
-    Raises:
-        ConfigError: ``tensor`` has another size than ``sizes`` says.
     """
     dim %= tensor.dim()
     # Before anything is sent: the collective itself would mix the bytes of tensors of different sizes.

@@ -75,13 +75,6 @@ def debug(model: nn.Module | None = None) -> Iterator[None]:
 def check(operation: str, tensor: Tensor, group: Group, layer: Any, *, uneven_dim: int | None = None) -> None:
     """Raise unless all ranks of the group are about to call the same collective; for debug mode alone.
 
-    Args:
-        operation: The collective.
-        tensor: This rank's tensor.
-        group: The ranks.
-        layer: The layer that communicates: a module or words; ``None`` for a call by the user.
-        uneven_dim: A dimension that may have different sizes.
-
     Collectives: one all-gather of pickled objects.
     """
     if getattr(group.process_group, "is_simulated", False):

@@ -72,7 +72,6 @@ _current = _Current()
 
 
 def set_groups(tensor: Group | None, data: Group | None, mesh: DeviceMesh | None = None) -> None:
-    """Make these the current groups; ``None`` for none."""
     _current.tensor, _current.data, _current.mesh = tensor, data, mesh
 
 
@@ -154,11 +153,7 @@ _OTHER_WORDS = frozenset({"pp", "pipe", "pipeline", "stage", "cp", "context", "s
 
 
 def tensor_axis(mesh: DeviceMesh) -> int:
-    """Return the axis over which tensors are split.
-
-    Raises:
-        ConfigError: The names of the axes do not identify one.
-    """
+    """Return the axis over which tensors are split."""
     names = mesh.mesh_dim_names or ()
     named = [i for i, name in enumerate(names) if name in _TENSOR_AXES]
     if len(named) > 1 or (not named and mesh.ndim > 2):
@@ -171,11 +166,7 @@ def tensor_axis(mesh: DeviceMesh) -> int:
 
 
 def data_axes(mesh: DeviceMesh, tensor_axis: int) -> list[int]:
-    """Return the axes along which copies of the model lie.
-
-    Raises:
-        ConfigError: The purpose of an axis is not known.
-    """
+    """Return the axes along which copies of the model lie."""
     others = [i for i in range(mesh.ndim) if i != tensor_axis]
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     words = {i: set(names[i].lower().split("_")) for i in others}

@@ -29,12 +29,10 @@ def install() -> None:
 
 
 def also(undo: Undo) -> None:
-    """Make :func:`remove` call ``undo`` too."""
     _undo.append(undo)
 
 
 def remove() -> None:
-    """Restore what :func:`install` replaced."""
     while _undo:  # last in, first out: a function replaced twice gets its original back
         _undo.pop()()
 

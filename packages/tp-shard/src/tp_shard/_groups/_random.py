@@ -99,7 +99,6 @@ def mixed_seed(drawn: int, seed: int, rank: int) -> int:
 
 
 def get_state(device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """Return the state of a device's generator, or of the given one."""
     if generator is not None:
         return generator.get_state()
     return (
@@ -110,7 +109,6 @@ def get_state(device: torch.device, generator: torch.Generator | None) -> Tensor
 
 
 def set_state(state: Tensor, device: torch.device, generator: torch.Generator | None) -> None:
-    """Set the state of a device's generator, or of the given one."""
     if generator is not None:
         generator.set_state(state)
     elif device.type == "cpu":

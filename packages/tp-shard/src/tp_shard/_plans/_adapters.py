@@ -45,7 +45,6 @@ _KNOWN = frozenset({"base_layer", "lora_dropout", "lora_A", "lora_B", "lora_magn
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer with adapters."""
     return base_of(module) is not module
 
 

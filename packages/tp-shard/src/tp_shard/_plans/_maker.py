@@ -39,11 +39,7 @@ from tp_shard.nn._sequence import SequenceState
 
 
 def style_ranges(layer: nn.Module, style: Column | Row | Vocab, ranks: int) -> tuple[Ranges, ...] | None:
-    """Return the features of a layer that each rank has, ``None`` for an even split.
-
-    Raises:
-        ConfigError: The layer's features are not as many heads or sections as the style says.
-    """
+    """Return the features of a layer that each rank has, ``None`` for an even split."""
     if isinstance(style, Vocab):
         return None
     if isinstance(style, Column) and style.sections != 1:
@@ -61,7 +57,6 @@ def style_ranges(layer: nn.Module, style: Column | Row | Vocab, ranks: int) -> t
 
 
 def style_split(layer: nn.Module, style: Column | Row | Vocab, ranks: int) -> Split:
-    """Return the split of the features of a layer."""
     size = widths(layer)[not isinstance(style, Row)]
     ranges = style_ranges(layer, style, ranks)
     return Split.even(0, size, ranks) if ranges is None else Split(0, size, ranges)
@@ -96,11 +91,7 @@ def check_pairs(model: nn.Module, chosen: dict[str, tuple[nn.Module, Style]], gr
 
 
 def choose(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
-    """Return the modules that a plan names, by their names, each with its style.
-
-    Raises:
-        ConfigError: A pattern fits no module.
-    """
+    """Return the modules that a plan names, by their names, each with its style."""
     chosen: dict[str, tuple[nn.Module, Style]] = {}
     used: set[str] = set()
     for path, module in model.named_modules():
@@ -127,7 +118,6 @@ def _fits(pattern: list[str], path: list[str]) -> bool:
 
 
 def check_kind(path: str, module: nn.Module, style: Style) -> None:
-    """Raise unless a style fits the kind of a module."""
     kind = type(module).__name__
     if isinstance(module, ParallelLayer | SequenceMixin | ParallelDropout | AdaptedMixin):
         msg = f"{path} is split already: {module}"

@@ -209,7 +209,6 @@ def _expert_splits(path: str, module: nn.Module, style: Experts, group: Group) -
 
 
 def make_experts(path: str, module: nn.Module, style: Experts, group: Group) -> nn.Module:
-    """Split the experts of one module, in place."""
     splits = _expert_splits(path, module, style, group)
     hold(module, ExpertsMixin, splits, group, once=style.once)
     return module

@@ -109,7 +109,6 @@ def words(style: Style) -> str:
 
 
 def _usual(style: Style) -> object:
-    """Return a style of the same class with defaults."""
     if isinstance(style, Local):
         return Local(heads=0)
     return type(style)()

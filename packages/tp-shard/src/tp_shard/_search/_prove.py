@@ -67,11 +67,7 @@ class Proof:
         return found
 
     def verify(self, plan: dict[str, Style], ranks: int) -> Fault | None:
-        """Split the whole probe by a plan, and return the first difference in any of the calls.
-
-        Raises:
-            ModelError: The whole model fails.
-        """
+        """Split the whole probe by a plan, and return the first difference in any of the calls."""
         unreached = set(plan)
         for call in self.calls:
             for training in (False, True):
@@ -127,9 +123,6 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
 
     Blocks that are built alike are tried once. They share one module in the copy of the model if the ranks
     could not each verify a whole copy in half of the machine's memory.
-
-    Raises:
-        ModelError: The model does not take the call.
 
     Collectives: none.
     """
@@ -256,11 +249,7 @@ def _first_right(
 
 
 def _whole_runs(module: nn.Module, call: Call, plan: dict[str, Style]) -> tuple[Run, Call]:
-    """Run a module that is not split.
-
-    Raises:
-        ModelError: The module fails.
-    """
+    """Run a module that is not split."""
     try:
         return run_whole_or_detached(module, call, frozenset(rows_of(module, plan)))
     except Exception as error:
@@ -318,11 +307,7 @@ _VOCABULARY = ("embedding_rowwise", "embedding_colwise")
 
 
 def translate(model: nn.Module) -> dict[str, str]:
-    """Return the entry of a transformers model's own plan for each of its modules, by name.
-
-    Raises:
-        ConfigError: The model has no plan of its own, or one that names no module.
-    """
+    """Return the entry of a transformers model's own plan for each of its modules, by name."""
     start, model = inside_peft(model)
     found = _named(model)
     return {f"{start}.{path}" if start else path: word for path, word in found.items()}
@@ -354,11 +339,7 @@ def _named(model: nn.Module) -> dict[str, str]:
 
 
 def restrict(proof: Proof, named: dict[str, str]) -> None:
-    """Reduce a proof to the modules that the plan of transformers names, and raise if one is not proven.
-
-    Raises:
-        ModelError: A module is not proven; the message names it, the reason and the styles to write.
-    """
+    """Reduce a proof to the modules that the plan of transformers names, and raise if one is not proven."""
     first = {name: word for name, word in named.items() if not _in_repeat(proof, name)}
     plan = proof.plan
     for name, word in first.items():

@@ -379,7 +379,6 @@ class _Block:
         self._split = {name for r in rows if r not in self._joined for name in (*r.columns, r.row)}
 
     def visit(self, path: str, module: nn.Module, *, top: bool = False) -> None:
-        """Give styles to a module and the modules inside."""
         style = self._plan.get(path)
         if path in self._gathers and not top:
             local = style if isinstance(style, Local) else None

@@ -78,7 +78,6 @@ class Comparison:
 
 
 def compare(whole: Run, runs: list[Run], *, tolerance: float) -> Comparison:
-    """Compare the runs of a split model's ranks with the run of the whole model."""
     comparison = Comparison()
     found = next((f for f in _faults(whole, runs, comparison, tolerance) if f is not None), None)
     comparison.fault = found
@@ -569,7 +568,6 @@ def _portable(error: Exception) -> Exception:
 
 
 def as_call(batch: Any, loss: Loss | None = None) -> Call:
-    """Return a batch as a call."""
     if isinstance(batch, Mapping):
         return Call((), dict(batch), loss)
     if isinstance(batch, tuple | list):
@@ -710,7 +708,6 @@ def free_memory() -> float:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raise unless a plan can be tried on a model."""
     if not isinstance(model, nn.Module):
         msg = f"the model must be a torch.nn.Module, got {type(model).__name__}: {model!r}"
         raise ModelError(msg)

@@ -33,12 +33,7 @@ T = TypeVar("T")
 
 
 class SimulatedError(Exception):
-    """A rank raised; its error is the cause.
-
-    Attributes:
-        rank: The rank that raised.
-        error: The error that it raised.
-    """
+    """A rank raised; its error is the cause."""
 
     def __init__(self, rank: int, error: BaseException) -> None:
         super().__init__(f"rank {rank} raised {type(error).__name__}: {error}")
@@ -295,12 +290,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """The optimizer steps that a run makes before what it records.
-
-    Attributes:
-        count: Their number.
-        rate: The learning rate.
-    """
+    """The optimizer steps that a run makes before what it records."""
 
     count: int = 0
     rate: float = 0.0
@@ -366,9 +356,6 @@ def run_split(
 
     Returns:
         The runs, by rank. If a rank raised, the others' runs end where they waited for it.
-
-    Raises:
-        TpError: The plan does not fit the module.
     """
     runs = [Run() for _ in range(ranks)]
 

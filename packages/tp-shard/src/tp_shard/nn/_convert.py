@@ -37,21 +37,13 @@ def stands_for(plain: type[nn.Module]) -> Callable[[type[Layer]], type[Layer]]:
 
 
 def form_of(kind: type[nn.Module]) -> Any:
-    """Return the parallel class, with a ``from_plain``, to which layers of a class are converted.
-
-    Raises:
-        ModelError: Its own ``forward`` uses the weight, and would get a shard.
-    """
+    """Return the parallel class, with a ``from_plain``, to which layers of a class are converted."""
     plain = next(plain for plain in _forms if issubclass(kind, plain))
     return parallel_class(kind, plain, _forms[plain])
 
 
 def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[Layer]) -> type[Layer]:
-    """Return the class of a parallel layer that is also a ``kind``, a subclass of ``base``.
-
-    Raises:
-        ModelError: Its own ``forward`` uses the weight, and would get a shard.
-    """
+    """Return the class of a parallel layer that is also a ``kind``, a subclass of ``base``."""
     if kind is base or kind.__module__.startswith("torch.nn."):
         return parallel
     if (kind, parallel) not in _parallel_classes:
@@ -203,11 +195,7 @@ class Conversion:
         )
 
     def replace(self, layer: nn.Module, make: Callable[[], ParallelLayer]) -> nn.Module:
-        """Return the layer that ``make`` returns, filled with this rank's shards; the same for each call.
-
-        Raises:
-            ModelError: The layer has no weight of its own to split.
-        """
+        """Return the layer that ``make`` returns, filled with this rank's shards; the same for each call."""
         if id(layer) in self._layers:
             return self._layers[id(layer)]
         reason = why_not_split(layer)
@@ -266,11 +254,6 @@ def convert_layers(
 
     A linear layer and an embedding that share a weight get the same split: the rows of the table are the
     outputs of the linear layer. The one that is not of this kind then has whole outputs.
-
-    Raises:
-        ModelError: The root is wrapped, a layer cannot be split, or it shares its weight with one that
-            cannot.
-        ConfigError: ``dim`` is not a dimension to split along.
     """
     check_dim(dim)
     if isinstance(root, nn.parallel.DistributedDataParallel | nn.DataParallel):

@@ -104,7 +104,6 @@ class Rows:
             self.factor = torch.where(self.valid, options.weight[safe], 0)
 
     def part(self, start: int, stop: int) -> "Rows":
-        """Return some of the rows, as views."""
         rows = Rows.__new__(Rows)
         for name in self.__slots__:
             setattr(rows, name, getattr(self, name)[start:stop])
@@ -138,8 +137,6 @@ def exchange(found: Tensor, rows: Rows, options: LossOptions) -> Tensor:
     Raises:
         OutOfRangeError: A target is none of the classes; on every rank. On accelerators and in compiled code
             torch asserts instead.
-        DisagreementError: Ranks have different targets, or count different numbers of classes; on the CPU,
-            and not in compiled code.
 
     Collectives: one all-gather; none on one rank.
     """
@@ -535,7 +532,6 @@ class LinearHead:
         self._grad_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
 
     def logits(self, start: int, stop: int, rows: Rows) -> Tensor:  # noqa: ARG002 - the protocol's
-        """Return the logits of some rows."""
         x, weight = self._x[start:stop], self._weight
         return x.mm(weight.t()) if self._bias is None else torch.addmm(self._bias, x, weight.t())
 
@@ -549,7 +545,6 @@ class LinearHead:
             self._grad_bias.add_(grad.sum(0, dtype=self._grad_bias.dtype))
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients that are needed."""
         return (*self._products.wait(), self._grad_bias)
 
 
@@ -892,11 +887,7 @@ def check_head(
 
 
 def read_chunk_rows(chunk_rows: int | None, local_classes: int) -> int:
-    """Return the number of rows of logits in memory at a time; ``None`` gives the default.
-
-    Raises:
-        ConfigError: ``chunk_rows`` is not a number of rows, 1 or more.
-    """
+    """Return the number of rows of logits in memory at a time; ``None`` gives the default."""
     if chunk_rows is None:
         return max(_CHUNK_ROWS, _CHUNK // max(1, local_classes))
     if isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int) or chunk_rows < 1:
@@ -913,11 +904,7 @@ def read_width(
     class_dim: int | None,
     ranks: Group,
 ) -> tuple[int, bool]:
-    """Return the number of classes over all ranks, and whether the logits are split.
-
-    Raises:
-        ConfigError: ``num_classes`` is not a number of classes, or does not fit the logits.
-    """
+    """Return the number of classes over all ranks, and whether the logits are split."""
     if num_classes is not None and (isinstance(num_classes, bool) or num_classes < 1):
         msg = f"num_classes is a number of classes, 1 or more, got {num_classes!r}"
         raise ConfigError(msg)
@@ -1000,11 +987,7 @@ def check_local_width(
 
 
 def read_options(options: LossOptions, input: Tensor) -> LossOptions:
-    """Return the options with class weights in the type in which the loss of ``input`` is computed.
-
-    Raises:
-        ConfigError: The input has no floating-point numbers, or there is not one weight for each class.
-    """
+    """Return the options with class weights in the type in which the loss of ``input`` is computed."""
     if not input.is_floating_point():
         msg = f"logits are floating point numbers, got {input.dtype}"
         raise ConfigError(msg)

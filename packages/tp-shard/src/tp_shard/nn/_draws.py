@@ -89,14 +89,8 @@ class SplitDraws:
     def begin(self, x: Tensor) -> bool:
         """Set the generators to the rank's own state.
 
-        Args:
-            x: The input of a column layer, or any other tensor of that device.
-
         Returns:
             Whether the block is watched, so that tensors have to be marked.
-
-        Raises:
-            ModelError: A checkpoint recomputes a piece of a block alone, and what that drew is not known.
         """
         self.forget_pieces()
         if not self.visits:

@@ -28,9 +28,6 @@ class Heads:
         query: The number of query heads.
         kv: The number of key heads, and of value heads; it divides ``query``.
         ranks: The number of ranks.
-
-    Raises:
-        ConfigError: The heads cannot be divided.
     """
 
     query: int
@@ -85,11 +82,7 @@ class Heads:
 
 
 def section_ranges(size: int, sections: int, ranks: int) -> tuple[Ranges, ...]:
-    """Return for each rank its features of ``sections`` equal sections one after another.
-
-    Raises:
-        ConfigError: The features cannot be divided into this many equal sections.
-    """
+    """Return for each rank its features of ``sections`` equal sections one after another."""
     width, rest = divmod(size, sections)
     if rest:
         msg = f"{size} features are not {sections} sections of the same size"
@@ -111,7 +104,6 @@ def sum_shared(tensor: Tensor, split: Split, group: Group) -> Tensor:
 
 
 def _shared(split: Split) -> list[tuple[int, int]]:
-    """List the pieces that several ranks hold."""
     pieces = [piece for ranges in split.ranges for piece in ranges]
     return sorted({piece for piece in pieces if pieces.count(piece) > 1 and piece[0] < piece[1]})
 

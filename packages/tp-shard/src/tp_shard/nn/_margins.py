@@ -88,7 +88,6 @@ def sample_classes(
 
 
 def check_sample_rate(rate: float) -> None:
-    """Raise unless a sample can be drawn at this rate."""
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1:
         msg = f"sample_rate is the share of classes that take part, above 0 and at most 1, got {rate!r}"
         raise ConfigError(msg)
@@ -150,9 +149,6 @@ class Margins:
         m3: The number that is subtracted from the cosine.
         scale: The factor from cosines to logits.
         monotonic: Whether the cosine continues to fall beyond pi, as in SphereFace, or rises again.
-
-    Raises:
-        ConfigError: A number is out of range.
     """
 
     m1: float
@@ -363,11 +359,7 @@ def parallel_margin_cross_entropy(
 
 
 def _product_type(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the type in which features and centers are multiplied.
-
-    Raises:
-        ConfigError: Features and centers have different types, and autocast does not make them one.
-    """
+    """Return the type in which features and centers are multiplied."""
     if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
         return torch.get_autocast_dtype(x.device.type)
     if x.dtype != weight.dtype:

@@ -213,7 +213,6 @@ class SummedGradients:
         self._passed: dict[int, Tensor] = {}
 
     def add(self, module: nn.Module, name: str) -> None:
-        """Add a parameter."""
         self.owners.append((module, name))
 
     def passed(self, parameter: Tensor) -> Tensor:
