@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, RankFailedError, StateError, TpError
-from tp_core.internal import DIGESTS, INDEX, Ownership, is_dtensor, read_digests, write_atomically
+from tp_core.internal import DIGESTS, INDEX, Ownership, atomic_part, is_dtensor, read_digests
 from tp_core.state import (
     FileRecord,
     collect_state,
@@ -71,7 +70,7 @@ def gather_objects(mine: T) -> list[T]:
 
     Collectives: an all-gather of pickled objects.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return [mine]
     everyones = [mine] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
@@ -80,7 +79,7 @@ def gather_objects(mine: T) -> list[T]:
 
 def _is_writer() -> bool:
     """Return whether this process is rank 0 of all, which writes what all ranks share."""
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _delete_digests(folder: Path) -> None:
@@ -89,13 +88,11 @@ def _delete_digests(folder: Path) -> None:
 
 
 def _write_digests(folder: Path, records: dict[str, FileRecord]) -> None:
-    def write(path: Path) -> None:
+    if _is_writer():
         records[INDEX] = record_of(folder / INDEX)
         listed = {name: record.to_dict() for name, record in sorted(records.items())}
-        path.write_text(to_json(DIGESTS, listed, indent=1))
-
-    if _is_writer():
-        write_atomically(write, folder / DIGESTS)
+        with atomic_part(folder / DIGESTS) as part:
+            part.write_text(to_json(DIGESTS, listed, indent=1))
 
 
 def _check_digests(folder: Path) -> None:
@@ -106,8 +103,7 @@ def _check_digests(folder: Path) -> None:
     if folder.is_file() or any((place / _MANIFEST).is_file() for place in (folder, folder.parent)):
         return
     records = read_digests(folder)
-    is_alone = not dist.is_available() or not dist.is_initialized()
-    mine = slice(None) if is_alone else slice(dist.get_rank(), None, dist.get_world_size())
+    mine = slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
     for name in sorted(records)[mine]:
         difference = records[name].difference(folder / name)
         if difference is not None:
@@ -147,7 +143,7 @@ def save_sharded(
         )
         # Before the first file changes: after a crash in between the folder has no digests and is not loaded.
         agree_on_failure(lambda: _delete_digests(folder))
-        written = write_tensors(tensors, folder, together=dist.is_available() and dist.is_initialized())
+        written = write_tensors(tensors, folder, together=dist.is_initialized())
         records = {name: record for part in gather_objects(written) for name, record in part.items()}
         agree_on_failure(lambda: _write_digests(folder, records))
 
@@ -315,7 +311,10 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
     failure: OSError | None = None
     if is_first_rank():
         try:
-            _write(Path(path), header, tensors)
+            with atomic_part(path) as part, part.open("wb") as file:
+                file.write(header)
+                for _, tensor in tensors:
+                    _write_tensor(file, tensor)
         except OSError as error:
             failure = error
     # On the other ranks this loop sends their shards. On rank 0 it receives the rest after a failed write, or
@@ -353,21 +352,8 @@ def _header(model: nn.Module, state: dict[str, Tensor], prefix: str) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(path: Path, header: bytes, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    def write(part: Path) -> None:
-        with part.open("wb") as file:
-            file.write(header)
-            for _, tensor in tensors:
-                _write_tensor(file, tensor)
-
-    write_atomically(write, path)
-
-
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    """Write the bytes of a tensor in little-endian order, without a copy."""
-    if sys.byteorder != "little":
-        msg = "safetensors files are little-endian, and this machine is not"
-        raise StateError(msg)
+    """Write the bytes of a tensor, without a copy."""
     flat = tensor.contiguous()
     if flat.numel():  # without numpy, which is optional for torch and has no bfloat16
         nbytes = flat.numel() * flat.element_size()

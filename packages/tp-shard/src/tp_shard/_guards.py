@@ -56,7 +56,7 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
         >>> register_ddp_parameters_to_ignore(m)
         ['layer2.weight', 'layer2.bias']
     """
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         _patches.install()
     names = _parallel_names(module)
     if not isinstance(module, DistributedDataParallel):

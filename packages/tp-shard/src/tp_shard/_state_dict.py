@@ -222,7 +222,7 @@ def first_rank() -> int:
 
 
 def is_first_rank() -> bool:
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == first_rank()
+    return not dist.is_initialized() or dist.get_rank() == first_rank()
 
 
 # -- Whole states from optimizers over shards, and back -------------------------------------------

@@ -87,9 +87,9 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
         msg = f"a group size is a number or a DeviceMesh, got {type(group_size).__name__}: {group_size!r}"
         raise ConfigError(msg)
     else:
-        if dist.is_available() and not dist.is_initialized():
+        if not dist.is_initialized():
             _join_world()
-        alone = not dist.is_available() or not dist.is_initialized()
+        alone = not dist.is_initialized()
         groups = _alone(group_size) if alone else _groups_of_size(group_size)
     set_groups(*groups, group_size if isinstance(group_size, DeviceMesh) else None)
     if groups[0].size > 1:

@@ -117,10 +117,7 @@ def as_group(group: GroupLike) -> Group:
 
 
 def _alone() -> Group:
-    if dist.is_available() and dist.is_initialized():
-        world_size = dist.get_world_size()
-    else:
-        world_size = int(os.environ.get("WORLD_SIZE") or 1)
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
     if world_size > 1:
         msg = (
             f"there are {world_size} processes and no model-parallel group; call "

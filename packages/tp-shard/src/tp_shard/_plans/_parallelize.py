@@ -1,7 +1,7 @@
 """The application of a plan to a finished model, and a description of its effect."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
@@ -85,15 +85,17 @@ def _reason(path: str, module: nn.Module, notes: Mapping[str, str]) -> str:
         return notes[path]
     if not is_linear(module) and not isinstance(module, nn.Embedding):
         return "only linear layers, embeddings and experts are split"
-    for around in _around(path):
+    for around in ancestors(path.rpartition(".")[0]):
         if around in notes:
             return f"{around or 'the model'} is: {notes[around]}"
     return "nothing calls its forward" if is_linear(module) else "it is no table of the vocabulary"
 
 
-def _around(path: str) -> list[str]:
-    parts = path.split(".")[:-1]
-    return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
+def ancestors(path: str) -> Iterator[str]:
+    """Yield the names of a module and of the modules around it, innermost first."""
+    parts = path.split(".") if path else []
+    for length in range(len(parts), -1, -1):
+        yield ".".join(parts[:length])
 
 
 def words(style: Style) -> str:
@@ -288,11 +290,9 @@ def _draw_apart(model: nn.Module, draws: SplitDraws) -> None:
 
 def _block_of(path: str, modules: dict[str, nn.Module], rows: list[str]) -> str:
     """Return the name of the module that calls a column layer, and its row layer if there is one."""
-    names = path.split(".")
-    around = [".".join(names[:n]) for n in range(len(names) - 1, -1, -1)]
     called = [
         name
-        for name in around
+        for name in ancestors(path.rpartition(".")[0])
         if not isinstance(modules[name], nn.ModuleList | nn.ModuleDict) and not is_adapted(modules[name])
     ]
     return next(

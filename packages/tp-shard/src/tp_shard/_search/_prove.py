@@ -11,6 +11,7 @@ from torch import nn
 from tp_core.errors import ConfigError, ModelError, TpError
 
 from tp_shard._plans._adapters import inside_peft
+from tp_shard._plans._parallelize import ancestors
 from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Style, Vocab
 from tp_shard._search._trace import Flow, Region, innermost_around, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
@@ -25,7 +26,7 @@ from tp_shard._verify._examples import (
     repeated_blocks,
     without_cache,
 )
-from tp_shard._verify._report import Fault, compare, compare_ranks, missed, tolerance_of
+from tp_shard._verify._report import TOLERANCES, Fault, compare, compare_ranks, missed
 from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached, takes
 from tp_shard.nn._convert import base_of, is_linear, widths
 
@@ -266,7 +267,7 @@ def _split_fault(
         runs = run_split(module, plan, call, ranks)
     except TpError as error:
         return Fault("", "cannot be split so", str(error))
-    return compare(whole, runs, tolerance=tolerance_of(dtype)).fault
+    return compare(whole, runs, tolerance=TOLERANCES[dtype]).fault
 
 
 def _fault_with_dropout(
@@ -274,7 +275,7 @@ def _fault_with_dropout(
 ) -> Fault | None:
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float64)
     runs = run_split(module, plan, call, ranks, dropout=True)
-    return compare_ranks(whole, runs, tolerance=tolerance_of(dtype))
+    return compare_ranks(whole, runs, tolerance=TOLERANCES[dtype])
 
 
 def _repeat_names(model: nn.Module) -> dict[str, str]:
@@ -340,19 +341,19 @@ def _named(model: nn.Module) -> dict[str, str]:
 
 def restrict(proof: Proof, named: dict[str, str]) -> None:
     """Reduce a proof to the modules that the plan of transformers names, and raise if one is not proven."""
-    first = {name: word for name, word in named.items() if not _in_repeat(proof, name)}
+    first = {name: word for name, word in named.items() if not _is_inside(name, proof.repeats)}
     plan = proof.plan
     for name, word in first.items():
         if name in plan or name not in proof.flow.called:
             continue  # modules that a small batch does not reach, such as a branch for images, stay whole
-        reason = next((proof.notes[p] for p in _around(name) if p in proof.notes), "nothing feeds it alone")
+        reason = next((proof.notes[p] for p in ancestors(name) if p in proof.notes), "nothing feeds it alone")
         msg = (
             f"{name} is {word!r} in the plan of transformers, and could not be proven right: {reason}. Write "
             "its styles by hand (Column(), Row(), Local()), verify them with ts.verify(), or take "
             "ts.plans.auto(), which leaves it whole"
         )
         raise ModelError(msg)
-    blocks = {name.rpartition(".")[0] for name in first} | set(first)
+    blocks = ({name.rpartition(".")[0] for name in first} | set(first)) - {""}
     for name, style in list(plan.items()):
         if not _belongs(name, style, first, blocks):
             del plan[name]
@@ -360,19 +361,8 @@ def restrict(proof: Proof, named: dict[str, str]) -> None:
 
 def _belongs(name: str, style: Style, named: dict[str, str], blocks: set[str]) -> bool:
     if isinstance(style, Column | Row | Experts):
-        return name in named or any(name.startswith(f"{b}.") or name == b for b in blocks if b)
-    return isinstance(style, Local | Replicated) and any(
-        name == b or name.startswith(f"{b}.") for b in blocks if b
-    )
-
-
-def _in_repeat(proof: Proof, name: str) -> bool:
-    return any(name == repeat or name.startswith(f"{repeat}.") for repeat in proof.repeats)
-
-
-def _around(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+        return name in named or _is_inside(name, blocks)
+    return isinstance(style, Local | Replicated) and _is_inside(name, blocks)
 
 
 def _is_block(word: str) -> bool:

@@ -4,7 +4,7 @@ If the outputs of some linear layers reach one other linear layer and nothing el
 that one is their row layer: up to it each rank can compute its part of the features or heads.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -275,10 +275,3 @@ def record_calls(model: nn.Module, call: Call, paths: set[str]) -> dict[str, Cal
         for handle in handles:
             handle.remove()
     return found
-
-
-def ancestors(path: str) -> Iterator[str]:
-    """Yield the names of a module and of the modules around it, innermost first."""
-    parts = path.split(".") if path else []
-    for length in range(len(parts), -1, -1):
-        yield ".".join(parts[:length])

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from itertools import product
 
 from torch import Tensor, nn
@@ -10,6 +9,7 @@ from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import ALONE
 from tp_shard._plans._adapters import is_adapted, modules_inside, refusal_of_adapters, with_copies
+from tp_shard._plans._parallelize import ancestors
 from tp_shard._plans._styles import (
     Column,
     Experts,
@@ -22,7 +22,7 @@ from tp_shard._plans._styles import (
     Style,
     Vocab,
 )
-from tp_shard._search._trace import Region, ancestors, innermost_around
+from tp_shard._search._trace import Region, innermost_around
 from tp_shard._verify._examples import Call, tensors_of
 from tp_shard.nn._convert import (
     Conversion,
@@ -131,12 +131,6 @@ _OF_KEYS = re.compile(r"kv|key_value")
 _IS_GROUP = re.compile(r"group|n_rep")
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    query: int
-    kv: int
-
-
 def plain_variants(model: nn.Module, region: Region) -> Iterator[dict[str, Style]]:
     """Yield plans for a region that does not mix positions: a feed-forward block."""
     features = widths(model.get_submodule(region.row))[0]
@@ -180,16 +174,15 @@ def attention_variants(
     """Yield plans for an attention, by whole heads."""
     for heads, kv in head_counts(model, region):
         try:
-            Heads(heads, kv, ranks)
+            counts = Heads(heads, kv, ranks)
         except ConfigError:
             continue
-        counts = _Counts(heads, kv)
         for layout in _layouts(model, region, counts):
             for local in _locals(model, region, counts, call):
                 yield {**layout, **local, **_styles_inside(region)}
 
 
-def _layouts(model: nn.Module, region: Region, counts: _Counts) -> Iterator[dict[str, Style]]:
+def _layouts(model: nn.Module, region: Region, counts: Heads) -> Iterator[dict[str, Style]]:
     each = widths(model.get_submodule(region.row))[0] // counts.query
     heads, kv = counts.query, counts.kv
     q, keys = Column(heads=heads, kv_heads=kv), Column(heads=heads, kv_heads=kv, holds="kv")
@@ -216,7 +209,7 @@ def _layouts(model: nn.Module, region: Region, counts: _Counts) -> Iterator[dict
         yield {**dict(zip(region.columns, styles, strict=True)), region.row: row, **tables}
 
 
-def _locals(model: nn.Module, region: Region, counts: _Counts, call: Call) -> Iterator[dict[str, Style]]:
+def _locals(model: nn.Module, region: Region, counts: Heads, call: Call) -> Iterator[dict[str, Style]]:
     """Yield styles for modules around split layers that may count heads themselves, fewer numbers first."""
     around = [
         path
@@ -256,7 +249,7 @@ def _locals(model: nn.Module, region: Region, counts: _Counts, call: Call) -> It
 
 
 def _names(
-    module: nn.Module, counts: _Counts, features: int, kinds: str
+    module: nn.Module, counts: Heads, features: int, kinds: str
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the names of a module's numbers that count query heads, key heads, and heads of a group."""
     query: list[str] = []
@@ -292,7 +285,7 @@ def _names(
     return tuple(query), tuple(shared), tuple(groups)
 
 
-def _inputs(call: Call, counts: _Counts) -> tuple[str, ...]:
+def _inputs(call: Call, counts: Heads) -> tuple[str, ...]:
     """Return the names of arguments that may contain all heads."""
     found = []
     for name, value in call.kwargs.items():

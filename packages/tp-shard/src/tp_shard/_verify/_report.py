@@ -384,7 +384,8 @@ def _relative_diff(expected: Tensor, got: Tensor, scale: float | None = None) ->
 # -- The verification of a plan, and its report ---------------------------------------------------
 
 
-_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
+"""The largest differences by rounding, relative to the largest number of their kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,11 +576,6 @@ def as_call(batch: Any, loss: Loss | None = None) -> Call:
     return Call((batch,), {}, loss)
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """Return the largest difference by rounding, relative to the largest number of its kind."""
-    return _TOLERANCES[dtype]
-
-
 def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
     dtype, share = _what_fits(model)
     copied = probe_copy(model, dtype=dtype, random=False, share=share)
@@ -587,7 +583,7 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
     named = {name: style for name, (_, style) in choose(model, plan).items()}
     present = dict(copied.named_modules())
     mine: Plan = {name: style for name, style in named.items() if name in present}
-    tolerance, lines, merged = tolerance_of(dtype), ForwardLines(copied), Comparison()
+    tolerance, lines, merged = TOLERANCES[dtype], ForwardLines(copied), Comparison()
     modes: dict[str, None] = {}
     batches: dict[str, None] = {}
     unreached: dict[str, None] | None = None
