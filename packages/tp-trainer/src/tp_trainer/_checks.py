@@ -34,17 +34,10 @@ def check_not_negative(what: str, value: object) -> None:
         raise ConfigError(msg)
 
 
-def check_seconds(what: str, value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and value > 0):  # type: ignore[operator]  # it is a number
-        msg = f"{what} must be None or a number of seconds above 0, got {value!r}"
-        raise ConfigError(msg)
-
-
-def check_limit(what: str, value: object) -> None:
+def check_limit(what: str, value: object, kind: str = "a number greater than 0") -> None:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if value is not None and not (is_number and value > 0):  # type: ignore[operator]  # it is a number
-        msg = f"{what} must be None or a number greater than 0, got {value!r}"
+        msg = f"{what} must be None or {kind}, got {value!r}"
         raise ConfigError(msg)
 
 

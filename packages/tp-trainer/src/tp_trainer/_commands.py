@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -22,32 +23,6 @@ if TYPE_CHECKING:
 
 _KEYS = ("model", "optimizer", "batch", "step")
 _MOST = 100_000  # devices of a job
-
-
-def convert_app() -> typer.Typer:
-    """Return ``tp convert`` as a separate application."""
-    return _app(_convert)
-
-
-def estimate_app() -> typer.Typer:
-    """Return ``tp estimate`` as a separate application."""
-    return _app(_estimate)
-
-
-def plan_app() -> typer.Typer:
-    """Return ``tp plan`` as a separate application."""
-    return _app(_plan)
-
-
-def report_app() -> typer.Typer:
-    """Return ``tp report`` as a separate application."""
-    return _app(_report)
-
-
-def _app(command: Callable[..., None]) -> typer.Typer:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
-    return app
 
 
 def _convert(
@@ -262,3 +237,14 @@ def _report(
         return
     for path in [page, *pictures]:
         typer.echo(path)
+
+
+def _app(command: Callable[..., None]) -> typer.Typer:
+    """Return a command as a separate application."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    return app
+
+
+convert_app, estimate_app = partial(_app, _convert), partial(_app, _estimate)
+plan_app, report_app = partial(_app, _plan), partial(_app, _report)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import IO, Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
@@ -33,7 +34,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 from tp_core.errors import ConfigError, RankFailedError, StateError, TpError
-from tp_core.internal import Ownership, output_console, write_atomically
+from tp_core.internal import Ownership, atomic_part, output_console
 
 from tp_trainer.hosting import LaunchRequest, Outcome, Stopped, StopSignals, execute, report
 from tp_trainer.loggers import mask_arguments
@@ -275,11 +276,8 @@ def printable(text: str) -> str:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write plain values into a file; readers find the old or the new contents."""
-
-    def write(part: Path) -> None:
+    with atomic_part(path) as part:
         part.write_text(json.dumps(values, indent=1))
-
-    write_atomically(write, path)
 
 
 def supervisor(status: Status) -> psutil.Process | None:
@@ -494,27 +492,6 @@ _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "lost": "mag
 _BLOCK = 1 << 16
 
 
-def jobs_app() -> typer.Typer:
-    """Return ``tp jobs`` as a separate application."""
-    return _app(_jobs)
-
-
-def logs_app() -> typer.Typer:
-    """Return ``tp logs`` as a separate application."""
-    return _app(_logs)
-
-
-def stop_app() -> typer.Typer:
-    """Return ``tp stop`` as a separate application."""
-    return _app(_stop)
-
-
-def _app(command: Callable[..., None]) -> typer.Typer:
-    app = typer.Typer(add_completion=False)
-    app.command()(command)
-    return app
-
-
 def _jobs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
     clear: Annotated[
@@ -577,6 +554,16 @@ def _stop(
         return
     end = f"{status.state} ({status.reason})" if status.reason else status.state
     typer.echo(f"{found.id} {'' if was_running else 'was not running: '}{end}")
+
+
+def _app(command: Callable[..., None]) -> typer.Typer:
+    """Return a command as a separate application."""
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return app
+
+
+jobs_app, logs_app, stop_app = partial(_app, _jobs), partial(_app, _logs), partial(_app, _stop)
 
 
 def _table(jobs: Sequence[Job], *, now: float) -> Table:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tp_core import recursive_to, tree_map
 from tp_core.data import PreparedLoader, Share, StepOutput
 from tp_core.errors import ConfigError, LoaderError, StepError
-from tp_core.internal import SampleRows, join_rows, row_count, write_atomically
+from tp_core.internal import SampleRows, atomic_part, join_rows, row_count
 from tp_core.plugins import Session
 
 from tp_trainer._checkpoint._model_files import write_on_main
@@ -693,9 +693,7 @@ class Predictions:
             raise ConfigError(msg)
         if place.suffix == ".safetensors":
             tensors = _by_name(self.collect())
-            write_on_main(
-                self._session, place, lambda: write_atomically(partial(_write_tensors, tensors), place)
-            )
+            write_on_main(self._session, place, lambda: _write_tensors(tensors, place))
             return
         pieces = iter(self)
         if not self._session.is_main:
@@ -708,14 +706,11 @@ def _predicting(step: Step, model: nn.Module, batch: Any) -> dict[str, SampleRow
 
 
 def _write_lines(pieces: Iterator[Any], place: Path) -> None:
-    def write(part: Path) -> None:
-        with part.open("w", encoding="utf-8") as file:
+    try:
+        with atomic_part(place) as part, part.open("w", encoding="utf-8") as file:
             for piece in pieces:
                 for row in range(row_count(piece) or 0):
                     file.write(json.dumps(_row(piece, row), ensure_ascii=False) + "\n")
-
-    try:
-        write_atomically(write, place)
     finally:
         _exhaust(pieces)  # after a failed write too: the other ranks wait for this one in each gather
 
@@ -748,10 +743,11 @@ def _by_name(value: Any) -> dict[str, Tensor]:
     return {str(name): tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _write_tensors(tensors: Mapping[str, Tensor], part: Path) -> None:
+def _write_tensors(tensors: Mapping[str, Tensor], place: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file(dict(tensors), part)
+    with atomic_part(place) as part:
+        save_file(dict(tensors), part)
 
 
 def _describe(value: Any) -> str:

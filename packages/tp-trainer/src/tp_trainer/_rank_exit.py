@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_core.internal import write_atomically
+from tp_core.internal import atomic_part
 
 EXIT_REPORT = "TP_RANK_END"
 """The environment variable with the path of a rank's report, set by the launcher."""
@@ -34,12 +34,8 @@ def write_exit_report(number: int, saved: Path | None) -> None:
     if name is None:
         return
     values = {"signal": number, "saved": None if saved is None else str(saved.absolute())}
-
-    def write(part: Path) -> None:
+    with suppress(OSError), atomic_part(name) as part:  # not where the launcher and its folder are gone
         part.write_text(json.dumps(values))
-
-    with suppress(OSError):  # the launcher and its folder are gone
-        write_atomically(write, name)
 
 
 def read_exit_report(path: Path) -> ExitReport | None:

@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import write_atomically
+from tp_core.internal import atomic_part
 
 from tp_trainer.loggers import LoggedRun, read_run
 
@@ -438,16 +437,16 @@ def write_report(
         name = "".join(c if c.isalnum() or c in "-_." else "_" for c in chart.name)
         written.append(Path(pictures or "", f"{name}.png"))
         written[-1].parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(partial(png, chart), written[-1])
+        with atomic_part(written[-1]) as part:
+            png(chart, part)
     return written
 
 
 def write_page(runs: Sequence[LoggedRun], out: str | os.PathLike[str]) -> Path:
     """Write the page of ``runs`` to ``out``, and return its path."""
     text, out = render(runs), Path(out)
-    write_atomically(lambda part: _write(part, text), out, mode=0o600)  # the page has the program's arguments
+    with atomic_part(out, mode=0o600) as part:  # the page has the program's arguments
+        part.write_text(
+            text, encoding="utf-8", errors="backslashreplace"
+        )  # file names may not be valid UTF-8
     return out
-
-
-def _write(part: Path, text: str) -> None:
-    part.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names may not be valid UTF-8

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import quantized_parts, write_atomically
+from tp_core.internal import atomic_part, quantized_parts
 from tp_core.plugins import Session
 from tp_core.state import Place, plain_name, whole
 
@@ -124,11 +124,8 @@ def _write_config(adapted: Any, adapter: str, place: Path) -> None:
             msg = f"the configuration of the adapter {adapter!r} cannot be written: {error}"
             raise ConfigError(msg) from error
         text = Path(scratch, CONFIG).read_text()
-    write_atomically(lambda part: _write_text(part, text), place / CONFIG)
-
-
-def _write_text(part: Path, text: str) -> None:
-    part.write_text(text)
+    with atomic_part(place / CONFIG) as part:
+        part.write_text(text)
 
 
 def load_adapter(session: Session, model: nn.Module, path: Path, *, name: str | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import Ownership, atomic_part, quantized_parts, write_atomically
+from tp_core.internal import Ownership, atomic_part, quantized_parts
 from tp_core.plugins import Session
 from tp_core.state import (
     StoredTensors,
@@ -142,13 +142,10 @@ def write_files(
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in infos.values())
     weight_map = {name: file.name for file, names in files.items() for name in names}
     text = json.dumps({"metadata": {"total_size": nbytes}, "weight_map": weight_map}, indent=2)
-    write_atomically(partial(_write_text, text), index)
+    with atomic_part(index) as part:
+        part.write_text(text)
     path.unlink(missing_ok=True)  # readers would prefer an older single file to the index
     return [*files, index]
-
-
-def _write_text(text: str, part: Path) -> None:
-    part.write_text(text)
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -267,12 +264,8 @@ class OneOfSeveral(StoredTensors):
 
 def save_atomically(state: Any, path: str | os.PathLike[str]) -> None:
     """Write ``state`` with ``torch.save``; a crash at any moment leaves the old file unchanged."""
-
-    def write(part: Path) -> None:
-        with part.open("wb") as file:
-            torch.save(state, file)
-
-    write_atomically(write, path)
+    with atomic_part(path) as part, part.open("wb") as file:
+        torch.save(state, file)
 
 
 def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str]) -> None:

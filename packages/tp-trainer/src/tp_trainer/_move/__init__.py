@@ -22,7 +22,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 from tp_core.errors import ConfigError, RankFailedError
-from tp_core.internal import check_installed, file_meant, output_console, write_atomically
+from tp_core.internal import atomic_part, check_installed, file_meant, output_console
 
 _CLOSE = 1e-4  # relative: sums of float32 in another order
 _MOST_LINES = 12
@@ -79,7 +79,8 @@ def _move(
     )
     print("".join(line if line.endswith("\n") else f"{line}\n" for line in diff), end="")
     if write is not None:
-        _write_text(changed, write)
+        with atomic_part(write) as part:
+            part.write_text(changed, encoding="utf-8")
     if prove:
         output_console().print(_proof(script, changed, arguments or [], steps=steps))
 
@@ -93,7 +94,7 @@ def _proof(script: Path, changed: str, arguments: Sequence[str], *, steps: int) 
     joins = "init_process_group" in script.read_text(encoding="utf-8")
     if joins or accelerates:
         runs = {"before": (script, 0 if joins else 1), _THEIRS: (script, 2), **dict(list(runs.items())[1:])}
-    _write_text(changed, twin)
+    twin.write_text(changed, encoding="utf-8")
     try:
         found = {name: _losses(*run, arguments, steps) for name, run in runs.items()}
     finally:
@@ -117,13 +118,6 @@ def _proof(script: Path, changed: str, arguments: Sequence[str], *, steps: int) 
             lines.append(f"{name}: {same} of {len(pairs)} equal to {reference}")
     table.caption = "\n".join(lines)
     return table
-
-
-def _write_text(text: str, path: Path) -> None:
-    def write(part: Path) -> None:
-        part.write_text(text, encoding="utf-8")
-
-    write_atomically(write, path)
 
 
 def _losses(script: Path, ranks: int, arguments: Sequence[str], steps: int) -> list[float]:

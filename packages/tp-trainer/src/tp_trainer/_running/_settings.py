@@ -14,11 +14,11 @@ from tp_core.internal import Progress
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks import (
     check_callable,
+    check_limit,
     check_loader,
     check_not_negative,
     check_positive,
     check_scheduler,
-    check_seconds,
 )
 from tp_trainer._metrics import Metric, check_metrics, named_loaders
 from tp_trainer._peer_names import explain_fields
@@ -82,7 +82,7 @@ class Limits:
                 check_positive(name, value)
         if self.max_time is not None:
             seconds_of(self.max_time)
-        check_seconds("step_timeout_s", self.step_timeout_s)
+        check_limit("step_timeout_s", self.step_timeout_s, "a number of seconds above 0")
 
 
 @explain_fields

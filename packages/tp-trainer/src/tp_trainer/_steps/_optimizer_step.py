@@ -129,11 +129,6 @@ class OptimizerStep:
     """Makes optimizer steps: accumulates batches by their samples, unscales, clips, checks, updates.
 
     Attributes:
-        session: The session that runs the steps.
-        model: The prepared model.
-        optimizer: The prepared optimizer.
-        scaler: Scales the loss, or ``None``.
-        accumulate: The most batches in one step.
         backward: Adds the gradients of one batch's loss, over all data ranks, to the parameters; it takes the
             loss and its share. Each batch is weighted by the samples of all ranks in it, so that a step has
             the gradient of the mean over all of its samples. Collectives: as in `Session.backward`.

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from tp_core import LaunchEnvironment, available_devices, resolve_devices
 from tp_core.discovery import select
 from tp_core.errors import ConfigError
-from tp_core.internal import device_of_rank, write_atomically
+from tp_core.internal import atomic_part, device_of_rank
 from tp_core.plugins import Job, Session, registry
 
 from tp_trainer.hosting import open_session
@@ -137,13 +137,9 @@ class ParallelTrainer:
         It has the plain model's names in both modes. A crash during the write leaves the old file unchanged.
         """
         state = {**ckpt, "state_dict": self.session.model_state(model)}
-
-        def write(part: Path) -> None:
-            with part.open("wb") as file:
-                torch.save(state, file)
-
         if self.session.is_main:
-            write_atomically(write, path)
+            with atomic_part(path) as part, part.open("wb") as file:
+                torch.save(state, file)
 
     def write_log(self, log_file: IO[str] | str | os.PathLike[str], content: str) -> None:
         """Append a line to an open file, or to a file by its name; rank 0 writes."""

@@ -32,13 +32,13 @@ from tp_core import LaunchEnvironment, recursive_to, tree_leaves, tree_map
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import (
+    atomic_part,
     capture_rng_state,
     did_you_mean,
     restore_rng_state,
     seed_everything,
     split_evenly,
     those_known,
-    write_atomically,
 )
 from tp_core.plugins import Logger, RunInfo, registry
 from tp_core.state import load_state
@@ -963,8 +963,5 @@ def _nbytes(size: int | str) -> int:
 
 
 def _write(value: Any, path: Path) -> None:
-    def write(part: Path) -> None:
-        with part.open("wb") as file:
-            torch.save(recursive_to(value, torch.device("cpu")), file)
-
-    write_atomically(write, path)
+    with atomic_part(path) as part, part.open("wb") as file:
+        torch.save(recursive_to(value, torch.device("cpu")), file)

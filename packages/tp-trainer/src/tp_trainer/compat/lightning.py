@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core import LaunchEnvironment, available_devices, tree_map
 from tp_core.data import PreparedLoader, count_samples
 from tp_core.errors import ConfigError, StepError
-from tp_core.internal import hook_steps, those_known, write_atomically
+from tp_core.internal import atomic_part, hook_steps, those_known
 from tp_core.plugins import Callback, RunView
 
 from tp_trainer import (
@@ -424,13 +424,9 @@ class Trainer:
             "global_step": self.global_step,
             "pytorch-lightning_version": "2.0.0",  # which of its migrations a reader needs
         }
-
-        def write(part: Path) -> None:
-            with part.open("wb") as file:
-                torch.save(state, file)
-
         if self.is_global_zero:
-            write_atomically(write, Path(filepath))
+            with atomic_part(Path(filepath)) as part, part.open("wb") as file:
+                torch.save(state, file)
         self.session.barrier()
 
     def print(self, *args: Any, **options: Any) -> None:

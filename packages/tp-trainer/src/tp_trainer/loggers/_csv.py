@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from tp_core.errors import StateError
-from tp_core.internal import showing_system_errors, write_atomically
+from tp_core.internal import atomic_part, showing_system_errors
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer.loggers._files import LogPlace, sync
@@ -104,17 +104,15 @@ class CsvLogger(Logger):
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         """Write the file atomically with the current columns, and open it to append."""
-        columns = self._columns
-
-        def write(part: Path) -> None:
-            with part.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerow(columns)
-                writer.writerows([row.get(name, "") for name in columns] for row in rows)
-
         if self._file is not None:
             self._file.close()
-        write_atomically(write, self._place.path)
+        with (
+            atomic_part(self._place.path) as part,
+            part.open("w", encoding="utf-8", newline="") as file,
+        ):
+            writer = csv.writer(file)
+            writer.writerow(self._columns)
+            writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
         self._file = self._place.path.open("a", encoding="utf-8", newline="")
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from tp_core.errors import StateError
-from tp_core.internal import showing_system_errors, write_atomically
+from tp_core.internal import atomic_part, showing_system_errors
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer.loggers._files import LogPlace, sync
@@ -174,7 +174,11 @@ class JsonLinesLogger(Logger):
                     for line in parse(path).lines
                     if line["type"] != "numbers" or int(line["step"]) <= info.step
                 ]
-                write_atomically(lambda part: _write_all(part, lines), path, mode=_MODE)
+                with (
+                    atomic_part(path, mode=_MODE) as part,
+                    part.open("w", encoding="utf-8", errors=_ERRORS) as file,
+                ):
+                    file.writelines(_line(line) for line in lines)
             self._file = open(path, "a", encoding="utf-8", errors=_ERRORS, opener=_private)  # noqa: SIM115
             facts = {**asdict(info), "folder": None if info.folder is None else str(info.folder)}
             self._write("run", {"format": FORMAT, **facts})
@@ -225,11 +229,6 @@ class JsonLinesLogger(Logger):
 def _private(path: str, flags: int) -> int:
     # O_NOFOLLOW: in a shared folder a link could make this process append to any file of its user.
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), _MODE)
-
-
-def _write_all(path: Path, lines: list[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", errors=_ERRORS) as file:
-        file.writelines(_line(line) for line in lines)
 
 
 def _line(values: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
-from tp_core.internal import write_atomically
+from tp_core.internal import atomic_part
 from tp_core.plugins import Logger, LoggerFactory, RunInfo, RunStatus
 
 from tp_trainer._secrets import mask_arguments
@@ -194,13 +194,10 @@ class ConfigLogger(Logger):
         path = self._folder / CONFIG
         if path.is_file() and path.read_text(encoding="utf-8") == self._text:
             return
-
-        def write(part: Path) -> None:
-            part.write_text(self._text, encoding="utf-8")
-
         keep_aside(path)
         # Readable for its user alone: ``--config`` needs the values unmasked, a token too.
-        write_atomically(write, path, mode=0o600)
+        with atomic_part(path, mode=0o600) as part:
+            part.write_text(self._text, encoding="utf-8")
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Ignore the numbers."""
