@@ -204,11 +204,7 @@ _INDEX = ".safetensors.index.json"
 
 
 class TensorFiles:
-    """The tensors of one or several safetensors files.
-
-    Args:
-        path: A file, or a folder with one or several, with or without an index.
-    """
+    """The tensors of a safetensors file, or of a folder with one or several, with or without an index."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

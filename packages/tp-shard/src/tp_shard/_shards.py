@@ -462,13 +462,9 @@ Part = tuple[tuple[int, ...], Tensor]
 
 
 def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool = False) -> list[Part]:
-    """Return parts of a rank's shard as parts of the whole tensor: views, no copies.
+    """Return parts of a rank's shard, which begins at 0, as parts of the whole tensor: views, no copies.
 
-    Args:
-        parts: Parts of the shard; the whole shard begins at 0.
-        split: The split of the whole tensor.
-        rank: The rank that holds the shard.
-        own: Whether to leave out pieces that an earlier rank holds too.
+    With ``own``, pieces that an earlier rank holds too are left out.
     """
     # A piece that several ranks hold counts for the first of them alone: written or summed twice, a key head
     # that ranks share would be counted twice.
@@ -502,9 +498,8 @@ def slice_of(value: Tensor | TensorSlice, shard: Shard | None, *, own: bool = Fa
 def shard_spec(model: nn.Module, *, own: bool = False) -> Callable[..., Tensor | TensorSlice]:
     """Return a function ``cut(parameter, value)`` that gives ``value`` its place in the whole tensor.
 
-    Args:
-        model: The model; under ``fully_shard`` with the parameters that it holds between steps.
-        own: Whether pieces that several ranks hold count for the first of them alone, for writing.
+    Under ``fully_shard`` the model has the parameters that it holds between steps. With ``own``, pieces that
+    several ranks hold count for the first of them alone, for writing.
     """
     shards = {id(shard.tensor): shard for shard in ShardTable(model).exact.values()}
     return lambda parameter, value: slice_of(value, shards.get(id(parameter)), own=own)

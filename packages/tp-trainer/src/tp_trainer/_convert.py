@@ -156,9 +156,8 @@ def convert(
 def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
     """Return the tensors of a model in any of the formats, with "model." before their names.
 
-    Args:
-        path: A checkpoint, a folder of ``tp_shard.save_sharded``, weights, or a file of ``save_model``.
-        name: The name of one of a checkpoint's several models.
+    ``path`` is a checkpoint, a folder of ``tp_shard.save_sharded``, weights, or a file of ``save_model``.
+    ``name`` is the name of one of a checkpoint's several models.
     """
     if is_weights(path):
         stored: StoredTensors = WeightsFiles(path, prefix=MODEL)
@@ -186,17 +185,10 @@ def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
 
 
 def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None = None) -> list[Path]:
-    """Write the weights of a model, with little more than the largest tensor in memory.
+    """Write the weights of a model as ``out``; return the files, the index of several last.
 
-    A crash leaves ``out`` unchanged. The caller must own ``out``.
-
-    Args:
-        stored: The tensors; those with "model." before their names are written.
-        out: The file, ``model.safetensors``.
-        max_file_nbytes: The largest size of a file; larger weights are split, with an index.
-
-    Returns:
-        The files, the index last.
+    It takes little more memory than the largest tensor. A crash leaves ``out`` unchanged. The caller must own
+    ``out``.
     """
     infos = {
         name.removeprefix(MODEL): torch.empty(info.shape, dtype=info.dtype, device="meta")

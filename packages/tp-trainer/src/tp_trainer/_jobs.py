@@ -60,9 +60,6 @@ class Status:
         pid: The process id of the supervisor; while the job is starting, of the launch that starts it.
         process: The identity of that process; a later process with the same id has another one.
         started: The time of the start, in seconds since 1970.
-        ended: The time of the end, or None.
-        code: The exit status, or None.
-        reason: A line about a failure.
     """
 
     state: str
@@ -439,12 +436,8 @@ def start_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
 def stop_job(job: Job, *, grace_s: float | None) -> Status:
     """End a running job: ask its supervisor, and kill all of its processes after the grace.
 
-    Args:
-        job: The job.
-        grace_s: The seconds before it is killed; ``None`` is the grace of its launch, in which it saves.
-
-    Returns:
-        Its last status; the status of a job that was not running is unchanged.
+    By default the grace is that of its launch, in which it saves. Returns its last status, unchanged for a
+    job that was not running.
     """
     deadline = time.monotonic() + _START_S
     while (status := job.status()).state == "starting" and time.monotonic() < deadline:

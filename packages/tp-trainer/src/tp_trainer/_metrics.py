@@ -140,7 +140,6 @@ class MetricSet:
     device. The metrics' own synchronization over ranks is switched off: it would count every row again.
 
     Args:
-        session: The session that runs the step.
         metrics: The metrics by name; they are reset.
         boundaries: As for `OrderedGather`.
     """
@@ -164,10 +163,7 @@ class MetricSet:
     def take(self, number: int, output: StepOutput, share: Share | None) -> StepOutput:
         """Take the arguments of the metrics out of a step's output, and return the rest.
 
-        Args:
-            number: The number of the batch, counted over all data ranks.
-            output: The output of the wrapped step.
-            share: The samples of the batch; a stand-in's arguments are dropped.
+        ``number`` is the batch's, counted over all data ranks. A stand-in's arguments are dropped.
 
         Raises:
             GatherInterruptedError: A rank has seen a signal.
@@ -305,8 +301,6 @@ class _Contribution(NamedTuple):
 
     Attributes:
         data_rank: The share of the data; several ranks may have the same share.
-        has_more: Whether the rank has further batches.
-        signal: The signal that the rank has seen, or 0.
         values: The values, each with the number of its batch.
     """
 
@@ -323,10 +317,8 @@ class OrderedGather:
     moved to the CPU and pickled, so any picklable value will do.
 
     Args:
-        session: The session of the ranks.
         boundaries: The boundaries at which a signal may end the batches: ranks exchange their signals at the
             boundary that they agree on. ``None`` if signals do not end them.
-        keeps: Whether to exchange values, too.
     """
 
     def __init__(
@@ -343,9 +335,7 @@ class OrderedGather:
     def add(self, number: int, value: Any) -> Iterator[Any]:
         """Add this rank's value of a batch, and yield values of all ranks after an exchange.
 
-        Args:
-            number: The number of the batch, counted over all data ranks; from 0 and increasing.
-            value: Tensors in containers, or any picklable value.
+        ``number`` is the batch's, counted over all data ranks; from 0 and increasing.
 
         Collectives: as in `Session.gather_objects`, once for every 16 batches, and where the ranks meet.
         """
@@ -494,7 +484,6 @@ class Evaluator:
 
     Attributes:
         run: Returns what runs the step on a loader's batches.
-        step: The user's step.
         loaders: The prepared loaders, by the prefix of their results' names.
         metrics: Metrics of each loader's whole set, by name.
     """
@@ -559,14 +548,9 @@ def without_metrics(step: Step, metrics: Mapping[str, Metric]) -> Step:
 def metric_for_scheduler(
     name: str | None, train: Mapping[str, float], val: Mapping[str, float], *, validates: bool
 ) -> float:
-    """Return the metric for a scheduler such as ``ReduceLROnPlateau``.
+    """Return the metric for a scheduler such as ``ReduceLROnPlateau``, by its name in the history.
 
-    Args:
-        name: As in the history, "val_f1" or "loss"; ``None`` for the validation loss, or without a validation
-            the training loss.
-        train: The means of the epoch's training.
-        val: The results of its validation.
-        validates: Whether the run has a validation.
+    Without a name it is the validation loss, or in a run without validation the training loss.
     """
     known = {**train, **{f"val_{key}": value for key, value in val.items()}}
     wanted = name or ("val_loss" if validates else "loss")

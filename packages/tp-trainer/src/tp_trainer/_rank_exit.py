@@ -18,12 +18,7 @@ EXIT_REPORT = "TP_RANK_END"
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """The exit of a rank after a signal that it handled.
-
-    Attributes:
-        signal: The number of the signal.
-        saved: The checkpoint from which the run can resume, or ``None``.
-    """
+    """The exit of a rank after a signal that it handled, and the checkpoint to resume from."""
 
     signal: int
     saved: str | None

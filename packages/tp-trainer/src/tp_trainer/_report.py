@@ -65,8 +65,6 @@ class Timeline:
     """What each rank computed when.
 
     Attributes:
-        name: The name of the file that it was read from.
-        rows: The names of the rows.
         spans: The row, the begin and the duration in seconds, the kind, the number, and the category of each
             span, as its stage.
     """

@@ -39,10 +39,8 @@ _NAME = re.compile(r"-*[\w.-]+")
 def mask_secrets(value: Any) -> Any:
     """Return values with ``***`` in place of those named as a token, key, secret or password.
 
-    In texts, passwords of URLs and values of "token=..." are masked.
-
-    Args:
-        value: A value, or mappings, lists, dataclasses and namespaces of values; the last two become dicts.
+    It looks into mappings, lists, dataclasses and namespaces; the last two become dicts. In texts, passwords
+    of URLs and values of "token=..." are masked.
     """
     return _masked(value, "", is_within=False)
 

@@ -41,12 +41,7 @@ _WEIGHTS, _LOSSES = "model.pt", "losses.json"
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The numbers of a training.
-
-    Attributes:
-        weights: The whole model, on the CPU.
-        losses: Means over an epoch, of training and validation in turn.
-    """
+    """The numbers of a training: the whole model, and epochs' means, of training and validation."""
 
     weights: dict[str, Tensor]
     losses: list[float]
@@ -157,9 +152,7 @@ class Setup:
     """A backend, and the processes and devices of its test.
 
     Attributes:
-        backend: The name of the backend.
         origin: Its distribution and version.
-        processes: The number of ranks.
         devices: The devices of one process, or one for each rank.
         unfit: The reason for which the backend cannot be tested here; empty if it can.
     """
@@ -227,9 +220,7 @@ class Result:
     """The result of a setup.
 
     Attributes:
-        setup: The setup.
         outcome: Whether its numbers equal one device's; "unfit" if it could not be tested.
-        reason: The reason of every outcome but "equal".
         difference: The largest difference from one device, of weights and losses, if it was trained.
         seconds: The seconds of the test, with the start and end of its processes.
     """

@@ -30,7 +30,6 @@ class Call:
     """A function and the arguments of its call.
 
     Attributes:
-        function: The user's function.
         arguments: Its arguments by name, in the types of its parameters.
         values: The same arguments as plain values, by their options' names.
         text: The same as YAML, which ``--config`` reads.
@@ -51,12 +50,7 @@ class Call:
 
 
 def parse_call(target: str, words: Sequence[str]) -> Call:
-    """Return the call of a command line.
-
-    Args:
-        target: The function: ``script.py:main`` or ``package.module:main``.
-        words: Its values: ``--lr 0.1``, ``--optim.lr 0.1``, ``--config FILE``.
-    """
+    """Return the call of ``script.py:main`` or ``package.module:main`` with ``--lr 0.1 --config FILE``."""
     try:
         import jsonargparse  # noqa: F401 - asked for before the script is imported
     except ModuleNotFoundError as error:

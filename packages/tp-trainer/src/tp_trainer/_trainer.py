@@ -1384,11 +1384,7 @@ class Trainer:
         return prepared
 
     def _run_step(self, batches: PreparedLoader | None = None) -> RunStep:
-        """Return the function that runs a step in the trainer's precision, as the session runs it.
-
-        Args:
-            batches: The loader of the batches, if it is the trainer that iterates it.
-        """
+        """Return what runs a step in the trainer's precision, on a loader that the trainer iterates."""
         run = in_precision(self.session.run, self._precision, self.device)
         if self._watched is not None:
             run = self._watched.watch(run)

@@ -81,12 +81,7 @@ def _transformable(kind: Any) -> Any:
 
 
 def all_gather_flat(output: Tensor, mine: Tensor, group: Group) -> None:
-    """Fill a contiguous ``output`` with the ranks' tensors, one after the other.
-
-    Args:
-        output: A tensor with ``group.size`` times the elements of ``mine``.
-        mine: This rank's tensor, contiguous and of the same shape on all ranks.
-        group: The ranks.
+    """Fill a contiguous ``output`` with the ranks' tensors, contiguous and of one shape, one after the other.
 
     Collectives: one all-gather.
     """

@@ -38,9 +38,7 @@ class Proof:
     """The result of trying plans on a model.
 
     Attributes:
-        plan: The proven styles, by the names of modules.
         notes: The reasons why modules stay whole or are joined, by name.
-        flow: The flow between layers.
         probe: The copy of the model on which plans were tried.
         calls: The calls that were tried: the given one, and one with values and shapes of tp's own.
         repeats: The name of each block that is built like an earlier one and shares a module with it in the

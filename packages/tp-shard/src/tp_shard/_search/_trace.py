@@ -25,8 +25,6 @@ class Region:
     """Column layers, their row layer, and the parameters and dropouts between them.
 
     Attributes:
-        columns: The names of the column layers.
-        row: The name of the row layer.
         tables: Embeddings with outputs that reach row layers alone: a bias for each head.
         parameters: The names of other parameters between them.
         dropouts: The names of dropouts between them.
@@ -65,7 +63,6 @@ class Flow:
         regions: The pairs of column and row layers.
         heads: The linear layers with outputs that the model returns.
         experts: The modules with experts' weights of their own.
-        called: The names of the layers that were called.
         why: The reasons why linear layers are in no region, by name.
     """
 

@@ -50,15 +50,9 @@ def vocabulary(
 ) -> dict[str, Style]:
     """Return styles for the head and the embeddings as tall as it or tied to it, else for the tallest one.
 
-    A head of few classes stays whole: joining its logits would cost more than it saves.
-
-    Args:
-        model: The model.
-        plan: The modules that are already split.
-        notes: A dict that gets the reason why a table or a head stays whole, by its name.
-        last: The layers with outputs that the model returns.
-        called: The layers that are called. The weight of any other table may be read directly, as queries in
-            detectors.
+    A head of few classes stays whole: joining its logits would cost more than it saves. ``last`` are the
+    layers with outputs that the model returns. A table that is not ``called`` stays whole, too: its weight
+    may be read directly, as queries in detectors. ``notes`` gets the reasons, by name.
     """
     inside = modules_inside(model)
     modules = {path: m for path, m in model.named_modules() if id(m) not in inside}

@@ -30,8 +30,6 @@ class Call:
     """A call of a module, with its loss.
 
     Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
         loss: A function from the module's output to a loss; by default the module's own loss, or a fixed sum
             of all outputs.
         training: Whether the module is in training mode; dropout is left out in both modes.
@@ -109,11 +107,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: bool) -> nn.Module:
     """Return a copy on the CPU, in ``dtype``; the model is not changed.
 
-    Args:
-        model: The model; tensors on the meta device get random values.
-        dtype: The type of the copy's floating-point tensors.
-        random: Whether parameters get random values: zeros and equal values would hide differences.
-        share: Whether blocks of one list that are built alike become one module, which saves their memory.
+    Tensors on the meta device get random values; with ``random`` all parameters do: zeros and equal values
+    would hide differences. With ``share`` blocks of one list that are built alike become one module, which
+    saves their memory.
     """
     memo: dict[int, Any] = {}
     repeats = repeated_blocks(model) if share else {}
@@ -238,11 +234,7 @@ _MORE_ROWS, _MORE_PLACES = 1, 3
 
 
 def example_call(model: nn.Module) -> Call | None:
-    """Return a call that a model may take: from the configuration of a transformers model, else tokens.
-
-    Returns:
-        The call, ``None`` if the model's inputs are not known.
-    """
+    """Return a call that a model may take, from a transformers configuration, or of tokens; else ``None``."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         if hasattr(model, "config") and isinstance(getattr(model, "main_input_name", None), str):
@@ -283,13 +275,9 @@ def _of_transformers(model: Any) -> Call | None:
 
 
 def without_cache(model: nn.Module, call: Call) -> Call:
-    """Return a call without a cache of keys and values, and disable caches in all configurations.
+    """Return a call without a cache of keys and values, and disable caches in the model's configurations.
 
     A cache is filled by the first call and read by the next one, and its content counts as a result.
-
-    Args:
-        model: A copy for trial runs alone; its configurations are changed.
-        call: The call.
     """
     waiting = [vars(module).get("config") for module in model.modules()]
     seen: set[int] = set()

@@ -65,8 +65,6 @@ class Comparison:
     Attributes:
         forward: The largest difference of each module's outputs, by its name.
         gradients: The largest difference of each parameter's gradient, by its name.
-        outputs: The largest difference of the model's outputs.
-        loss: The largest difference of the loss.
         fault: The first difference beyond rounding, ``None`` if there is none.
     """
 

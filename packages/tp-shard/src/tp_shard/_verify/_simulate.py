@@ -261,7 +261,6 @@ class Run:
             raised.
         called: The names of all modules that were called.
         outputs: The tensors that the model returned, by their places in the output.
-        loss: The loss.
         gradients: The gradients of all trained parameters, by name; on a rank those of its shards.
         inputs: The gradients of floating-point arguments.
         kept: Buffers and other tensors of modules after the run, by name; each with whether it is part of the
@@ -269,7 +268,6 @@ class Run:
         given: The inputs of the watched modules, for each call.
         splits: The splits of a rank's parameters, by name.
         cuts: The splits of the outputs of a rank's layers, by name.
-        error: The error, if the call raised one.
         stage: The stage of the error: "forward", "loss" or "backward".
     """
 
@@ -316,11 +314,7 @@ def run_whole(
 def run_whole_or_detached(
     module: nn.Module, call: Call, watched: Collection[str], updates: Updates = _NO_UPDATES
 ) -> tuple[Run, Call]:
-    """Run as :func:`run_whole` does; if that fails, run again with arguments that need no gradients.
-
-    Returns:
-        The run, and the call that it used.
-    """
+    """Run as :func:`run_whole`; if that fails, with arguments without gradients. Return the call, too."""
     try:
         return run_whole(module, call, watched, updates), call
     except Exception:  # noqa: BLE001 - an error of the second run is raised

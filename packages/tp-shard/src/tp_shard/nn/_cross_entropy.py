@@ -24,11 +24,7 @@ class LossOptions:
     """The options of a loss over class shards.
 
     Attributes:
-        num_classes: The number of classes over all ranks.
         weight: A factor for each class, of shape (num_classes,), in the type of the computation.
-        ignore_index: The target of rows that do not count.
-        label_smoothing: The part of a target that is spread over all classes.
-        reduction: "mean", "sum" or "none".
         z_loss: The factor of the squared logarithm of the softmax's denominator.
         group: The ranks that hold the logits together.
         layer: The layer that communicates, for messages.
@@ -237,19 +233,11 @@ def block_rows(width: int, device: torch.device) -> int:
 def measure(
     logits: Tensor, rows: Rows, options: LossOptions, dtype: torch.dtype, keep: Tensor | None
 ) -> Tensor:
-    """Return the values of this rank's logits that the ranks exchange.
+    """Return what the ranks exchange, (rows, 3 or 4), of this rank's logits, (rows, local classes).
 
-    Args:
-        logits: This rank's logits, of shape (rows, local classes).
-        rows: Their targets.
-        options: The options of the loss.
-        dtype: The type of the computation.
-        keep: A tensor for ``exp(z - maximum)``, of the logits' shape and of type ``dtype``; it may be
-            ``logits`` itself. ``None`` if the exponentials are not needed later.
-
-    Returns:
-        A tensor of shape (rows, 3 or 4): the maximum, the sum of the exponentials below it, the
-        target's logit or 0, and with label smoothing the weighted sum of the logits.
+    It is the maximum, the sum of the exponentials below it, the target's logit or 0, and with label smoothing
+    the weighted sum of the logits. ``keep`` gets ``exp(z - maximum)`` in ``dtype`` and may be ``logits``
+    itself; it is ``None`` if the exponentials are not needed later.
     """
     n, classes = logits.shape
     found = torch.zeros(n, options.columns, dtype=dtype, device=logits.device)
@@ -309,16 +297,12 @@ def fill_gradient(
     grad: Tensor,
     options: LossOptions,
 ) -> None:
-    """Write the gradient of some rows of logits.
+    """Write the gradient of some rows of logits, (rows, local classes), to ``out``.
 
-    Args:
-        out: The result, of shape (rows, local classes); it may be ``logits`` itself.
-        logits: The logits; with ``maximum`` the exponentials that :func:`measure` kept.
-        maximum: This rank's maximum of each row, if ``logits`` are exponentials.
-        merged: ``lse``, ``softmax_factor`` and ``target_factor`` of :class:`Merged`.
-        rows: ``index`` and ``mine`` of :class:`Rows`.
-        grad: The gradient of each row's loss, 0 for rows that do not count.
-        options: The options of the loss.
+    ``out`` may be ``logits``. With ``maximum``, this rank's maximum of each row, ``logits`` are the
+    exponentials that :func:`measure` kept. ``merged`` has ``lse``, ``softmax_factor`` and ``target_factor``
+    of :class:`Merged`, and ``rows`` has ``index`` and ``mine`` of :class:`Rows`. ``grad`` is 0 for rows that
+    do not count.
     """
     lse, softmax_factor, target_factor = merged
     index, mine = rows
@@ -795,14 +779,8 @@ def _gradients(
 ) -> Gradients:
     """Compute the head's gradients chunk by chunk; each chunk's logits are overwritten by their gradient.
 
-    Args:
-        head: The head.
-        rows: All rows.
-        row_grad: The gradient of each row's loss, of shape (rows,).
-        softmax: A function that returns the softmax's factors for a chunk. If `measure` has replaced the
-            logits by exponentials, it also returns their maxima.
-        options: The options of the loss.
-        chunk_rows: The number of rows of logits in memory at a time.
+    ``row_grad`` is the gradient of each row's loss. ``softmax`` returns the softmax's factors for a chunk,
+    and the maxima if `measure` has replaced the logits by exponentials.
 
     Collectives: those of ``softmax`` and of `Head.add`, for each chunk.
     """

@@ -87,11 +87,7 @@ class SplitDraws:
         self._has_drawn_alike = False
 
     def begin(self, x: Tensor) -> bool:
-        """Set the generators to the rank's own state.
-
-        Returns:
-            Whether the block is watched, so that tensors have to be marked.
-        """
+        """Set the generators to the rank's own state; return whether tensors need marks."""
         self.forget_pieces()
         if not self.visits:
             frame = _checkpoint_frame()

@@ -25,9 +25,7 @@ class Heads:
     several ranks have the same key head, each with a part of its query heads.
 
     Attributes:
-        query: The number of query heads.
         kv: The number of key heads, and of value heads; it divides ``query``.
-        ranks: The number of ranks.
     """
 
     query: int
@@ -64,12 +62,9 @@ class Heads:
         return first * each + start, first * each + stop
 
     def ranges(self, head_dim: int, holds: Holds) -> tuple[Ranges, ...]:
-        """Return for each rank its features of the heads' projection.
+        """Return for each rank its features of a projection with heads of width ``head_dim``.
 
-        Args:
-            head_dim: The features of one head.
-            holds: The heads that the projection makes: "q", "kv" (keys or values), or "qkv", all three
-                one after another.
+        ``holds`` is "q", "kv" (keys or values), or "qkv", all three one after another.
         """
         everyone = []
         for rank in range(self.ranks):

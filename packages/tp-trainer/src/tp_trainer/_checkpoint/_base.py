@@ -112,7 +112,6 @@ class FrozenWeights:
     """The frozen weights of a run; its checkpoints leave them out as long as they stay what they are.
 
     Args:
-        session: The session of the run.
         model: The model, with what was restored.
         before: The frozen weights beside the checkpoint from which the run resumes; ``None`` if it has all.
 

@@ -37,9 +37,7 @@ _GRACE_S = 15.0  # a thread that has written no byte for so long counts as stuck
 class Checkpointer:
     """Writes the checkpoints of a run when they are due, and finds the one to resume from.
 
-    Args:
-        settings: The user's settings.
-        session: The session of the run; every method is called on all of its ranks.
+    Every method is called on all ranks of the session.
     """
 
     def __init__(self, settings: Checkpoints, session: Session) -> None:
@@ -114,14 +112,10 @@ class Checkpointer:
         mine: Mapping[str, Any],
         facts: Mapping[str, Any],
     ) -> None:
-        """Write a checkpoint.
+        """Write a checkpoint of the tensors of `collect_state`, and of plain values.
 
-        Args:
-            step: The optimizer step.
-            tensors: The tensors of `collect_state`.
-            state: Plain values, equal on all ranks.
-            mine: Plain values of this rank.
-            facts: Values for the manifest; its "metrics" decide which checkpoint is the best.
+        ``state`` is equal on all ranks, and ``mine`` is this rank's. ``facts`` are for the manifest; its
+        "metrics" decide which checkpoint is the best.
 
         Raises:
             OSError: The disk is full, or writing is not allowed; earlier checkpoints are unchanged. With
@@ -215,10 +209,7 @@ class Checkpointer:
     # -- reading --------------------------------------------------------------------------------
 
     def find(self, resume: str | os.PathLike[str]) -> Path | None:
-        """Return the checkpoint to resume from, the same on all ranks.
-
-        Args:
-            resume: A checkpoint, or "auto" for the newest whole one, if any.
+        """Return the checkpoint to resume from, the same on all ranks; for "auto" the newest whole one.
 
         Collectives: a broadcast, then as in :func:`verify` for each checkpoint that is checked.
         """
@@ -288,7 +279,6 @@ class Writer:
     """Writes into the folder of a run, and keeps a failure until the next exchange between ranks.
 
     Attributes:
-        folder: The folder of the run.
         last: The newest checkpoint that was written, on rank 0.
         failure: The failure since the last exchange.
     """

@@ -41,11 +41,7 @@ Signature = tuple[tuple[str, int, int, int, int], ...]
 
 
 class RunFolder:
-    """The folder with the checkpoints of one run.
-
-    Args:
-        path: The folder, which need not exist yet. A relative path starts at the current working folder.
-    """
+    """The folder with the checkpoints of one run, which need not exist yet."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -174,8 +170,7 @@ class RunFolder:
     def newest_whole(self, session: Session | None = None) -> Path | None:
         """Return the newest whole checkpoint; set damaged ones aside, and log them.
 
-        Args:
-            session: Shares the work over its ranks, which must all call this.
+        All ranks of a session must call this, and share the work.
 
         Collectives: with a session one broadcast, then as in :func:`verify` for each checkpoint.
         """
@@ -231,12 +226,10 @@ def step_of(path: Path) -> int:
 
 
 def verify(path: Path, session: Session | None = None) -> None:
-    """Make sure that a checkpoint is unchanged since it was written.
+    """Make sure that a checkpoint, or a folder of ``tp_shard.save_sharded``, is as it was written.
 
-    Args:
-        path: The checkpoint of a run, or a folder of ``tp_shard.save_sharded``.
-        session: Shares the work over its ranks, which must all call this. Rank 0 reads the manifest; each
-            rank that sees the folder digests the files that its rank number has written.
+    All ranks of a session must call this. Rank 0 reads the manifest; each rank that sees the folder digests
+    the files that its rank number has written.
 
     Raises:
         FormatError: The checkpoint has another version's format; on all ranks.

@@ -80,13 +80,7 @@ def type_name(dtype: torch.dtype) -> str | None:
 
 
 def write_weights(infos: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], part: Path) -> None:
-    """Write tensors one after the other, in the order of their arrival.
-
-    Args:
-        infos: Tensors with the shapes and types of the written ones, by name.
-        tensors: The tensors, in any order.
-        part: The file.
-    """
+    """Write tensors in the order of their arrival; ``infos`` has their shapes and types, by name."""
     header: dict[str, Any] = {
         "__metadata__": {"format": "pt", "torch": torch.__version__, "tp-trainer": version("tp-trainer")}
     }
@@ -116,18 +110,10 @@ def write_files(
     infos: Mapping[str, Tensor],
     streams: Iterable[Iterable[tuple[str, Tensor]]],
 ) -> list[Path]:
-    """Write weights into their files, and an index of several; existing files are replaced at the end.
+    """Write weights into the files of :func:`split_over_files`, and an index of several; return the files.
 
-    The caller must own ``path``: otherwise the files of two processes could be mixed.
-
-    Args:
-        path: The one file, or the name from which several names are made.
-        files: The names of :func:`split_over_files`.
-        infos: As in :func:`write_weights`, of all files.
-        streams: The tensors of each file.
-
-    Returns:
-        The files, the index last.
+    The index is last. Existing files are replaced at the end. The caller must own ``path``: otherwise the
+    files of two processes could be mixed.
     """
     several = len(files) > 1
     index = path.with_name(path.stem + INDEX_SUFFIX)
@@ -312,20 +298,9 @@ def write_state(
 ) -> None:
     """Write tensors as safetensors files, one after the other; call it on every rank.
 
-    Args:
-        session: The session of the ranks.
-        state: The tensors, or those that have their shapes and types, by their names in the file.
-        path: The file.
-        read: Returns the whole tensor of a name, on every rank alike; by default `tp_core.state.whole`.
-        then: Called on rank 0 after that.
-        max_file_nbytes: The largest size of a file.
-
-    Raises:
-        ConfigError: There are several files, and ``path`` does not end in ".safetensors"; or another process
-            writes there; on every rank.
-        OSError: A file cannot be written; on every rank.
-        StateError: The state holds something that is not a tensor, or of a type that the format lacks; on
-            every rank.
+    ``state`` has the tensors, or ones of their shapes and types, by their names in the file. ``read`` returns
+    the whole tensor of a name, on every rank alike; by default `tp_core.state.whole`. Rank 0 calls ``then``
+    at the end. It raises as :func:`export_model` does.
 
     Collectives: those of ``read``, one broadcast.
     """

@@ -237,11 +237,7 @@ class RankLogs(DefaultLogsSpecs):
 
 
 def start_ranks(plan: Plan, *, logs: RankLogs, is_host: bool | None) -> list[ProcessFailure]:
-    """Start the processes of this host and wait for all of them.
-
-    Returns:
-        The processes that failed when no restart was left; none after a success.
-    """
+    """Start the processes of this host and wait for all; return those that failed with no restart left."""
     request = plan.request
     conf: dict[str, Any] = dict(request.rdzv_conf)
     if plan.backend == "static":

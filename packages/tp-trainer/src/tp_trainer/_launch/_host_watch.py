@@ -34,10 +34,7 @@ class FailureBroadcast:
     """Sends and receives reports of failures and heartbeats between hosts; a thread listens.
 
     Args:
-        endpoint: The endpoint of the store.
-        run_id: The name of the job.
         serves: Whether this host serves the store: it leaves last.
-        name: The name of this host in messages of other hosts.
         timeout_s: How long a host may be silent before it counts as lost.
         on_report: Called from the thread when another host has reported its failure.
         on_loss: Called from a thread when a host is lost that this host's processes communicate with; gets
@@ -89,14 +86,9 @@ class FailureBroadcast:
                 threading.Thread(target=self._guard, name="tp-launch-guard", daemon=True).start()
 
     def report(self, failure: Mapping[str, Any], *, sure: bool) -> dict[str, Any] | None:
-        """Report why this host failed, and return the first failure that a host has reported.
+        """Report why this host failed, and return the first report of any host; None if the store is gone.
 
-        Args:
-            failure: Values that JSON can hold.
-            sure: Whether this is a cause. If not, first wait for another host's report.
-
-        Returns:
-            The first report of any host; None if the store is gone.
+        A failure that is not ``sure`` to be a cause waits for another host's report first.
         """
         if self._thread is None:
             return None
@@ -260,11 +252,7 @@ class Heartbeats:
         self._gone: set[int] = set()
 
     def beat(self, store: Any) -> list[tuple[str, int]]:
-        """Count a heartbeat, and return the hosts that were lost since the last call.
-
-        Returns:
-            For each lost host a message, and the number of hosts left.
-        """
+        """Count a heartbeat; return for each host lost since the last call a message and the hosts left."""
         if not self._number:
             self._join(store)
         store.add(self._key("beat", self._number), 1)

@@ -232,13 +232,7 @@ def _signal_group(pid: int, signum: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of all ranks.
-
-    Attributes:
-        number: The number of earlier attempts.
-        nodes: The number of hosts.
-        store: The endpoint of the ranks' store.
-    """
+    """One start of all ranks, after ``number`` earlier ones; ``store`` is the ranks' store."""
 
     number: int
     nodes: int

@@ -201,12 +201,8 @@ def first_failure(
 ) -> Failure:
     """Return the rank that ended first and so caused the others' ends.
 
-    Args:
-        codes: For each rank that failed, in torch's order: local rank to (process id, exit code).
-        ranks: All ranks of this host, by local rank.
-        deaths: The order in which they were seen to end.
-        killed: The ranks that were killed because they did not end in time.
-        keep_logs: Whether the logs are kept.
+    ``codes`` has the process id and the exit code of each rank that failed, in torch's order. Ranks in
+    ``killed`` did not end in time.
     """
     tails = {local: _stderr_tail(ranks[local], code) for local, (_, code) in codes.items()}
 

@@ -103,8 +103,6 @@ class LocalRun:
     """Starts and ends the ranks of one launch on this host, over all restarts.
 
     Args:
-        plan: The plan.
-        log_dir: The directory of the ranks' logs.
         on_unresponsive: Called from a thread, with the outcome, if torch's agent waits for a lost rendezvous
             host: it would wait forever.
     """

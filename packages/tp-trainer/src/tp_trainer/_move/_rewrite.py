@@ -40,12 +40,9 @@ class Facts:
 
     Attributes:
         kind: "accelerate", "lightning" or "loop".
-        names: All names in it.
         training: The names of loaders that are iterated in loops with a backward pass.
         makers: For each name, the functions that it is assigned results of.
         models: The last names of models that optimizers train.
-        loaders: The number of ``DataLoader(...)`` calls.
-        is_parallel: Whether it joins a process group.
     """
 
     kind: str = "loop"

@@ -45,15 +45,9 @@ def agree_at_start(
 ) -> Any:
     """Compare ``facts`` over all ranks, and return rank 0's decision on every rank.
 
-    The exchange goes through the launcher's store, before any process group exists. In a process group,
-    ranks that chose different backends would wait for each other forever.
-
-    Args:
-        environment: The rank and its job.
-        facts: Values that must be equal on all ranks: few, and representable in JSON.
-        message: This rank's message to rank 0, representable in JSON.
-        decide: Called on rank 0 with the messages of all ranks; returns a value representable in JSON.
-        timeout_s: How long to wait for the other ranks.
+    The exchange goes through the launcher's store, before any process group exists. In a process group, ranks
+    that chose different backends would wait for each other forever. Facts, messages and the decision are
+    representable in JSON; rank 0 calls ``decide`` with the messages of all ranks.
 
     Raises:
         DisagreementError: On every rank, if the facts differ.

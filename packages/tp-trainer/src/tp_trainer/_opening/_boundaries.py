@@ -314,8 +314,6 @@ class SignalWatch:
     agree on. A second Ctrl-C interrupts at once.
 
     Args:
-        session: The session of the ranks.
-        boundaries: The boundaries at which ranks exchange what they have seen.
         catches: Whether to set signal handlers. Without them the ranks still agree on requests of stop() and
             save().
     """
@@ -360,12 +358,7 @@ class SignalWatch:
         self._boundaries.note(number)
 
     def decide(self, *, due: bool, stop: str | None = None, save: bool = False) -> Decision:
-        """Return the agreement of all ranks.
-
-        Args:
-            due: Whether a checkpoint is due by this rank's clock; only rank 0's counts.
-            stop: Why this rank asks the run to end, or ``None``.
-            save: Whether this rank asks for a checkpoint.
+        """Return the agreement of all ranks on what is due by rank 0's clock, and on any rank's requests.
 
         Collectives: one all-gather of objects over all ranks.
         """

@@ -78,12 +78,7 @@ def choose(job: Job, plugins: PluginRegistry, name: str) -> Selection:
 
 
 def check_name(plugins: PluginRegistry, name: str) -> None:
-    """Refuse a misspelled backend before anything is built.
-
-    Args:
-        plugins: The registry to choose from.
-        name: The requested backend; with "auto" the variable ``TP_BACKEND`` is checked.
-    """
+    """Refuse a misspelled backend before anything is built; for "auto" check ``TP_BACKEND``."""
     try:
         check_backend_name(name, {c.item.name for c in plugins.backends()})
     except SelectionError as error:
@@ -307,13 +302,10 @@ class LazySession:
     def open(
         self, *models: nn.Module, by: str, estimate: Callable[[Job], Iterable[Job]] | None = None
     ) -> Session:
-        """Return the session, after a check that its backend fits the models.
+        """Return the session, after a check that its backend fits the models, if any are known.
 
-        Args:
-            *models: The models to be prepared; none if no model is known.
-            by: The caller, for messages.
-            estimate: Yields the job with its memory needs, and then with less and less memory, until a
-                backend is chosen with which it fits; called on all ranks, unless the models are small.
+        ``estimate`` yields the job with its memory needs, and then with less and less memory, until a backend
+        is chosen with which it fits; it is called on all ranks, unless the models are small.
         """
         session = self.current
         if session is None:

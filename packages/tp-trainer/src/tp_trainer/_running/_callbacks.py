@@ -157,11 +157,9 @@ def _check_events(callback: Callback) -> None:
 
 
 class Events:
-    """Sends the events of a run.
+    """Sends the events of a run to its callbacks, in their order.
 
-    Args:
-        callbacks: The run's callbacks, in calling order.
-        joined: The names of the self-joined ones. One that fails is logged and left out.
+    One that joined by itself and fails is logged and left out.
     """
 
     def __init__(self, callbacks: Iterable[Callback], joined: Mapping[Callback, str]) -> None:

@@ -42,15 +42,10 @@ class RunLog:
     than its rows. A logger that raises in its ``open()`` ends the run.
 
     Args:
-        session: The session of the run.
-        loggers: The loggers; none for a run that logs nothing.
-        every_steps: How many optimizer steps lie between two reads.
-        folder: The folder of the run's checkpoints, or ``None``.
         facts: Returns facts about the run, by fields of `RunInfo`; called on rank 0 alone.
 
     Attributes:
         is_asked: Whether the run logs anything, on all ranks alike.
-        every: How many optimizer steps lie between two reads.
     """
 
     def __init__(

@@ -59,7 +59,6 @@ class LoopHooks:
     Attributes:
         counts_batches: Whether the loop itself counts batches and samples, as it sees no losses.
         skips_nonfinite: Whether steps with a NaN or infinite loss are left out of the means.
-        optimizer_step: Makes the optimizer steps of ``fit``.
     """
 
     counts_batches: bool = True
@@ -67,12 +66,7 @@ class LoopHooks:
     optimizer_step: OptimizerStep | None = None
 
     def validate(self, boundaries: StepBoundaries | None, max_batches: int | None) -> Mapping[str, float]:
-        """Return the means of a validation.
-
-        Args:
-            boundaries: The boundaries at which signals end it, or ``None``.
-            max_batches: The most batches to validate on; ``None`` for all.
-        """
+        """Return the means of a validation on ``max_batches`` at most; signals end it at ``boundaries``."""
         raise NotImplementedError
 
     def check_parameters(self) -> None:
@@ -971,8 +965,6 @@ class CustomLoopHooks(LoopHooks):
     """The hooks of a custom loop, in which the user's code makes the steps.
 
     Args:
-        session: The session that runs the steps.
-        events: The run's events.
         validate: The user's function; called if the run has a validation.
         evaluating: Returns a context in which a signal ends the trainer's evaluations at a boundary.
         sending: Returns a context in which the trainer sends the events of the steps that it makes.

@@ -218,10 +218,7 @@ _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([dhms])")
 
 
 def seconds_of(time: object) -> float:
-    """Return a time in seconds.
-
-    Args:
-        time: A number of seconds, or text: "90s", "1h30m", "2d", "01:30:00".
+    """Return a time in seconds, from a number or text: "90s", "1h30m", "2d", "01:30:00".
 
     Example:
         >>> seconds_of("1h30m"), seconds_of("00:01:30"), seconds_of(5)

@@ -66,7 +66,6 @@ class CapturedUserState:
     Attributes:
         common: Plain values that are equal on all ranks, by name.
         own: This rank's plain values, by name, where the ranks differ.
-        tensors: The tensors of all states.
     """
 
     common: dict[str, Any]
@@ -81,7 +80,6 @@ class UserState:
     of a module counts as equal on all ranks, and rank 0's is saved.
 
     Args:
-        session: The session of the ranks.
         values: The user's own dict. A restored value replaces one that cannot be changed in place.
         names: The names in it that are saved.
         callbacks: Objects with state that a checkpoint may lack.
@@ -313,18 +311,14 @@ class RunState:
     """The state of a run: what it trains, what it saves besides, and its position.
 
     Attributes:
-        trained: Models, optimizers and schedulers.
         user_state: Further objects that the run saves.
-        step: Optimizer steps done so far.
         epoch: The current or next epoch, from 1.
         first: The batches of this epoch that were done before this call.
         seconds: The seconds that they took.
         meter_state: The sums over them; ``None`` without any.
         logged: This rank's sums of losses and weights when the mean loss was last logged, or ``None``.
         weighs: Whether the step returns a weight; ``None`` before the first step.
-        records: The records of the past epochs.
         validated_at: The optimizer step of the last validation between two steps.
-        metrics: The newest means.
     """
 
     def __init__(
@@ -375,8 +369,7 @@ class RunState:
     def check(self, *, replay: bool) -> None:
         """Make sure that the run can be saved, before training costs anything.
 
-        Args:
-            replay: Whether a resumed run may read batches again to reach its position.
+        With ``replay`` a resumed run may read batches again to reach its position.
 
         Collectives: as in :meth:`capture`.
         """
@@ -400,9 +393,7 @@ class RunState:
     def capture(self, done: int, meter: Meter | None) -> tuple[Tensors, dict[str, Any], dict[str, Any]]:
         """Return the tensors (not copied), the values common to all ranks, and this rank's own values.
 
-        Args:
-            done: How many batches of the epoch are done.
-            meter: The sums over them; ``None`` where the epoch has not begun.
+        Without ``meter`` the epoch has not begun.
 
         Collectives: as in `UserState.capture` and `FrozenWeights.base`.
         """

@@ -126,9 +126,8 @@ class BatchShares:
     def holds_nothing(self, batch: Any) -> bool:
         """Return whether this rank has a stand-in instead of samples of the batch.
 
-        Args:
-            batch: The batch; ``None`` for the batch of the step, or of the loader under iteration, or for all
-                batches of the last one.
+        Without a batch, of the step's batch, or of that of the loader under iteration, or of all batches of
+        the last one.
 
         Raises:
             StepError: The batch is not known; or a rank gets no part of it at all.
@@ -281,12 +280,9 @@ def _is_known_by_reference(loader: Any) -> bool:
 
 
 def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
-    """Return ``value`` with the rows of all data ranks in place of this rank's.
+    """Return ``value`` with the rows of all data ranks in place of this rank's; tensors are (row, ...).
 
-    Args:
-        session: The session of the ranks.
-        value: Tensors, (row, ...) each, alone or in containers.
-        is_nothing: Whether this rank has a stand-in: its rows are left out.
+    With ``is_nothing`` this rank has a stand-in, and adds no rows.
 
     Raises:
         DisagreementError: The ranks' tensors differ in more than their first dimension.
@@ -314,21 +310,16 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
 
 
 def gather_with_gradients(session: Session, rows: Tensor, *, is_nothing: bool) -> Tensor:
-    """Return the rows of all data ranks; gradients flow back to the rank of each row.
+    """Return the rows of all data ranks, (row, ...), in the order of the global batch.
 
-    Args:
-        session: The session of the ranks.
-        rows: This rank's rows, (row, ...).
-        is_nothing: Whether this rank has a stand-in: its rows are left out.
-
-    Returns:
-        The rows of all ranks, (rows of all ranks, ...), in the order of the global batch.
+    Gradients flow back to the rank of each row. With ``is_nothing`` this rank has a stand-in, and adds no
+    rows.
 
     Raises:
         DisagreementError: The ranks' tensors differ in more than their first dimension.
 
-    Collectives: an all-gather of the shapes and two of `Session.gather`; in the backward pass one
-    all-reduce of the rows' gradients.
+    Collectives: an all-gather of the shapes and two of `Session.gather`; in the backward pass one all-reduce
+    of the rows' gradients.
     """
     if not isinstance(rows, Tensor) or rows.dim() == 0:
         what = "a scalar" if isinstance(rows, Tensor) else type(rows).__name__

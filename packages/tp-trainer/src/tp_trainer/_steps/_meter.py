@@ -25,17 +25,12 @@ class Meter:
     saved.
 
     Args:
-        session: The session that runs the steps.
-        what: The name of the steps in messages: "training", "validation".
-        first_step: The number of the first step, for messages.
         tolerate: Leave out NaN and infinite losses, instead of raising, and prepare for
             :meth:`forget_step`.
         weighs: Whether earlier steps returned a weight; ``None`` without any.
 
     Attributes:
-        tolerates: Whether NaN and infinite losses are left out.
         weighs: Whether all steps return a weight, or none; ``None`` before the first.
-        samples: The number of samples so far.
         last_loss: The loss of the last step; ``None`` before the first.
     """
 
@@ -66,15 +61,9 @@ class Meter:
         self._before: tuple[int, float, float, dict[str, tuple[Any, float]]] = (0, 0.0, 0, {})
 
     def add(self, loss: Tensor | None, output: Any, share: Share | None) -> float | None:
-        """Count one step.
+        """Count one step; return the weight that it returned, 0 for a stand-in, ``None`` if it returned none.
 
-        Args:
-            loss: The loss; ``None`` in an evaluation without one.
-            output: The step's output.
-            share: The samples of the step's batch; ``None`` counts as one sample.
-
-        Returns:
-            The weight that the step returned, 0 for a stand-in; ``None`` if it returned none.
+        An evaluation may have no loss. Without a share the batch counts as one sample.
 
         Collectives: in training over several data ranks an all-gather of objects, at the first step.
         """

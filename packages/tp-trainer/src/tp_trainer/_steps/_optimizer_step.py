@@ -43,13 +43,8 @@ def add_whole(
 ) -> None:
     """Add this rank's part of the gradient of the mean over ``total`` units.
 
-    Args:
-        session: The session that runs the steps.
-        loss: This rank's loss: a mean over its units, or their sum, as in ``job.loss``.
-        weight: The number of these units. With 0 the loss does not count, and may be NaN.
-        total: The number of units on all ranks, in all batches of the optimizer step.
-        scale: A factor on the loss.
-        **graph: Further arguments of `Session.backward`.
+    ``total`` is of all ranks, in all batches of the optimizer step. ``loss`` is a mean over ``weight`` units,
+    or their sum, as in ``job.loss``. With a weight of 0 it does not count, and may be NaN.
 
     Collectives: as in `Session.backward`.
     """

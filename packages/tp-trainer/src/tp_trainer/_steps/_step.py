@@ -104,10 +104,7 @@ def autocast(precision: Precision, device: torch.device) -> Callable[[], Abstrac
 def in_precision(run: RunAny, precision: Precision, device: torch.device) -> RunAny:
     """Return a function that runs a step in a precision; ``run`` itself for fp32.
 
-    Args:
-        run: ``run(step, model, batch)``, as `Session.run`; or with models, as `Session.run_several`.
-        precision: The precision.
-        device: The device of the step.
+    ``run`` is as `Session.run`, or with several models as `Session.run_several`.
     """
     if precision == "bf16-true":
         return lambda step, model, batch: run(step, model, to_bfloat16(batch))

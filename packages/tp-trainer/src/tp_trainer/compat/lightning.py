@@ -952,7 +952,6 @@ class _Results:
 
     Attributes:
         newest: The newest values, by all names that a callback may ask for.
-        loader: The number of the loader, if there are several.
         forked: Names of the last epoch that have values of steps, too.
     """
 

@@ -140,10 +140,7 @@ class LogPlace:
 def keep_aside(path: Path, files: str | None = None, *, run: str | None = None) -> None:
     """Rename an earlier run's file at ``path`` to the next free name with a number: ``metrics-1.csv``.
 
-    Args:
-        path: A file, or a folder.
-        files: The pattern of a run's files in a folder; ``None`` for a file.
-        run: The identity of the earlier run.
+    Of a folder, only the files of the pattern ``files``. ``run`` is the identity of the earlier run.
     """
     if not (os.path.lexists(path) if files is None else any(path.glob(files))):
         return

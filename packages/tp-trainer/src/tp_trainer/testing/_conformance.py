@@ -27,8 +27,6 @@ class Way:
     """One way to train.
 
     Attributes:
-        trainer: Arguments of the trainer.
-        gradients: The rules for the gradients.
         fits: The number of calls of ``fit`` in one session that share the epochs.
         gamma: The factor of a scheduler on the learning rate after each step, or ``None``.
         bad_target: A bad target for one sample, or ``None``; its batch must be skipped.
