@@ -436,7 +436,7 @@ def start_job(request: LaunchRequest, *, command: tuple[str, ...]) -> Job:
 def stop_job(job: Job, *, grace_s: float | None) -> Status:
     """End a running job: ask its supervisor, and kill all of its processes after the grace.
 
-    By default the grace is that of its launch, in which it saves. Returns its last status, unchanged for a
+    By default it is the grace of its launch, in which it saves. Returns its last status, unchanged for a
     job that was not running.
     """
     deadline = time.monotonic() + _START_S
