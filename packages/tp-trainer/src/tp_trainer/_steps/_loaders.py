@@ -126,8 +126,8 @@ class BatchShares:
     def holds_nothing(self, batch: Any) -> bool:
         """Return whether this rank has a stand-in instead of samples of the batch.
 
-        Without a batch it is the step's, or the current one of the loader under iteration, or all batches of the
-        last loader.
+        Without a batch it is the step's, or the current one of the loader under iteration, or all batches of
+        the last loader.
 
         Raises:
             StepError: The batch is not known; or a rank gets no part of it at all.
