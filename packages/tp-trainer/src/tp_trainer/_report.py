@@ -88,11 +88,6 @@ class Timeline:
         return f"{self.name}: idle {idle:.0%}"
 
 
-def timelines(run: LoggedRun) -> list[Timeline]:
-    """Return the traces beside the log of a run: files ``NAME.trace.json`` of Chrome's format."""
-    return [_read_timeline(path) for path in sorted(run.path.parent.glob("*.trace.json"))]
-
-
 def _read_timeline(path: Path) -> Timeline:
     try:
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
@@ -391,7 +386,9 @@ def render(runs: Sequence[LoggedRun]) -> str:
         msg = "a report needs at least one run: give its folder"
         raise ConfigError(msg)
     named = list(zip(labels(runs), runs, strict=True))
-    pictures: list[Chart | Timeline] = [*charts(named), *(one for run in runs for one in timelines(run))]
+    # Profilers write traces beside the log of a run, in Chrome's format.
+    traces = [path for run in runs for path in sorted(run.path.parent.glob("*.trace.json"))]
+    pictures: list[Chart | Timeline] = [*charts(named), *map(_read_timeline, traces)]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return page.render(

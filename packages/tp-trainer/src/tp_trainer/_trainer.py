@@ -206,7 +206,9 @@ class Trainer:
         if devices in (None, "auto") and (named := os.environ.get("TP_DEVICES")):
             devices = named.split(",")
         explicit = devices not in (None, "auto")
-        self._devices = _devices_here(devices, self.environment, explicit=explicit)
+        self._devices = resolve_devices(devices)
+        if self.environment.is_distributed:  # under a launcher, one device of the host
+            self._devices = (device_of_rank(self._devices, self.environment, explicit=explicit),)
         job = Job(
             devices=self._devices,
             environment=self.environment,
@@ -1400,11 +1402,3 @@ def _compile_options(given: object) -> CompileOptions | None:
         return CompileOptions(blocks=True)
     msg = f"compile must be True, False, 'blocks' or CompileOptions(...), got {given!r}"
     raise ConfigError(msg)
-
-
-def _devices_here(
-    devices: DeviceSpec, environment: LaunchEnvironment, *, explicit: bool
-) -> tuple[torch.device, ...]:
-    """Return the devices of this process: under a launcher, one device of its host."""
-    found = resolve_devices(devices)
-    return (device_of_rank(found, environment, explicit=explicit),) if environment.is_distributed else found

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -10,8 +11,7 @@ from tp_core.plugins import registry
 
 from tp_trainer._launch._plan import LaunchRequest, parse_rdzv_conf
 
-# The environment variables are torchrun's: operators such as Kubeflow's set them in their containers.
-_MANY = "Several hosts"
+_hosts_option = partial(typer.Option, rich_help_panel="Several hosts")
 
 
 def launch_app() -> typer.Typer:
@@ -22,6 +22,7 @@ def launch_app() -> typer.Typer:
     return app
 
 
+# The environment variables are torchrun's: operators such as Kubeflow's set them in their containers.
 def launch(
     script: Annotated[str, typer.Argument(help="The program, or with -m the module.")],
     args: Annotated[list[str] | None, typer.Argument(help="Passed to the program as they are.")] = None,
@@ -55,61 +56,35 @@ def launch(
     monitor_interval: Annotated[
         float, typer.Option(help="Seconds between two looks at the processes.")
     ] = 0.1,
-    nnodes: Annotated[
-        str,
-        typer.Option(envvar="PET_NNODES", help="Hosts of the job: 2, or 1:4.", rich_help_panel=_MANY),
-    ] = "1",
+    nnodes: Annotated[str, _hosts_option(envvar="PET_NNODES", help="Hosts of the job: 2, or 1:4.")] = "1",
     rdzv_endpoint: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PET_RDZV_ENDPOINT", help="HOST:PORT where the hosts meet.", rich_help_panel=_MANY
-        ),
+        str | None, _hosts_option(envvar="PET_RDZV_ENDPOINT", help="HOST:PORT where the hosts meet.")
     ] = None,
     rdzv_id: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PET_RDZV_ID", help="The name of the job, the same on all hosts.", rich_help_panel=_MANY
-        ),
+        str | None, _hosts_option(envvar="PET_RDZV_ID", help="The name of the job, the same on all hosts.")
     ] = None,
     rdzv_backend: Annotated[
         str | None,
-        typer.Option(
-            envvar="PET_RDZV_BACKEND", help="How hosts meet: c10d (default) or static.", rich_help_panel=_MANY
-        ),
+        _hosts_option(envvar="PET_RDZV_BACKEND", help="How hosts meet: c10d (default) or static."),
     ] = None,
     rdzv_conf: Annotated[
-        str,
-        typer.Option(
-            envvar="PET_RDZV_CONF", help="More for the rendezvous: key=value,..", rich_help_panel=_MANY
-        ),
+        str, _hosts_option(envvar="PET_RDZV_CONF", help="More for the rendezvous: key=value,..")
     ] = "",
     node_rank: Annotated[
-        int | None,
-        typer.Option(envvar="PET_NODE_RANK", help="Static: the number of this host.", rich_help_panel=_MANY),
+        int | None, _hosts_option(envvar="PET_NODE_RANK", help="Static: the number of this host.")
     ] = None,
     master_addr: Annotated[
-        str | None,
-        typer.Option(envvar="PET_MASTER_ADDR", help="Static: the address of host 0.", rich_help_panel=_MANY),
+        str | None, _hosts_option(envvar="PET_MASTER_ADDR", help="Static: the address of host 0.")
     ] = None,
     master_port: Annotated[
-        int | None,
-        typer.Option(envvar="PET_MASTER_PORT", help="Static: the port on host 0.", rich_help_panel=_MANY),
+        int | None, _hosts_option(envvar="PET_MASTER_PORT", help="Static: the port on host 0.")
     ] = None,
     local_addr: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PET_LOCAL_ADDR",
-            help="The address of this host for the others.",
-            rich_help_panel=_MANY,
-        ),
+        str | None, _hosts_option(envvar="PET_LOCAL_ADDR", help="The address of this host for the others.")
     ] = None,
-    bind_addr: Annotated[
-        str | None,
-        typer.Option(help="Listen at this address of this host alone.", rich_help_panel=_MANY),
-    ] = None,
+    bind_addr: Annotated[str | None, _hosts_option(help="Listen at this address of this host alone.")] = None,
     host_timeout_s: Annotated[
-        float,
-        typer.Option(help="Seconds after which a silent host counts as lost.", rich_help_panel=_MANY),
+        float, _hosts_option(help="Seconds after which a silent host counts as lost.")
     ] = 15.0,
 ) -> None:
     """Run a script on several processes, of this host and of others."""

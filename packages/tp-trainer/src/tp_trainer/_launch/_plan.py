@@ -163,7 +163,9 @@ def make_plan(request: LaunchRequest) -> Plan:
     nproc = _processes(request.nproc_per_node)
     min_nodes, max_nodes = _nodes(request.nnodes)
     _check_script(request)
-    _check_log_dir(request)
+    if request.log_dir is not None and Path(request.log_dir).is_file():
+        msg = f"--log-dir must be a directory; {request.log_dir!r} is a file"
+        raise ConfigError(msg)
     backend = _backend(request)
     endpoint = _endpoint(request, backend=backend, max_nodes=max_nodes)
     if backend == "static":
@@ -229,12 +231,6 @@ def _check_script(request: LaunchRequest) -> None:
             f"there is no module {request.script!r}: {top!r} was found neither in {Path.cwd()} nor "
             "among the installed packages; leave -m out to run a file"
         )
-        raise ConfigError(msg)
-
-
-def _check_log_dir(request: LaunchRequest) -> None:
-    if request.log_dir is not None and Path(request.log_dir).is_file():
-        msg = f"--log-dir must be a directory; {request.log_dir!r} is a file"
         raise ConfigError(msg)
 
 

@@ -27,8 +27,7 @@ class TemporaryLogs:
 
     def __init__(self) -> None:
         base = Path(tempfile.gettempdir())
-        if os.name == "posix":
-            _clear(base)
+        _clear(base)
         # Renamed once it is locked: another launch that starts now would remove an unlocked one.
         draft = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base))
         self._lock = _lock(draft, create=True)
@@ -62,9 +61,7 @@ def _lock(directory: Path, *, create: bool) -> int | None:
     Raises:
         OSError: Another process has locked the directory, or it has no lock.
     """
-    if os.name != "posix":
-        return None
-    import fcntl
+    import fcntl  # Windows, on which nothing is launched, has none
 
     # O_NOFOLLOW: another user of the folder may have put a link there.
     flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)

@@ -141,7 +141,12 @@ class BatchShares:
             shares = evaluated or list(self._training.values())
         if not shares:
             if self._met_stand_in:
-                raise StepError(_after_the_loop())
+                msg = (
+                    "a rank met a stand-in for a sample in the last loop over a loader, and which of these "
+                    "rows are its is not known now; gather in the loop, batch by batch, or evaluate on a "
+                    "loader from prepare(loader, training=False)"
+                )
+                raise StepError(msg)
             return False
         size = self._session.data_size
         few = [share for share in shares if share.total < size and share in evaluated]
@@ -230,14 +235,6 @@ def _ambiguous(shares: list[Share]) -> str:
         f"it is not known which batch this is about: several were yielded, of which this rank has {listed} "
         "samples, and each weighs differently; say which with batch=..., once for each batch: "
         "trainer.backward(loss, batch=batch)"
-    )
-
-
-def _after_the_loop() -> str:
-    return (
-        "a rank met a stand-in for a sample in the last loop over a loader, and which of these rows are its "
-        "is not known now; gather in the loop, batch by batch, or evaluate on a loader from "
-        "prepare(loader, training=False)"
     )
 
 

@@ -98,7 +98,9 @@ class Meter:
             if len(self._pending) >= _FLUSH_EVERY:
                 self.flush()
         if output is not loss and counts:
-            self._add_others(output, samples, units)
+            for name, given in output.items():
+                if name not in {"loss", "weight"}:
+                    self._add_other(name, given, samples, units)
         return weight
 
     def log(self, numbers: Mapping[str, Any], share: Share | None) -> None:
@@ -186,11 +188,6 @@ class Meter:
             self._weight += units
             self.last_loss = total / units
         return True
-
-    def _add_others(self, output: Mapping[str, Any], samples: int, units: float) -> None:
-        for name, given in output.items():
-            if name not in {"loss", "weight"}:
-                self._add_other(name, given, samples, units)
 
     def _add_other(self, name: str, given: Any, samples: int, units: float) -> None:
         others = self._others
