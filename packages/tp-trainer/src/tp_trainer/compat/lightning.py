@@ -644,19 +644,19 @@ class Trainer:
                 "write Trainer(limit_train_batches=...), or set trainer.should_stop"
             )
             raise ConfigError(msg)
-        if getattr(model, "automatic_optimization", True):
-            output = self._automatic(model, batch, index, loop)
-        else:
-            with self._own.autocast():
-                output = _step_of(model, "training_step", batch, index)
-        if getattr(model, "automatic_optimization", True):
+        is_automatic = getattr(model, "automatic_optimization", True)
+        if is_automatic:
             is_last = index + 1 == loop.steps_per_epoch
+            output = self._automatic(model, batch, index, loop)
             if loop.ends_step:
                 self._step_schedulers("step", index + 1, plateau=False)
             if is_last:
                 self._step_schedulers("epoch", self.current_epoch + 1, plateau=False)
+        else:
+            with self._own.autocast():
+                output = _step_of(model, "training_step", batch, index)
         self._hook("on_train_batch_end", output, batch, index)
-        if getattr(model, "automatic_optimization", True) and loop.ends_step:
+        if is_automatic and loop.ends_step:
             self._step_schedulers("step", index + 1, plateau=True)
 
     def _automatic(self, model: Any, batch: Any, index: int, loop: Loop) -> Any:

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -174,10 +175,7 @@ def by_hand(kit: ConformanceKit, way: Way) -> Outcome:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
-            if way.gradients.clip_value is not None:
-                nn.utils.clip_grad_value_(model.parameters(), way.gradients.clip_value)
-            if way.gradients.clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), way.gradients.clip_norm)
+            _clip(model, way.gradients)
             optimizer.step()
             scheduler.step()
             count, total = count + len(x), total + len(x) * loss.item()
@@ -185,6 +183,13 @@ def by_hand(kit: ConformanceKit, way: Way) -> Outcome:
             val = nn.functional.mse_loss(model(few[0]), few[1]).item()
         records.append({"samples": count, "train": {"loss": total / count}, "val": {"loss": val}})
     return Outcome(dict(model.state_dict()), records)
+
+
+def _clip(model: nn.Module, gradients: GradientRules) -> None:
+    if gradients.clip_value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), gradients.clip_value)
+    if gradients.clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), gradients.clip_norm)
 
 
 def _steps(way: Way) -> list[tuple[Tensor, Tensor]]:
@@ -267,15 +272,9 @@ def stopped(kit: ConformanceKit, folder: str, at: int) -> None:
 
 def interrupted(kit: ConformanceKit, folder: str) -> tuple[str, str, Outcome, Outcome]:
     """Send SIGTERM to the last rank, resume; return the signal, the checkpoint, both outcomes."""
-    is_last = int(os.environ.get("RANK", "0")) == kit.processes - 1
-
-    def send() -> None:
-        if is_last:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     expected = _noisy(kit, None, NoisyStep())
     try:
-        _noisy(kit, folder, NoisyStep(5, send))
+        _noisy(kit, folder, NoisyStep(5, partial(_signal_last, kit, signal.SIGTERM)))
     except Interrupted as end:
         found = _noisy(kit, folder, NoisyStep(), resume="auto")
         return end.signal.name, Path(end.checkpoint).name, expected, found
@@ -285,13 +284,12 @@ def interrupted(kit: ConformanceKit, folder: str) -> tuple[str, str, Outcome, Ou
 
 def killed(kit: ConformanceKit, folder: str) -> None:
     """Kill the last rank in its fifth batch; the others must end soon after."""
-    is_last = int(os.environ["RANK"]) == kit.processes - 1
+    _noisy(kit, folder, NoisyStep(5, partial(_signal_last, kit, signal.SIGKILL)))
 
-    def die() -> None:
-        if is_last:
-            os.kill(os.getpid(), signal.SIGKILL)
 
-    _noisy(kit, folder, NoisyStep(5, die))
+def _signal_last(kit: ConformanceKit, signum: signal.Signals) -> None:
+    if int(os.environ.get("RANK", "0")) == kit.processes - 1:
+        os.kill(os.getpid(), signum)
 
 
 # -- Losses that are means over other units than samples ------------------------------------------
@@ -362,10 +360,7 @@ def weighted_by_hand(kit: ConformanceKit, way: Way) -> Outcome:
             if not counts.any():
                 continue
             (total if is_sum else total / counts.sum()).backward()
-            if way.gradients.clip_value is not None:
-                nn.utils.clip_grad_value_(model.parameters(), way.gradients.clip_value)
-            if way.gradients.clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), way.gradients.clip_norm)
+            _clip(model, way.gradients)
             optimizer.step()
         with torch.no_grad():
             x, y, counts = masked_data(9).tensors
