@@ -195,12 +195,12 @@ def load_job(directory: Path) -> Job:
     try:
         values = read_json_object(directory / "job.json")
         request = read_request(values.get("request"))
-        kept = check_fields(Job, {**values, "request": request, "directory": directory}, what="the job")
-        if kept["id"] != directory.name:
-            msg = f"id of the job must be its directory's, got {kept['id']!r:.80}"
+        found = check_fields(Job, {**values, "request": request, "directory": directory}, what="the job")
+        if found["id"] != directory.name:
+            msg = f"id of the job must be its directory's, got {found['id']!r:.80}"
             raise StateError(msg)
-        check_time("created of the job", kept["created"])
-        return Job(**kept)
+        check_time("created of the job", found["created"])
+        return Job(**found)
     except TpError as error:
         msg = f"{directory} holds no readable job: {error}; delete it"
         raise StateError(msg) from error
@@ -359,18 +359,18 @@ def check_fields(kind: type, values: object, *, what: str) -> dict[str, Any]:
         msg = f"{what} must be an object, got {type(values).__name__}"
         raise StateError(msg)
     hints = get_type_hints(kind)
-    kept: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for field in fields(kind):
         if field.name in values:
             value = values[field.name]
             if not _fits(value, hints[field.name]):
                 msg = f"{field.name} of {what} must be {_name(hints[field.name])}, got {value!r:.80}"
                 raise StateError(msg)
-            kept[field.name] = tuple(value) if isinstance(value, list) else value
+            found[field.name] = tuple(value) if isinstance(value, list) else value
         elif field.default is MISSING and field.default_factory is MISSING:
             msg = f"{what} has no {field.name}"
             raise StateError(msg)
-    return kept
+    return found
 
 
 def _fits(value: object, hint: Any) -> bool:

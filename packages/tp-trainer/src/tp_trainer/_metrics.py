@@ -330,7 +330,7 @@ class OrderedGather:
         self._gathers = keeps and session.data_size > 1
         self._exchanges = self._gathers or (boundaries is not None and session.world_size > 1)
         self._end: float = BATCHES_PER_ROUND if self._gathers else math.inf  # of this round
-        self._kept: list[tuple[int, Any]] = []
+        self._waiting: list[tuple[int, Any]] = []
 
     def add(self, number: int, value: Any) -> Iterator[Any]:
         """Add this rank's value of a batch, and yield values of all ranks after an exchange.
@@ -343,7 +343,7 @@ class OrderedGather:
         if self._session.data_size == 1:
             yield value
             return
-        self._kept.append((number, tree_map(on_cpu, value)))
+        self._waiting.append((number, tree_map(on_cpu, value)))
 
     def reach(self, number: int) -> Iterator[Any]:
         """Begin a batch, of which this rank may have no sample, and yield as :meth:`add` does.
@@ -393,8 +393,8 @@ class OrderedGather:
         Collectives: as in `Session.gather_objects`.
         """
         signal = 0 if self._boundaries is None else self._boundaries.seen
-        mine = _Contribution(self._session.data_rank, has_more, signal, self._kept)
-        self._kept = []
+        mine = _Contribution(self._session.data_rank, has_more, signal, self._waiting)
+        self._waiting = []
         everyones = self._session.gather_objects(mine)
         if signal := max(theirs.signal for theirs in everyones):
             raise GatherInterruptedError(signal)

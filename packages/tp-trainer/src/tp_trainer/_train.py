@@ -64,7 +64,7 @@ def parse_call(target: str, words: Sequence[str]) -> Call:
         msg = f"{target}: a file of values is not text in UTF-8: {error}"
         raise ConfigError(msg) from error
     except argparse.ArgumentError as error:
-        said = _in_our_words(_in_one_line(error)) + _meant(parser, str(error))
+        said = _in_our_words(_in_one_line(error)) + _suggestion(parser, str(error))
         if "did you mean" not in said:
             said += f"; tp train {target} --help lists what it takes"
         msg = f"{target}: {said}"
@@ -101,7 +101,7 @@ def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
     return parser
 
 
-def _meant(parser: "ArgumentParser", message: str) -> str:
+def _suggestion(parser: "ArgumentParser", message: str) -> str:
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
     known = {f"--{name}" for name in parser.get_defaults().keys()}  # noqa: SIM118 - keys() also has the names within groups
     return "" if unknown is None else did_you_mean(unknown[1], known | {"--help", "--print-config"})

@@ -138,7 +138,7 @@ def _faults(whole: Run, runs: list[Run], comparison: Comparison, tolerance: floa
     yield _outputs(whole, runs, comparison, tolerance)
     yield _gradients(whole, runs, comparison, tolerance)
     yield _inputs(whole, runs, tolerance)
-    yield _kept(whole, runs, tolerance)
+    yield _tensor_fault(whole, runs, tolerance)
 
 
 def _raised(run: Run) -> Fault:
@@ -325,7 +325,7 @@ def _inputs(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
     return None
 
 
-def _kept(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
+def _tensor_fault(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
     for name, (expected, saved) in whole.kept.items():
         for rank, run in enumerate(runs):
             got, split = run.kept.get(name, (expected, saved))[0], run.splits.get(name)

@@ -521,7 +521,7 @@ class _Loop(cst.CSTTransformer):
 
     def _without_sampler(self, call: cst.Call) -> cst.Call:
         """Return a loader without its DistributedSampler: tp splits the batches."""
-        kept, shuffles = [], None
+        arguments, shuffles = [], None
         for argument in call.args:
             word, value = argument.keyword.value if argument.keyword else "", argument.value
             known = self._samplers.get(_name_of(value).rpartition(".")[2])
@@ -529,13 +529,13 @@ class _Loop(cst.CSTTransformer):
                 shuffles = _shuffles(value) if known is None else known
                 self._note("batch_size is now the batch size of all ranks together")
             else:
-                kept.append(argument)
+                arguments.append(argument)
         if shuffles is None:
             return call
-        kept = [a for a in kept if not (a.keyword and a.keyword.value == "shuffle")]
+        arguments = [a for a in arguments if not (a.keyword and a.keyword.value == "shuffle")]
         order = cst.Arg(_expression(str(shuffles)), keyword=cst.Name("shuffle"), equal=_tight())
-        kept = [*(a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in kept), order]
-        one_line = call.with_changes(args=kept, whitespace_before_args=cst.SimpleWhitespace(""))
+        arguments = [*(a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in arguments), order]
+        one_line = call.with_changes(args=arguments, whitespace_before_args=cst.SimpleWhitespace(""))
         return cst.ensure_type(_expression(_code(one_line)), cst.Call)
 
 

@@ -142,10 +142,10 @@ def _check_events(callback: Callback) -> None:
     for name in dir(kind):
         if not name.startswith("on_") or name in _EVENTS or not callable(getattr(kind, name)):
             continue
-        meant = name
+        translation = name
         for theirs, ours in _THEIR_WORDS.items():
-            meant = meant.replace(theirs, ours)
-        close = get_close_matches(meant, _EVENTS, n=1)
+            translation = translation.replace(theirs, ours)
+        close = get_close_matches(translation, _EVENTS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         msg = (
             f"the callback {kind.__name__} has a method {name!r}, and a run has no such event: it would "

@@ -43,7 +43,7 @@ def find_fastest(
     batches = _first_batches(loader)
     times: dict[str, float] = {}
     refusals: list[str] = []
-    kept = capture_rng_state(devices)
+    generators = capture_rng_state(devices)
     for name in names:
         copied, using = copy.deepcopy((model, optimizer))  # together: the copy has the copied parameters
         try:
@@ -51,7 +51,7 @@ def find_fastest(
         except (ConfigError, ModelError, StepError) as error:  # which all ranks raise alike
             refusals.append(f"{name}: {error}")
         finally:
-            restore_rng_state(kept)
+            restore_rng_state(generators)
     if not times:
         msg = f"backend='fastest' found none that trains this model: {'; '.join(refusals)}"
         raise ModelError(msg)

@@ -111,11 +111,11 @@ class RunLog:
         """Buffer numbers of a step, without waiting for the accelerator; the last value of a name counts."""
         if not self._loggers:
             return
-        kept = {name: _kept(name, value) for name, value in numbers.items()}
+        copies = {name: _copy_number(name, value) for name, value in numbers.items()}
         if self._rows and self._rows[-1][:2] == (step, epoch):
-            self._rows[-1][2].update(kept)
+            self._rows[-1][2].update(copies)
         else:
-            self._rows.append((step, epoch, kept))
+            self._rows.append((step, epoch, copies))
 
     def flush(self) -> None:
         rows, self._rows = self._rows, []
@@ -193,7 +193,7 @@ class RunLog:
                 logger.close("failed")
 
 
-def _kept(name: str, value: Any) -> Number:
+def _copy_number(name: str, value: Any) -> Number:
     """Return a number, or a copy of a tensor on its accelerator: the original may change before the read."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         if value.device.type == "cpu":

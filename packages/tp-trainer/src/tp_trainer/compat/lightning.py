@@ -587,32 +587,32 @@ class Trainer:
 
     def _name_checkpoints(self) -> None:
         """Note in Lightning's callback where the best and the newest checkpoint are."""
-        theirs, kept = self.checkpoint_callback, self._checkpoint
-        if theirs is None or not isinstance(kept, Checkpoints):
+        theirs, ours = self.checkpoint_callback, self._checkpoint
+        if theirs is None or not isinstance(ours, Checkpoints):
             return
-        newest = find_checkpoint(kept.folder)
+        newest = find_checkpoint(ours.folder)
         theirs.last_model_path = theirs.best_model_path = str(newest)
-        if kept.best is not None:
+        if ours.best is not None:
             with suppress(ConfigError):  # the metric was always NaN: no checkpoint is the best
-                best = find_checkpoint(kept.folder, best=kept.best, mode=kept.mode)
+                best = find_checkpoint(ours.folder, best=ours.best, mode=ours.mode)
                 theirs.best_model_path = str(best)
                 metrics = json.loads((best / "manifest.json").read_text(encoding="utf-8"))["metrics"]
-                theirs.best_model_score = torch.tensor(metrics[kept.best])
+                theirs.best_model_score = torch.tensor(metrics[ours.best])
 
     def _saved_after(self, validating: Validation | None) -> Any:
         """Return when to save: for Lightning's callback after each validation, those within epochs too."""
-        kept: Any = self._checkpoint
+        checkpoint: Any = self._checkpoint
         every = None if validating is None else validating.every_steps
-        is_lightnings = self.checkpoint_callback is not None and isinstance(kept, Checkpoints)
-        if every is None or not is_lightnings or kept.every_epochs is None:
-            return kept
-        if kept.every_epochs > 1:
+        is_lightnings = self.checkpoint_callback is not None and isinstance(checkpoint, Checkpoints)
+        if every is None or not is_lightnings or checkpoint.every_epochs is None:
+            return checkpoint
+        if checkpoint.every_epochs > 1:
             msg = (
-                f"ModelCheckpoint(every_n_epochs={kept.every_epochs}) with validations within an epoch "
+                f"ModelCheckpoint(every_n_epochs={checkpoint.every_epochs}) with validations within an epoch "
                 "is not here; with tp, leave every_n_epochs out, to save after each validation"
             )
             raise ConfigError(msg)
-        return replace(kept, every_steps=every)
+        return replace(checkpoint, every_steps=every)
 
     def _validation(self, loaders: Sequence[PreparedLoader], steps: int | None) -> Validation:
         def validate() -> dict[str, float]:
@@ -1121,11 +1121,11 @@ class _ModuleState:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        kept: dict[str, Any] = {}
-        _call(self._trainer.model, "on_save_checkpoint", kept)
+        module: dict[str, Any] = {}
+        _call(self._trainer.model, "on_save_checkpoint", module)
         data = _call(self._trainer.datamodule, "state_dict") or {}
         callbacks = [_call(one, "state_dict") or {} for one in self._trainer.callbacks]
-        return {"module": kept, "data": data, "callbacks": callbacks, "step": self._trainer.global_step}
+        return {"module": module, "data": data, "callbacks": callbacks, "step": self._trainer.global_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         _call(self._trainer.model, "on_load_checkpoint", dict(state["module"]))

@@ -29,7 +29,7 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
     tensors = [*model.parameters(), *model.buffers()]
     values = [t.detach().to("cpu", copy=True) for t in tensors]
     gradients = [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in model.parameters()]
-    state = {parameter: _on_cpu(kept) for parameter, kept in optimizer.state.items()}
+    state = {parameter: _on_cpu(saved) for parameter, saved in optimizer.state.items()}
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scaler = trainer._scaler
     scale = None if scaler is None else scaler.state_dict()
@@ -39,8 +39,8 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
             yield
     finally:
         optimizer.state.clear()
-        for parameter, kept in state.items():
-            optimizer.state[parameter] = _back(kept)
+        for parameter, saved in state.items():
+            optimizer.state[parameter] = _back(saved)
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             for key in [key for key in group if key != "params" and key not in settings]:
                 del group[key]
@@ -63,10 +63,10 @@ def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _back(kept: dict[str, Any]) -> dict[str, Any]:
+def _back(saved: dict[str, Any]) -> dict[str, Any]:
     return {
         key: v[1].to(v[0]) if isinstance(v, tuple) and len(v) == 2 and isinstance(v[1], Tensor) else v
-        for key, v in kept.items()
+        for key, v in saved.items()
     }
 
 

@@ -97,7 +97,7 @@ def dry_run(
     with (
         _folder(session, folder) as place,
         traceless(trainer, session.unwrap(prepared), using),
-        _kept([stepped, *(state or {}).values()], state),
+        _restore_after([stepped, *(state or {}).values()], state),
     ):
         run: dict[str, Any] = {
             **arguments,
@@ -156,7 +156,7 @@ def _folder(session: Session, parent: str | Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _kept(objects: Iterable[Any], values: dict[str, Any] | None) -> Iterator[None]:
+def _restore_after(objects: Iterable[Any], values: dict[str, Any] | None) -> Iterator[None]:
     """Restore objects with a state, and the plain values of the dict."""
     states = [(o, copy.deepcopy(o.state_dict())) for o in objects if hasattr(o, "load_state_dict")]
     plain = {
@@ -167,8 +167,8 @@ def _kept(objects: Iterable[Any], values: dict[str, Any] | None) -> Iterator[Non
     try:
         yield
     finally:
-        for one, kept in states:
-            one.load_state_dict(kept)
+        for one, before in states:
+            one.load_state_dict(before)
         if values is not None:
             values.update(plain)
 
