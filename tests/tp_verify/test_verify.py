@@ -281,6 +281,13 @@ class MoreDropout(ways.DataParallel):
         return super().parallelize(model)
 
 
+class MoreDropoutInAnOwnLoop(MoreDropout):
+    def backward(self, model, step, parts):
+        loss = m.step(model, parts[0])["loss"]
+        loss.backward()
+        return loss.detach()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "more", "said"),
@@ -289,8 +296,9 @@ class MoreDropout(ways.DataParallel):
         (LosesStates(), {"reload_on": 2}, r"the loaded optimizer's state of .*: no rank has it"),
         (SameMasks(), {"dropout": 4}, "ranks 0 and 1 have their own rows, and the same masks"),
         (MoreDropout(), {"dropout": 40}, "the loss with dropout: its (mean|variance) over 40 seeds is"),
+        (MoreDropoutInAnOwnLoop(), {"dropout": 40}, "the loss with dropout: its (mean|variance) over 40"),
     ],
-    ids=["tokens", "checkpoint", "masks", "dropout"],
+    ids=["tokens", "checkpoint", "masks", "dropout", "dropout in an own loop"],
 )
 def test_a_fault_after_the_training_is_named(way, more, said, ranks):
     more = {key: ranks if key == "reload_on" else value for key, value in more.items()}

@@ -67,6 +67,8 @@ def compare_draws(comparison: Comparison, draws: Sequence[tuple[float, float]]) 
     comparison.count("seeds of dropout", len(draws))
     losses = torch.tensor([[loss for loss, _ in r.draws] for r in ranks], dtype=torch.float64)
     weights = torch.tensor([[weight for _, weight in r.draws] for r in ranks], dtype=torch.float64)
+    if not bool(weights.any()):  # of a way that does not call the step itself
+        weights = torch.ones_like(weights)
     known = [rank for rank in range(len(ranks)) if not bool(losses[rank].isnan().any())]
     for a, b in itertools.pairwise(known):
         apart = float((losses[a] - losses[b]).abs().max() / one.abs().mean())

@@ -117,16 +117,24 @@ def _relate_joined(
     error = 0.0
     for group in _alike(expected):
         whole, mine = expected[group[0]], [parts[i] for i in group]
-        if any(one.dim() != whole.dim() for one in mine):
+        dim = _cut_dim(whole, mine)
+        if dim is None:
             return Match("unknown")
-        dims = [d for d in range(whole.dim()) if any(one.size(d) != whole.size(d) for one in mine)]
-        if len(dims) != 1 or sum(one.size(dims[0]) for one in mine) != whole.size(dims[0]):
-            return Match("unknown")
-        joined = torch.cat(mine, dims[0]).double()
+        joined = torch.cat(mine, dim).double()
         if reorders:
-            joined = _in_order_of(joined, whole, dims[0])
+            joined = _in_order_of(joined, whole, dim)
         error = max(error, norm_of(joined - whole))
     return Match("same" if error <= limit else "parts", error / max(norm_of(exact), 1e-300))
+
+
+def _cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
+    """Return the dimension along which parts are slices of the whole; ``None`` where they are none."""
+    if any(one.dim() != whole.dim() for one in parts):
+        return None
+    dims = [d for d in range(whole.dim()) if any(one.size(d) != whole.size(d) for one in parts)]
+    if len(dims) != 1 or sum(one.size(dims[0]) for one in parts) != whole.size(dims[0]):
+        return None
+    return dims[0]
 
 
 def _in_order_of(joined: Tensor, whole: Tensor, dim: int) -> Tensor:
@@ -224,11 +232,8 @@ def joined_parts(like: Mapping[str, Tensor], ranks: Sequence[Mapping[str, Any]])
         parts = [one[name] for one in ranks if one.get(name) is not None]
         if parts and parts[0].shape == tensor.shape:
             whole[name] = parts[0]
-        elif parts and parts[0].dim() == tensor.dim():
-            dims = [d for d in range(tensor.dim()) if parts[0].size(d) != tensor.size(d)]
-            joined = torch.cat(parts, dims[0])
-            if joined.shape == tensor.shape:
-                whole[name] = joined
+        elif parts and (dim := _cut_dim(tensor, parts)) is not None:
+            whole[name] = torch.cat(parts, dim)
     return whole
 
 

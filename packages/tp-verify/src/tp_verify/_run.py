@@ -203,16 +203,10 @@ def _draws(task: Task, way: Way, model: nn.Module) -> list[tuple[float, float]]:
     model.train()
     share = way.share(alike(cast(task.batches[0], task.dtype)))
     for number in range(task.seeds):
-        weights: list[float] = []
-
-        def step(module: nn.Module, part: Any, weights: list[float] = weights) -> Any:
-            output = task.step(module, part)
-            weights.append(loss_and_weight(output, part)[1])
-            return output
-
+        seen = StepRecord()
         way.seed(number)
-        loss = float(way.backward(model, step, [share]))
-        found.append((loss, sum(weights)))
+        loss = float(way.backward(model, _noting(task.step, seen), [share]))
+        found.append((loss, seen.weight))
         model.zero_grad()
     return found
 
@@ -237,15 +231,8 @@ def _one_step(
     share = way.share(batch)
     parts = [rows_of(share, n, task.micro) for n in range(task.micro)] if task.micro > 1 else [share]
 
-    def step(module: nn.Module, part: Any) -> Any:
-        output = task.step(module, part)
-        loss, weight = loss_and_weight(output, part)
-        seen.weight += weight
-        seen.loss_type = loss.dtype
-        return output
-
     with Recording(way, model, seen), WithoutDropout(model):
-        seen.loss = float(way.backward(model, step, parts))
+        seen.loss = float(way.backward(model, _noting(task.step, seen), parts))
     seen.gradients = _whole(way, {n: way.gradient(p) for n, p in model.named_parameters()})
     if task.max_norm is not None:
         norm = way.clip(model, task.max_norm)
@@ -256,6 +243,19 @@ def _one_step(
     way.update(model, optimizer)
     _record_state(seen, way, model, optimizer)
     return seen
+
+
+def _noting(step: Step, seen: StepRecord) -> Step:
+    """Return a step that notes its loss's weight and type."""
+
+    def noting(module: nn.Module, part: Any) -> Any:
+        output = step(module, part)
+        loss, weight = loss_and_weight(output, part)
+        seen.weight += weight
+        seen.loss_type = loss.dtype
+        return output
+
+    return noting
 
 
 def _record_state(seen: StepRecord, way: Way, model: nn.Module, optimizer: Optimizer) -> None:

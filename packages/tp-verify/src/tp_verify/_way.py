@@ -56,10 +56,18 @@ class Way:
         self.name = name or str(getattr(parallelize, "__name__", self.name))
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """Return the parallel model; the plain one may be changed."""
+        """Return the parallel model; the plain one may be changed.
+
+        Raises:
+            ConfigError: The function given returns something else.
+        """
         if self._parallelize is None:
             raise NotImplementedError
-        return self._parallelize(model) or model
+        found = self._parallelize(model)
+        if not isinstance(found, nn.Module | None):
+            msg = f"{self.name}() has to return the parallel model, got {type(found).__name__}"
+            raise ConfigError(msg)
+        return model if found is None else found
 
     def share(self, batch: Any) -> Any:
         """Return this rank's part of a whole batch, by default as ``data`` says.
@@ -88,7 +96,8 @@ class Way:
             parts: The micro-batches of this rank's share.
 
         Returns:
-            The mean over this rank's samples, or over all.
+            The mean over this rank's samples, or over all. Ranks count by the weights of the steps that it
+            calls, and alike where it calls none.
 
         Collective: an all-reduce of the weights, where ranks have different samples.
         """

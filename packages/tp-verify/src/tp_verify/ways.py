@@ -159,7 +159,12 @@ class Transformers(Way):
         self._options, self._config = dict(options or {}), config
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """Save the plain model, and load it in parts on all ranks."""
+        """Save the plain model, and load it in parts on all ranks.
+
+        Raises:
+            ConfigError: transformers is not installed.
+        """
+        check_installed("transformers", by="ways.Transformers", extra="transformers")
         from transformers.distributed.configuration_utils import DistributedConfig
 
         plain: Any = model
@@ -212,7 +217,12 @@ class Accelerate(Way):
         self._options, self._given = options, given
 
     def prepare(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
-        """Prepare the model and its optimizer together."""
+        """Prepare the model and its optimizer together.
+
+        Raises:
+            ConfigError: Accelerate is not installed.
+        """
+        check_installed("accelerate", by="ways.Accelerate", extra="accelerate")
         from accelerate import Accelerator, PartialState
         from accelerate.utils import DistributedType
 
