@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from tp_core.testing import AdapterConformance, EngineConformance, LoggerConformance
 from tp_trainer.testing import CallbackConformance
 
@@ -48,6 +49,7 @@ class TestTheLoggerOfTheGuideOfTests(defined_in_the_block_of("TestLines", GUIDE_
     """Makes and reads it as the guide does."""
 
 
+@pytest.mark.slow
 class TestTheCallbackOfTheGuide(CallbackConformance):
     callback = defined_in_the_block_of("Energy", GUIDES / "callback.md")
 

@@ -400,7 +400,6 @@ WRITERS = {
 
 # -- two of them ---------------------------------------------------------------------------------------
 
-FAST = ["csv", "jsonl", "csv in a run's folder", "whole file", "job of one name", "export"]
 WORK = """
 import time
 
@@ -503,7 +502,14 @@ def run_two(name, place, *, kill_after_s=None, victim=0):
         check(folder, [*ended, TAGS[1]])
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "csv in a run's folder",
+        "whole file",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("csv", "jsonl", "job of one name", "export")),
+    ],
+)
 def test_two_writers_at_once_are_refused_or_separate(tmp_path, name):
     run_two(name, tmp_path)
     chance = random.Random(name)

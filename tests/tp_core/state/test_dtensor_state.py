@@ -70,15 +70,16 @@ def there_and_back(folder, before, after):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("rows", "columns"),
-        pytest.param("columns", "copies", marks=pytest.mark.slow),
-        pytest.param("copies", "rows", marks=pytest.mark.slow),
-        pytest.param("copies of rows", "blocks", marks=pytest.mark.slow),
-        pytest.param("blocks", "rows of four", marks=pytest.mark.slow),
-        pytest.param("rows of four", "copies of rows", marks=pytest.mark.slow),
+        ("columns", "copies"),
+        ("copies", "rows"),
+        ("copies of rows", "blocks"),
+        ("blocks", "rows of four"),
+        ("rows of four", "copies of rows"),
     ],
 )
 def test_any_placement_is_read_under_any_other(tmp_path, before, after):

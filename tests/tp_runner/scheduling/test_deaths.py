@@ -107,6 +107,7 @@ def test_an_item_that_takes_too_long_is_ended_and_its_worker_replaced():
         assert list(runner.stream([1, 2])) == [10, 20]
 
 
+@pytest.mark.slow
 def test_others_go_on_while_slow_items_are_ended():
     items = [("sleep", 3600) if i == 5 else i for i in range(100)]
     with Ordered(2, timeout_s=6, on_error="return") as runner:

@@ -3,6 +3,7 @@
 import logging
 import threading
 
+import pytest
 import torch
 from tp_core.tensors import TensorSlice
 from tp_core.testing import run_ranks
@@ -45,6 +46,7 @@ def leave_alone(folder):
     return heard.lines
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_does_not_wait_for_ever_for_ranks_that_wait_for_it(tmp_path):
     lines, _ = run_ranks(leave_alone, 2, str(tmp_path))
     assert [line for line in lines if "was not finished" in line] == [

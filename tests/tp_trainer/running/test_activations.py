@@ -166,6 +166,7 @@ def choice(memory, **settings):
     return table.recomputation, table.verdicts["single"].memory.total
 
 
+@pytest.mark.slow
 def test_auto_computes_again_what_the_memory_needs_and_no_more():
     found, need = choice(2**40)
     assert found == "nothing"

@@ -212,9 +212,8 @@ def test_an_unknown_policy_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch's compiler
-@pytest.mark.parametrize(
-    "compiled", [CompileOptions(backend="aot_eager"), pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [CompileOptions(backend="aot_eager"), True])
 def test_a_compiled_model_trains_to_the_same_weights(compiled):
     weights, _ = fit(trainer={"compile": compiled})
     assert_close(weights, fit()[0])

@@ -69,6 +69,7 @@ def test_without_the_commands_of_jobs_none_is_started(tp, here, monkeypatch):
     assert "--detach needs the command tp jobs, which no installed plugin has" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_job_leaves_nobody(tp, here, gone):
     script = tp.script(_WAITS)
     tp("launch", "-n", "1", "--detach", script, "0")
@@ -98,6 +99,7 @@ def test_a_job_that_holds_on_is_killed_with_its_whole_tree(tp, here, gone):
     gone(*pids)
 
 
+@pytest.mark.slow
 def test_a_job_whose_supervisor_was_killed_is_lost(tp, gone):
     tp("launch", "-n", "1", "--detach", tp.script(_WAITS), "0")
     pid = int(tp.wait_for("pid"))
