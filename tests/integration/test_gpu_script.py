@@ -181,6 +181,7 @@ def test_pytest_is_all_that_the_tests_need(script, tmp_path):
     assert len(collected["ids"]) > 5, done.stdout
 
 
+@pytest.mark.slow
 def test_a_list_without_the_tests_is_an_error(script, tmp_path, monkeypatch, capfd):
     (tmp_path / "conftest.py").write_text("import nothing_of_that_name")
     (tmp_path / "test_a.py").write_text("def test_a(): pass")
@@ -190,6 +191,7 @@ def test_a_list_without_the_tests_is_an_error(script, tmp_path, monkeypatch, cap
     assert "nothing_of_that_name" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_when_time_is_up_what_was_not_run_is_said(tests_of, script, tmp_path, monkeypatch):
     # Time is up as soon as that test hangs, however long the others took.
     monkeypatch.setattr(script, "now", lambda: 1e3 * (tmp_path / "hanging").exists())

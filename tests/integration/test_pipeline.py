@@ -469,6 +469,7 @@ def refusals():
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_refused_with_a_reason(pair):
     for said in pair.run(refusals):
         for (*_, kind, message), (found, text, is_same) in zip(REFUSED, said, strict=True):

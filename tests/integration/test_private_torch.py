@@ -126,6 +126,7 @@ def used_in(path):
                 yield name
 
 
+@pytest.mark.slow
 def test_every_private_name_has_its_reason():
     """One kernel for many tensors is ``torch._foreach_...``: torch's optimizers call it by that name."""
     used = {name for path in SOURCES for name in used_in(path)}

@@ -609,6 +609,7 @@ def test_results_that_find_no_room_are_named_with_their_file(tmp_path):
         write_journal(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_not_text_is_logged_and_reported(tmp_path, monkeypatch):
     place = tmp_path / "bad-\udcff-bytes"
     place.mkdir()

@@ -97,6 +97,7 @@ def as_ranks(tmp_path, monkeypatch):
     return put
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet_are_ended_at_the_deadline_and_named(as_ranks, tmp_path, capsys):
     as_ranks('[ "$RANK" = 0 ] || exec sleep 1000')
     with pytest.raises(

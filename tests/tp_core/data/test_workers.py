@@ -212,6 +212,7 @@ def test_other_children_of_the_fork_server_end_when_they_are_asked_to(start):
     assert (out, own_words(err)) == ("-15\n-15\n", "")
 
 
+@pytest.mark.slow
 def test_workers_that_have_ended_leave_nothing_to_the_garbage_collector():
     loader = PreparedLoader(DataLoader(list(range(4)), num_workers=2))
     process = psutil.Process()

@@ -215,6 +215,7 @@ def test_a_checkpoint_whose_state_is_not_found_is_an_error(monkeypatch):
         replicas.run(lambda r, p: checkpoint(r, x, use_reentrant=False), [0, 1])
 
 
+@pytest.mark.slow
 def test_what_a_replica_draws_while_another_one_is_compiled_is_not_drawn_again():
     """The compiler puts the generators back to where they were when it began."""
     began = threading.Event()

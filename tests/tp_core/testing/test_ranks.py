@@ -73,6 +73,7 @@ def test_each_rank_ends_in_its_own_way_when_that_is_asked():
     assert str(killed) == "rank 1 was killed by SIGKILL"
 
 
+@pytest.mark.slow
 def test_ranks_of_two_threads_end_each_in_its_own_way(monkeypatch):
     # An exit status can be read once, and starting a process reads those of others. Here whoever reads it
     # first takes long, after a process's id, which comes the same way.
@@ -101,7 +102,10 @@ def test_a_pool_is_set_up_once():
 
 @pytest.mark.parametrize(
     ("end", "message"),
-    [(raises, "the check's own words"), (dies, "rank 1 was killed by SIGKILL")],
+    [
+        pytest.param(raises, "the check's own words", marks=pytest.mark.slow),
+        (dies, "rank 1 was killed by SIGKILL"),
+    ],
 )
 def test_a_check_that_fails_ends_its_ranks_and_the_next_one_gets_new_ones(pool, end, message):
     before = pool.run(os.getpid)
@@ -110,6 +114,7 @@ def test_a_check_that_fails_ends_its_ranks_and_the_next_one_gets_new_ones(pool, 
     assert not {*before} & {*pool.run(os.getpid)}
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_is_ended_at_the_deadline():
     with RankPool(2, timeout_s=3.0) as ranks:
         with pytest.raises(RankFailedError, match="had not ended at the deadline"):

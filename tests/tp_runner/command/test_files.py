@@ -88,6 +88,7 @@ def test_compressed_lines_are_read(run, tmp_path):
     assert [row["result"] for row in rows_of(tmp_path / "out.jsonl")] == ["A", "B"]
 
 
+@pytest.mark.slow
 def test_workers_decode_pictures_and_encode_them(run, tmp_path):
     (tmp_path / "in" / "more").mkdir(parents=True)
     Image.new("L", (2, 3), 100).save(tmp_path / "in" / "a.png")

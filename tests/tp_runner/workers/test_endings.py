@@ -108,6 +108,7 @@ def test_programs_that_workers_start_do_not_hide_their_death(start_script, is_ru
     assert out.splitlines() == ["7"] * 3, err
 
 
+@pytest.mark.slow
 def test_each_of_several_threads_notices_the_death_of_its_own_worker(run_script):
     out = run_script(
         """

@@ -112,6 +112,7 @@ def test_a_start_that_fails_after_an_interrupt_reaches_every_stream(tmp_path, wa
             assert "no model here" in str(found[0])
 
 
+@pytest.mark.slow
 def test_threads_that_were_left_behind_are_not_taken_for_their_successors(interrupt):
     numbers, may_end, left_behind = itertools.count(), threading.Event(), []
 

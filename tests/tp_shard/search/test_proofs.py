@@ -64,6 +64,7 @@ class Observer(nn.Module):
         return x.clamp(-self.largest, self.largest)
 
 
+@pytest.mark.slow
 def test_blocks_that_look_alike_are_tried_as_they_are():
     x = torch.randn(3, 8, dtype=torch.float64)
     for blocks in ([Rolling(0), Rolling(1)], [Block(0), Block(1, lambda hidden: hidden.softmax(-1))]):
@@ -150,6 +151,7 @@ class Masked(nn.Module):
         return self.blocks(x)
 
 
+@pytest.mark.slow
 def test_zero_queries_with_positions_of_a_table_are_split():
     torch.manual_seed(0)
     model, images = Detector().double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
@@ -284,6 +286,7 @@ class Configured(Block):
         return x + self.down(self.activation(self.up(x)).roll(self.config.roll, -1))
 
 
+@pytest.mark.slow
 def test_where_memory_is_short_blocks_that_do_the_same_are_tried_as_one(monkeypatch, capsys):
     monkeypatch.setattr("tp_shard._search._prove._memory", lambda: 0)  # no model is as large in a test
     x = torch.randn(3, 8, dtype=torch.float64)

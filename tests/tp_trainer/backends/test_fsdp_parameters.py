@@ -66,6 +66,7 @@ def test_scalars_and_empty_parameters_train_as_on_one_device(two_ranks, accumula
         torch.testing.assert_close(found, alone)
 
 
+@pytest.mark.slow
 def test_they_are_resumed(two_ranks, tmp_path):
     alone = trained("single")
     two_ranks.run(partial(trained, "fsdp", folder=tmp_path, max_steps=4))

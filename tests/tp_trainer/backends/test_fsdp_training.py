@@ -109,6 +109,7 @@ def assert_as_on_one_device(two_ranks, **kwargs):
             torch.testing.assert_close(weights[name], tensor, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_step_may_use_methods_parts_and_parameters_of_the_module(two_ranks):
     assert_as_on_one_device(two_ranks, run=with_methods)
 
@@ -287,6 +288,7 @@ def living_weights():
     return found
 
 
+@pytest.mark.slow
 def test_whole_weights_of_a_unit_are_freed_before_the_next_one_is_sharded(two_ranks):
     for found in two_ranks.run(living_weights):
         assert found == [10, 6, 2, 0]
@@ -427,6 +429,7 @@ def refused_steps():
     return found
 
 
+@pytest.mark.slow
 def test_penalties_over_shards_and_steps_that_go_back_are_refused_with_what_to_write(two_ranks):
     for found in two_ranks.run(refused_steps):
         for message in found[:2]:

@@ -346,6 +346,7 @@ def different_lengths():
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_amounts_of_data_are_told():
     for message in run_ranks(different_lengths, 2):
         assert "ranks disagree on the number of batches of a loader: rank 0 has 3" in message
@@ -363,6 +364,7 @@ def different_arguments_of_fit(folder):
     return [different_arguments(**arguments) for arguments in several]
 
 
+@pytest.mark.slow
 def test_ranks_that_mean_to_train_differently_are_told(tmp_path):
     for epochs, clip, checkpoint in run_ranks(different_arguments_of_fit, 2, tmp_path):
         assert "ranks disagree on the epochs: rank 0 has 1, rank 1 has 2" in epochs
@@ -417,6 +419,7 @@ def absent(noticed):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     first, _ = run_ranks(absent, 2, tmp_path / "noticed")
     assert "rank 1 did not come" in first or "could not reach the rendezvous" in first

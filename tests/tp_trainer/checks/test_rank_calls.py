@@ -99,6 +99,7 @@ def _they_broadcast_at_two_places():
             return str(error)
 
 
+@pytest.mark.slow
 def test_a_broadcast_that_was_not_asked_for_is_told_to_whom_it_comes(two_ranks):
     first, second = two_ranks.run(_they_broadcast_at_two_places)
     assert first == 7

@@ -80,6 +80,7 @@ def test_layouts_of_all_installed_backends_are_ranked_by_the_time_of_a_step(foun
     assert found.best is found.layouts[0]
 
 
+@pytest.mark.slow
 def test_what_lacks_memory_comes_last_with_how_much(made, found):
     ddp = next(p for p in found.layouts if p.backend == "ddp")
     free = 4 * ddp.memory.weights - 1  # its states alone are more

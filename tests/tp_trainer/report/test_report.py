@@ -68,6 +68,7 @@ def test_a_page_needs_nothing_else_and_follows_the_readers_colors(tmp_path):
         assert "#0102" not in figure
 
 
+@pytest.mark.slow
 def test_a_trace_in_the_folder_of_a_run_is_a_picture_of_who_computed_what_when(tmp_path):
     folder = leave_run(tmp_path / "run")
     rows = [
@@ -142,6 +143,7 @@ def test_the_loss_comes_first_and_validation_beside_training(tmp_path):
     assert [word for _, word in found[0].marks] == ["interruption", "restart"]
 
 
+@pytest.mark.slow
 def test_pictures_are_written(tmp_path):
     page, *written = write_report([leave_run(tmp_path / "run")], pictures=tmp_path / "pictures")
     assert page == tmp_path / "run" / "report.html"

@@ -41,7 +41,7 @@ class Numbers(IterableDataset):
         return iter(range(22))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stream_that_is_trained_on_is_evaluated_whole_and_goes_on(workers):
     seen, found = [], []
 

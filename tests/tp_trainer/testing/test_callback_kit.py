@@ -17,6 +17,7 @@ from tp_trainer.callbacks import (
 from tp_trainer.testing import CallbackConformance
 
 
+@pytest.mark.slow
 class TestExponentialMovingAverage(CallbackConformance):
     def make(self, folder):
         return ExponentialMovingAverage(decay=0.5)

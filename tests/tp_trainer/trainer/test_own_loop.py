@@ -76,6 +76,7 @@ def _with_a_weight():
     return _gradients(weighted_step) + _gradients(weighted_step, with_run=False)
 
 
+@pytest.mark.slow
 def test_a_loss_is_weighed_by_samples_or_by_the_weight_of_its_step():
     on_one_and_two(_with_a_plain_loss)
     on_one_and_two(_with_a_weight)
