@@ -1,18 +1,21 @@
 """The rates of a machine: measured, written, read, and what they make of operators."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 from tp_core.errors import ConfigError
 from tp_core.jobs import Footprint, StepWork, Transfer
 from tp_trainer.planning import Links, Machine, calibrate
+from tp_trainer.planning._calibrate import _fit
 from tp_trainer.planning._machine import Operators
 from tp_trainer.planning._plan import time_of
 from tp_trainer.planning._samples import Measured, Subject, between
 
 
 def test_rates_are_read_as_they_were_written(tmp_path):
-    machine = Machine(flops=1e9, collectives={"all-reduce": {"2": [1e-3, 1e-9]}})
+    machine = Machine(flops=1e9, collectives={"all-reduce": {"2": [1e-3, 1e-9, 0.5]}})
     machine.write(tmp_path / "rates.json")
     found = Machine.read(tmp_path / "rates.json")
     assert (found.flops, found.collectives) == (machine.flops, machine.collectives)
@@ -26,6 +29,17 @@ def test_a_file_of_something_else_is_refused(tmp_path):
             Machine.read(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "old", [{"slower": {"forward": 1.5}}, {"collectives": {"send": {"2": [1e-3, 1e-9]}}}]
+)
+def test_rates_of_another_version_are_refused_with_what_to_run(tmp_path, old):
+    (tmp_path / "rates.json").write_text(json.dumps({"flops": 1e9, **old}), "utf-8")
+    with pytest.raises(
+        ConfigError, match=r"rates\.json has rates .* tp plan --calibrate --devices RANKS --rates"
+    ):
+        Machine.read(tmp_path / "rates.json")
+
+
 def test_an_operator_takes_the_longer_of_its_products_and_its_memory():
     operators = Operators.of([(100.0, 1.0), (1.0, 50.0)])
     here = Machine(flops=10.0, bandwidth=10.0, start_s=1.0, is_ahead=False)
@@ -34,13 +48,23 @@ def test_an_operator_takes_the_longer_of_its_products_and_its_memory():
     assert ahead.seconds_of(operators) == pytest.approx(10 + 6)
 
 
-def test_operators_take_what_was_measured_of_their_size_and_more_by_the_last_piece():
-    points = {"products": [[0.0, 1.0], [10.0, 2.0]], "memory": [[0.0, 1.0], [4.0, 2.0], [8.0, 6.0]]}
-    machine = Machine(operators=points)
-    assert machine.seconds_of(Operators.of([(0.0, 6.0), (0.0, 10.0)])) == pytest.approx(4 + 8)
-    assert machine.seconds_of(Operators.of([(30.0, 4.0)])) == pytest.approx(4)
+def test_a_pass_takes_what_was_measured_of_its_starts_operations_and_bytes():
+    machine = Machine(passes={"update": (2.0, 0.1, 1.0)}, is_ahead=False)
+    operators = Operators.of([(0.0, 6.0), (100.0, 4.0)])
+    assert machine.seconds_of(operators, "update") == pytest.approx(2 + 6 + 2 + 10)
     # Two pieces of half the size each.
-    assert machine.seconds_of(Operators.of([(0.0, 8.0)]), starts=2) == pytest.approx(2 * 2)
+    assert machine.seconds_of(operators, "update", starts=2) == pytest.approx(2 * (2 + 3 + 2 + 5))
+    assert machine.with_speed("1").seconds_of(operators, "update") == pytest.approx(2 + 6 + 2 + 100)
+
+
+def test_rates_are_fitted_to_passes_and_never_negative():
+    work = [[8.0, 1.0, 2.0], [4.0, 8.0, 1.0], [2.0, 1.0, 16.0], [1.0, 2.0, 4.0]]
+    exact = (0.5, 0.25, 2.0)
+    seconds = [sum(a * b for a, b in zip(row, exact, strict=True)) for row in work]
+    assert _fit(work, seconds) == pytest.approx(exact)
+    found = _fit(work, [8.0, 4.0, 1.0, 1.0])  # more bytes, less time
+    assert found[2] == 0.0
+    assert found[0] > 0
 
 
 def test_the_work_of_an_exchange_is_not_hidden_where_ranks_share_cores():

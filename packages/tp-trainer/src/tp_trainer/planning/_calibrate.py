@@ -1,15 +1,17 @@
 """The rates of the machine at hand, measured in less than a minute: ``tp plan --calibrate``.
 
 Ranks of this host compute and exchange together, as they do in training, where they share cores and memory.
-Two blocks of a transformer, run forward, backward and through an optimizer, say what each of these passes
-reaches of the rates of single operators. A round ends when the last rank has done its work, and the fastest
-of some rounds counts: what else the machine does only adds.
+Blocks of a transformer in some sizes run forward, backward and through an optimizer. A fit to each of
+these passes gives the seconds of an operator's start, of a floating-point operation and of a byte. Operators
+measured one by one would find their values in a cache, which those of a step do not. A round ends when the
+last rank has done its work, and the fastest of some rounds counts: what else the machine does only adds.
 """
 
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from itertools import combinations
 from time import perf_counter, process_time
 from typing import Any
 
@@ -22,16 +24,16 @@ from tp_core.internal import all_gather_single, device_of_rank, reduce_scatter_s
 from tp_core.sessions import join_process_group
 
 from tp_trainer._launch._function import launch
-from tp_trainer._memory import OperatorLog, measure_footprint
-from tp_trainer.planning._machine import Machine, Operators
+from tp_trainer._memory import Operator, OperatorLog, measure_footprint
+from tp_trainer.planning._machine import Machine
 
 _ROUNDS = 5
 _LEAST_S = 0.04
 """The seconds of a round: long enough for ranks that share a core to take turns."""
-_WIDTH = 512
-_ROWS = (96, 256, 768)  # of square matrices
-_FLOATS = (2**13, 2**16, 2**18, 2**19, 2**20, 2**22)  # which caches hold, and which they do not
-_SIZES = (4096, 2**20, 2**23)  # bytes, of which the smallest shows the latency and the largest the rate
+_BLOCKS = ((64, 8, 1, 64), (128, 4, 2, 128), (256, 4, 1, 128), (512, 2, 2, 128), (384, 2, 8, 128))
+"""Widths, numbers, samples and tokens of blocks: the first have more starts, the last ones more work."""
+_ROWS = 512  # of a square matrix
+_SIZES = (4096, 2**23)  # bytes, of which the smaller shows the latency and the larger the rate
 
 
 def calibrate(ranks: int = 2) -> Machine:
@@ -57,31 +59,26 @@ def _measure() -> dict[str, Any]:
     leave = join_process_group(environment, device=device)
     try:
         ranks = dist.get_world_size()
-        start_s = _start_s(device)
-        products = [[0.0, start_s]]
-        for n in _ROWS:
-            matrix = torch.rand(n, n, device=device)
-            products.append([2.0 * n**3, _seconds(lambda: matrix @ matrix, device)])  # noqa: B023
-        memory = [[0.0, start_s]]
-        for n in _FLOATS:
-            values = torch.rand(n, device=device)
-            memory.append([2.0 * values.nbytes, _seconds(lambda: values + 1.0, device)])  # noqa: B023
-        alone = _seconds(lambda: matrix @ matrix, device, alone=True)
-        found = Machine(
-            flops=products[-1][0] / products[-1][1],
-            bandwidth=memory[-1][0] / memory[-1][1],
-            start_s=start_s,
-            operators={"products": _rising(products), "memory": _rising(memory)},
-            is_ahead=device.type != "cpu",
-            overlap=_overlap(matrix, device),
-            crowding=max(1.0, products[-1][1] / alone, _ranks_for_a_core(device, ranks)),
-            collectives={
-                kind: {str(n): _line(run, device, n) for n in sorted({2, ranks})}
-                for kind, run in _collectives()
-            },
-            source=f"measured on {ranks} ranks, {device.type}",
+        matrix = torch.rand(_ROWS, _ROWS, device=device)
+        together, alone = (_seconds(lambda: matrix @ matrix, device, alone=only) for only in (False, True))
+        passes = _passes(device)
+        return asdict(
+            Machine(
+                flops=2.0 * _ROWS**3 / together,
+                bandwidth=1 / passes["update"][2],
+                start_s=passes["forward"][0],
+                passes=passes,
+                is_ahead=device.type != "cpu",
+                overlap=_overlap(matrix, device),
+                crowding=max(1.0, together / alone, _ranks_for_a_core(device, ranks)),
+                dtensor_s=_of_dtensors(device),
+                collectives={
+                    kind: {str(n): _line(run, matrix, n) for n in sorted({2, ranks})}
+                    for kind, run in _collectives()
+                },
+                source=f"measured on {ranks} ranks, {device.type}",
+            )
         )
-        return asdict(replace(found, slower=_of_blocks(found, device), dtensor_s=_of_dtensors(device)))
     finally:
         leave()
 
@@ -100,18 +97,17 @@ def _seconds(work: Callable[[], object], device: torch.device, *, alone: bool = 
         return perf_counter() - began
 
     round_of(1)
-    counts = torch.tensor(math.ceil(_LEAST_S / round_of(1)), device=device)
-    dist.broadcast(counts, src=0)  # ranks that exchange do so as often
-    return min(round_of(int(counts)) for _ in range(_ROUNDS)) / int(counts)
+    times = 1
+    while (took := _agreed(round_of(times), device)) < _LEAST_S:  # a barrier takes longer than most operators
+        times = math.ceil(times * min(10.0, 1.5 * _LEAST_S / took))
+    return min(took, *(round_of(times) for _ in range(_ROUNDS - 1))) / times
 
 
-def _rising(points: list[list[float]]) -> list[list[float]]:
-    """Return measured sizes without those that took no longer than a smaller one."""
-    found = points[:1]
-    for point in points[1:]:
-        if point[1] > found[-1][1]:
-            found.append(point)
-    return found
+def _agreed(seconds: float, device: torch.device) -> float:
+    """Return the first rank's seconds: ranks that exchange do so as often."""
+    found = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.broadcast(found, src=0)
+    return float(found)
 
 
 def _overlap(matrix: Tensor, device: torch.device) -> float:
@@ -143,7 +139,7 @@ def _wait(device: torch.device) -> None:
 class _Block(nn.Module):
     """A block of a transformer: (batch, tokens, width) -> the same."""
 
-    def __init__(self, width: int = _WIDTH, heads: int = 8) -> None:
+    def __init__(self, width: int, heads: int = 8) -> None:
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
@@ -158,40 +154,55 @@ class _Block(nn.Module):
         return y
 
 
-def _start_s(device: torch.device) -> float:
-    """Return the seconds to start an operator of a model in training, with what Python and autograd take."""
-    model, batch = _Block(16).to(device), torch.rand(2, 8, 16, device=device)
-    log = OperatorLog()
-    measure_footprint(model, None, batch, _square, operators=log)
-    return _seconds(lambda: _square(model, batch).backward(), device) / (len(log.forward) + len(log.backward))
+def _passes(device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds of a start, a floating-point operation and a byte in each pass of a step."""
+    work: dict[str, list[list[float]]] = {"forward": [], "backward": [], "update": []}
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    more = 1 if device.type == "cpu" else 4  # what an accelerator does is hidden by starts, if it is little
+    for number, (width, blocks, samples, tokens) in enumerate(_BLOCKS):
+        by = more if number else 1
+        model = nn.Sequential(*(_Block(by * width) for _ in range(blocks))).to(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = torch.rand(samples, by * tokens, by * width, device=device)
+        log = OperatorLog()
+        measure_footprint(model, optimizer, batch, _square, operators=log)
+
+        def train() -> None:
+            optimizer.zero_grad()  # noqa: B023 - it is called in its round
+            _square(model, batch).backward()  # noqa: B023
+
+        forward = _seconds(lambda: _square(model, batch), device)  # noqa: B023
+        seconds["forward"].append(forward)
+        seconds["backward"].append(_seconds(train, device) - forward)
+        seconds["update"].append(_seconds(lambda: optimizer.step(), device))  # noqa: B023, PLW0108 - a value
+        for name, rows in work.items():
+            found: list[Operator] = getattr(log, name)
+            moved = sum(o.nbytes for o in found if not o.flops)
+            rows.append([len(found), sum(o.flops for o in found), moved])
+    return {name: _fit(work[name], seconds[name]) for name in work}
+
+
+def _fit(work: list[list[float]], seconds: list[float]) -> list[float]:
+    """Return the seconds of each kind of work, none negative: the least squares of relative errors."""
+    rows = torch.tensor(work, dtype=torch.float64) / torch.tensor(seconds, dtype=torch.float64)[:, None]
+    best, least = [0.0] * rows.shape[1], math.inf
+    kinds = [kind for kind in range(rows.shape[1]) if rows[:, kind].any()]
+    for count in range(1, len(kinds) + 1):
+        for chosen in combinations(kinds, count):
+            some, ones = rows[:, chosen], torch.ones(len(rows), 1, dtype=torch.float64)
+            found = torch.linalg.lstsq(some, ones).solution
+            error = float((some @ found - ones).square().sum())
+            if error < least and bool((found > 0).all()):
+                least = error
+                best = [0.0] * rows.shape[1]
+                for kind, each in zip(chosen, found.flatten().tolist(), strict=True):
+                    best[kind] = each
+    return best
 
 
 def _square(model: Any, x: Any) -> Tensor:
     loss: Tensor = model(x).square().mean()
     return loss
-
-
-def _of_blocks(machine: Machine, device: torch.device) -> dict[str, float]:
-    """Return how many times as long as by single operators each pass of two blocks takes."""
-    model = nn.Sequential(_Block(), _Block()).to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    batch = torch.rand(2, 128, _WIDTH, device=device)
-
-    log = OperatorLog()
-    measure_footprint(model, optimizer, batch, _square, operators=log)
-    forward = _seconds(lambda: _square(model, batch), device)
-
-    def train() -> None:
-        optimizer.zero_grad()
-        _square(model, batch).backward()
-
-    both = _seconds(train, device)
-    measured = {
-        "forward": forward,
-        "backward": both - forward,
-        "update": _seconds(lambda: optimizer.step(), device),  # noqa: PLW0108 - it returns a value
-    }
-    return {name: measured[name] / machine.seconds_of(Operators.of(getattr(log, name))) for name in measured}
 
 
 def _of_dtensors(device: torch.device) -> float:
@@ -248,24 +259,35 @@ def _pass_on(whole: Tensor, group: dist.ProcessGroup) -> None:
         each.wait()
 
 
-def _line(run: _Run, device: torch.device, ranks: int) -> list[float]:
+def _line(run: _Run, matrix: Tensor, ranks: int) -> list[float]:
     """Return latency, seconds for each byte and part of the cores of a collective among ``ranks`` neighbors.
 
-    All groups of neighbors exchange at once; ranks that are left over wait.
+    All groups of neighbors exchange at once; ranks that are left over wait. A product comes before each
+    exchange, as in a step: ranks that share cores end it one after the other, for which all others wait.
     """
-    world, me = dist.get_world_size(), dist.get_rank()
+    world, me, device = dist.get_world_size(), dist.get_rank(), matrix.device
     mine = None
     for first in range(0, world - ranks + 1, ranks):  # every rank makes every group, in one order
         group = dist.new_group(list(range(first, first + ranks)))
         mine = group if first <= me < first + ranks else mine
+
+    def exchange() -> None:
+        if mine is not None:
+            run(whole, mine)
+
+    def compute_first() -> None:
+        matrix @ matrix
+        exchange()
+
     points = []
+    together_s = _seconds(lambda: matrix @ matrix, device)
     for size in _SIZES:
         whole = torch.zeros(size // 4 // ranks * ranks, device=device)
-        began, computed = perf_counter(), process_time()
-        seconds = _seconds(lambda: run(whole, mine) if mine is not None else None, device)  # noqa: B023
-        busy = (process_time() - computed) / (perf_counter() - began)  # of the largest size in the end
-        points.append((whole.nbytes, seconds))
-    (low, first_s), *_, (high, last_s) = points
+        points.append((whole.nbytes, _seconds(compute_first, device) - together_s))
+    (low, first_s), (high, last_s) = points
     per_byte = max(0.0, (last_s - first_s) / (high - low))
+    began, computed = perf_counter(), process_time()
+    _seconds(exchange, device)
+    busy = (process_time() - computed) / (perf_counter() - began)
     busy *= world / (os.cpu_count() or 1) if device.type == "cpu" else 0.0
     return [max(0.0, first_s - low * per_byte), per_byte, min(1.0, busy)]

@@ -1,8 +1,7 @@
 """The rates of a machine, given or measured, and the seconds that they make of work and collectives.
 
-An operator takes the longer of its products and its memory traffic: at two rates, or along a line through
-measured sizes, since small operators stay in caches. A collective takes a latency for each
-round and its bytes at the rate of the slowest link (the alpha-beta model), along a ring::
+An operator takes its start, and the longer of its products and its memory traffic. A collective takes a
+latency for each round and its bytes at the rate of the slowest link (the alpha-beta model), along a ring::
 
     all-gather, reduce-scatter     (ranks - 1) / ranks of the bytes
     all-reduce                     twice that
@@ -30,6 +29,7 @@ from tp_core.jobs import Transfer
 from tp_trainer._memory import Operator
 
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+_NUMBERS = 3  # of a pass, and of a collective among some ranks
 _FIRST = "node=8x450GB/s,between=50GB/s"
 
 
@@ -85,14 +85,12 @@ class Machine:
         flops: The floating-point operations of a device in a second, in large matrix products.
         bandwidth: The bytes that a device reads or writes in its memory in a second.
         start_s: The seconds to start an operator.
-        operators: Measured sizes, from 0 on, with their seconds: "products" by floating-point operations,
-            "memory" by bytes. They take the place of the three rates above.
+        passes: The measured seconds of an operator's start, a floating-point operation and a byte in the
+            passes of a step: "forward", "backward", "update". They take the place of the three rates above.
         is_ahead: Whether operators are started while earlier ones run, as on an accelerator.
         overlap: The part of computing during which collectives make progress.
         crowding: How many times as fast a rank computes while the others wait: above 1 where ranks share
             cores.
-        slower: How many times as long as by its single operators a pass takes: "forward", "backward",
-            "update".
         dtensor_s: The seconds that an operator of the optimizer takes longer on DTensors.
         latency_s: The seconds of a round of a collective between devices of a host, and between hosts.
         collectives: Measured seconds: by kind, then by the number of ranks, the latency, the seconds for each
@@ -103,11 +101,10 @@ class Machine:
     flops: float = 4e14
     bandwidth: float = 2.5e12
     start_s: float = 6e-6
-    operators: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=lambda: MappingProxyType({}))
+    passes: Mapping[str, Sequence[float]] = field(default_factory=lambda: MappingProxyType({}))
     is_ahead: bool = True
     overlap: float = 0.9
     crowding: float = 1.0
-    slower: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     dtensor_s: float = 0.0
     latency_s: tuple[float, float] = (8e-6, 2e-5)
     collectives: Mapping[str, Mapping[str, Sequence[float]]] = field(
@@ -120,15 +117,25 @@ class Machine:
         """Return what ``tp plan --calibrate`` has written.
 
         Raises:
-            ConfigError: There is no such file, or it has something else.
+            ConfigError: There is no such file, it has something else, or another version of tp wrote it.
         """
         try:
             found: Any = json.loads(Path(path).read_text("utf-8"))
-            known = {f.name for f in fields(cls)}
-            return cls(**{**{n: v for n, v in found.items() if n in known}, "source": f"measured, {path}"})
+            other = sorted(found.keys() - {f.name for f in fields(cls)})
+            given = {name: value for name, value in found.items() if name not in other}
+            machine = cls(**{**given, "source": f"measured, {path}"})
+            measured = [machine.passes, *machine.collectives.values()]
+            is_old = bool(other) or any(len(v) != _NUMBERS for each in measured for v in each.values())
         except (OSError, ValueError, AttributeError, TypeError) as error:
             msg = f"{path} has no measured rates, as tp plan --calibrate writes them: {error}"
             raise ConfigError(msg) from error
+        if is_old:
+            msg = (
+                f"{path} has rates that another version of tp measured; measure them again: "
+                f"tp plan --calibrate --devices RANKS --rates {path}"
+            )
+            raise ConfigError(msg)
+        return machine
 
     def with_speed(self, speed: str) -> Self:
         """Return the rates with another speed of matrix products, as in "400T".
@@ -136,30 +143,28 @@ class Machine:
         Raises:
             ConfigError: The text is something else.
         """
-        return replace(self, flops=parse_rate(speed), source=f"of {speed} operations/s, others {self.source}")
+        flops = parse_rate(speed)
+        passes = {name: (start_s, 1 / flops, byte_s) for name, (start_s, _, byte_s) in self.passes.items()}
+        source = f"of {speed} operations/s, others {self.source}"
+        return replace(self, flops=flops, passes=passes, source=source)
 
     def write(self, path: str | Path) -> None:
         """Write the rates as JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {
-            "slower": dict(self.slower),
-            "operators": dict(self.operators),
+            "passes": dict(self.passes),
             "collectives": {k: dict(v) for k, v in self.collectives.items()},
         }
         Path(path).write_text(json.dumps(values, indent=1) + "\n", "utf-8")
 
-    def seconds_of(self, operators: "Operators", *, part: float = 1.0, starts: float = 1.0) -> float:
-        """Return the seconds of operators, of which a device computes a part in ``starts`` times as many."""
+    def seconds_of(
+        self, operators: "Operators", name: str = "forward", *, part: float = 1.0, starts: float = 1.0
+    ) -> float:
+        """Return the seconds of a pass where a device computes a part, in ``starts`` times the operators."""
         size = part / max(starts, 1e-9)  # of a piece
-        flops, nbytes = operators.flops * size, operators.nbytes * size
-        if self.operators:
-            products, memory = (
-                _along(self.operators[kind], n) for kind, n in (("products", flops), ("memory", nbytes))
-            )
-            each = torch.where(flops > 0, torch.maximum(products, memory), memory)
-        else:
-            busy = torch.maximum(flops / self.flops, nbytes / self.bandwidth)
-            each = torch.clamp(busy, min=self.start_s) if self.is_ahead else busy + self.start_s
+        start_s, flop_s, byte_s = self.passes.get(name, (self.start_s, 1 / self.flops, 1 / self.bandwidth))
+        busy = size * torch.maximum(operators.flops * flop_s, operators.nbytes * byte_s)
+        each = torch.clamp(busy, min=start_s) if self.is_ahead else busy + start_s
         return starts * float((each * operators.times).sum())
 
     def seconds_for(self, transfer: Transfer, links: Links) -> float:
@@ -199,15 +204,6 @@ def busy_part(machine: Machine, transfer: Transfer) -> float:
 def _measured(machine: Machine, transfer: Transfer) -> Sequence[float]:
     of_kind = machine.collectives.get(transfer.kind)
     return of_kind[min(of_kind, key=lambda n: abs(int(n) - transfer.ranks))] if of_kind else ()
-
-
-def _along(points: Sequence[Sequence[float]], sizes: Tensor) -> Tensor:
-    """Return the seconds of sizes on the line through measured ones, and on its last piece beyond them."""
-    known, seconds = torch.tensor(list(zip(*points, strict=True)), dtype=torch.float64)
-    after = torch.searchsorted(known, sizes).clamp(1, len(known) - 1)
-    slope = (seconds[after] - seconds[after - 1]) / (known[after] - known[after - 1])
-    found: Tensor = seconds[after - 1] + slope * (sizes - known[after - 1])
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -455,9 +455,8 @@ def time_of(
         trained: The part of the trained weights that the rank updates.
     """
     once = {"part": work.operations, "starts": work.starts}
-    slower = {name: machine.slower.get(name, 1.0) for name in ("forward", "backward", "update")}
-    forward = slower["forward"] * machine.seconds_of(needed.forward, **once)
-    backward = slower["backward"] * machine.seconds_of(needed.backward, **once)
+    forward = machine.seconds_of(needed.forward, "forward", **once)
+    backward = machine.seconds_of(needed.backward, "backward", **once)
     exposed = hidden = 0.0
     for is_last, times in ((True, 1), (False, accumulate - 1)):
         shown, beside = _exposed(work, {"forward": forward, "backward": backward}, machine, links, is_last)
@@ -466,7 +465,7 @@ def time_of(
     pieces = accumulate * work.starts / max(work.operations, 1e-9)
     sums = 3 * trained * needed.footprint.gradients * max(0.0, pieces - 1) / machine.bandwidth
     compute = accumulate * (forward + backward) + sums
-    update = slower["update"] * machine.seconds_of(needed.update, part=trained)
+    update = machine.seconds_of(needed.update, "update", part=trained)
     if work.is_sharded:
         update += machine.dtensor_s * float(needed.update.times.sum())
     # A rank that shares cores computes faster while others wait: then all of them are as fast as their mean.
