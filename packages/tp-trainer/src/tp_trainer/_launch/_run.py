@@ -178,12 +178,8 @@ class LocalRun:
             self._broadcast.close()
 
     def _run(self) -> Outcome:
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
         try:
             failures = self._start()
-        except SignalException as error:  # from a version of torch that sets its own handlers
-            return self.stopped(error.sigval)
         except _NoRendezvousError as error:
             return Outcome(1, message=str(error))
         except Exception as error:  # noqa: BLE001 - torch's agent raises many kinds
