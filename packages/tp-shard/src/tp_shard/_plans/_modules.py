@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import copy as shallow_copy
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -438,14 +438,7 @@ def _explain(model: Any, error: Exception) -> str | None:
         return None
     module = _innermost(model, error.__traceback__)
     name = next((n for n, m in model.named_modules() if m is module), None)
-    block = next(
-        (
-            b
-            for b in sorted(model.split_blocks, key=len, reverse=True)
-            if name is not None and _is_in(name, b)
-        ),
-        None,
-    )
+    block = None if name is None else next((n for n in ancestors(name) if n in model.split_blocks), None)
     if block is None:
         return None
     layers = ", ".join(
@@ -479,5 +472,8 @@ def _innermost(model: nn.Module, trace: TracebackType | None) -> nn.Module | Non
     return found
 
 
-def _is_in(name: str, block: str) -> bool:
-    return not block or name == block or name.startswith(f"{block}.")
+def ancestors(path: str) -> Iterator[str]:
+    """Yield the names of a module and of the modules around it, innermost first."""
+    parts = path.split(".") if path else []
+    for length in range(len(parts), -1, -1):
+        yield ".".join(parts[:length])

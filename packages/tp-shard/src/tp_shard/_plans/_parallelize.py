@@ -1,7 +1,7 @@
 """The application of a plan to a finished model, and a description of its effect."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
@@ -17,7 +17,13 @@ from tp_shard._plans._adapters import (
     with_inner_layers,
 )
 from tp_shard._plans._maker import Maker, check_kind, check_pairs, choose, style_split
-from tp_shard._plans._modules import ExpertsMixin, check_parts, count_local_groups, guard_forward
+from tp_shard._plans._modules import (
+    ExpertsMixin,
+    ancestors,
+    check_parts,
+    count_local_groups,
+    guard_forward,
+)
 from tp_shard._plans._styles import Column, Experts, Gathered, Local, Plan, Row, Sequence, Style, Vocab
 from tp_shard.nn._convert import is_linear, leave_fast_path, leave_nested_tensors
 from tp_shard.nn._draws import BlockDraws, SplitDraws
@@ -89,13 +95,6 @@ def _reason(path: str, module: nn.Module, notes: Mapping[str, str]) -> str:
         if around in notes:
             return f"{around or 'the model'} is: {notes[around]}"
     return "nothing calls its forward" if is_linear(module) else "it is no table of the vocabulary"
-
-
-def ancestors(path: str) -> Iterator[str]:
-    """Yield the names of a module and of the modules around it, innermost first."""
-    parts = path.split(".") if path else []
-    for length in range(len(parts), -1, -1):
-        yield ".".join(parts[:length])
 
 
 def words(style: Style) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from tp_core.errors import ConfigError, ModelError, TpError
 
 from tp_shard._plans._adapters import inside_peft
-from tp_shard._plans._parallelize import ancestors
+from tp_shard._plans._modules import ancestors
 from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Style, Vocab
 from tp_shard._search._trace import Flow, Region, innermost_around, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
@@ -61,7 +61,7 @@ class Proof:
         """Return a plan, or notes, for the whole model: entries of the probe count for all blocks alike."""
         found = dict(plan)
         for repeat, first in self.repeats.items():
-            inside = {n: s for n, s in found.items() if n == first or n.startswith(f"{first}.")}
+            inside = {n: s for n, s in found.items() if first in ancestors(n)}
             found.update({repeat + name[len(first) :]: style for name, style in inside.items()})
         return found
 
@@ -85,7 +85,7 @@ class Proof:
         blocks = [*self.together, frozenset(plan).difference(*self.together)]
         if fault.module:
             path = fault.module
-            while not (inside := {n for n in plan if n == path or n.startswith(f"{path}.") or not path}):
+            while not (inside := {n for n in plan if path in ancestors(n)}):
                 path = path.rpartition(".")[0]
             wrong = set(inside)
             if any(not isinstance(plan[name], Replicated) for name in inside):  # these can be left out alone
@@ -185,7 +185,7 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
             proof.together += [
                 frozenset(repeat + name[len(first) :] for name in block)
                 for block in proof.together
-                if all(_is_inside(name, [first]) for name in block)
+                if all(first in ancestors(name) for name in block)
             ]
         proof.plan, proof.notes = proof.everywhere(proof.plan), proof.everywhere(proof.notes)
         proof.repeats = {}
@@ -295,7 +295,7 @@ def _is_called(model: nn.Module, path: str) -> bool:
 
 
 def _is_inside(path: str, blocks: Collection[str]) -> bool:
-    return any(path == block or path.startswith(f"{block}.") for block in blocks)
+    return any(around in blocks for around in ancestors(path))
 
 
 # -- The translation of a transformers model's own plan -------------------------------------------
@@ -353,14 +353,9 @@ def restrict(proof: Proof, named: dict[str, str]) -> None:
         raise ModelError(msg)
     blocks = ({name.rpartition(".")[0] for name in first} | set(first)) - {""}
     for name, style in list(plan.items()):
-        if not _belongs(name, style, first, blocks):
+        of_blocks = isinstance(style, Column | Row | Experts | Local | Replicated)
+        if not of_blocks or not _is_inside(name, blocks):
             del plan[name]
-
-
-def _belongs(name: str, style: Style, named: dict[str, str], blocks: set[str]) -> bool:
-    if isinstance(style, Column | Row | Experts):
-        return name in named or _is_inside(name, blocks)
-    return isinstance(style, Local | Replicated) and _is_inside(name, blocks)
 
 
 def _is_block(word: str) -> bool:

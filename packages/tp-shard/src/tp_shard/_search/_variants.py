@@ -9,7 +9,7 @@ from tp_core.errors import ConfigError, ModelError
 
 from tp_shard._groups._group import ALONE
 from tp_shard._plans._adapters import is_adapted, modules_inside, refusal_of_adapters, with_copies
-from tp_shard._plans._parallelize import ancestors
+from tp_shard._plans._modules import ancestors
 from tp_shard._plans._styles import (
     Column,
     Experts,
