@@ -91,11 +91,9 @@ class _AveragedWeights(Callback):
             average.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, and the number of updates."""
         return {"averages": self._averages, "updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the averages and the number of updates."""
         self._averages = {name: average.clone() for name, average in state["averages"].items()}
         # A checkpoint without the number has a moving average, which only needs to know that it has begun.
         self._updates = int(state.get("updates", bool(self._averages)))
@@ -143,18 +141,15 @@ class ExponentialMovingAverage(_AveragedWeights):
         self._is_in_place = False
 
     def on_step_end(self, run: RunView) -> None:
-        """Update the averages."""
         if run.step % self._every_steps == 0:
             self._update(run.model)
 
     def on_validation_start(self, run: RunView) -> None:
-        """Put the averages into the model."""
         if self._validate and self._averages:
             self._swap(dict(run.model.named_parameters()))
             self._is_in_place = True
 
     def on_validation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:  # noqa: ARG002 - contract
-        """Put the model's own weights back."""
         self._restore(run.model)
 
     def on_exception(self, run: RunView, error: BaseException) -> None:  # noqa: ARG002 - contract
@@ -208,7 +203,6 @@ class StochasticWeightAveraging(_AveragedWeights):
         self._start_epoch, self._start_step = start_epoch or 1, start_step or 1
 
     def on_epoch_end(self, run: RunView) -> None:
-        """Update the averages with the epoch's weights."""
         if run.epoch >= self._start_epoch and run.step >= self._start_step:
             self._update(run.model)
 

@@ -104,9 +104,7 @@ class EarlyStopping(Callback):
         return f"EarlyStopping({self.metric!r}) looks at none of the metrics of the run, {hint}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and the number of checks since then."""
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the best value, and the number of checks since then."""
         self._best, self._waited = float(state["best"]), int(state["waited"])

@@ -105,15 +105,12 @@ class Throughput(Callback):
         self._begin(run)
 
     def on_fit_end(self, run: RunView) -> None:  # noqa: ARG002 - contract
-        """Leave the loader as it was."""
         self._leave()
 
     def on_exception(self, run: RunView, error: BaseException) -> None:  # noqa: ARG002 - contract
-        """Leave the loader as it was."""
         self._leave()
 
     def on_interruption(self, run: RunView, signal_number: int) -> None:  # noqa: ARG002 - contract
-        """Leave the loader as it was."""
         self._leave()
 
     def _watched(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
@@ -137,15 +134,12 @@ class Throughput(Callback):
             self._look(run)
 
     def on_validation_start(self, run: RunView) -> None:  # noqa: ARG002 - contract
-        """Stop the clock."""
         self._paused = time.perf_counter()
 
     def on_validation_end(self, run: RunView, metrics: object) -> None:  # noqa: ARG002 - contract
-        """Restart the clock."""
         self._began += time.perf_counter() - self._paused
 
     def on_step_end(self, run: RunView) -> None:
-        """Log, if enough steps have passed."""
         if run.step - self._steps >= self._every_steps:
             self._look(run)
 

@@ -53,7 +53,6 @@ class Profiler(Callback):
         self._begin(run)
 
     def on_step_end(self, run: RunView) -> None:
-        """Start, continue or end the trace."""
         if self._profile is None:
             self._begin(run)
             return
@@ -62,15 +61,12 @@ class Profiler(Callback):
             self._end()
 
     def on_fit_end(self, run: RunView) -> None:  # noqa: ARG002 - contract
-        """End an incomplete trace."""
         self._end()
 
     def on_exception(self, run: RunView, error: BaseException) -> None:  # noqa: ARG002 - contract
-        """Write the steps before the failure."""
         self._end()
 
     def on_interruption(self, run: RunView, signal_number: int) -> None:  # noqa: ARG002 - contract
-        """Write the steps before the interruption."""
         self._end()
 
     def _begin(self, run: RunView) -> None:

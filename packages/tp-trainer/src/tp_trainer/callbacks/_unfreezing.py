@@ -54,7 +54,6 @@ class GradualUnfreezing(Callback):
         self._freeze(run)
 
     def on_epoch_start(self, run: RunView) -> None:
-        """Unfreeze the parameters of this epoch."""
         self._freeze(run)
 
     def _freeze(self, run: RunView) -> None:
@@ -66,7 +65,6 @@ class GradualUnfreezing(Callback):
         ]
 
     def on_backward_end(self, run: RunView) -> None:  # noqa: ARG002 - contract
-        """Drop the gradients of frozen parameters."""
         for parameter in self._frozen:
             parameter.grad = None
 

@@ -42,7 +42,6 @@ class AimLogger(Logger):
         self._run: Any = None
 
     def open(self, info: RunInfo) -> None:
-        """Start the run, or resume it."""
         from aim import Run
 
         self._run = Run(
@@ -64,7 +63,6 @@ class AimLogger(Logger):
         }
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Track numbers at a step of the run."""
         if self._run is not None:
             for name, value in numbers.items():
                 self._run.track(float(value), name=name, step=step, epoch=epoch)
@@ -75,18 +73,15 @@ class AimLogger(Logger):
             self._run[f"last_{kind}"] = {"step": step, **_plain(facts)}
 
     def close(self, status: RunStatus) -> None:
-        """Set the run's status, and close it."""
         if self._run is not None:
             self._run["status"] = status
             self._run.close()
             self._run = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hash of the run."""
         return {"hash": self._hash}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the hash of the run."""
         self._hash = state["hash"]
 
 

@@ -59,12 +59,10 @@ class CsvLogger(Logger):
             self._rewrite(rows)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Buffer a row for :meth:`flush`."""
         if numbers:
             self._waiting.append((step, epoch, numbers))
 
     def flush(self) -> None:
-        """Pass the rows to the operating system."""
         waiting, self._waiting = self._waiting, []
         if self._file is None or not waiting:
             return
@@ -82,7 +80,6 @@ class CsvLogger(Logger):
             self._file.flush()
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - a table has no place for it
-        """Write the rest and close the file."""
         try:
             self.flush()
             if self._file is not None:
@@ -99,7 +96,6 @@ class CsvLogger(Logger):
         return self._place.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the name of the run's file."""
         self._place.load_state_dict(state)
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:

@@ -165,7 +165,6 @@ class JsonLinesLogger(Logger):
         self._file: IO[str] | None = None
 
     def open(self, info: RunInfo) -> None:
-        """Start the file, or continue it."""
         with self._place.opening(info) as goes_on:
             path = self._place.path
             if goes_on and path.exists():
@@ -184,22 +183,18 @@ class JsonLinesLogger(Logger):
             self._write("run", {"format": FORMAT, **facts})
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Write a line of numbers."""
         if numbers:
             self._write("numbers", {"step": step, "epoch": epoch, "numbers": dict(numbers)})
 
     def flush(self) -> None:
-        """Pass the lines to the operating system."""
         if self._file is not None:
             with showing_system_errors(self._place.path):
                 self._file.flush()
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:
-        """Write a line for an event."""
         self._write("event", {"step": step, "epoch": epoch, "event": kind, "facts": dict(facts)})
 
     def close(self, status: RunStatus) -> None:
-        """Write the last line and close the file."""
         try:
             if self._file is not None:
                 self._write("end", {"status": status})
@@ -215,7 +210,6 @@ class JsonLinesLogger(Logger):
         return self._place.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the name of the run's file."""
         self._place.load_state_dict(state)
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:

@@ -136,7 +136,6 @@ class MlflowLogger(Logger):
             self._client.set_tag(self._id, _name(f"last_{kind}"), value)
 
     def close(self, status: RunStatus) -> None:
-        """Send the rest and end the run."""
         self._send()
         if self._client is not None and self._id is not None:
             self._client.set_terminated(self._id, _STATUS[status])
@@ -148,7 +147,6 @@ class MlflowLogger(Logger):
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the id of the run."""
         self._id = state["id"]
 
 

@@ -83,14 +83,12 @@ class TensorBoardLogger(Logger):
                 self._writer.file_writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]  # it is open
 
     def event(self, kind: str, facts: Mapping[str, Any], *, step: int, epoch: int) -> None:  # noqa: ARG002
-        """Write a text."""
         if self._writer is not None:
             text = json.dumps(dict(facts), default=str)
             with showing_system_errors(self._place.path):
                 self._writer.add_text(f"events/{kind}", text, step)
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - there is no place for it
-        """Write the rest and close the file."""
         try:
             if self._writer is not None:
                 with showing_system_errors(self._place.path):
@@ -100,14 +98,12 @@ class TensorBoardLogger(Logger):
             self._place.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Write the rest to the file."""
         if self._writer is not None:
             with showing_system_errors(self._place.path):
                 self._writer.flush()
         return self._place.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the name of the run's folder."""
         self._place.load_state_dict(state)
 
     @staticmethod

@@ -48,7 +48,6 @@ class WandbLogger(Logger):
         self._run: Any = None
 
     def open(self, info: RunInfo) -> None:
-        """Start the run, or resume it."""
         import wandb
 
         folder = self._folder or info.folder
@@ -73,7 +72,6 @@ class WandbLogger(Logger):
         self._run.config.update({"run": facts}, allow_val_change=True)
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Log numbers at a step of the run."""
         if numbers and self._run is not None:
             self._run.log({**numbers, "epoch": epoch}, step=step)
 
@@ -89,11 +87,9 @@ class WandbLogger(Logger):
             self._run = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the id of the run."""
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the id of the run."""
         self._id = state["id"]
 
 
