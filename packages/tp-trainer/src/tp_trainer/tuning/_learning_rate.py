@@ -103,54 +103,50 @@ def learning_rate_range_test(
     try:
         with traceless(trainer, trainer.session.unwrap(prepared), using):
             prepared.train()
-            learner = _Learner(trainer, prepared, using, step)
-            return learner.go(batches, [lowest * growth**i for i in range(steps)], stop_at)
+            rates = [lowest * growth**i for i in range(steps)]
+            return _learn(trainer, prepared, using, step, batches, rates, stop_at)
     finally:
         batches.set_epoch(epoch)
 
 
-@dataclass(slots=True)
-class _Learner:
-    trainer: Trainer
-    model: nn.Module
-    optimizer: Optimizer
-    step: Step
+def _learn(
+    trainer: Trainer,
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: Step,
+    batches: PreparedLoader,
+    rates: Sequence[float],
+    stop_at: float,
+) -> RangeTest:
+    """Make a step at each rate, until the loss grows.
 
-    def go(self, batches: PreparedLoader, rates: Sequence[float], stop_at: float) -> RangeTest:
-        groups = self.optimizer.param_groups
-        largest = max(float(group["lr"]) for group in groups) or 1.0
-        parts = [float(group["lr"]) / largest or 1.0 for group in groups]
-        losses: list[float] = []
-        smoothed: list[float] = []
-        average = 0.0
-        for rate, batch in zip(rates, _endless(batches), strict=False):
-            for group, part in zip(groups, parts, strict=True):
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate * part)
-                else:
-                    group["lr"] = rate * part
-            loss = self._learn(batch, batches.share)
-            if loss - loss != 0.0:  # NaN or infinite
-                break
-            losses.append(loss)
-            average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
-            smoothed.append(average / (1 - _SMOOTHING ** len(losses)))
-            if smoothed[-1] > stop_at * min(smoothed) > 0:
-                break
-        return RangeTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed))
-
-    def _learn(self, batch: Any, share: Share | None) -> float:
-        """Make one step and return the loss of all ranks; make no update for a NaN or infinite loss.
-
-        Collectives: as in :func:`_mean_over_ranks`, `Trainer.backward` and `Trainer.update`.
-        """
-        self.optimizer.zero_grad()
-        output = self.trainer.run(self.step, self.model, batch)
-        value = _mean_over_ranks(self.trainer.session, output, share)
-        if value - value == 0.0:
-            self.trainer.backward(output)
-            self.trainer.update(self.model, self.optimizer)
-        return value
+    Collectives: as in :func:`_mean_over_ranks`, `Trainer.backward` and `Trainer.update`, for each step.
+    """
+    groups = optimizer.param_groups
+    largest = max(float(group["lr"]) for group in groups) or 1.0
+    parts = [float(group["lr"]) / largest or 1.0 for group in groups]
+    losses: list[float] = []
+    smoothed: list[float] = []
+    average = 0.0
+    for rate, batch in zip(rates, _endless(batches), strict=False):
+        for group, part in zip(groups, parts, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * part)
+            else:
+                group["lr"] = rate * part
+        optimizer.zero_grad()
+        output = trainer.run(step, model, batch)
+        loss = _mean_over_ranks(trainer.session, output, batches.share)
+        if loss - loss != 0.0:  # NaN or infinite
+            break
+        trainer.backward(output)
+        trainer.update(model, optimizer)
+        losses.append(loss)
+        average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
+        smoothed.append(average / (1 - _SMOOTHING ** len(losses)))
+        if smoothed[-1] > stop_at * min(smoothed) > 0:
+            break
+    return RangeTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed))
 
 
 def _mean_over_ranks(session: Session, output: StepOutput, share: Share | None) -> float:
