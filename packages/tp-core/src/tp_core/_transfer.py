@@ -232,11 +232,7 @@ def _dataclass_of(cls: type) -> Container:
                 pass
         return [getattr(value, n) for n in present(value)]
 
-    return Container(
-        children,
-        lambda value: [f".{n}" for n in present(value)],
-        rebuild,
-    )
+    return Container(children, lambda value: [f".{n}" for n in present(value)], rebuild)
 
 
 def _required(cls: type) -> list[str]:
@@ -456,6 +452,19 @@ def recursive_to(obj: T, device: torch.device | str | int, *, non_blocking: bool
         leaf = _leaf(as_device(device), non_blocking)
     result: T = tree_map(leaf, obj, table=_TO_CONTAINERS)
     return result
+
+
+def to_device(obj: T, device: torch.device) -> T:
+    """Return ``obj`` on ``device`` by `recursive_to`; the host waits for copies to the CPU alone.
+
+    It would read those before they have arrived.
+    """
+    return recursive_to(obj, device, non_blocking=device.type != "cpu")
+
+
+def device_of(obj: Any) -> torch.device:
+    """Return the device of the first tensor in ``obj``, or the CPU if there is none."""
+    return next((x.device for x in tree_leaves(obj) if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 @lru_cache(maxsize=64, typed=True)  # typed: True is not an index, though it equals 1

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from tp_core import DeviceSpec, recursive_to, resolve_devices, tree_leaves
+from tp_core import DeviceSpec, resolve_devices, tree_leaves
 from tp_core.errors import ConfigError
+from tp_core.internal import device_of, to_device
 from tp_core.replicas import Replicas, ReplicaWrapper, untraced
 
 from tp_dp_gather._loss import Criterion, parallel_loss
@@ -171,8 +172,7 @@ class DataParallel(ReplicaWrapper):
 
         def call(replica: nn.Module, part: Any) -> Any:
             (args, keywords), device = part
-            # The host waits for copies to the CPU: it would read them before they are there.
-            moved, named = recursive_to((args, keywords), device, non_blocking=device.type != "cpu")
+            moved, named = to_device((args, keywords), device)
             return getattr(replica, name)(*moved, **named)
 
         with self._computing_parts(len(arguments)):
@@ -226,10 +226,7 @@ class DataParallel(ReplicaWrapper):
         parts, _ = self.scattering.arguments(
             tuple(inputs), dict(kwargs or {}), most=len(devices), function=self.module.forward
         )
-        moved = [
-            recursive_to(part, device, non_blocking=device.type != "cpu")
-            for part, device in zip(parts, devices, strict=False)
-        ]
+        moved = [to_device(part, device) for part, device in zip(parts, devices, strict=False)]
         return tuple([args for args, _ in moved]), tuple([kwargs for _, kwargs in moved])
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
@@ -342,9 +339,6 @@ def _as_names(option: str, given: Collection[T] | str) -> "tuple[T | str, ...]":
     return tuple(given)
 
 
-# -- `DataParallel` as functions: one call without a wrapper, and its steps under torch's names -----
-
-
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -436,7 +430,7 @@ def scatter(inputs: Any, target_devices: DeviceSpec, dim: int = 0) -> tuple[Any,
     scattering = Scattering(dim)
     sizes = scattering.sizes(inputs, most=len(devices))
     pieces = scattering.parts(inputs, sizes) if len(sizes) > 1 else [inputs]
-    return tuple([_moved(piece, device) for piece, device in zip(pieces, devices, strict=False)])
+    return tuple([to_device(piece, device) for piece, device in zip(pieces, devices, strict=False)])
 
 
 def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
@@ -502,7 +496,7 @@ def parallel_apply(
         [3, 4]
     """
     pairs = ReplicaWrapper._pair_up(inputs, kwargs_tup)
-    where = [_device_of(pair) for pair in pairs] if devices is None else resolve_devices(devices)
+    where = [device_of(pair) for pair in pairs] if devices is None else resolve_devices(devices)
     if not len(modules) == len(pairs) == len(where):
         msg = f"{len(modules)} modules need as many inputs and devices, got {len(pairs)} and {len(where)}"
         raise ConfigError(msg)
@@ -518,12 +512,4 @@ def sort_by_device(outputs: Sequence[Any]) -> tuple[Any, ...]:
         >>> sort_by_device([torch.ones(1), torch.zeros(2)])
         (tensor([1.]), tensor([0., 0.]))
     """
-    return tuple(sorted_by_device(outputs, [_device_of(output) for output in outputs]))
-
-
-def _device_of(value: Any) -> torch.device:
-    return next((x.device for x in tree_leaves(value) if isinstance(x, Tensor)), torch.device("cpu"))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return recursive_to(value, device, non_blocking=device.type != "cpu")
+    return tuple(sorted_by_device(outputs, [device_of(output) for output in outputs]))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tp_core import recursive_to
 from tp_core.errors import ConfigError
+from tp_core.internal import to_device
 from tp_core.replicas import Replicas
 
 from tp_dp_gather._scatter import Scattering
@@ -44,12 +44,16 @@ def parallel_loss(
         raise ConfigError(msg)
     counts = [_rows(output, dim, i) for i, output in enumerate(outputs)]
     parts = list(zip(outputs, _targets(targets, counts, dim), replicas.devices, strict=False))
-    how = _reduction_of(criterion, asked=reduction)
+    own = _own_reduction(criterion)
+    if own is not None and reduction is not None and own != reduction:
+        msg = f"reduction={reduction!r} was asked for, and {_name(criterion)} itself has reduction={own!r}"
+        raise ConfigError(msg)
+    how = reduction or own
     weigh = _mean_divisor(criterion)
 
     def compute(replica: nn.Module, part: Any) -> tuple[Tensor, Any]:
         output, target, where = part
-        target = recursive_to(target, where, non_blocking=where.type != "cpu")
+        target = to_device(target, where)
         function = replica if replicas.module is criterion else criterion
         loss = function(output, target)
         if not isinstance(loss, Tensor):
@@ -106,19 +110,11 @@ def _targets(targets: Any, counts: list[int], dim: int) -> list[Any]:
     return scattering.parts(targets, counts)
 
 
-def _reduction_of(criterion: Any, *, asked: str | None) -> str | None:
+def _own_reduction(criterion: Any) -> str | None:
     """Return how ``criterion`` reduces: "none", "mean" or "sum", or ``None`` where that is unknown.
 
     Read from its ``.reduction``, a keyword that it is bound to, or the default in its signature.
     """
-    own = _own_reduction(criterion)
-    if own is not None and asked is not None and own != asked:
-        msg = f"reduction={asked!r} was asked for, and {_name(criterion)} itself has reduction={own!r}"
-        raise ConfigError(msg)
-    return asked or own
-
-
-def _own_reduction(criterion: Any) -> str | None:
     keywords, function = _unbound(criterion)
     if {"size_average", "reduce"} & {k for k, v in keywords.items() if v is not None}:
         return None  # torch's deprecated arguments

@@ -606,9 +606,6 @@ def split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int)
     ]
 
 
-# -- The gather: one output of the parts' outputs --------------------------------------------------
-
-
 class Gathering:
     """The gather of one call's outputs.
 
@@ -656,22 +653,18 @@ class Gathering:
             return list(outputs)
         if is_sequence(first) and self._are_samples(outputs, path):
             return type(first)(entry for output in outputs for entry in recursive_to(output, self._device))
-        names = _field_names(first)
+        labels = list(container.labels(first))
         for i, other in enumerate(outputs):
-            if (
-                type(other) is not type(first)
-                or _field_names(other) != names
-                or len(_children(other)) != len(_children(first))
-            ):
+            if type(other) is not type(first) or list(container.labels(other)) != labels:
                 msg = (
                     f"the parts' outputs must have one structure: {path} is {_describe(first)} in part 0 "
                     f"and {_describe(other)} in part {i}; keep it in parts with except_keywords or "
                     "gather_to_one_device=False"
                 )
                 raise ConfigError(msg)
-        columns = zip(*map(_children, outputs), strict=True)
+        names = _field_names(first)
         values = []
-        for i, column in enumerate(columns):
+        for i, column in enumerate(zip(*map(container.children, outputs), strict=True)):
             name = names[i] if names is not None else None
             if isinstance(name, str):
                 self.keys.add(name)
@@ -756,11 +749,6 @@ def sorted_by_device(outputs: Sequence[Any], devices: Sequence[torch.device]) ->
     """Return the outputs in the order of their devices' types and indices, not of ``device_ids``."""
     order = sorted(range(len(outputs)), key=lambda i: (devices[i].type, devices[i].index or 0))
     return [outputs[i] for i in order]
-
-
-def _children(value: Any) -> Collection[Any]:
-    container = _CONTAINERS[type(value)]
-    return () if container is None else container.children(value)
 
 
 def _field_names(value: Any) -> list[Any] | None:

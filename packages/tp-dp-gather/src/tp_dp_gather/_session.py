@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tp_core import recursive_to, tree_leaves
+from tp_core import tree_leaves
 from tp_core.data import LossReduction, Parts, PreparedLoader, StepOutput, combine_outputs
 from tp_core.errors import ConfigError, StepError
-from tp_core.internal import Envelope, iterates_itself, whole_model_arguments
+from tp_core.internal import Envelope, iterates_itself, to_device, whole_model_arguments
 from tp_core.plugins import Job, Session
 
 from tp_dp_gather._data_parallel import DataParallel
@@ -126,7 +126,9 @@ def _has_loss_of_each_part(output: Any, calls: Calls) -> bool:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.dim() != 1:
         return False
-    return {len(parts) for parts in calls} == {len(loss)} and any(_has_scalar(parts[0]) for parts in calls)
+    return {len(parts) for parts in calls} == {len(loss)} and any(
+        isinstance(leaf, Tensor) and not leaf.dim() for parts in calls for leaf in tree_leaves(parts[0])
+    )
 
 
 def _output_by_parts(
@@ -138,15 +140,14 @@ def _output_by_parts(
     its number of samples, says how much the part's loss counts.
     """
     count = len(calls[0])
+    cause: ConfigError | None = None
+    sizes: list[int] = []
     try:
         sizes = model.scattering.sizes(batch, most=count)
         parts = model.scattering.parts(batch, sizes)
     except ConfigError as error:
-        sizes = []
-        cause: ConfigError | None = error
-    else:
-        cause = None
-    if len(sizes) != count:
+        cause = error
+    if cause is not None or len(sizes) != count:
         msg = (
             f"the model computes its loss itself, on {count} devices, and the batch cannot be split like the "
             "model's input, so that it is not known how much each loss counts; compute the loss in the step, "
@@ -158,8 +159,7 @@ def _output_by_parts(
     outputs = []
     for i, part in enumerate(parts):
         replay = _Replay(model, [outputs[i] for outputs in calls])
-        placed = recursive_to(part, devices[i], non_blocking=devices[i].type != "cpu")
-        outputs.append(step(cast("nn.Module", replay), placed))
+        outputs.append(step(cast("nn.Module", replay), to_device(part, devices[i])))
     combined: StepOutput = combine_outputs(outputs, Parts(parts, counts=sizes), loss=loss, device=devices[0])
     return combined
 
@@ -182,7 +182,3 @@ class _Replay:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-
-def _has_scalar(output: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in tree_leaves(output))

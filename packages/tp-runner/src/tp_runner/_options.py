@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypedDict
 
 from tp_core.errors import ConfigError, DeviceError
-from tp_core.internal import available_cores, did_you_mean
+from tp_core.internal import available_cores, did_you_mean, dumps_by_value
 
 # -- Devices and cores; CPU workers need no torch -----------------------------------------------
 
@@ -178,9 +178,7 @@ class Batching:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.collate is None:
             return Batching, (self.size,)
-        import cloudpickle
-
-        return Batching, (self.size, _PickledFunction(cloudpickle.dumps(self.collate)))
+        return Batching, (self.size, _PickledFunction(dumps_by_value(self.collate)))
 
     def join(self, items: list[Any]) -> Any:
         """Make a batch of ``items``."""

@@ -194,15 +194,11 @@ def balanced_rows(costs: Sequence[float], parts: int, weights: Sequence[float] |
     loads = [0.0] * parts
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         # An empty part first: each device that takes part needs an item.
-        part = min(range(parts), key=lambda p: (bool(rows[p]), _finish(loads[p], costs[item], speeds[p]), p))
+        # Of the others the one that would be done first if it took the item too.
+        part = min(range(parts), key=lambda p: (bool(rows[p]), (loads[p] + costs[item]) / speeds[p], p))
         rows[part].append(item)
         loads[part] += costs[item]
     return [sorted(r) for r in rows]
-
-
-def _finish(load: float, cost: float, speed: float) -> float:
-    """Return when a part would be done if it took the item too."""
-    return (load + cost) / speed
 
 
 class Stopwatch:

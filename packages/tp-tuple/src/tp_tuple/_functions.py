@@ -7,9 +7,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from tp_core import tree_leaves
 from tp_core.errors import ConfigError, TransferError
-from tp_core.internal import cat_rows, containers
+from tp_core.internal import cat_rows, containers, device_of
 from tp_core.replicas import Replicas
 
 _CONTAINERS = containers()
@@ -99,7 +98,7 @@ def tuple_fn(fn: Callable[..., Any] | None = None, *, parallel: bool = False) ->
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         parts = arguments_of_parts(args, kwargs, most=None)
         if parallel and len(parts) > 1:
-            devices = tuple(map(_device_of, parts))
+            devices = tuple(map(device_of, parts))
             if devices not in replicas_on:
                 replicas_on[devices] = Replicas(nn.Identity(), list(devices))
             results = replicas_on[devices].run(lambda _, p: function(*p[0], **p[1]), parts)
@@ -108,10 +107,6 @@ def tuple_fn(fn: Callable[..., Any] | None = None, *, parallel: bool = False) ->
         return per_value(results, tuple, mappings=False)
 
     return wrapper
-
-
-def _device_of(part: Any) -> torch.device:
-    return next((x.device for x in tree_leaves(part) if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 class Tuplewise:
@@ -193,19 +188,14 @@ def per_value(results: Sequence[Any], make: Callable[[list[Any]], Any], *, mappi
                     f"all parts must have the same keys, got {sorted(map(str, first))} and in part {i} {keys}"
                 )
                 raise ConfigError(msg)
-        return _like(first, [make([r[key] for r in results]) for key in first])
-    return make(list(results))
-
-
-def _like(mapping: Mapping[Any, Any], values: list[Any]) -> Any:
-    """Return a mapping of the same type and keys, or a dict where the type cannot be made from one."""
-    container = _CONTAINERS[type(mapping)]
-    if container is not None:
+        values = [make([r[key] for r in results]) for key in first]
+        container = _CONTAINERS[type(first)]
+        assert container is not None, "each mapping is a container"  # noqa: S101
         try:
-            return container.rebuild(mapping, values)
-        except TransferError:  # torch's default_collate falls back to a dict too
-            pass
-    return dict(zip(mapping, values, strict=True))
+            return container.rebuild(first, values)
+        except TransferError:  # the type cannot be made from a dict; torch's default_collate makes one, too
+            return dict(zip(first, values, strict=True))
+    return make(list(results))
 
 
 def arguments_of_parts(

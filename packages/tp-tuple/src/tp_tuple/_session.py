@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tp_core import recursive_to
 from tp_core.data import Parts, PreparedLoader, StepOutput, combine_outputs
 from tp_core.errors import LoaderError, StepError
-from tp_core.internal import Envelope, PerModule, leave_to_others, whole_model_arguments
+from tp_core.internal import Envelope, PerModule, leave_to_others, to_device, whole_model_arguments
 from tp_core.plugins import Job, Session
 from tp_core.replicas import Replicas, has_modes
 
@@ -161,9 +160,6 @@ def _copy_to(device: torch.device, rows: _Rows) -> Tensor:
     return rows.tensor.to(device)
 
 
-# -- The session of the backend ``tuple`` ----------------------------------------------------------
-
-
 Step = Callable[[nn.Module, Any], StepOutput]
 
 
@@ -224,7 +220,13 @@ class TupleSession(Session):
             training=training,
             shard=shard,
             move=self.move_batch if shard else self._move_parts,
-            collate=self._adapt,
+            collate=partial(
+                AdaptedCollate,
+                adapters=self._adapters,
+                parts=len(self.job.devices),
+                weights=self._weights,
+                cost=self._cost,
+            ),
             parts=len(self.job.devices),
         )
 
@@ -245,9 +247,11 @@ class TupleSession(Session):
                 "takes one at most; yield fewer parts, or give the Trainer more devices"
             )
             raise LoaderError(msg)
-        return self._placed(parts)
+        pairs = zip(parts[:], self.job.devices, strict=False)  # few samples make fewer parts than devices
+        moved = [to_device(part, device) for part, device in pairs]
+        return PlacedParts(moved, counts=parts.counts, order=parts.order)
 
-    def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
+    def run(self, step: Step, model: nn.Module, batch: Any) -> StepOutput:
         """Run ``step(replica, part)`` on every device at once and combine the outputs.
 
         Losses are weighted by the samples of their parts (added, if the job's loss is a sum). So the
@@ -287,10 +291,11 @@ class TupleSession(Session):
         finally:
             if len(parts) > 1:
                 self._gathers.remove(gather)
-        if len(outputs) == 1:
-            only: StepOutput = outputs[0]
-            return only
-        combined: StepOutput = combine_outputs(outputs, batch, loss=self.job.loss, device=self.device)
+        combined: StepOutput = (
+            outputs[0]
+            if len(outputs) == 1
+            else combine_outputs(outputs, batch, loss=self.job.loss, device=self.device)
+        )
         return combined
 
     def _run_parts(
@@ -338,11 +343,3 @@ class TupleSession(Session):
             replicas = Replicas(model, list(self.job.devices), force_copies=self._force_copies)
             self._replicas[model] = replicas
         return replicas
-
-    def _placed(self, parts: Parts) -> Parts:
-        pairs = zip(parts[:], self.job.devices, strict=False)  # few samples make fewer parts than devices
-        moved = [recursive_to(p, d, non_blocking=d.type != "cpu") for p, d in pairs]
-        return PlacedParts(moved, counts=parts.counts, order=parts.order)
-
-    def _adapt(self, collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        return AdaptedCollate(collate_fn, self._adapters, len(self.job.devices), self._weights, self._cost)

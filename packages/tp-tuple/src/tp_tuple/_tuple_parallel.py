@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tp_core import DeviceSpec, recursive_to
+from tp_core import DeviceSpec
 from tp_core.data import Parts
 from tp_core.errors import ConfigError
+from tp_core.internal import to_device
 from tp_core.replicas import ReplicaWrapper, untraced
 
 from tp_tuple._balance import Speeds, run_timed
@@ -143,9 +144,7 @@ class TupleParallel(ReplicaWrapper):
 
     def _result(self, outputs: list[Any]) -> Any:
         if self.transfer_output:
-            target: Any = self.output_device
-            # As in _move: the host waits for copies to the CPU.
-            outputs = [recursive_to(y, target, non_blocking=target.type != "cpu") for y in outputs]
+            outputs = [to_device(y, self.output_device) for y in outputs]
         first = outputs[0]  # the usual case needs no look at all of them
         result = tuple(outputs) if type(first) is Tensor else per_value(outputs, tuple, mappings=False)
         if self.reduction is None:
@@ -219,8 +218,7 @@ def _are_placed(parts: Sequence[Any], devices: Sequence[torch.device]) -> bool:
 def _move(value: Any, device: torch.device) -> Any:
     if type(value) is Tensor and value.device == device:  # most of all calls, and most of the cost
         return value
-    # A copy to the CPU that is not waited for would be read before it is there.
-    return recursive_to(value, device, non_blocking=device.type != "cpu")
+    return to_device(value, device)
 
 
 def _speeds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Speeds | None:

@@ -12,8 +12,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -62,6 +62,41 @@ def _pickler() -> Any:
     return Pickler
 
 
+_registered: Counter[str] = Counter()  # the modules registered here, not by the user
+_registry_lock = threading.Lock()  # short, and never over a user's code: it is held in each fork
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(
+        before=_registry_lock.acquire,
+        after_in_parent=_registry_lock.release,
+        after_in_child=_registry_lock.release,
+    )
+
+
+@contextlib.contextmanager
+def pickled_by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """Have cloudpickle pickle modules by value; those that the user has registered stay registered.
+
+    Its list of modules is one for all threads, so blocks that overlap count how often each is in use.
+    """
+    import cloudpickle
+
+    with _registry_lock:
+        theirs = cloudpickle.list_registry_pickle_by_value() - _registered.keys()
+        ours = [module for module in modules if module.__name__ not in theirs]
+        for module in ours:
+            cloudpickle.register_pickle_by_value(module)
+            _registered[module.__name__] += 1
+    try:
+        yield
+    finally:
+        with _registry_lock:
+            for module in ours:
+                _registered[module.__name__] -= 1
+                if not _registered[module.__name__]:
+                    del _registered[module.__name__]
+                    cloudpickle.unregister_pickle_by_value(module)
+
+
 # -- Real ranks with a deadline, for tests and proofs, and free ports for their rendezvous ---------
 
 
@@ -75,9 +110,6 @@ _calls = count()
 # Starting a process asks all others whether they have ended, and an exit status can be read once: of two
 # threads that read it at the same time, multiprocessing would report 255 to one.
 _asking = threading.Lock()
-
-# cloudpickle's list of modules is one for all threads.
-_registering = threading.Lock()
 
 
 def free_port() -> int:
@@ -350,21 +382,13 @@ def _run_rank(
 
 def dumps(value: Any) -> bytes:
     """Return a pickle with the contents of test modules by value: other processes cannot import these."""
-    import cloudpickle
-
     modules = [
         module
         for name, module in list(sys.modules.items())
         if name.split(".")[-1].startswith("test_") or name.split(".")[-1] == "conftest"
     ]
-    with _registering:
-        for module in modules:
-            cloudpickle.register_pickle_by_value(module)
-        try:
-            return dumps_by_value(value)
-        finally:
-            for module in modules:
-                cloudpickle.unregister_pickle_by_value(module)
+    with pickled_by_value(modules):
+        return dumps_by_value(value)
 
 
 class RankPool:

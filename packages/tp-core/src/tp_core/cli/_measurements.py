@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core._launch._process_group import join_process_group
+from tp_core._launch._ranks import free_port
 from tp_core.errors import RankFailedError, TpError
 
 # -- Whether ranks can meet, how fast they exchange, and whether the clocks of their hosts agree
@@ -124,7 +125,7 @@ def start_ranks(count: int, *, timeout_s: float) -> dict[str, Any]:
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
         }
         command = [
@@ -173,13 +174,6 @@ def _wait(processes: list["subprocess.Popen[bytes]"], folder: Path, timeout_s: f
 def _end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def main() -> None:

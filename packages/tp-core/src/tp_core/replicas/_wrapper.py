@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from tp_core._devices import DeviceSpec, resolve_devices
-from tp_core._transfer import move_module, recursive_to
+from tp_core._transfer import move_module, to_device
 from tp_core.errors import ConfigError, ModelError, did_you_mean
 from tp_core.replicas._replicas import Replicas
 
@@ -191,15 +191,13 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
 
 
 def _move_and_call(module: nn.Module, part: tuple[Sequence[Any], Mapping[str, Any], torch.device]) -> Any:
-    """Move the arguments to the part's device, then call ``module`` with them."""
     args, kwargs = _moved(part)
     return module(*args, **kwargs)
 
 
 def _moved(part: tuple[Sequence[Any], Mapping[str, Any], torch.device]) -> Arguments:
     args, kwargs, device = part
-    # A non-blocking copy to the CPU would be read before it has arrived.
-    return recursive_to((tuple(args), dict(kwargs)), device, non_blocking=device.type != "cpu")
+    return to_device((tuple(args), dict(kwargs)), device)
 
 
 def _take_both_names(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -8,6 +8,8 @@ import traceback
 import types
 from typing import Any, NamedTuple, Self
 
+from tp_core.internal import dumps_by_value
+
 from tp_runner.errors import (
     ItemError,
     ItemTimeoutError,
@@ -180,13 +182,9 @@ def _load_traceback(trace: dict[str, Any] | None) -> types.TracebackType | None:
 def _try_pickle(error: Any) -> bytes:
     with contextlib.suppress(Exception):  # a user's __reduce__ may do anything
         return pickle.dumps(error, 5)
-    try:
-        import cloudpickle
-
-        data: bytes = cloudpickle.dumps(error)
-    except Exception:  # noqa: BLE001 - as above; the text is kept
-        return b""
-    return data
+    with contextlib.suppress(Exception):
+        return dumps_by_value(error)
+    return b""  # the text of the error is there in any case
 
 
 _KINDS: dict[str, type[ItemError]] = {

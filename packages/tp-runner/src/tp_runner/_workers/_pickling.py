@@ -1,16 +1,15 @@
 """The pickling of programs, with large arrays apart; the search for a part that cannot be pickled."""
 
-import collections
 import contextlib
 import ctypes
 import io
-import os
 import pickle
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from tp_core.internal import dumps_by_value, pickled_by_value
 
 from tp_runner._workers._failure import RESULT, Failure
 from tp_runner.errors import NotPicklableError
@@ -21,53 +20,18 @@ USERS_ERRORS = (Exception, SystemExit, GeneratorExit)
 
 def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes:
     """Pickle a worker's program; modules that a fresh interpreter could not import go by value."""
-    import cloudpickle
-
     modules = [module for module in _modules_of(program) if not _importable(module)]
     try:
-        with _by_value(modules):
+        with pickled_by_value(modules):
             if buffers is None:
-                data: bytes = cloudpickle.dumps(program, protocol=5)
-            else:
-                data = dumps_out_of_band(program, buffers)
+                return dumps_by_value(program, protocol=5)
+            return dumps_out_of_band(program, buffers)
     except USERS_ERRORS as error:
         parts = vars(program).values() if hasattr(program, "__dict__") else (program,)
         part = next((part for part in parts if not _can_be_pickled(part)), program)
         name = getattr(part, "__qualname__", type(part).__qualname__)
         msg = f"{explain_not_picklable(part, name, error)}; it must travel to the workers"
         raise NotPicklableError(msg) from error
-    return data
-
-
-_registered: collections.Counter[str] = collections.Counter()  # the modules registered here, not by the user
-_registry_lock = threading.Lock()  # short, and never over a user's code: it is held in each fork
-os.register_at_fork(
-    before=_registry_lock.acquire,
-    after_in_parent=_registry_lock.release,
-    after_in_child=_registry_lock.release,
-)
-
-
-@contextlib.contextmanager
-def _by_value(modules: list[types.ModuleType]) -> Iterator[None]:
-    """Have cloudpickle pickle modules by value; those that the user has registered stay registered."""
-    import cloudpickle
-
-    with _registry_lock:
-        theirs = cloudpickle.list_registry_pickle_by_value() - _registered.keys()
-        modules = [module for module in modules if module.__name__ not in theirs]
-        for module in modules:
-            cloudpickle.register_pickle_by_value(module)
-            _registered[module.__name__] += 1
-    try:
-        yield
-    finally:
-        with _registry_lock:
-            for module in modules:
-                _registered[module.__name__] -= 1
-                if not _registered[module.__name__]:  # no other thread pickles it now
-                    del _registered[module.__name__]
-                    cloudpickle.unregister_pickle_by_value(module)
 
 
 def _modules_of(program: Any) -> list[types.ModuleType]:
@@ -252,10 +216,8 @@ def short_repr(obj: Any, limit: int = 200) -> str:
 
 
 def _can_be_pickled(obj: Any) -> bool:
-    import cloudpickle
-
     try:
-        cloudpickle.dumps(obj)
+        dumps_by_value(obj)
     except USERS_ERRORS:
         return False
     return True
