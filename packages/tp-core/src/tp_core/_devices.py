@@ -136,7 +136,6 @@ def _management_errors() -> tuple[type[Exception], ...]:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return how many bytes are free on an accelerator, if it reports that."""
     try:
         return torch.accelerator.get_memory_info(device)[0]
     except (RuntimeError, NotImplementedError):
@@ -158,12 +157,14 @@ def _cpu_load() -> DeviceLoad:
 
 def available_memory() -> int | None:
     """Return the host memory that programs can still get: unused memory, and caches that the system frees."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return _pages("SC_AVPHYS_PAGES")
+    available = _kernels_count(Path("/proc/meminfo"), "MemAvailable")
+    return _pages("SC_AVPHYS_PAGES") if available is None else available
+
+
+def _kernels_count(file: Path, name: str) -> int | None:
+    """Return the bytes that Linux reports in a file under a name; ``None`` on other systems."""
+    lines = file.read_text("ascii", errors="replace").splitlines() if file.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def _pages(name: str) -> int | None:
@@ -219,13 +220,8 @@ def _left_to(limit: str, used: str) -> int | None:
     except ImportError:  # on Windows
         return None
     most = resource.getrlimit(getattr(resource, limit))[0]
-    status = Path("/proc/self/status")
-    if most == resource.RLIM_INFINITY or not status.exists():
-        return None
-    for line in status.read_text("ascii", errors="replace").splitlines():
-        if line.startswith(f"{used}:"):
-            return max(0, most - int(line.split()[1]) * 1024)
-    return None
+    now = None if most == resource.RLIM_INFINITY else _kernels_count(Path("/proc/self/status"), used)
+    return None if now is None else max(0, most - now)
 
 
 # -- Device requests ------------------------------------------------------------------------------

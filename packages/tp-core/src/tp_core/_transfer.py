@@ -236,7 +236,6 @@ def _dataclass_of(cls: type) -> Container:
 
 
 def _required(cls: type) -> list[str]:
-    """Return the names without which the class cannot be called."""
     parameters = inspect.signature(cls).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 

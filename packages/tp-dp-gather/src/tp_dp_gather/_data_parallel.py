@@ -299,7 +299,6 @@ class DataParallel(ReplicaWrapper):
     def _check_scattered(
         self, inputs: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] | None
     ) -> list[Arguments]:
-        """Check the parts that the `scatter` of a subclass returned."""
         if not inputs and not kwargs:
             return [((), {})]
         pairs = self._pair_up(inputs, kwargs)

@@ -619,9 +619,6 @@ class Gathering:
         dim: The dimension to concatenate along.
         kept: Keys of values that are not gathered.
         sizes: How many rows each part had, if that is known.
-
-    Attributes:
-        keys: All keys of the outputs so far.
     """
 
     def __init__(

@@ -33,7 +33,6 @@ class GatherSession(Session):
         self._last_step: tuple[Step, bool] | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move ``model`` to the first device and wrap it in `DataParallel`."""
         options = self._options
         prepared = DataParallel(
             super().prepare_model(model),

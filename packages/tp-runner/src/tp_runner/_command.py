@@ -89,7 +89,6 @@ def find(inputs: Sequence[str], form: str, *, outputs: Sequence[Path]) -> list[S
 
 
 def read(sources: Iterable[Source]) -> Iterator[Record]:
-    """Yield the items of files."""
     for path, kind in sources:
         try:
             yield from _parse(sys.stdin, "-", kind) if path is None else _records_of(path, kind)
@@ -294,7 +293,6 @@ class Journal:
         write_atomically(write, self._path)
 
     def counts(self) -> dict[str, int]:
-        """Return the counts for ``tp run --json``."""
         return {
             "done_before": self.n_before,
             "done_now": self.n_now,
@@ -359,7 +357,6 @@ def _key(source: str, line: int) -> tuple[str, int]:
 
 
 def _error_entry(error: BaseException) -> dict[str, str]:
-    """Return the type, the message and the traceback of the work's error."""
     cause = error.__cause__ or error
     return {
         "type": getattr(error, "type_name", "") or type(error).__name__,

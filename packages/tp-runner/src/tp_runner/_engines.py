@@ -85,8 +85,6 @@ _SURROUNDINGS = ("cpus", "env")
 
 
 class InlineEngine(FleetEngine):
-    """The engine of the caller's own thread."""
-
     name = "inline"
     score = 10
     summary = "one item after the other, in the caller's thread"
@@ -109,8 +107,6 @@ class InlineEngine(FleetEngine):
 
 
 class ThreadEngine(FleetEngine):
-    """The engine of worker threads of this process."""
-
     name = "thread"
     score = 40
     summary = "one thread for each device; they share one interpreter"
@@ -135,8 +131,6 @@ class ThreadEngine(FleetEngine):
 
 
 class ProcessEngine(FleetEngine):
-    """The engine of worker processes on this machine."""
-
     name = "process"
     score = 80
     summary = "one process for each device"
@@ -156,7 +150,6 @@ ENGINES: dict[str, FleetEngine] = {
 
 
 def find_engine(name: str) -> Engine:
-    """Return the engine of a name, of this package or of the registry."""
     if name in ENGINES:  # the registry would look for plugins, which takes longer than to start threads
         return ENGINES[name]
     from tp_core.plugins import registry
@@ -178,11 +171,7 @@ def worker_devices(engine: str, devices: Any, n_workers: int | None = None) -> t
 
 
 class PoolFactory:
-    """The checked arguments of a pool, which it opens any number of times.
-
-    Raises:
-        ConfigError: An option is unknown, has a wrong value, or means nothing to this engine.
-    """
+    """The checked arguments of a pool, which it opens any number of times."""
 
     def __init__(
         self, engine: str, program: Any, devices: tuple[str, ...], options: Mapping[str, Any]

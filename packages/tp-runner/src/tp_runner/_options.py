@@ -181,7 +181,6 @@ class Batching:
         return Batching, (self.size, _PickledFunction(dumps_by_value(self.collate)))
 
     def join(self, items: list[Any]) -> Any:
-        """Make a batch of ``items``."""
         return (self.collate or collate)(items)
 
 

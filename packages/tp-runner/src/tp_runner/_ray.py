@@ -366,7 +366,6 @@ Needs = dict[str, float]
 
 
 def import_ray() -> Any:
-    """Import Ray, which is an extra."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -555,7 +554,6 @@ class RayWorker:
         self._waiting = time.monotonic()
 
     def ready(self) -> Started:
-        """Start the program."""
         ray = import_ray()
         failure = b""
         try:

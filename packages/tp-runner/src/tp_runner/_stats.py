@@ -4,8 +4,7 @@ import collections
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tp_runner._workers._fleet import Timing
@@ -138,17 +137,7 @@ class StatsCollector:
     def snapshot(self, where: Callable[[int], str]) -> RunnerStats:
         """Return the figures of this moment; ``where`` returns the machine of a worker."""
         workers = tuple(
-            WorkerStats(
-                worker,
-                device,
-                counts.items,
-                counts.chunks,
-                counts.waiting_s,
-                counts.working_s,
-                counts.sending_s,
-                counts.deaths,
-                where(worker),
-            )
+            WorkerStats(worker, device, **asdict(counts), where=where(worker))
             for worker, (device, counts) in enumerate(zip(self.devices, self._counts, strict=True))
         )
         return RunnerStats(self.delivered, time.monotonic() - self._began, workers)
@@ -198,14 +187,11 @@ class StatsCollector:
             )
         import json  # no start of workers waits for these
 
-        from tp_core.internal import write_atomically
+        from tp_core.internal import atomic_part
 
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-        write_atomically(lambda part: _write(part, text), path)
-
-
-def _write(part: Path, text: str) -> None:
-    part.write_text(text)
+        with atomic_part(path) as part:
+            part.write_text(text)
 
 
 def _bars(shares: list[float]) -> str:

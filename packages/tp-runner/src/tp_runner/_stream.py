@@ -81,11 +81,7 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
             self._next_piece()
 
     def _next_piece(self) -> Iterator[Any]:
-        """Return the results that are next, when those before them are taken.
-
-        Raises:
-            StopIteration: There are no more.
-        """
+        """Return the results that are next, when those before them are taken."""
         if self._owner != os.getpid():  # before the lock, which a thread of the other process may hold
             raise RunnerClosedError(FORKED.format(owner=self._owner))
         with self._lock:

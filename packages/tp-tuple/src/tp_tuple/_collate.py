@@ -39,17 +39,7 @@ def _rebuild(
 
 
 class Splitter:
-    """Splits lists of items into one list for each device.
-
-    Args:
-        parts: How many parts to make at most.
-        weights: The share of each part; see `tp_collate`.
-        cost: The cost of an item; see `tp_collate`.
-        select: Takes rows out of a container of items; see `tp_collate`.
-
-    Attributes:
-        speeds: The `Speeds` of ``weights="auto"``, or ``None``.
-    """
+    """Splits lists of items into one list for each device."""
 
     def __init__(
         self,

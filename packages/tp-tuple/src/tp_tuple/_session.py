@@ -181,7 +181,6 @@ class TupleSession(Session):
         self._gathers: list[PartGather] = []  # of the steps that run now on several parts
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move ``model`` to the first device and make its replicas."""
         prepared = super().prepare_model(model)
         self._replicas_of(prepared)
         return prepared
@@ -332,7 +331,6 @@ class TupleSession(Session):
         return super().gather_parts(rows) if gather is None else gather.gather(rows)
 
     def close(self) -> None:
-        """Release the replicas and end their threads."""
         self._replicas.clear()
         self._together.clear()
         super().close()

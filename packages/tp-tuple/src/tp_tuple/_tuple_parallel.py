@@ -136,7 +136,6 @@ class TupleParallel(ReplicaWrapper):
         return self._result(outputs)
 
     def _call_alone(self, module: nn.Module, inputs: list[Any]) -> Any:
-        """Run the module on the only device."""
         if self.transfer_input:
             device = self.device_ids[0]
             inputs = [_move(x, device) for x in inputs]

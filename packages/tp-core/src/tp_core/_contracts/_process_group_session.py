@@ -243,7 +243,6 @@ class ReductionWatch:
         self._prepared.add(optimizer)
 
     def close(self) -> None:
-        """Stop the checks."""
         _open.discard(self)
         if self._handle is not None:
             self._handle.remove()

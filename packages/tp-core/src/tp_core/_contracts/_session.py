@@ -34,7 +34,6 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def check_reduce_op(op: str) -> None:
-    """Raise ``ConfigError`` unless ``op`` is one of `ReduceOp`."""
     if op not in get_args(ReduceOp):
         msg = f"reduce() takes 'sum', 'mean', 'min' or 'max', got {op!r}"
         raise ConfigError(msg)

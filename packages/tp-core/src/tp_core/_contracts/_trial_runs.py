@@ -33,7 +33,6 @@ def functions_named(names: str) -> frozenset[Any]:
 
 
 def dropout_rates(module: nn.Module) -> list[str]:
-    """Return the names of a module's dropout rates above zero."""
     is_dropout = "Dropout" in type(module).__name__
     rates = [key for key, value in vars(module).items() if type(value) is float and value]
     return [key for key in rates if "drop" in key or (key == "p" and is_dropout)]

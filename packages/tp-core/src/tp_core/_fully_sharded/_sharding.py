@@ -250,7 +250,6 @@ class Sharding:
         return output
 
     def remedies(self) -> str:
-        """Return the advice for an out-of-memory error."""
         options = self._options
         ways = [
             "more ranks" if options.replicas == 1 else "fewer replicas",

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple, Self
 
 from tp_core.errors import ConfigError, LaunchEnvironmentError
@@ -11,21 +12,10 @@ from tp_core.errors import ConfigError, LaunchEnvironmentError
 # -- Launchers' variables -------------------------------------------------------------------------
 
 
-class LauncherVariables(NamedTuple):
-    """The variables of one launcher."""
-
-    names: tuple[str, ...]
-    remedy: str
-
-    def reader(self, environ: Mapping[str, str]) -> "VariableReader":
-        return VariableReader(self, environ)
-
-
 class VariableReader(NamedTuple):
-    """A reader of one launcher's variables in one environment."""
-
-    variables: LauncherVariables
     environ: Mapping[str, str]
+    names: tuple[str, ...]  # of the launcher's variables
+    remedy: str
 
     def text(self, name: str) -> str:
         value = self.environ.get(name, "").strip()
@@ -46,13 +36,10 @@ class VariableReader(NamedTuple):
         return int(value)
 
     def error(self, problem: str) -> LaunchEnvironmentError:
-        found = [name for name in self.variables.names if name in self.environ]
+        found = [name for name in self.names if name in self.environ]
         values = ", ".join(f"{name}={self.environ[name]!r}" for name in found)
         unset = " ".join(name for name in found if not name.startswith("MASTER_"))
-        msg = (
-            f"{problem}; found {values}; {self.variables.remedy}, or run `unset {unset}` for a "
-            "process by itself"
-        )
+        msg = f"{problem}; found {values}; {self.remedy}, or run `unset {unset}` for a process by itself"
         return LaunchEnvironmentError(msg)
 
 
@@ -67,12 +54,7 @@ _FIRST_PORT, _PORTS = 15_000, 16_384  # below Linux' ephemeral ports, which begi
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process as a task, and not sbatch a script or salloc a shell.
-
-    Example:
-        >>> is_step({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"})
-        False
-    """
+    """Return whether srun started this process as a task, and not sbatch a script or salloc a shell."""
     step = environ.get("SLURM_STEP_ID", "")
     return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < _SPECIAL_STEPS
 
@@ -130,19 +112,15 @@ def _bad_hosts(text: str) -> LaunchEnvironmentError:
 
 
 def derive_port(job: int, step: int) -> int:
-    """Return a port that every task of the step computes alike, and that rarely collides with other steps'.
-
-    Example:
-        >>> derive_port(1, 0)
-        15097
-    """
+    """Return a port that all tasks of a step compute alike, and that rarely collides with other steps'."""
     return _FIRST_PORT + (job * 97 + step) % _PORTS
 
 
 # -- The launch environment -----------------------------------------------------------------------
 
 
-_TORCHRUN = LauncherVariables(
+_TORCHRUN = partial(
+    VariableReader,
     names=(
         "RANK",
         "WORLD_SIZE",
@@ -155,7 +133,8 @@ _TORCHRUN = LauncherVariables(
     ),
     remedy="start the script with `tp launch -n N script.py` or torchrun, which set them all",
 )
-_SLURM = LauncherVariables(
+_SLURM = partial(
+    VariableReader,
     names=(
         "SLURM_JOB_ID",
         "SLURM_STEP_ID",
@@ -227,9 +206,9 @@ class LaunchEnvironment:
         environ = os.environ if environ is None else environ
         # MASTER_ADDR and MASTER_PORT alone are harmless: many clusters set them for every shell.
         if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-            return cls._from_torchrun(_TORCHRUN.reader(environ))
+            return cls._from_torchrun(_TORCHRUN(environ))
         if is_step(environ):
-            return cls._from_slurm(_SLURM.reader(environ))
+            return cls._from_slurm(_SLURM(environ))
         return cls()
 
     @classmethod
@@ -238,7 +217,7 @@ class LaunchEnvironment:
         one = 1 if world_size == 1 else None
         local_world_size = read.number("LOCAL_WORLD_SIZE", default=one)
         on_one_host = local_world_size == world_size
-        address, port = _meeting_point(read, required=world_size > 1)
+        address, port = _rendezvous(read, required=world_size > 1)
         environment = cls(
             launcher="torchrun",
             rank=rank,
@@ -273,7 +252,7 @@ class LaunchEnvironment:
                 )
                 raise read.error(msg)
             local_world_size = counts[host_rank]
-        address, port = _slurm_meeting_point(read, required=world_size > 1)
+        address, port = _slurm_rendezvous(read, required=world_size > 1)
         environment = cls(
             launcher="slurm",
             rank=read.number("SLURM_PROCID"),
@@ -331,17 +310,17 @@ def _check(environment: LaunchEnvironment, read: VariableReader, names: tuple[st
         raise read.error(msg)
 
 
-def _meeting_point(read: VariableReader, *, required: bool) -> tuple[str | None, int | None]:
+def _rendezvous(read: VariableReader, *, required: bool) -> tuple[str | None, int | None]:
     """Return MASTER_ADDR and MASTER_PORT; one process needs neither."""
     address = read.text("MASTER_ADDR") if required or "MASTER_ADDR" in read.environ else None
     port = _port(read) if required or "MASTER_PORT" in read.environ else None
     return address, port
 
 
-def _slurm_meeting_point(read: VariableReader, *, required: bool) -> tuple[str | None, int | None]:
+def _slurm_rendezvous(read: VariableReader, *, required: bool) -> tuple[str | None, int | None]:
     """Return the same address and port in every task, unless MASTER_ADDR or MASTER_PORT are set."""
     if not required:
-        return _meeting_point(read, required=False)
+        return _rendezvous(read, required=False)
     if "MASTER_ADDR" in read.environ:
         address = read.text("MASTER_ADDR")
     else:

@@ -78,7 +78,6 @@ class NotebookOutput:
         return move
 
     def remove_bar(self) -> None:
-        """Remove the bar, from the next line on."""
         self._bar = ""
 
     def _show(self) -> None:

@@ -134,13 +134,13 @@ def join_process_group(
     if device is not None and device.type != "cpu":
         torch.accelerator.set_device_index(device)
     if dist.is_initialized():
-        return _leave_nothing
+        return lambda: None  # the code that has joined leaves
     if not backend and device is not None:
         backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(
         backend or None,
         # A prefix for each group: a second group of this process would hang on keys of the first.
-        store=PrefixStore(f"tp/group/{next(_joined)}", _meeting_point(environment, timeout_s)),
+        store=PrefixStore(f"tp/group/{next(_joined)}", _store_of_group(environment, timeout_s)),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -205,11 +205,7 @@ def _wait_until_connected(group: ProcessGroup | None) -> None:
         dist.all_reduce(torch.zeros(1), group=group)
 
 
-def _meeting_point(environment: LaunchEnvironment, timeout_s: float) -> Store:
+def _store_of_group(environment: LaunchEnvironment, timeout_s: float) -> Store:
     if environment.world_size == 1 and environment.master_address is None:
         return HashStore()
     return rendezvous_store(environment, timeout_s=timeout_s)
-
-
-def _leave_nothing() -> None:
-    """Do nothing: the code that joined the group leaves it."""

@@ -20,7 +20,7 @@ from io import BytesIO
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
 from tp_core.errors import RankFailedError
@@ -185,8 +185,6 @@ class RankOutcome:
 
 
 class Report(NamedTuple):
-    """The message of a rank to its parent when its function has ended."""
-
     value: Any = None
     error: str | None = None
 
@@ -487,12 +485,7 @@ class RankPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

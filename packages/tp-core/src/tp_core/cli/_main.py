@@ -75,7 +75,6 @@ def status_of(error: BaseException) -> int:
 
 
 def print_error(error: BaseException, *, command: str) -> None:
-    """Print an error as one line of JSON, on stderr."""
     said = error.format_message() if is_parser_error(error) else str(error)  # type: ignore[attr-defined]
     facts = {
         "command": command or None,

@@ -77,12 +77,7 @@ def _doctor() -> int:
 
 
 def platform_notes(name: str = sys.platform) -> list[str]:
-    """Return what does not work here, and what to take instead.
-
-    Example:
-        >>> platform_notes("linux")
-        []
-    """
+    """Return what does not work here, and what to take instead."""
     notes = []
     if name == "win32":
         if importlib.util.find_spec("tp_runner") is not None:

@@ -26,8 +26,6 @@ from tp_core.data._user_loaders import (
     cannot_shard,
     copy_loader,
     drawing,
-    ended_early,
-    has_too_many,
     is_elastic,
     is_hugging_face,
     is_indexed,
@@ -299,10 +297,7 @@ def _digest(position: object) -> str:
     return hashlib.sha256(pickle.dumps(position)).hexdigest()
 
 
-# -- Prepared loaders: one rank's share of every batch, in an order that depends on seed and epoch -
-# The order of the samples is a pure function of (seed, epoch): the sampler yields the epoch's batches in a
-# random state made of the two, which is restored afterwards. So every rank sees the same batches and takes
-# its share of each. No rank has to send its number of samples to another.
+# -- Prepared loaders -----------------------------------------------------------------------------
 
 
 _WHOLE_DATA = "tp splits the data over the ranks itself: give every rank the whole dataset, in the same order"
@@ -532,14 +527,25 @@ class PreparedLoader:
                 if shares is None:
                     shares = batches.shares
                 if not shares:
-                    raise LoaderError(has_too_many(self.loader, length))
+                    msg = (
+                        f"the loader, {type(self.loader).__name__}, has yielded more than the {length} "
+                        "batches that its sampler gives: its own __iter__ repeats some, and which samples of "
+                        "them are this rank's is not known; repeat samples in the sampler instead"
+                    )
+                    raise LoaderError(msg)
                 self.number, self.share = shares.popleft()
                 if looks:  # in training at the first batch of an epoch alone
                     self._has_fewer = self._has_fewer or has_fewer(batch, self.share.samples)
                     looks = not self._has_fewer and not batches.is_training
                 yield batch if move is None else move(batch)
             if batches.shares if shares is None else shares:
-                raise LoaderError(ended_early(self.number + 1, length))
+                msg = (
+                    f"the loader ended after {self.number + 1} of {length} batches, without an error: what "
+                    "loads a sample has raised StopIteration, as next() does on an iterator that has ended, "
+                    "and torch takes that for the end of the data; look at the dataset's __getitem__ and at "
+                    "collate_fn: give next() a default there"
+                )
+                raise LoaderError(msg)
         finally:
             self._left = None
             batches.end(epoch)

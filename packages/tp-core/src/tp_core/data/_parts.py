@@ -66,7 +66,6 @@ class Parts(tuple[Any, ...]):
         return tuple.__getitem__(self, index)
 
     def _taken_for_a_batch(self, what: str) -> str:
-        """Return the message for code that uses parts as if they were one batch."""
         return (
             f"this batch is in {len(self)} parts, one for each device, and {what}: give it as it is to "
             "trainer.run(step, model, batch), which calls step(model, part) on each device; or take a "

@@ -98,7 +98,6 @@ def seed_torch(seed: int) -> None:
 
 
 def seed_of(key: tuple[int, ...]) -> int:
-    """Return a seed of 63 bits that is a function of ``key``."""
     import hashlib  # here: it takes longer to load than the rest of this module
 
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()

@@ -208,15 +208,12 @@ def restore_order(values: T, order: Sequence[int] | None) -> T:
 
 
 class _Combining(NamedTuple):
-    """The rules that make one value from those of the parts."""
-
     parts: Parts
     weights: Sequence[float]
     loss: LossReduction
     device: torch.device
 
     def value(self, name: str, values: list[Any]) -> Any:
-        """Return one value, made from all parts' values of that name."""
         is_total = name == "loss" and self.loss == "sum"
         if all(v is None for v in values):
             return None

@@ -79,7 +79,6 @@ class PartsOfElastic:
             loader.set_epoch(epoch)
 
     def batches_in(self, epoch: int) -> int:
-        """Return the number of batches of an epoch, which is the same in all parts."""
         return batches_in(self._parts[0], epoch)
 
     def __len__(self) -> int:
@@ -93,7 +92,6 @@ class PartsOfElastic:
         return sums
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which is the same in all parts."""
         return self._parts[0].state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -221,7 +219,6 @@ def _digest(values: Sequence[Any]) -> str:
 
 
 def cannot_shard(loader: object, size: int) -> str:
-    """Return the message for a loader without sample indices on several ranks."""
     what = type(loader).__name__
     if isinstance(loader, DataLoader):
         what += f" over {type(loader.dataset).__name__}"
@@ -232,24 +229,6 @@ def cannot_shard(loader: object, size: int) -> str:
         "ranks; give a DataLoader with a batch size over a dataset with length, or over an iterable one with "
         "shard(index, count), which returns the part that no other index has; or give each rank its own "
         "samples (data_rank, data_size) and call prepare(loader, shard=False)"
-    )
-
-
-def ended_early(done: int, batches: int) -> str:
-    """Return the message for a loader that ended, without an error, before the batches it was asked for."""
-    return (
-        f"the loader ended after {done} of {batches} batches, without an error: what loads a sample has "
-        "raised StopIteration, as next() does on an iterator that has ended, and torch takes that for the "
-        "end of the data; look at the dataset's __getitem__ and at collate_fn: give next() a default there"
-    )
-
-
-def has_too_many(loader: object, batches: int) -> str:
-    """Return the message for a loader of the user's own class that yields more batches than it should."""
-    return (
-        f"the loader, {type(loader).__name__}, has yielded more than the {batches} batches that its sampler "
-        "gives: its own __iter__ repeats some, and which samples of them are this rank's is not known; "
-        "repeat samples in the sampler instead"
     )
 
 

@@ -210,7 +210,6 @@ def hook_of(kind: type) -> str:
 
 
 def word_of(kind: type) -> str:
-    """Return the word for a kind of contributions in messages."""
     return _WORDS.get(kind.__name__, kind.__name__.lower())
 
 
@@ -232,7 +231,6 @@ def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
 
 
 def _made(kind: type[T]) -> T:
-    """Return an object of a contribution's class."""
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         msg = f"the class {kind.__name__} needs the methods {', '.join(missing)}"
         raise ContractError(msg)
@@ -240,7 +238,6 @@ def _made(kind: type[T]) -> T:
 
 
 def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: PluginInfo) -> list[T]:
-    """Return the contributions of a hook, each checked by :func:`validated`."""
     answer = hook()
     if not isinstance(answer, Iterable):
         one = isinstance(answer, kind) or (isinstance(answer, type) and issubclass(answer, kind))
@@ -335,11 +332,6 @@ def call(info: PluginInfo, doing: str, function: Callable[[], T]) -> T:
     """Call a function of a plugin, with its output sent to stderr.
 
     A slow one is reported on stderr, with the variable that leaves the plugin out.
-
-    Args:
-        info: The plugin.
-        doing: The participle for the message: "loaded", "asked".
-        function: The function.
     """
     if info.distribution in FIRST_PARTY:  # those of this project print nothing
         return function()

@@ -38,7 +38,6 @@ class Contents:
         self.read()
 
     def read(self) -> None:
-        """Take the snapshot again."""
         rows = self._rows
         self._sizes = list(map(len, rows))
         self._names = list(chain.from_iterable(rows))
@@ -109,7 +108,6 @@ def copy_coalesced(
 
 
 def _spread(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """Return the tensor on each of the devices."""
     others = [d for d in dict.fromkeys(devices) if d != tensor.device]
     if len(others) > 1 and tensor.is_cuda and all(d.type == "cuda" for d in others):
         # Separate copies would wait for each other in the stream of the source device.
@@ -212,12 +210,6 @@ class ParameterMirror:
     Args:
         device: The device of the copies; it may be the parameters' own.
         force_flat: Transfer copies and gradients in flat pieces, as between two devices.
-
-    Attributes:
-        device: The device of the copies.
-        parameters: The parameters that are copied.
-        copies: The copies, in the same order.
-        copied: The number of tensors copied so far, for tests and benchmarks.
     """
 
     def __init__(self, device: torch.device, *, force_flat: bool = False) -> None:
@@ -385,11 +377,7 @@ LINK = _ExposeToAutograd._backward_cls
 
 
 class _Sum:
-    """A sum of gradients for each parameter; it adds up one transfer at a time, to need little memory.
-
-    Attributes:
-        values: The sums; ``None`` where there was no gradient.
-    """
+    """A sum of gradients for each parameter; it adds up one transfer at a time, to need little memory."""
 
     def __init__(self, width: int) -> None:
         self.values: list[Tensor | None] = [None] * width

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import Context, copy_context
 from functools import lru_cache, partial
-from types import FrameType, GeneratorType, TracebackType
+from types import FrameType, GeneratorType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -180,7 +180,12 @@ _CPU = torch.device("cpu")
 
 
 class Streams:
-    """The random streams of the replicas during one call."""
+    """The random streams of the replicas during one call.
+
+    Attributes:
+        lock: The lock that a replica holds while it draws: a generator has one state for all threads.
+        has_drawn: Whether a replica other than 0 drew a number.
+    """
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self._home = _generator(devices[0])
@@ -188,9 +193,9 @@ class Streams:
         self._is_shared = _are_shared(devices)
         if not all(self._is_shared):
             self.note_start()  # a replica alone on its device draws without the lock: it needs the start now
-        self._lock = _drawing_lock()
+        self.lock = _drawing_lock()
         self._devices = devices
-        self._drew = False
+        self.has_drawn = False
 
     def of(self, number: int) -> AbstractContextManager[Any]:
         """Return the context in which replica ``number`` runs."""
@@ -208,7 +213,7 @@ class Streams:
 
     def close(self) -> None:
         """Advance the generator if only other replicas drew: the next call must not repeat their numbers."""
-        if not self._drew or self._home is None or self._start is None:
+        if not self.has_drawn or self._home is None or self._start is None:
             return
         if torch.equal(self._start, self._home.get_state()):
             torch.rand((), device=self._devices[0])
@@ -217,15 +222,6 @@ class Streams:
         state = b"" if self._start is None else self._start.numpy().tobytes()
         digest = hashlib.blake2b(state, digest_size=8, salt=number.to_bytes(8, "little"))
         return int.from_bytes(digest.digest()) >> 1  # torch takes a signed 64-bit seed
-
-    def note_draw(self) -> None:
-        """Record that a replica other than 0 drew a number."""
-        self._drew = True
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """The lock that a replica holds while it draws: a generator has one state for all threads."""
-        return self._lock
 
 
 class SerializedRng(TorchFunctionMode):
@@ -258,7 +254,7 @@ class SerializedRng(TorchFunctionMode):
             saved = generator.get_state()
             if self._state is None:
                 generator.manual_seed(self._streams.seed(self._number))
-                self._streams.note_draw()
+                self._streams.has_drawn = True
             else:
                 generator.set_state(self._state)
             try:
@@ -282,14 +278,9 @@ class OwnRng:
         self._generator.manual_seed(self._streams.seed(self._number))
         self._start = self._generator.get_state()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not torch.equal(self._start, self._generator.get_state()):
-            self._streams.note_draw()
+            self._streams.has_drawn = True
         self._generator.set_state(self._saved)
 
 
@@ -479,6 +470,5 @@ def has_modes() -> bool:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which an accelerator is the current one."""
     context: AbstractContextManager[Any] = torch.accelerator.device_index(device.index)
     return context

@@ -63,12 +63,7 @@ def _zero_grad(set_to_none: bool = True) -> None:  # noqa: ARG001, FBT001, FBT00
 
 
 class Original:
-    """One of the real modules.
-
-    Attributes:
-        module: The module.
-        version: Grows when its attributes have changed.
-    """
+    """One of the real modules."""
 
     __slots__ = ("_contents", "module", "version")
 
@@ -94,12 +89,6 @@ class Structure:
     Args:
         root: The module to read.
         home: The device on which everything must be.
-
-    Attributes:
-        root: That module.
-        home: That device.
-        originals: The modules.
-        version: Grows when attributes or buffers of any of them have been replaced.
     """
 
     def __init__(self, root: nn.Module, home: torch.device) -> None:
@@ -123,7 +112,6 @@ class Structure:
         self.check()
 
     def check(self) -> None:
-        """Check that all parameters and buffers can be replicated."""
         for name, tensor in (*self.root.named_parameters(), *self.root.named_buffers()):
             _check(name, tensor, self.home)
 
@@ -144,7 +132,6 @@ class Structure:
         return True
 
     def is_hooked(self) -> bool:
-        """Return whether a hook runs before or after the forward of any module."""
         return any(self._hooks)
 
     def _read_rows(self) -> list[dict[str, Any]]:
@@ -312,7 +299,6 @@ class _ReplicaModule:
         device: torch.device,
         home: torch.device,
     ) -> None:
-        """Copy the attributes of the real module."""
         real = vars(self.original.module)
         found = {
             name: own for name, value in real.items() if (own := _own_version(value, replica_of)) is not None
@@ -368,10 +354,6 @@ class ReplicaModules:
 
     Each has the class and the attributes of the real module, updated by `sync`, and children and buffers
     of its own. Its parameters are the real module's, or the last ones of `give_parameters`.
-
-    Attributes:
-        root: The copy of the structure's root.
-        given: The last parameters of `give_parameters`.
     """
 
     def __init__(

@@ -89,7 +89,6 @@ class ReplicaCache:
 
     @property
     def mirrors(self) -> tuple[ParameterMirror, ...]:
-        """The mirrors that exist so far."""
         return tuple(self._mirrors.values())
 
     def refresh(self) -> None:
@@ -148,7 +147,6 @@ class ReplicaCache:
         return modules
 
     def _prepare_parameters(self, structure: Structure, count: int, *, grad: bool) -> None:
-        """Update the mirrors and give their tensors to the modules."""
         # Private: torch has no public way to ask for an active transform of torch.func.
         if torch._C._are_functorch_transforms_active():
             msg = (
@@ -249,7 +247,6 @@ class _Backward:
         self.has_passed = False
 
     def watch(self, rows: Sequence[Sequence[Tensor]]) -> None:
-        """Add hooks to the graph of these tensors."""
         reference = weakref.ref(self)  # a graph that outlives the replicas must not keep this alive
 
         def note(*_: Any) -> None:
@@ -563,9 +560,6 @@ class Replicas:
         """Reserve the replicas for one call, after another thread's call has ended.
 
         Two calls at once would update the same cached replicas, one of them in the middle of a forward.
-
-        Returns:
-            The lock, for the caller to release.
         """
         if self._pid != os.getpid():
             self._begin_in_fork()

@@ -16,13 +16,10 @@ import torch
 
 @dataclass(slots=True)
 class Outcome:
-    """The result or the error of one replica's call."""
-
     result: Any = None
     error: BaseException | None = None
 
     def fill(self, task: Callable[[], Any]) -> None:
-        """Run ``task`` in this thread and store its result or its error."""
         try:
             self.result = task()
         except BaseException as error:  # noqa: BLE001 - raised again when all parts are done
@@ -257,11 +254,6 @@ class ReplicaThreads:
         """Run all tasks and return their outcomes.
 
         After an interrupt this call waits for the threads. A second interrupt abandons them and is raised.
-
-        Args:
-            first: The task of the caller's thread.
-            others: The tasks of the other threads.
-            in_turn: Run all tasks in the caller's thread, one after the other.
         """
         outcomes = [Outcome() for _ in range(1 + len(others))]
         if in_turn:

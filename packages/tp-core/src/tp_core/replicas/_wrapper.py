@@ -168,7 +168,6 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
 
     @classmethod
     def _refuse(cls, options: Mapping[str, Any], successors: Mapping[str, str]) -> None:
-        """Raise an error for unknown options of the constructor."""
         if options:
             known = {n for n, p in inspect.signature(cls).parameters.items() if p.kind is not p.VAR_KEYWORD}
             hints = [

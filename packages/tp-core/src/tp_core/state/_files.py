@@ -13,7 +13,7 @@ from torch import Tensor
 from tp_core.errors import StateError
 from tp_core.tensors._atomic import showing_system_errors
 from tp_core.tensors._digests import DigestingFile, FileRecord, without_checksums
-from tp_core.tensors._files import read_tensors, tensor_infos
+from tp_core.tensors._files import check_targets, read_tensors, tensor_infos
 from tp_core.tensors._slices import TensorInfo, TensorSlice, is_dtensor
 
 # -- Where a tensor of a checkpoint goes: a whole one, a slice of one, this rank's part of a DTensor
@@ -177,13 +177,7 @@ class _File(StoredTensors):
         self.infos = {n: TensorInfo(tuple(t.shape), t.dtype) for n, t in sorted(self._tensors.items())}
 
     def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
-        for name, target in targets.items():
-            if name not in self.infos:
-                msg = f"{self.path} lacks {name!r}; it has {', '.join(list(self.infos)[:5])} ..."
-                raise StateError(msg)
-            if tuple(target.shape) != self.infos[name].shape:
-                msg = f"{self.path} has {name!r} of shape {self.infos[name].shape}, not {tuple(target.shape)}"
-                raise StateError(msg)
+        check_targets(targets, self.infos, self.path)
         for name, target in targets.items():
             fill_from_whole(target, self._tensors[name])
 

@@ -207,15 +207,7 @@ def named_state(model: nn.Module, optimizer: Optimizer, put: Put) -> OptimizerVa
 def check_fits(
     model: nn.Module, optimizer: Optimizer, saved: OptimizerValues, path: Path, *, same_groups: bool
 ) -> None:
-    """Make sure that an optimizer has the parameters, and the kind of groups, that were saved.
-
-    Args:
-        model: The model.
-        optimizer: The optimizer; its groups may have another order, or be split otherwise.
-        saved: What :func:`named_state` returned, with the tensors of its groups.
-        path: Where it comes from, for messages.
-        same_groups: Whether the groups must be those that were saved, in their order.
-    """
+    """Make sure that an optimizer has the parameters, and the kind of groups, that were saved."""
     names = _names_as_saved(model, optimizer, saved)
     _check_parameters(names, saved, path)
     _check_order(names, saved, path, optimizer)

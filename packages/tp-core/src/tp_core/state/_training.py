@@ -89,7 +89,6 @@ def collect_state(
 def _collect_optimizer(
     model: nn.Module, optimizer: Optimizer, prefix: str, tensors: dict[str, Tensor | TensorSlice], *, cut: Cut
 ) -> None:
-    """Add the state of an optimizer to the named tensors."""
     is_whole = steps_whole(optimizer)
     quantized: dict[str, bool] = {}
 

@@ -134,11 +134,7 @@ class Operation:
     overwrites: bool
 
     def replay(self, memory: dict[int, Any]) -> None:
-        """Run the operation again.
-
-        Args:
-            memory: The storages with values, by number; new ones are added.
-        """
+        """Run the operation again."""
 
         def real(leaf: Any) -> Any:
             return view(memory, leaf) if isinstance(leaf, Ref) else leaf
@@ -338,7 +334,6 @@ class Recorder(TorchDispatchMode):
         return not self._operations
 
     def knows(self, tensor: Tensor) -> bool:
-        """Return whether the recorder made the tensor, without memory."""
         return self._knows(tensor)
 
     def value(self, tensor: Tensor) -> Tensor:

@@ -93,16 +93,21 @@ def read_tensors(targets: MutableMapping[str, Tensor | TensorSlice], folder: str
     folder = Path(folder)
     index = read_index(folder)
     _check_files(folder, index)
-    infos = _infos(index)
+    check_targets(targets, _infos(index), folder)
+    read_into(targets, folder)
+
+
+def check_targets(
+    targets: Mapping[str, Tensor | TensorSlice], infos: Mapping[str, TensorInfo], place: Path
+) -> None:
+    """Check that what is to be filled is in a place with these tensors, in the same shapes."""
     for name, target in targets.items():
         if name not in infos:
-            msg = f"{folder} lacks {name!r}; it has {', '.join(list(infos)[:5])} ..."
+            msg = f"{place} lacks {name!r}; it has {', '.join(list(infos)[:5])} ..."
             raise StateError(msg)
-        shape = tuple(target.shape)
-        if shape != infos[name].shape:
-            msg = f"{folder} has {name!r} of shape {infos[name].shape}, not {shape}"
+        if tuple(target.shape) != infos[name].shape:
+            msg = f"{place} has {name!r} of shape {infos[name].shape}, not {tuple(target.shape)}"
             raise StateError(msg)
-    read_into(targets, folder)
 
 
 def _check_files(folder: Path, index: "Metadata") -> None:

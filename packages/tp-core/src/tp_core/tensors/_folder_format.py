@@ -127,11 +127,7 @@ def _member(kind: Any, name: Any) -> Any:
 
 
 class _DigestedFiles(FileSystem):
-    """torch's file system, with digests of the files with tensors while they are written.
-
-    Attributes:
-        written: The files with tensors, by name.
-    """
+    """torch's file system, with digests of the files with tensors while they are written."""
 
     def __init__(self) -> None:
         self.written: dict[str, DigestingFile] = {}
@@ -207,7 +203,6 @@ def write(
 
 
 def read_into(targets: Mapping[str, Tensor | TensorSlice], folder: Path) -> None:
-    """Fill ``targets``; see :func:`tp_core.state.read_tensors`."""
     try:
         with _without_warnings():
             load(dict(targets), storage_reader=_Reader(folder), planner=_LoadPlanner(), no_dist=True)

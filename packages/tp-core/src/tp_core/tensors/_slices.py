@@ -90,12 +90,7 @@ def check_no_first_fsdp(model: torch.nn.Module) -> None:
 
 
 def check_no_max_norm(model: torch.nn.Module, who: str) -> None:
-    """Check that no embedding writes its weight while it looks rows up.
-
-    Args:
-        model: The model.
-        who: The words for the copies in the message: "each rank", "each device".
-    """
+    """Check that no embedding writes its weight while it looks rows up."""
     for name, module in model.named_modules():
         is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
         if is_embedding and module.max_norm is not None and module.weight.requires_grad:

@@ -49,9 +49,6 @@ from tp_core.testing._kit import (
 FREE = 2**40
 
 
-# -- Verdicts of ``assess()`` ---------------------------------------------------------------------
-
-
 def assessed_twice(kit: ConformanceKit) -> tuple[Any, Any]:
     job, backend = make_job(kit, model=kit.make_model()), kit.backend()
     return backend.assess(job), backend.assess(job)
@@ -103,7 +100,6 @@ def _facts(model: Any) -> list[Any]:
 
 
 def environment_now() -> dict[str, Any]:
-    """Return the settings of the process that a plugin could change, by name."""
     numpy = sys.modules.get("numpy")
     return {
         "environment variables": dict(os.environ),
@@ -118,8 +114,6 @@ def environment_now() -> dict[str, Any]:
         "the threads": {t.ident for t in threading.enumerate()},
     }
 
-
-# -- Effects outside of the process ---------------------------------------------------------------
 
 _ACTS = {
     "os.mkdir": "a folder was made",
@@ -172,11 +166,7 @@ OPERATIONS: tuple[Any, ...] = ("sum", "mean", "min", "max")
 
 
 def tensor_of(rank: int) -> Tensor:
-    """Return values of which each rank has a largest or a smallest element."""
     return torch.tensor([(rank * 5) % 3, (rank * 2 + 1) % 3, -rank, rank**2], dtype=torch.float64)
-
-
-# -- Collectives of all ranks ---------------------------------------------------------------------
 
 
 def exchange(kit: ConformanceKit) -> dict[str, Any]:
@@ -196,9 +186,6 @@ def exchange(kit: ConformanceKit) -> dict[str, Any]:
 
 SAMPLES, BATCH_SIZE = 9, 4  # the last batch has one sample
 Yielded = tuple[int, list[tuple[Any, Tensor]]]
-
-
-# -- Shares of batches ----------------------------------------------------------------------------
 
 
 def yielded(kit: ConformanceKit, training: bool) -> Yielded:
@@ -290,9 +277,6 @@ def laid_out(shape: tuple[int, ...], rank: int) -> Tensor:
     size = math.prod(shape)
     backwards = torch.arange(float(size)).reshape(shape[::-1])
     return backwards.permute(*range(len(shape))[::-1]) + rank
-
-
-# -- Ranks and collectives ------------------------------------------------------------------------
 
 
 def who(kit: ConformanceKit) -> dict[str, Any]:
@@ -453,9 +437,6 @@ _BEHIND_S = 1.0
 MEETING_S = 120.0  # for ranks that wait for each other where nobody comes
 
 
-# -- Errors and lifetimes of sessions -------------------------------------------------------------
-
-
 def _is_joined() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -557,9 +538,6 @@ def buffers(model: nn.Module) -> State:
     return on_cpu(dict(model.named_buffers()))
 
 
-# -- States ---------------------------------------------------------------------------------------
-
-
 def state_round_trip(kit: ConformanceKit) -> tuple[State, State]:
     with prepared(kit) as (session, model):
         state = on_cpu(session.model_state(model))
@@ -633,9 +611,6 @@ def synced_buffers(kit: ConformanceKit) -> State:
         return buffers(session.unwrap(model))
 
 
-# -- on one device --------------------------------------------------------------------------------
-
-
 def reference_gradients(
     kit: ConformanceKit, *, samples: int, batch_size: int, loss: LossReduction = "mean"
 ) -> State:
@@ -694,9 +669,6 @@ def of_several_types(model: nn.Module) -> nn.Module:
     tail: Any = model.get_submodule("3")
     tail.scale = nn.Parameter(tail.scale.detach().float())
     return model
-
-
-# -- Gradients and weights ------------------------------------------------------------------------
 
 
 def train_gradients(kit: ConformanceKit, samples: int, batch_size: int, loss: LossReduction) -> State:
@@ -827,9 +799,6 @@ def gradients(model: nn.Module) -> State:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-# -- Norms and limits of gradients ----------------------------------------------------------------
-
-
 def _run_backward(session: Session, model: nn.Module, factor: float = 1.0) -> None:
     learn(session, model, whole(session), lambda model, batch: loss_of(batch_loss()(model, batch)) * factor)
 
@@ -907,7 +876,6 @@ def scheduled(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_s
 
 @torch.no_grad()
 def shifted(model: nn.Module) -> nn.Module:
-    """Return the model with other weights."""
     for parameter in model.parameters():
         parameter.mul_(1.5)
     return model
@@ -949,9 +917,6 @@ def reference_with_branches(kit: ConformanceKit, size: int) -> State:
         (sum(losses, torch.zeros(())) / size).backward()
         optimizer.step()
     return dict(model.state_dict())
-
-
-# -- Several models, groups and schedules ---------------------------------------------------------
 
 
 def trained_with_own_branches(kit: ConformanceKit) -> tuple[int, State]:
@@ -1079,9 +1044,6 @@ def make_optimizers(model: nn.Module, *, several: bool) -> list[torch.optim.Opti
     return [torch.optim.SGD(part, lr=rate, momentum=0.9) for part, rate in zip(parts, RATES, strict=False)]
 
 
-# -- Several optimizers ---------------------------------------------------------------------------
-
-
 def trained(kit: ConformanceKit, late: bool, several: bool) -> State:
     model = kit.make_model()
     with open_session(kit, model=model) as session:
@@ -1129,9 +1091,6 @@ class _Nested(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         x, y = data(8)[index]
         return {"x": x, "targets": {"y": y, "halves": (y / 2, y / 4)}, "number": index}
-
-
-# -- Modes and the settings of the process --------------------------------------------------------
 
 
 def modes(kit: ConformanceKit, mode: str) -> list[tuple[bool, bool, torch.dtype]]:

@@ -89,7 +89,6 @@ class Tail(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return an output that depends on all parameters and buffers."""
         x = self.norm(x)
         x = self.back(torch.tanh(self.forth(x)))
         output: Tensor = self.scale * (x + self.frozen(x))
@@ -268,7 +267,6 @@ def loss_of(output: Any) -> Tensor:
 
 
 def on_cpu(state: Mapping[str, Tensor]) -> State:
-    """Return copies of tensors on the CPU."""
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 

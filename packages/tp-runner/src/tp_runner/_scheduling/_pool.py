@@ -60,7 +60,6 @@ class Scheduler:
     def new_run(
         self, source: Source, *, ordered: bool, numbered: bool = False, on_error: str | None = None
     ) -> Run:
-        """Open a run, with all workers started."""
         with self.lock:
             self._on_events(self.fleet.poll())
             self._start_fleet()
@@ -159,7 +158,6 @@ class Scheduler:
                         return Interruption(interrupted), None
 
     def _start_fleet(self) -> None:
-        """Start the workers that are not running."""
         try:
             events = self.fleet.start(self._takes_restart)
         except BaseException:
@@ -351,7 +349,6 @@ class Scheduler:
             self.wake_all()
 
     def close(self, reason: Callable[[], TpError], *, timeout_s: float) -> None:
-        """End every run and the workers."""
         with self.lock:
             for run in [*self.runs]:
                 self.end_run(run, reason())
@@ -372,14 +369,7 @@ def _chunks_of(run: Run, chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 class RunnerPool(Pool):
-    """A fleet of workers, and the runs that take turns on it.
-
-    Args:
-        fleet: The workers; they are started.
-        settings: How the runner is run.
-        wait: Whether to wait until all of them are ready, and raise why one is not. Otherwise the first
-            run does so, and meanwhile uses those that are.
-    """
+    """A fleet of workers, and the runs that take turns on it."""
 
     def __init__(self, fleet: Fleet, settings: Settings, *, wait: bool = True) -> None:
         self.fleet = fleet
@@ -536,11 +526,9 @@ class RunnerPool(Pool):
         self._end_runs(runs, "the call was cancelled", kill_after_s)
 
     def stats(self) -> RunnerStats:
-        """Return the workers' statistics so far."""
         return self._scheduler.collector.snapshot(self.fleet.where)
 
     def exit_results(self) -> list[Any]:
-        """Return the values of the workers' ends so far, by worker."""
         return self.fleet.exit_results()
 
     def timeline(self) -> StatsCollector:

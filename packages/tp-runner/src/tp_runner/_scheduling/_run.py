@@ -216,7 +216,6 @@ class Flow:
         self.n_chunks += 1
 
     def remove(self, chunk: Chunk) -> None:
-        """Count a chunk no more."""
         self._n_items -= len(chunk.items)
         self._nbytes -= chunk.nbytes
         self.n_chunks -= 1
@@ -412,7 +411,6 @@ class Assignments:
         return own < most and own_long == self._n_long[worker] and not is_late
 
     def send(self, worker: int, chunk: Chunk) -> None:
-        """Hand a chunk to a worker."""
         chunk.sent += 1  # before the send: a thread worker reads it at once
         try:
             self._fleet.send(worker, chunk)
@@ -572,11 +570,7 @@ class Run:
             raise self._ended_by
 
     def is_over(self) -> bool:
-        """Return whether all results were given.
-
-        Raises:
-            Exception: The input raised it, or no worker is left.
-        """
+        """Return whether all results were given."""
         if self._fatal is not None and (not self.flow.n_chunks or not self._ordered):
             raise self._fatal
         if self.flow.n_chunks:

@@ -309,11 +309,9 @@ class Submissions(Source):
         return future
 
     def has_open(self) -> bool:
-        """Return whether a future that was given out is not done yet."""
         return bool(self._pending or self._open)
 
     def has_pending(self) -> bool:
-        """Return whether an item is still waiting to be handed out."""
         return bool(self._pending)
 
     def take(self, n_items: int, *, whole: int = 1, fitting: int) -> list[Any]:  # noqa: ARG002 - all are there

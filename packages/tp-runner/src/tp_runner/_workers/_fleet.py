@@ -120,7 +120,6 @@ class Fleet(abc.ABC):
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return len(self.devices)
 
     def error(self, worker: int, failure: Failure) -> ItemError:

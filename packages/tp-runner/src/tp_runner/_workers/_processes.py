@@ -219,13 +219,13 @@ class WorkerProcess:
         if request.blob_at >= 0:
             blob = self._memory.view[request.blob_at : request.blob_at + request.blob_nbytes]
         if not request.n_buffers:
-            return _strip_definitions(_wire.unpack(blob, ())), None
+            return _strip_definitions(pickle.loads(blob)), None
         table, payload = _wire.split_blob(blob, request.n_buffers)
         start, (last_at, last_nbytes) = table[0][0], table[-1]
         lease = self._memory.lease(start, last_at + last_nbytes - start)
         view = memoryview(lease).cast("B")
         buffers = [view[at - start : at - start + nbytes] for at, nbytes in table]
-        return _strip_definitions(_wire.unpack(payload, buffers)), lease
+        return _strip_definitions(pickle.loads(payload, buffers=buffers)), lease
 
 
 def _strip_definitions(sent: Any) -> Any:
@@ -308,11 +308,7 @@ class WorkerHandle:
             return
 
     def messages(self) -> Iterator[tuple[_wire.Reply, Any]]:
-        """Yield the header and the blob of each message that has come; never wait.
-
-        Raises:
-            GarbledError: The bytes are no message.
-        """
+        """Yield the header and the blob of each message that has come; never wait."""
         head = _wire.REPLY
         try:
             data: Any = os.read(self.replies, 1 << 16)  # as much as a pipe holds on Linux
@@ -434,7 +430,6 @@ class ProcessFleet(Fleet):
         self._kill_all()
 
     def _launch(self, worker: int) -> None:
-        """Start a worker."""
         try:
             setup = Setup(self._program, self.devices[worker], worker, self.size, self._settings)
             handle = WorkerHandle(

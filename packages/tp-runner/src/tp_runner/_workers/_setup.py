@@ -82,12 +82,10 @@ class Setup:
 
     @property
     def info(self) -> WorkerInfo:
-        """The worker's description for user code."""
         return WorkerInfo(self.worker, self.count, self.device, self.settings.seed)
 
     @property
     def threads(self) -> int:
-        """The number of threads that it may compute with."""
         settings = self.settings
         if settings.threads is None and settings.cpus is not None:
             return len(settings.cpus[self.worker])
@@ -134,7 +132,6 @@ class Surroundings(NamedTuple):
         )
 
     def restore(self) -> None:
-        """Give them to this process."""
         sys.path[:] = self.path
         os.environ.clear()
         os.environ.update(self.environment)

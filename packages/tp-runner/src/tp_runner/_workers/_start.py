@@ -123,7 +123,6 @@ def make_private(*descriptors: int) -> None:
 
 
 def close_descriptors(*descriptors: int) -> None:
-    """Close private descriptors."""
     with _private_lock:
         _private.difference_update(descriptors)
         for descriptor in descriptors:
@@ -158,8 +157,6 @@ os.register_at_fork(
 
 
 class Process(abc.ABC):
-    """A process that was started."""
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._exitcode: int | None = None
@@ -182,7 +179,6 @@ class Process(abc.ABC):
         return self._exitcode
 
     def kill(self) -> None:
-        """Kill it, if it has not ended."""
         if self.wait(0) is None:
             # A child of the fork server may end, and be waited for there, just now.
             with contextlib.suppress(ProcessLookupError):
@@ -370,7 +366,6 @@ class ForkServer:
         self._socket.close()
 
     def stop(self) -> None:
-        """End the server; again, it does nothing."""
         if self._owner and self._owner == os.getpid():
             self.forget()
             self._process.wait(5)

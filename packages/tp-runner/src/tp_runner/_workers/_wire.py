@@ -16,7 +16,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -462,7 +462,6 @@ READY, DONE, RELEASE, LOG, FAILED, BYE = 11, 12, 13, 14, 15, 16
 
 
 def table_nbytes(n_buffers: int) -> int:
-    """Return the length of the table of some buffers."""
     return 16 * n_buffers
 
 
@@ -524,11 +523,6 @@ def pack_by_value(obj: Any) -> tuple[bytes, list[memoryview]]:
     """Pickle ``obj`` with cloudpickle: classes and functions of ``__main__`` go by value."""
     buffers: list[memoryview] = []
     return dumps_by_value(obj, protocol=5, buffer_callback=large_buffers_into(buffers, OUT_OF_BAND)), buffers
-
-
-def unpack(payload: Any, buffers: Sequence[Any]) -> Any:
-    """Undo :func:`pack`; arrays and tensors are views of ``buffers``."""
-    return pickle.loads(payload, buffers=buffers)
 
 
 class _Pickler(pickle.Pickler):
@@ -754,9 +748,6 @@ class Codec:
 
         Returns:
             Their block, and the message to the worker.
-
-        Raises:
-            Exception: An item cannot be pickled; nothing was placed.
         """
         payload, buffers = self._pack(worker, chunk.items)
         length, inputs = _blob_sizes(payload, buffers)
@@ -822,7 +813,7 @@ class Codec:
                     nbytes += sum(size for _, size in table)
                     leased = not reply.flags & HELD and self._memory.leased < self._lease_at_most
                     buffers = self._buffers(block, table, leased=leased)
-            results = unpack(blob, buffers)
+            results = pickle.loads(blob, buffers=buffers)
         except USERS_ERRORS as error:
             results, failed = [Failure.of(error, RESULT)] * reply.n_items, True
         self._result_bytes = max(nbytes / reply.n_items, 0.9 * self._result_bytes)

@@ -259,7 +259,6 @@ class ClassProgram:
         self.__dict__.update(state, is_own=True)
 
     def __call__(self, device: str) -> Callable[[Any], Any]:
-        """Start: ``producer_init``."""
         cfg = self.cfg if self.is_own else copy_cfg(self.cfg)
         self._producer.producer_init(device, cfg)
         work = functools.partial(self._producer.producer_work, device, cfg)
