@@ -718,7 +718,7 @@ class PipelineSession(ProcessGroupSession):
             return
         failure = None
         try:
-            self._reductions.go_back(partial(self._inner.backward, loss, share, **graph))
+            self._reductions.run_backward(partial(self._inner.backward, loss, share, **graph))
         except DisagreementError as error:
             failure = error
         self._shared(None, failure, self._team)

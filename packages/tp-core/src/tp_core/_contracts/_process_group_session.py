@@ -247,7 +247,7 @@ class ReductionWatch:
         if self._handle is not None:
             self._handle.remove()
 
-    def go_back(self, run: Callable[[], None]) -> None:
+    def run_backward(self, run: Callable[[], None]) -> None:
         """Run a backward pass, and check that it averages all gradients that it adds.
 
         Collective: DDP's all-reduces in ``run``; none of its own.
@@ -632,13 +632,13 @@ class ProcessGroupSession(Session):
         else:
             factor = 1.0 if share is None else share.samples * self._data_size / share.total
 
-        def go_back() -> None:
+        def run() -> None:
             if factor:
                 (loss if factor == 1.0 else loss * factor).backward(None, retain_graph, create_graph)
             else:
                 zero_backward(loss, lambda of: (of * 0.0).backward(None, retain_graph, create_graph))
 
-        self._reductions.go_back(go_back)
+        self._reductions.run_backward(run)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return DDP's own context, in which gradients stay on the ranks."""

@@ -131,7 +131,7 @@ class Sharding:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         self._share_weights(module)
-        odd = _kept_whole(module)
+        odd = _not_gathered_together(module)
         writes = WriteWatch(module)
         if is_root:
             self._writes[module] = writes
@@ -302,7 +302,7 @@ def _call(call: Callable[[], StepOutput]) -> StepOutput:
     return output
 
 
-def _kept_whole(module: nn.Module) -> list[nn.Parameter]:
+def _not_gathered_together(module: nn.Module) -> list[nn.Parameter]:
     """Return parameters that torch cannot gather with the others: scalars, empty ones, other dtypes."""
     elements: dict[torch.dtype, int] = {}
     parameters = [p for p in module.parameters() if not is_dtensor(p)]

@@ -149,7 +149,7 @@ class Stream:
             done: The number of its batches that were yielded before; they are left out.
         """
         if continues_stream and self._is_endless:
-            return self._go_on(done)
+            return self._continue(done)
         if not self._is_placed:
             self._skip = done
         self._pass, self._done = epoch, done
@@ -160,7 +160,7 @@ class Stream:
             self._done += 1
             yield batch
 
-    def _go_on(self, done: int) -> Iterator[Any]:
+    def _continue(self, done: int) -> Iterator[Any]:
         """Yield batches from the end of the epoch before, at most to the end of a pass that it began."""
         began_here = self._iterator is None and self._done <= done
         while True:

@@ -1,7 +1,7 @@
 """Internal interfaces between the tp packages, which may change with any version."""
 
 # mypy: implicit-reexport
-# ruff: noqa: F401 - the names under TYPE_CHECKING are those of the table, for type checkers
+# ruff: noqa: F401 - type checkers read these imports, and not the table
 
 from typing import TYPE_CHECKING
 

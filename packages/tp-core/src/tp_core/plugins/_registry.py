@@ -146,7 +146,7 @@ class NameConflict:
         )
 
 
-def settle(
+def resolve_conflicts(
     kind: str, found: Iterable[Contribution[T]], *, own: Mapping[str, PluginInfo]
 ) -> tuple[tuple[Contribution[T], ...], tuple[NameConflict, ...]]:
     """Return the contributions that keep their names, sorted by name, and the conflicts.
@@ -411,7 +411,7 @@ class PluginRegistry:
             self._discover()
             if kind not in self._cache:
                 own = dict.fromkeys(OWN_COMMANDS, _TP_CORE) if kind is Command else {}
-                found = settle(word_of(kind), self._ask(kind), own=own)
+                found = resolve_conflicts(word_of(kind), self._ask(kind), own=own)
                 self._cache[kind], self._conflicts[kind] = found
             return self._cache[kind]
 

@@ -465,10 +465,8 @@ class RunnerPool(Pool):
     def submit(self, item: Any, *, raise_original: bool = False) -> "Future[Any]":
         """Return a future of the result of one item.
 
-        Args:
-            item: The item.
-            raise_original: Whether the future raises what the work raised, where it could travel, with
-                our error as its cause, and not the other way around.
+        With ``raise_original`` it raises what the work raised, where that could travel, with our error as its
+        cause, and not the other way around.
         """
         if self.fleet.direct:
             return self._submit_inline(item, raise_original=raise_original)
@@ -541,12 +539,7 @@ class RunnerPool(Pool):
     # -- the end -------------------------------------------------------------------------------
 
     def close(self, *, timeout_s: float | None = None) -> None:
-        """Finish the submitted items, end all streams and the workers; a second call does nothing.
-
-        Args:
-            timeout_s: How long the workers may take over their end, by default ``end_timeout_s``; 0 ends
-                everything at once, and futures that are not done get ``RunnerClosedError``.
-        """
+        """Finish the submitted items, end all streams and the workers; see `_Runner.close`."""
         timeout_s = self.settings.end_timeout_s if timeout_s is None else timeout_s
         if self._owner != os.getpid():
             return
