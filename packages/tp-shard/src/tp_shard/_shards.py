@@ -461,7 +461,7 @@ Part = tuple[tuple[int, ...], Tensor]
 """A part of a tensor: its offset in each dimension, and its values."""
 
 
-def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool = False) -> list[Part]:
+def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool) -> list[Part]:
     """Return parts of a rank's shard, which begins at 0, as parts of the whole tensor: views, no copies.
 
     With ``own``, pieces that an earlier rank holds too are left out.

@@ -153,7 +153,7 @@ def convert(
     return files
 
 
-def open_model(path: Path, *, name: str | None = None) -> StoredTensors:
+def open_model(path: Path, *, name: str | None) -> StoredTensors:
     """Return the tensors of a model in any of the formats, with "model." before their names.
 
     ``path`` is a checkpoint, a folder of ``tp_shard.save_sharded``, weights, or a file of ``save_model``.

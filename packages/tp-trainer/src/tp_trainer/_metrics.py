@@ -145,7 +145,7 @@ class MetricSet:
     """
 
     def __init__(
-        self, session: Session, metrics: Mapping[str, Metric], *, boundaries: StepBoundaries | None = None
+        self, session: Session, metrics: Mapping[str, Metric], *, boundaries: StepBoundaries | None
     ) -> None:
         self._session = session
         self._metrics = dict(metrics)
@@ -321,9 +321,7 @@ class OrderedGather:
             boundary that they agree on. ``None`` if signals do not end them.
     """
 
-    def __init__(
-        self, session: Session, *, boundaries: StepBoundaries | None = None, keeps: bool = True
-    ) -> None:
+    def __init__(self, session: Session, *, boundaries: StepBoundaries | None, keeps: bool = True) -> None:
         self._session, self._boundaries = session, boundaries
         if boundaries is not None:
             boundaries.begin_phase(evaluates=True)

@@ -102,7 +102,7 @@ def all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> Tensor:
     return tensor
 
 
-def start_all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> dist.Work:
+def start_all_reduce_(tensor: Tensor, group: Group, *, layer: Any) -> dist.Work:
     """Start to sum a contiguous tensor over the ranks, in place; call ``wait()`` before you read it.
 
     Collectives: one asynchronous all-reduce.
@@ -280,7 +280,7 @@ def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = 
     return apply(_Gather, tensor, axis, sizes, ranks, ranks.size)
 
 
-def reduce_(tensor: Tensor, group: Group, layer: Any = None) -> Tensor:
+def reduce_(tensor: Tensor, group: Group, layer: Any) -> Tensor:
     """Sum a contiguous tensor over the ranks in place, where :func:`reduce` makes a new one.
 
     Use it for a layer's own intermediate results. Autograd marks the tensor as changed, so an operation that

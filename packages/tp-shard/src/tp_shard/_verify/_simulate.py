@@ -436,7 +436,7 @@ def _describe(model: nn.Module, run: Run) -> None:
 class Trace:
     """A context manager that records the outputs of a model's modules in a run."""
 
-    def __init__(self, model: nn.Module, run: Run, watched: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, run: Run, watched: Collection[str]) -> None:
         self._model, self._run, self._watched = model, run, watched
         self._handles: list[Any] = []
 

@@ -193,7 +193,7 @@ def linear_splits(
     out_features: int,
     dim: int | None,
     group: Group,
-    ranges: tuple[Ranges, ...] | None = None,
+    ranges: tuple[Ranges, ...] | None,
 ) -> dict[str, Split]:
     """Return the splits of the weight and the bias of a linear layer.
 

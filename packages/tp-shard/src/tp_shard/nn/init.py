@@ -228,9 +228,7 @@ def init_shard_(
 
 
 @contextmanager
-def same_generator(
-    group: Group, device: torch.device, generator: torch.Generator | None = None
-) -> Iterator[None]:
+def same_generator(group: Group, device: torch.device, generator: torch.Generator | None) -> Iterator[None]:
     """Set the generator to the state of the first rank: of the data-parallel group, then of ``group``.
 
     A rank with another state gets its own back afterwards. Other ranks keep the new one, in step.

@@ -185,9 +185,7 @@ def _check_settings(folder: Path, adapted: Any, adapter: str) -> None:
 # -- Weights with the adapters merged into them ----------------------------------------------------
 
 
-def export_merged(
-    session: Session, model: nn.Module, path: Path, *, max_file_nbytes: int | None = None
-) -> None:
+def export_merged(session: Session, model: nn.Module, path: Path, *, max_file_nbytes: int | None) -> None:
     """Write a model's weights without adapters: those that are active are merged, as peft merges them.
 
     The names are the model's before peft. One adapted layer at a time is whole in memory.

@@ -508,16 +508,14 @@ class Writer:
                 raise kind(msg)
         return {name: record for *_, records in answers for name, record in records.items()}
 
-    def _complete(
-        self, folder: Path, values: Values, written: Mapping[str, FileRecord] | None = None
-    ) -> None:
+    def _complete(self, folder: Path, values: Values, written: Mapping[str, FileRecord]) -> None:
         write_json(folder / STATE, values.state)
         write_json(folder / RANKS, values.ranks)
         with self._committing:
             if self._given_up:
                 shutil.rmtree(folder, ignore_errors=True)
                 return
-            self.last = self.folder.commit(folder, values.facts, written or {})
+            self.last = self.folder.commit(folder, values.facts, written)
             self.prune(self.last)
 
     def prune(self, last: Path) -> None:

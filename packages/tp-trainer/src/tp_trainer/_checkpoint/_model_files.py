@@ -271,7 +271,7 @@ def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str])
 
 
 def export_model(
-    session: Session, model: nn.Module, path: str | os.PathLike[str], *, max_file_nbytes: int | None = None
+    session: Session, model: nn.Module, path: str | os.PathLike[str], *, max_file_nbytes: int | None
 ) -> None:
     """Write the weights of a prepared model as safetensors files, tensor by tensor; call it on every rank.
 

@@ -318,7 +318,7 @@ class SignalWatch:
             save().
     """
 
-    def __init__(self, session: Session, boundaries: StepBoundaries, *, catches: bool = True) -> None:
+    def __init__(self, session: Session, boundaries: StepBoundaries, *, catches: bool) -> None:
         self._session, self._boundaries = session, boundaries
         self._catches = catches
         self._previous: dict[int, Any] = {}
