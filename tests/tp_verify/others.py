@@ -118,6 +118,7 @@ def fsdp2():
 EAGER = {"attn_implementation": "eager"}
 BATCHED = EAGER | {"experts_implementation": "batched_mm"}
 LOOP = EAGER | {"experts_implementation": "eager"}
+LEAVES = {"stage": 3, "leaf_module": {"name_suffixes": ["experts"]}}
 STACKS = {
     "transformers tp": (ways.Transformers(EAGER, tp_size=2), MODELS),
     "transformers fsdp": (ways.Transformers(EAGER, fsdp_size=2), MODELS),
@@ -132,6 +133,7 @@ STACKS = {
     "deepspeed 1": (ways.DeepSpeed(1), MODELS),
     "deepspeed 2": (ways.DeepSpeed(2), MODELS),
     "deepspeed 3": (ways.DeepSpeed(3), MODELS),
+    "deepspeed 3, leaves": (ways.DeepSpeed(3, zero_optimization=LEAVES), EXPERTS),
 }
 
 
@@ -139,7 +141,7 @@ def main(*stacks):
     quiet()
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(3, WORDS, (ROWS, LENGTH), generator=generator) for _ in range(2)]
-    with RankPool(2, setup=quiet, timeout_s=120) as ranks, Results("verify", is_part=True) as results:
+    with RankPool(2, setup=quiet, timeout_s=300) as ranks, Results("verify", is_part=True) as results:
         results.add("others, models", len(MODELS), "models")
         for stack in stacks or STACKS:
             way, models = STACKS[stack]

@@ -290,7 +290,8 @@ STACKS = [
     (["lightning==2.6.6"], "joint_setup.py", ["change of the weight", "", ""]),
     (["megatron-core==0.16.1"], "megatron_layers.py", ["", "gradient of the input of up"]),
     (TITAN, "titan_llama.py", ["", ""]),
-    (ZERO, "zero.py", ["", "", ""]),
+    (ZERO, "zero.py", ["", "", "", "change of the weight"]),
+    (ZERO, "zero_experts.py", [""]),
     ([], "uneven_stages.py", ["the loss", ""]),
     ([], "trainer_tokens.py", ["", "the loss"]),
 ]

@@ -205,8 +205,24 @@ def test_batches_that_the_ranks_cannot_share_are_refused():
         verify(Branches, [], parallel=unchanged, step=square)
     with pytest.raises(ConfigError, match="a list of whole batches, one for each step, got Tensor"):
         verify(Branches, torch.ones(4, 3), parallel=unchanged, step=square)
-    with pytest.raises(ConfigError, match="ranks is a number of 1 or more, got 0"):
-        verify(Branches, [torch.ones(4, 3)], parallel=unchanged, step=square, ranks=0)
+    with pytest.raises(ConfigError, match="a batch has tensors, nested as you like, got list without one"):
+        verify(Branches, [[1, 2]], parallel=unchanged, step=square)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"ranks": 0}, "ranks is a number of 1 or more, got 0"),
+        ({"dropout": -1}, "dropout is a number of 0 or more, got -1"),
+        ({"max_norm": 0.0}, "max_norm is a number above 0, or None for no clipping, got 0.0"),
+        ({"optimizer": "adam"}, "optimizer is a function, got 'adam'"),
+        ({"max_nrom": 1.0}, r"verify\(\) has no argument 'max_nrom'; did you mean 'max_norm'"),
+    ],
+    ids=str,
+)
+def test_options_of_another_kind_are_refused(option, said):
+    with pytest.raises(ConfigError, match=said):
+        verify(Branches, [torch.ones(4, 3)], parallel=unchanged, step=square, **option)
 
 
 @pytest.mark.parametrize(

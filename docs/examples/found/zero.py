@@ -5,6 +5,9 @@
 
 ``ways.DeepSpeed`` has gloo communicate. By itself, DeepSpeed first compiles a kernel for shared memory. After
 a build that was ended early, it waits without end for the lock of that build.
+
+The last case does not clip, and parts: DeepSpeed clips to a norm of 1 where its configuration does not say
+``"gradient_clipping": 0.0``.
 """
 
 import torch
@@ -23,9 +26,19 @@ def step(model, batch):
     return {"loss": loss, "weight": is_token.sum()}
 
 
+def louder(model, batch):
+    made = step(model, batch)
+    return made | {"loss": 10 * made["loss"]}
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
 def cases():
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(24, (4, 6), generator=generator) for _ in range(3)]
     case = {"build": build, "batches": batches, "step": step, "dtype": torch.float32}
     case |= {"micro": 2, "max_norm": 0.5}
-    return [case | {"parallel": ways.DeepSpeed(stage)} for stage in (1, 2, 3)]
+    plain = case | {"step": louder, "optimizer": sgd, "max_norm": None, "parallel": ways.DeepSpeed(2)}
+    return [*(case | {"parallel": ways.DeepSpeed(stage)} for stage in (1, 2, 3)), plain]

@@ -257,6 +257,13 @@ def _check(task: Task, way: Way, count: int) -> None:
     if isinstance(task.build, nn.Module):
         msg = f"build is a function that returns the plain model, got a model, {type(task.build).__name__}"
         raise ConfigError(msg)
+    for what, function in (("step", task.step), ("optimizer", task.make_optimizer)):
+        if not callable(function):
+            msg = f"{what} is a function, got {function!r:.60}"
+            raise ConfigError(msg)
+    if task.max_norm is not None and not task.max_norm > 0:
+        msg = f"max_norm is a number above 0, or None for no clipping, got {task.max_norm!r}"
+        raise ConfigError(msg)
     if not isinstance(task.dtype, torch.dtype | None):
         msg = f"dtype is one of torch's, as torch.bfloat16, or None for the model's own, got {task.dtype!r}"
         raise ConfigError(msg)
@@ -266,9 +273,13 @@ def _check(task: Task, way: Way, count: int) -> None:
     if not task.batches:
         msg = "there is nothing to verify with: give at least one batch, as a list"
         raise ConfigError(msg)
-    for what, number in (("ranks", count), ("micro", task.micro)):
-        if not isinstance(number, int) or number < 1:
-            msg = f"{what} is a number of 1 or more, got {number!r}"
+    for batch in task.batches:
+        if next(named_tensors(batch), None) is None:
+            msg = f"a batch has tensors, nested as you like, got {type(batch).__name__} without one"
+            raise ConfigError(msg)
+    for what, number, least in (("ranks", count, 1), ("micro", task.micro, 1), ("dropout", task.seeds, 0)):
+        if not isinstance(number, int) or number < least:
+            msg = f"{what} is a number of {least} or more, got {number!r}"
             raise ConfigError(msg)
     needed = task.micro * (count if way.data == "rows" else 1)
     rows = min(map(row_count, task.batches))

@@ -59,10 +59,11 @@ class Way:
         """Return the parallel model; the plain one may be changed.
 
         Raises:
-            ConfigError: The function given returns something else.
+            ConfigError: No function was given, or it returns something else.
         """
         if self._parallelize is None:
-            raise NotImplementedError
+            msg = f"{type(self).__name__} has no parallelize(): override it, or give a function in its place"
+            raise ConfigError(msg)
         found = self._parallelize(model)
         if not isinstance(found, nn.Module | None):
             msg = f"{self.name}() has to return the parallel model, got {type(found).__name__}"
