@@ -162,7 +162,6 @@ class DataParallel(ReplicaWrapper):
         return value
 
     def _call_method(self, name: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Run a method of the module on every part of its arguments, and gather the outputs."""
         method = getattr(self.module, name)
         has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((inputs, kwargs)))
         if not has_tensors and self.scattering.rows({**dict(enumerate(inputs)), **kwargs}) is None:

@@ -121,7 +121,6 @@ class LoadedBatches:
 
     @contextmanager
     def computing_part(self, where: str) -> Iterator[None]:
-        """Run a block in which each device has a part of the batch alone."""
         # A token each, and no flag: forwards of several models, and in threads of the step, overlap.
         token = object()
         self.computing[token] = where
@@ -323,7 +322,6 @@ def _holds_values(value: Any) -> bool:
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether a value is a list, or a tuple without names."""
     return isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields"))
 
 
@@ -419,7 +417,6 @@ class Scattering:
         return parts, sizes
 
     def sizes(self, value: Any, *, most: int) -> list[int]:
-        """Return how many rows each of at most ``most`` parts gets; an empty list where there are none."""
         rows = self.rows(value)
         return [s.stop - s.start for s in split_evenly(rows, min(most, rows))] if rows else []
 
@@ -749,7 +746,6 @@ def sorted_by_device(outputs: Sequence[Any], devices: Sequence[torch.device]) ->
 
 
 def _field_names(value: Any) -> list[Any] | None:
-    """Return the keys or field names of a container, ``None`` for lists and plain tuples."""
     if isinstance(value, Mapping):
         return list(value)
     if isinstance(value, tuple):

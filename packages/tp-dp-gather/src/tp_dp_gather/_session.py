@@ -65,14 +65,12 @@ class GatherSession(Session):
         )
 
     def move_batch(self, batch: Any, *, marker: Marker | None = None) -> Any:
-        """Move a batch to the first device, and mark its lists with an entry for each sample."""
         if not isinstance(batch, Envelope):
             return super().move_batch(batch)
         moved = super().move_batch(batch.batch)
         return moved if marker is None else marker.mark(moved, batch.samples, batch.layout)
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile the user's module and its replicas; scattering and gathering stay outside."""
         if isinstance(model, DataParallel):
             model.replicas.compile(**whole_model_arguments(self.job, "dp-gather"))
         else:
@@ -106,7 +104,6 @@ class GatherSession(Session):
             return _output_by_parts(step, model, batch, calls, loss=self.job.loss)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - parts never meet
-        """Check that no thread works on one device's part of the batch now."""
         for where in tuple(self._batches.computing.values()):  # a copy: threads add and remove entries
             msg = (
                 f"{what} was called {where}, where each device has its part of the batch; call it in the "

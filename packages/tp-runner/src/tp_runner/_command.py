@@ -302,7 +302,6 @@ class Journal:
         }
 
     def has(self, record: Record) -> bool:
-        """Return whether the result of a record is in the file."""
         key = _key(record.source, record.line)
         if key not in self._done:
             return False
@@ -391,7 +390,6 @@ def journal_of(output: Path) -> Path:
 
 
 def is_folder(output: Path) -> bool:
-    """Return whether results go into files of a folder."""
     return output.is_dir() or (not output.suffix and str(output) != "-")
 
 
@@ -428,7 +426,6 @@ def _columns(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def rows_of(journal: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of the journal as rows of a table."""
     with journal.open(encoding="utf-8") as file:
         for line in file:
             entry = json.loads(line)

@@ -165,7 +165,6 @@ def find_engine(name: str) -> Engine:
 
 
 def worker_devices(engine: str, devices: Any, n_workers: int | None = None) -> tuple[str, ...]:
-    """Return one device for each worker of an engine, as :func:`devices_of_workers` does."""
     is_remote = getattr(find_engine(engine), "is_remote", False)
     return devices_of_workers(devices, n_workers=n_workers, elsewhere=is_remote)
 
@@ -213,8 +212,6 @@ class PluginPoolAdapter:
         self.closed = False
 
     def open_run(self, items: Iterable[Any]) -> OpenRun:
-        """Return the results as lists of one, with functions that end them."""
-
         def steps() -> Generator[list[Any], None, None]:
             for result in self._pool.run(items, ordered=self._ordered):
                 yield [result]

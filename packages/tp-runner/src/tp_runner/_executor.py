@@ -259,6 +259,5 @@ def _backend() -> Any:
 
 
 def _call_batch(func: Callable[[], Any]) -> Any:
-    """Run a batch of calls in a worker; register the backend there, as nested calls may name it."""
     register_joblib()
     return func()

@@ -179,7 +179,6 @@ class RayFleet(Fleet):
         return self._nodes.get(worker, "") if worker in self._actors else ""
 
     def _scale(self) -> None:
-        """Start another worker, or end idle ones, by the work that there is."""
         busy = {sent.worker for sent in self._inflight.values()}
         leaving = {worker for worker, _ in self._leaving.values()}
         new = self._scaling.worker_to_start(self._actors, busy, self._lost | leaving)
@@ -480,7 +479,6 @@ class Scaling:
     def worker_to_start(
         self, running: Collection[int], busy: Collection[int], lost: Collection[int]
     ) -> int | None:
-        """Return the number of a worker to start now, if another one is wanted."""
         now = time.monotonic()
         if len(busy) == len(running):
             self._free_since = None

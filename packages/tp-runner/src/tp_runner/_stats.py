@@ -107,8 +107,6 @@ class _Counts:
 
 @dataclass(slots=True)
 class StatsCollector:
-    """Collector of the statistics of a pool."""
-
     devices: tuple[str, ...]  # the workers' devices
     timeline: bool = False  # whether to keep when each chunk was worked on
     delivered: int = 0  # how many results the caller was given

@@ -214,7 +214,6 @@ class Stopwatch:
         self._end = self._begin
 
     def stop(self) -> None:
-        """End the measurement, without a wait for the device."""
         self._end = self._mark()
 
     def seconds(self) -> float:

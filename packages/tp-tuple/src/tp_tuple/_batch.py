@@ -82,7 +82,6 @@ def cuda_attrs(obj: T, device: Device | None = None, *, non_blocking: bool = Fal
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
-    """Return the attributes of the object, in its dictionary and in slots."""
     # Python mangles slots with two leading underscores: `__x` of class A is the attribute `_A__x`.
     slots = [
         slot if not slot.startswith("__") or slot.endswith("__") else f"_{cls.__name__.lstrip('_')}{slot}"

@@ -98,7 +98,6 @@ class Splitter:
         return batches
 
     def label(self, values: Sequence[Any], counts: list[int], order: list[int] | None) -> Parts:
-        """Return the values as parts that know their sizes."""
         if self.speeds is None:
             return Parts(values, counts=counts, order=order)
         return _rebuild(tuple(values), tuple(counts), None if order is None else tuple(order), self.speeds)
@@ -309,7 +308,6 @@ class TupleCollateAdapter(CollateAdapter):
         weights: Sequence[float] | Speeds | None = None,
         cost: Callable[[Any], float] | None = None,
     ) -> Callable[[list[Any]], Parts]:
-        """Return a collate function that makes one batch of each piece."""
         if not callable(collate_fn):
             msg = f"a collate function must be callable, got {type(collate_fn).__name__}: {collate_fn!r:.80}"
             raise ConfigError(msg)
@@ -317,8 +315,6 @@ class TupleCollateAdapter(CollateAdapter):
 
 
 class _PartCollate:
-    """Collate function that returns parts; a class, as a loader's workers get it by pickle."""
-
     def __init__(self, collate_fn: Callable[[list[Any]], Any], splitter: Splitter) -> None:
         self._collate_fn = collate_fn
         self._splitter = splitter

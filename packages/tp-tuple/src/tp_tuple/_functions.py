@@ -218,7 +218,6 @@ def arguments_of_parts(
 
 
 def _count(name: int | str, arg: Any, count: int, most: int | None) -> int:
-    """Return the number of parts of the argument with that place or name."""
     if not isinstance(arg, tuple | list) or isinstance(arg, PackedSequence):
         shape = getattr(arg, "shape", None)
         what = f": {arg!r:.80}" if shape is None else f" of shape {tuple(shape)}"

@@ -26,7 +26,6 @@ _part = threading.local()
 
 
 def current_part_gather() -> "PartGather | None":
-    """Return the gather of the step that this thread runs a part of; ``None`` outside of such steps."""
     return getattr(_part, "gather", None)
 
 
@@ -186,7 +185,6 @@ class TupleSession(Session):
         return prepared
 
     def compile_model(self, model: nn.Module) -> None:
-        """Compile the model in place, and each of its replicas."""
         self._replicas_of(model).compile(**whole_model_arguments(self.job, "tuple"))
 
     def refresh(self, model: nn.Module) -> None:
@@ -264,7 +262,6 @@ class TupleSession(Session):
     def run_several(
         self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
     ) -> StepOutput:
-        """Run ``step(*replicas, part)`` on every device at once, as :meth:`run` does with one model."""
         if len(models) == 1:
             return self.run(step, models[0], batch)
         known = self._together.get(models[0])
@@ -306,7 +303,6 @@ class TupleSession(Session):
         return replicas.run(step, parts)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:
-        """Check that the caller is not in a step on one device's part, unless the parts gather there."""
         if self._gathers and not may_meet:
             msg = (
                 f"{what} was called within the step, which 'tuple' runs on each device's part of the batch; "

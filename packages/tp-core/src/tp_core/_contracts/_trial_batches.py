@@ -120,7 +120,6 @@ def watched_tables(model: nn.Module, given: Sequence[Tensor]) -> Iterator[dict[i
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a deep copy of any value with ``function`` applied to each tensor in it."""
     with _Mapping(function):
         return copy.deepcopy(value)
 

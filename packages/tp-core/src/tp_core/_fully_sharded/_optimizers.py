@@ -102,7 +102,6 @@ class WholeSteps:
         optimizer.param_groups[:] = [group for group, _ in self._groups if group["params"]]
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        """Give the optimizer all of its parameters back."""
         if self._groups:
             for group, parameters in self._groups:
                 group["params"] = parameters

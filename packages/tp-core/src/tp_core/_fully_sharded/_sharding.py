@@ -92,7 +92,6 @@ class Sharding:
         self._shards[model] = shards
 
     def shard_of(self, parameter: Tensor) -> nn.Parameter | None:
-        """Return the shard that replaced a parameter; ``None`` where none did."""
         for model in self._shards:
             replaced, shard = (self._shards.get(model) or {}).get(id(parameter), (None, None))
             if (
@@ -261,7 +260,6 @@ class Sharding:
         return f"Where parameters are fully sharded, less memory is needed with: {'; '.join(ways)}."
 
     def reduces(self, model: nn.Module, *, is_on: bool) -> None:
-        """Set whether backward passes reduce gradients over ranks."""
         model.set_requires_gradient_sync(is_on)  # type: ignore[operator]  # as above
         if (whole := self._whole.get(model)) is not None:
             whole.reduces = is_on

@@ -147,7 +147,6 @@ class _Tp(TyperGroup):
         return [name for name in list(self._waiting) if self._load(name) is not None]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a command, loaded; ``None`` if there is none of the name, or it is broken."""
         return self._load(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

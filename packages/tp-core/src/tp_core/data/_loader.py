@@ -105,7 +105,6 @@ class _Shard(IterableDataset[Any]):
         return iter(self._share())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the next pass of the dataset, and take the share again."""
         if hasattr(self._whole, "set_epoch"):
             self._whole.set_epoch(epoch)
         self._own = None

@@ -87,7 +87,6 @@ def join_rows(values: Sequence[Any]) -> Any:
 
 
 def _taken(value: Any, place: list[int]) -> Any:
-    """Return ``value`` with its rows in another order."""
     if length_along(value) is not None:
         return take_rows(value, place)
     if isinstance(value, list):

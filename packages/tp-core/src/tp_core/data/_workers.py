@@ -133,8 +133,6 @@ def _blocked() -> Iterator[None]:
 
 
 class _Outliving(BaseProcess):
-    """A worker process that survives the signals."""
-
     outlives_signals = True  # read by _fork_server in each child
 
     def start(self) -> None:

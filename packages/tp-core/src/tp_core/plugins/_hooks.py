@@ -219,7 +219,6 @@ def class_of(name: str) -> type:
 
 
 def as_plugin(plugin: object, name: str | None) -> tuple[object, str]:
-    """Return a plugin and its name; a bare contribution is wrapped in a plugin that brings it."""
     kinds = tuple(map(class_of, HOOKS))
     bare = _made(plugin) if isinstance(plugin, type) and issubclass(plugin, kinds) else plugin
     for kind in kinds:

@@ -263,7 +263,6 @@ class ParameterMirror:
         return stale, replaced
 
     def note_copied(self, now: Any, stale: Sequence[int]) -> None:
-        """Record that these copies equal their parameters."""
         for i in stale:
             self._seen[i] = self._versions(i)
         self.copied += len(stale)
@@ -384,7 +383,6 @@ class _Sum:
         self._own: set[int] = set()  # positions of values that nothing else holds: added to in place
 
     def add(self, given: Sequence[tuple[int, Tensor]], home: torch.device, *, force_flat: bool) -> None:
-        """Add a replica's gradients, given as pairs of a position and a tensor."""
         moved = set()
         for bucket, arrived in move_in_buckets([g for _, g in given], home, force_flat=force_flat):
             moved.update(bucket)

@@ -198,7 +198,6 @@ class Streams:
         self.has_drawn = False
 
     def of(self, number: int) -> AbstractContextManager[Any]:
-        """Return the context in which replica ``number`` runs."""
         generator = _generator(self._devices[number])
         if generator is None:
             return nullcontext()

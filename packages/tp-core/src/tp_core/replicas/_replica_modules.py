@@ -73,7 +73,6 @@ class Original:
         self._contents = Contents([vars(module)])
 
     def look(self) -> None:
-        """Increase the version if attributes have changed."""
         if not self._contents.is_same():
             self._contents.read()
             self.version += 1
@@ -226,7 +225,6 @@ class OwnContainers:
         return pair[1]
 
     def keep(self, real: Iterable[Any]) -> None:
-        """Drop all pairs but those of these real containers."""
         kept = set(map(id, real))
         self._pairs = {key: pair for key, pair in self._pairs.items() if key in kept}
 
@@ -337,7 +335,6 @@ class _ReplicaModule:
                     self.tensors.append((value, value._version))
 
     def _rewire_compiled(self) -> None:
-        """Make the copy of a compiled module run the copy of the inner module."""
         context, call = self._compiled
         inner = self.own["_modules"].get("_orig_mod")
         if context is not None and inner is not None:
@@ -422,7 +419,6 @@ class ReplicaModules:
         replica.copy_attributes(self._replica_of, self._containers, self.device, self._structure.home)
 
     def _watch(self) -> None:
-        """Record the attributes of the replica's modules, to notice changes."""
         self._all = Contents(vars(t.module) for t in self._replicas)
         self._some = Contents(vars(t.module) for t in self._replicas if not _is_of_torch(t.module))
         self._moved = any(t.tensors for t in self._replicas)

@@ -92,7 +92,6 @@ class ReplicaCache:
         return tuple(self._mirrors.values())
 
     def refresh(self) -> None:
-        """Copy everything at the next call."""
         self._refreshes += 1
 
     def note_run_alone(self) -> None:
@@ -334,7 +333,6 @@ def leave_to_others(tensors: Sequence[Tensor]) -> None:
 
 
 def _nodes_of(value: Any) -> list[Any]:
-    """Return the last node of each tensor in a value."""
     if type(value) is Tensor:
         return [] if value.grad_fn is None else [value.grad_fn]
     values, seen, nodes = [value], set(), []

@@ -144,7 +144,6 @@ class ReplicaThread:
         self._done.acquire(blocking=False)  # if it was over before: the next task begins with a taken lock
 
     def take(self) -> tuple[Any, BaseException | None]:
-        """Return the outcome of the task: its result, or what it raised."""
         result, error = self._result, self._error
         self._result = self._error = None
         self.busy = False
@@ -243,7 +242,6 @@ class ReplicaThreads:
         return any(thread.busy for thread in self._threads)
 
     def leave(self) -> None:
-        """Abandon the threads; the next call starts new ones."""
         _stop(self._threads)
 
     def forget(self) -> None:

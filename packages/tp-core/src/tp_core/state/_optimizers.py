@@ -95,7 +95,6 @@ def note_whole_steps(optimizer: Optimizer) -> None:
 
 
 def steps_whole(optimizer: Optimizer) -> bool:
-    """Return whether :func:`note_whole_steps` was called for it."""
     return optimizer in _stepping_whole
 
 
@@ -135,7 +134,6 @@ def is_inner_step(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Make sure that an optimizer's state can be saved."""
     if is_zero_redundancy(optimizer):
         msg = (
             "the state of ZeroRedundancyOptimizer cannot be saved in a checkpoint: each rank keeps the state "

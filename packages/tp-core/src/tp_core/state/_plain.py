@@ -121,7 +121,6 @@ def split(value: Any, name: str, parameter: Tensor | None, put: Put) -> Any:
 
 
 def joined(value: Any, parameter: Tensor | None, get: Get) -> Any:
-    """Return what :func:`split` was given."""
     if isinstance(value, StoredTensor):
         return get(value, parameter)
     if isinstance(value, list | tuple):

@@ -232,7 +232,6 @@ class Recorder(TorchDispatchMode):
         return self._record(func, args, kwargs, written, None)
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a new tensor: one without memory if it is large."""
         device = kwargs.get("device")
         on_cpu = device is None or torch.device(device).type == "cpu"
         if "device" not in {a.name for a in func._schema.arguments} or not on_cpu:
@@ -365,7 +364,6 @@ _READS_A_VALUE = frozenset({torch.ops.aten._local_scalar_dense.default, torch.op
 
 
 def _written(func: Any, args: Sequence[Any]) -> Tensor | None:
-    """Return the tensor that an operator changes in place."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
             return value
@@ -386,7 +384,6 @@ def _state_of(kwargs: Any) -> Tensor:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a nested value with ``function`` of each leaf."""
     if isinstance(value, list | tuple):
         return type(value)(mapped(function, item) for item in value)
     if isinstance(value, dict):

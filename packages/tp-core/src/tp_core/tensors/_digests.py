@@ -162,7 +162,6 @@ class DigestingFile:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Close the file; `record` still works."""
         self._file.close()
 
     def record(self) -> FileRecord:

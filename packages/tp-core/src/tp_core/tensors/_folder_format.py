@@ -268,8 +268,6 @@ _STORAGES = {  # torch.save's names of storages
 
 
 class Part(NamedTuple):
-    """A part of a tensor: its start and its length in each dimension."""
-
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -316,7 +314,6 @@ def fill_from_archive(target: Tensor, handle: int, position: int, nbytes: int, p
 
 
 def _find(handle: int, position: int, nbytes: int) -> _Elements:
-    """Return the position of the elements of the archive's tensor."""
     tail = min(nbytes, _TAIL)
     with zipfile.ZipFile(io.BytesIO(_read(handle, position + nbytes - tail, tail))) as archive:
         # zipfile counts offsets from the beginning of the tail that it was given; `end` corrects that.

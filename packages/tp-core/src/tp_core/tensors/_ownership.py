@@ -233,7 +233,6 @@ def _open(file: Path) -> int:
 
 
 def _owner(file: Path) -> dict[str, object]:
-    """Return the content of a lock file, as far as it can be read."""
     try:
         with file.open("rb", buffering=0) as opened:
             opened.seek(1)

@@ -189,7 +189,6 @@ Yielded = tuple[int, list[tuple[Any, Tensor]]]
 
 
 def yielded(kit: ConformanceKit, training: bool) -> Yielded:
-    """Return, for each batch, the share and the inputs of the step."""
     with prepared(kit) as (session, model):
         loader = DataLoader(data(SAMPLES), batch_size=BATCH_SIZE)
         batches = session.prepare_loader(loader, training=training)
@@ -375,7 +374,6 @@ def _meet_once(session: Session, log: "_Log") -> None:
 
 
 def lines(path: Path | str) -> list[tuple[int, int, str]]:
-    """Return round, rank and word of each line of a log."""
     whole = Path(path).read_text().rpartition("\n")[0]  # of the last line, there may be a part
     lines = [line.split() for line in whole.splitlines()]
     return [(int(round_), int(rank), word) for round_, rank, word in lines]
@@ -383,8 +381,6 @@ def lines(path: Path | str) -> list[tuple[int, int, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Log:
-    """One rank's log of one round, in a file of all ranks."""
-
     path: str
     file: int
     round_: int
@@ -395,7 +391,6 @@ class _Log:
 
     @contextmanager
     def turns(self) -> Iterator[None]:
-        """Log the turns of a second thread."""
         done = threading.Event()
 
         def report() -> None:
@@ -725,7 +720,6 @@ def accumulated_gradients(kit: ConformanceKit) -> State:
 
 
 def held_gradients(kit: ConformanceKit) -> tuple[int, State]:
-    """Return the gradients on a rank before they are reduced."""
     with prepared(kit) as (session, model):
         shared = whole(session)
         with session.no_sync(model):

@@ -185,7 +185,6 @@ def make_job(
 
 
 def open_session(kit: ConformanceKit, **job: Any) -> Session:
-    """Open a session on the backend under test; arguments as of :func:`make_job`."""
     return kit.backend().open(make_job(kit, **job))
 
 
@@ -208,7 +207,6 @@ def data(samples: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
 
 
 def with_shares(batches: PreparedLoader) -> Iterator[Shared]:
-    """Yield each batch of a loader with its share."""
     for batch in batches:
         yield batch, batches.share
 
@@ -251,8 +249,6 @@ def train(
 
 
 def batch_loss(reduction: LossReduction = "mean") -> Callable[[nn.Module, Any], StepOutput]:
-    """Return the step of all tests."""
-
     def step(model: nn.Module, batch: Any) -> Tensor:
         x, y = batch
         return nn.functional.mse_loss(model(x), y, reduction=reduction)
@@ -261,7 +257,6 @@ def batch_loss(reduction: LossReduction = "mean") -> Callable[[nn.Module, Any], 
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in the output of a step."""
     loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
     return loss
 

@@ -136,6 +136,5 @@ class _Graphs:
 
 
 def small_net() -> nn.Module:
-    """Return a module in double precision: (rows, 3) -> (rows, 2)."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

@@ -108,7 +108,6 @@ class Scheduler:
                 self.end_run(run)
 
     def end_run(self, run: Run, reason: TpError | None = None) -> None:
-        """Stop a run; its items at work become cancelled."""
         with self.lock:
             run.end(reason)
             if run in self.runs:
@@ -491,7 +490,6 @@ class RunnerPool(Pool):
             return future
 
     def cancel_submitted(self) -> None:
-        """Cancel the futures of items that no worker has yet."""
         with self._lock:
             if self._submissions is not None:
                 self._submissions.cancel_pending()
@@ -530,7 +528,6 @@ class RunnerPool(Pool):
         return self.fleet.exit_results()
 
     def timeline(self) -> StatsCollector:
-        """Return what was kept of the work."""
         if not self.settings.timeline:
             msg = "nothing was kept for a timeline; open the runner with timeline=True"
             raise ConfigError(msg)
@@ -574,7 +571,6 @@ class RunnerPool(Pool):
             self._finish(submissions)
 
     def at_exit(self) -> None:
-        """Finish the submitted items, as ``concurrent.futures`` does at the end of a program."""
         try:
             if self._owner == os.getpid() and self._submissions is not None:
                 self._finish(self._submissions)

@@ -139,7 +139,6 @@ def after_death(chunk: Chunk, death: Death, settings: Settings) -> Decision:
 
 
 def death_failure(death: Death) -> Failure:
-    """Describe a worker's death in place of a result."""
     failure = failure_of_death(death.event)
     failure.held = death.held
     return failure
@@ -350,7 +349,6 @@ class RetryQueue:
             self._ready.append(chunk)
 
     def take(self) -> Chunk | None:
-        """Return the next chunk that is ready."""
         while self._resting and (self._is_hurried or self._resting[0][0] <= time.monotonic()):
             self._ready.append(heapq.heappop(self._resting)[2])
         return self._ready.popleft() if self._ready else None
@@ -389,7 +387,6 @@ class Assignments:
         self._seq = 0
 
     def next_seq(self) -> int:
-        """Return a number that no chunk has had."""
         self._seq += 1
         return self._seq
 
@@ -435,7 +432,6 @@ class Assignments:
         return [self._remove(seq) for seq in seqs]
 
     def take_all(self) -> list[Chunk]:
-        """Return every chunk that is with a worker, in the order in which they were given."""
         return [self._remove(seq) for seq in list(self._inflight)]
 
     def _remove(self, seq: int) -> Chunk:
@@ -456,7 +452,6 @@ class Assignments:
         return [worker for worker, load in enumerate(self._loads) if load]
 
     def holders(self, run: int) -> list[int]:
-        """Return the workers that have chunks of a run."""
         return [worker for worker in range(len(self._loads)) if (worker, run) in self._counts]
 
     def busy_with(self, runs: Container[int]) -> set[int]:
@@ -580,7 +575,6 @@ class Run:
         return self.source.exhausted
 
     def has_finished(self) -> bool:
-        """Return whether a chunk may be given."""
         if not self._queue:
             return False
         return not self._ordered or bool(self._queue[0].results and not self._queue[0].missing)
@@ -612,7 +606,6 @@ class Run:
         return outcome_of(chunk, self._fleet.devices, raises=raises, numbered=self._numbered)
 
     def end(self, reason: TpError | None = None) -> None:
-        """Stop; later results of the workers are dropped."""
         if reason is not None and self._ended_by is None:
             self._ended_by = reason
         self.is_stopping = True

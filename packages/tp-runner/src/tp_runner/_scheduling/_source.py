@@ -242,7 +242,6 @@ def _name(items: Any) -> tuple[str, str]:
 
 
 def length_of(items: Any) -> int | None:
-    """Return how many items there are, where it is known beforehand."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):
@@ -301,7 +300,6 @@ class Submissions(Source):
         self.hurry: Callable[[], None] = lambda: None
 
     def submit(self, item: Any, *, raise_original: bool) -> "Future[Any]":
-        """Put an item in line."""
         future: Future[Any] = Future()
         if not self._pending:
             self._oldest = time.monotonic()
@@ -377,7 +375,6 @@ class Submissions(Source):
             ticket.future.cancel()
 
     def join(self) -> None:
-        """Wait for the thread, unless this is the thread."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 

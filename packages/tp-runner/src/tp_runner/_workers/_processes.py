@@ -123,8 +123,6 @@ def _wait_for_end(life: int) -> None:
 
 
 class WorkerProcess:
-    """The loop of one worker."""
-
     def __init__(self, descriptors: Descriptors, setup: Setup) -> None:
         # A process that the user's code forks or starts must not hide the worker's death from the parent
         # (test_programs_that_workers_start_do_not_hide_their_death).
@@ -140,7 +138,6 @@ class WorkerProcess:
         self._replies = ReplyWriter(descriptors.replies, self._memory)
 
     def run(self) -> None:
-        """Start, work until the parent asks for the end, end."""
         # A terminal sends Ctrl-C to workers, too, and the parent decides what it means
         # (test_ctrl_c_in_the_terminal_reaches_the_program_once).
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -297,7 +294,6 @@ class WorkerHandle:
         self.write(_wire.REQUEST.pack(*request) + data)
 
     def send_end(self) -> None:
-        """Ask the worker to end after its chunks."""
         self.write(_wire.REQUEST.pack(*_wire.Request(_wire.END)))
 
     def write(self, data: bytes) -> None:

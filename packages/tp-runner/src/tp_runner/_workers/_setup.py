@@ -117,7 +117,6 @@ class Surroundings(NamedTuple):
 
     @classmethod
     def of_this_process(cls, env: Mapping[str, str | None]) -> Self:
-        """Return the caller's surroundings, with changes of its environment."""
         process = sys.modules.get("multiprocessing.process")
         folder = ""  # the folder may be gone; work that needs it will notice
         with contextlib.suppress(OSError):

@@ -104,7 +104,6 @@ def open_pipe() -> tuple[int, int]:
 
 
 def open_pipes(count: int) -> list[tuple[int, int]]:
-    """Open several such pipes, or none."""
     opened: list[tuple[int, int]] = []
     try:
         for _ in range(count):
@@ -204,8 +203,6 @@ def _await_exit(pid: int, timeout_s: float) -> None:
 
 
 class _Child(Process):
-    """A child of this process."""
-
     def _poll(self) -> int | None:
         try:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -215,7 +212,6 @@ class _Child(Process):
 
 
 def fork(child: Callable[[], None]) -> Process:
-    """Run ``child`` in a copy of this process."""
     sys.stdout.flush()  # or the copy would write the buffered text a second time
     sys.stderr.flush()
     pid = os.fork()
@@ -322,7 +318,6 @@ class ForkServer:
         self._owner = os.getpid()
 
     def fork(self, descriptors: Sequence[int]) -> Process:
-        """Start a worker that shares ``descriptors``."""
         with self._lock, contextlib.ExitStack() as opened:
             # The standard output and error of this moment: the server has those of its own start
             # (test_workers_write_where_their_runner_does_and_run_what_they_left_for_the_end).
@@ -361,7 +356,6 @@ class ForkServer:
         return self._owner == os.getpid() and self._process.wait(0) is None
 
     def forget(self) -> None:
-        """Close the socket; the server keeps serving the process that owns it."""
         self._owner = 0
         self._socket.close()
 
@@ -397,8 +391,6 @@ def _open_standard(descriptor: int, opened: contextlib.ExitStack) -> int:
 
 
 class _Grandchild(Process):
-    """A child of the server."""
-
     def __init__(self, pid: int, server: ForkServer) -> None:
         super().__init__(pid)
         self._server = server

@@ -339,7 +339,6 @@ class Definitions:
         return {key: pickled for key, pickled in data.items() if sent.get(key) != pickled}
 
     def note_sent(self, worker: int, unsent: Mapping[str, bytes], found: Mapping[str, Any]) -> None:
-        """Note that a worker gets definitions."""
         self._sent.setdefault(worker, {}).update(unsent)
         self._classes.update({key: found[key] for key in unsent})
 
@@ -407,8 +406,6 @@ MAGIC = 0x72_4E_70_74
 
 
 class Request(NamedTuple):
-    """The header of a message to a worker."""
-
     kind: int  # ``START``, ``WORK`` or ``END``
     n_items: int = 0  # how many items the chunk has
     n_buffers: int = 0  # how many large buffers they refer to
@@ -425,8 +422,6 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The header of a message from a worker."""
-
     kind: int  # ``READY``, ``DONE``, ``RELEASE``, ``LOG``, ``FAILED`` or ``BYE``
     flags: int = 0  # bits of the codec: ``FAILED``, ``HELD``, ``THROUGH_PIPE``
     n_items: int = 0  # how many items the chunk has
@@ -466,7 +461,6 @@ def table_nbytes(n_buffers: int) -> int:
 
 
 def encode_table(places: Iterable[tuple[int, int]]) -> bytes:
-    """Encode the offset and the length of each buffer."""
     flat = [number for place in places for number in place]
     return struct.pack(f"<{len(flat)}Q", *flat)
 
@@ -478,7 +472,6 @@ def split_blob(blob: Any, n_buffers: int) -> tuple[list[tuple[int, int]], memory
 
 
 def read_exactly(fd: int, nbytes: int) -> bytes | bytearray | None:
-    """Read ``nbytes``, waiting for them; ``None`` at the end of the file."""
     data = os.read(fd, nbytes)
     if len(data) == nbytes:
         return data
@@ -630,7 +623,6 @@ class ReplyWriter:
         self._key_of: Any = None  # set once results are of classes from the parent
 
     def message(self, kind: int, blob: Any = b"", *, seq: int = 0) -> None:
-        """Send something that is not about a chunk's results."""
         header = REPLY.pack(*Reply(kind, seq=seq, blob_nbytes=len(blob)))
         self._send(b"".join((header, blob)))
 
