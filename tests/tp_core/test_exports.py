@@ -59,8 +59,8 @@ PUBLIC = {
         RankPool RanksBackend SampleRows Sharding Units WholeSteps WithoutDropout all_gather_single
         atomic_part available_cores averaged_gradients call_builder call_without_attention_dropout
         capture_rng_state cat_rows check_above_zero check_backend_name check_call check_initialized
-        check_installed check_not_quantized check_offload check_process_count check_whole_steps containers
-        copied describe_presharded device_of device_of_rank device_rng_state did_you_mean divisors
+        check_installed check_not_quantized check_offload check_process_count check_whole_steps compute_once
+        containers copied describe_presharded device_of device_of_rank device_rng_state did_you_mean divisors
         dropout_rates dumps_by_value explain_arguments explain_init file_meant find_units first_token
         free_nbytes functions_named gathers_matrices has_exited hook_steps idle_lines_in_words in_notebook
         is_array is_dtensor is_inner_step is_random_op is_zero_redundancy iterates_itself join_rows

@@ -17,7 +17,7 @@ from typing import get_args
 
 from torch import nn
 from tp_core.errors import TpError
-from tp_core.internal import BUCKET_NBYTES, averaged_gradients, divisors
+from tp_core.internal import BUCKET_NBYTES, averaged_gradients, compute_once, divisors
 from tp_core.jobs import Footprint, Forecast, Layout, MemoryNeed, StepWork, Transfer, replicated_memory
 from tp_core.plugins import Job
 from tp_core.tensors import is_deferred
@@ -272,8 +272,9 @@ def _need(
     part = gradients / max(1, footprint.gradients) / shared
     optimizer = int(footprint.optimizer_nbytes * part)
     updated = part
-    if footprint.update < footprint.gradients and job.model is not None:  # of a parameter at a time
-        largest = max((p.nbytes for p in job.model.parameters() if p.requires_grad), default=1)
+    model = job.model or nn.Module()
+    largest, deferred = compute_once((model, "parameters"), lambda: _largest_and_deferred(model))
+    if footprint.update < footprint.gradients:  # of a parameter at a time
         updated = max((p.nbytes for p in _parameters(own) if p.requires_grad), default=0) / largest / shared
     activations = max(activations, int(footprint.update * updated)) + footprint.batch
     # Gradients are averaged when the activations have gone, and whole weights, too.
@@ -282,7 +283,8 @@ def _need(
     communication = max(whole, bucket - activations)
     weights //= shared
     # Until the first step cuts it, each rank holds the weights of the whole model, if it was not built here.
-    elsewhere = _deferred_elsewhere(job, own)
+    here = {id(p) for p in _parameters(own)}
+    elsewhere = sum(nbytes for key, nbytes in deferred.items() if key not in here)
     at_start = footprint.weights - elsewhere - gradients - optimizer - activations - communication
     return MemoryNeed(
         weights=max(weights, at_start),
@@ -297,11 +299,11 @@ def _need(
     )
 
 
-def _deferred_elsewhere(job: Job, own: list[_Stage]) -> int:
-    """Return the bytes of weights that are built by other ranks alone."""
-    here = {id(p) for p in _parameters(own)}
-    model = job.model or nn.Module()
-    return sum(p.nbytes for p in model.parameters() if is_deferred(p) and id(p) not in here)
+def _largest_and_deferred(model: nn.Module) -> tuple[int, dict[int, int]]:
+    """Return the bytes of the largest trained parameter, and of those not built yet, by their ids."""
+    parameters = list(model.parameters())
+    largest = max((p.nbytes for p in parameters if p.requires_grad), default=1)
+    return largest, {id(p): p.nbytes for p in parameters if is_deferred(p)}
 
 
 def stages_by_order(model: nn.Module, count: int, cuts: Sequence[str] | None) -> list[_Stage]:
@@ -309,6 +311,11 @@ def stages_by_order(model: nn.Module, count: int, cuts: Sequence[str] | None) ->
 
     Units are taken in the model's order; a step shows in which order it calls them.
     """
+    key = (model, "stages", count, None if cuts is None else tuple(cuts))
+    return compute_once(key, lambda: _cut(model, count, cuts))
+
+
+def _cut(model: nn.Module, count: int, cuts: Sequence[str] | None) -> list[_Stage]:
     units, starts = find_units(model, cuts)
     names = list(units)
     places = [i for i, name in enumerate(names) if name in starts]

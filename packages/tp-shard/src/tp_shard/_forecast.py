@@ -10,7 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
-from tp_core.internal import averaged_gradients, divisors, repeated_blocks, sharded_memory, sharded_transfers
+from tp_core.internal import (
+    averaged_gradients,
+    compute_once,
+    divisors,
+    repeated_blocks,
+    sharded_memory,
+    sharded_transfers,
+)
 from tp_core.jobs import Footprint, Forecast, Layout, StepWork, Transfer, replicated_memory
 from tp_core.plugins import Job
 from tp_core.sessions import FullyShardOptions
@@ -30,6 +37,23 @@ class _Split:
     pairs: int
     passed: int
     words: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Linears:
+    """The linear layers of a model.
+
+    Attributes:
+        part: The part of all weights that is split.
+        of_blocks: The names of modules with linear layers in them, and how many, by block.
+        table: The outputs of the head over a vocabulary; 0 if there is none.
+        width: The inputs of that head.
+    """
+
+    part: float
+    of_blocks: dict[str, list[tuple[str, int]]]
+    table: int
+    width: int
 
 
 def list_layouts(model: nn.Module, size: int) -> Iterator[Layout]:
@@ -120,26 +144,34 @@ def _own(footprint: Footprint, part: float, saved: int) -> Footprint:
 
 
 def _split(model: nn.Module, footprint: Footprint) -> _Split:
-    blocks = repeated_blocks(model)
-    first = next(iter(blocks))
-    passed = footprint.passed.get(first, 0)
+    linears = compute_once((model, "linears"), lambda: _find_linears(model))
+    passed = footprint.passed.get(next(iter(linears.of_blocks)), 0)
+    inside = pairs = 0
+    for modules in linears.of_blocks.values():
+        within, count = _inside(modules, footprint, passed)
+        inside, pairs = inside + within, pairs + max(1, count)
+    return _Split(linears.part, inside, pairs, passed, passed * linears.table // linears.width)
+
+
+def _find_linears(model: nn.Module) -> _Linears:
     split: dict[int, int] = {}
-    inside = pairs = words = 0
-    for name, block in blocks.items():
+    of_blocks: dict[str, list[tuple[str, int]]] = {}
+    for name, block in repeated_blocks(model).items():
         weights = [_weight(m) for m in block.modules() if is_linear(m)]
         split |= {id(w): w.numel() for w in weights}
-        within, count = _inside(name, block, footprint, passed)
-        inside, pairs = inside + within, pairs + max(1, count)
-    table = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+        counts = [(p, sum(map(is_linear, m.children()))) for p, m in block.named_modules() if p]
+        of_blocks[name] = [(f"{name}.{path}", count) for path, count in counts if count]
+    largest = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+    table, width = 0, 1
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.num_embeddings >= _LEAST_WORDS:
             split[id(module.weight)] = module.weight.numel()
-        elif is_linear(module) and _LEAST_WORDS <= table == max(_weight(module).shape):
+        elif is_linear(module) and _LEAST_WORDS <= largest == max(_weight(module).shape):
             weight = _weight(module)
             split[id(weight)] = weight.numel()
-            words = passed * table // max(1, min(weight.shape))
+            table, width = largest, max(1, min(weight.shape))
     total = sum(p.numel() for p in model.parameters())
-    return _Split(sum(split.values()) / max(1, total), inside, pairs, passed, words)
+    return _Linears(sum(split.values()) / max(1, total), of_blocks, table, width)
 
 
 def _weight(layer: nn.Module) -> Tensor:
@@ -148,18 +180,14 @@ def _weight(layer: nn.Module) -> Tensor:
     return weight
 
 
-def _inside(name: str, block: nn.Module, footprint: Footprint, passed: int) -> tuple[int, int]:
+def _inside(modules: list[tuple[str, int]], footprint: Footprint, passed: int) -> tuple[int, int]:
     """Return the bytes that a block keeps between the layers of pairs, and the number of pairs."""
     nbytes = pairs = 0
-    for path, module in block.named_modules():
-        if not path:
-            continue
-        layers = [m for m in module.children() if is_linear(m)]
-        kept = footprint.kept.get(f"{name}.{path}", 0)
-        out = footprint.passed.get(f"{name}.{path}", 0)
-        if len(layers) > 1 and out == passed:  # from the first layer of a pair to the last
+    for name, layers in modules:
+        kept, out = footprint.kept.get(name, 0), footprint.passed.get(name, 0)
+        if layers > 1 and out == passed:  # from the first layer of a pair to the last
             nbytes, pairs = nbytes + max(0, kept - out), pairs + 1
-        elif len(layers) == 1 and out > passed:  # the first layers of a pair alone
+        elif layers == 1 and out > passed:  # the first layers of a pair alone
             nbytes, pairs = nbytes + kept, pairs + 1
     return nbytes, pairs
 

@@ -10,12 +10,12 @@
 The backward pass is followed gradient by gradient, with the activations that are left then.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -25,23 +25,36 @@ from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, r
 from tp_core._fully_sharded._units import find_units
 
 OptionsT = TypeVar("OptionsT", bound=FullyShardOptions)
+T = TypeVar("T")
 
 _SAFE = 0.9
 """The part of the free memory that must be enough before "auto" takes more memory than necessary."""
 
 
 _Units = tuple["_Unit", list["_Unit"]]
-_sizes: ContextVar[dict[tuple[object, ...], _Units] | None] = ContextVar("_sizes", default=None)
+# A plan asks for thousands of forecasts of one model, each of which would walk through all its modules.
+_cache: ContextVar[dict[tuple[object, ...], Any] | None] = ContextVar("_cache", default=None)
 
 
 @contextmanager
 def unchanged_models() -> Iterator[None]:
-    """Keep the sizes of models' units in a ``with`` block, in which models must not change."""
-    token = _sizes.set({})
+    """Have :func:`compute_once` cache in a ``with`` block, in which models must not change."""
+    token = _cache.set({})
     try:
         yield
     finally:
-        _sizes.reset(token)
+        _cache.reset(token)
+
+
+def compute_once(key: tuple[object, ...], compute: Callable[[], T]) -> T:
+    """Return what ``compute`` returns; in a block of :func:`unchanged_models` call it once for each key."""
+    cache = _cache.get()
+    if cache is None:
+        return compute()
+    if key not in cache:
+        cache[key] = compute()
+    found: T = cache[key]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,13 +291,8 @@ def _activations(
 def _gathered(job: Job, options: FullyShardOptions, model: nn.Module, *, padded_for: int = 1) -> _Units:
     """Return the bytes of parameters in no unit, and of each unit; with rows for as many ranks alike."""
     low, reduced = parameter_type(options, job), reduction_type(options, job)
-    kept = _sizes.get()
-    key = (id(model), repr(options.units), job.precision, low, reduced, padded_for)
-    if kept is None:
-        return _measured(job, options, model, low, reduced, padded_for)
-    if key not in kept:
-        kept[key] = _measured(job, options, model, low, reduced, padded_for)
-    return kept[key]
+    key = (model, repr(options.units), job.precision, low, reduced, padded_for)
+    return compute_once(key, lambda: _measured(job, options, model, low, reduced, padded_for))
 
 
 def _measured(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from tp_core._devices import device_of_rank, free_nbytes
     from tp_core._fully_sharded._memory import (
+        compute_once,
         resolve_options,
         sharded_memory,
         sharded_transfers,
@@ -145,6 +146,7 @@ else:
                 "to_device",
             ],
             "tp_core._fully_sharded._memory": [
+                "compute_once",
                 "resolve_options",
                 "sharded_memory",
                 "sharded_transfers",
