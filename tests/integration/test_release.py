@@ -13,6 +13,8 @@ import pytest
 
 from tests.wheels import ROOT, build, environment, install, run
 
+pytestmark = pytest.mark.slow
+
 NEXT = "0.1.1"
 URL = "https://github.com/someone/tp"
 

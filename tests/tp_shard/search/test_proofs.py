@@ -205,6 +205,7 @@ class Tied(nn.Module):
         return self.head(self.tokens(ids))
 
 
+@pytest.mark.slow
 def test_a_bias_that_is_made_outside_an_attention_leaves_it_split():
     torch.manual_seed(0)
     model, x = Biased().double(), torch.randn(2, 7, 16, dtype=torch.float64)
@@ -219,6 +220,7 @@ def test_a_table_that_is_called_under_another_name_is_split():
     assert plan.keys() == {"shared", "tokens", "head"}
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_and_python_are_each_ranks_own():
     model, ids = Masked().double(), torch.randint(0, 50, (2, 7))
     before = np.random.get_state()[1].tolist(), random.getstate()

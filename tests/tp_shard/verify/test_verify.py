@@ -95,6 +95,7 @@ def test_a_right_plan_is_equal_in_every_number(ranks):
     assert lines == f"not proven, because these lines did not run: {idle}"
 
 
+@pytest.mark.slow
 def test_arguments_with_all_heads_are_taken_apart():
     torch.manual_seed(0)
     for bias in (torch.randn(1, 4, 5, 5), torch.randn(2, 4, 5, 1)):
@@ -319,6 +320,7 @@ def test_a_model_without_memory_is_verified_with_values_of_its_own():
     assert next(model.parameters()).is_meta
 
 
+@pytest.mark.slow
 def test_blocks_that_are_alike_are_one_where_memory_is_short(monkeypatch):
     model = nn.Sequential(*(Block() for _ in range(4)))
     plan = {f"*.{name}": style for name, style in PLAN.items()}

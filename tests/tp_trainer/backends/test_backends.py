@@ -37,6 +37,7 @@ class TestDdpWithThreeRanks(BackendConformance):
     options = {"find_unused_parameters": True, "bucket_cap_mb": 1}
 
 
+@pytest.mark.slow
 class TestTrainingOnSingle(TrainingConformance):
     backend = SingleBackend
 

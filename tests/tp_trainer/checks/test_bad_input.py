@@ -399,6 +399,7 @@ def raising_in_training():
     fit(step=step, epochs=1000)
 
 
+@pytest.mark.slow
 def test_the_others_do_not_hang_when_a_rank_raises():
     with pytest.raises(RankFailedError):
         run_ranks(raising_in_training, 2)

@@ -92,6 +92,7 @@ def test_what_lacks_memory_comes_last_with_how_much(made, found):
     assert "do not fit" in str(less)
 
 
+@pytest.mark.slow
 def test_less_memory_makes_more_batches_or_computes_again(made, found):
     def of_ddp(plan):
         return next(p for p in plan.layouts if p.backend == "ddp")
