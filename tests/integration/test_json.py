@@ -157,7 +157,10 @@ def keys_of(value, named=("versions", "brings", "backends", "compared")):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in ("report", "test", "verify") else ()) for n in sorted(CALLS)],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("report", "test", "verify") else ())
+        for name in sorted(CALLS)
+    ],
 )
 def test_it_is_one_document_with_the_keys_of_the_page_and_a_status_as_without(name, tp):
     status, out, _ = tp(*name.split(), "--json", *CALLS[name])

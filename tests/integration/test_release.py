@@ -141,7 +141,6 @@ def test_notes_of_a_version_that_is_not_there_are_an_error(repository):
     assert (done.returncode, done.stderr) == (1, "no release: CHANGELOG.md has no section of 9.9.9\n")
 
 
-@pytest.mark.slow
 def test_a_newer_package_refuses_an_older_core_at_install(repository, tmp_path):
     index, packages = tmp_path / "index", repository / "packages"
     shutil.copytree(ROOT / "packages", packages, dirs_exist_ok=True)
