@@ -158,7 +158,7 @@ def memory(results: Results, wanted: str = "") -> None:
     ):
         if wanted not in ("", str(ranks)):
             continue
-        layouts = planned(name, ranks, more=more)
+        layouts = planned(name, ranks, replace(Machine(), is_ahead=False), more=more)  # of CPUs
         own = run_ranks(peaks, ranks, name, layouts, splits, timeout_s=1800)
         measured = [max(each) for each in zip(*own, strict=True)]
         for layout, peak in zip(layouts, measured, strict=True):

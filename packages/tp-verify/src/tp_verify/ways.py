@@ -259,7 +259,7 @@ class DeepSpeed(Way):
     Args:
         stage: The stage of ZeRO: 1, 2 or 3.
         **config: More of DeepSpeed's configuration. Without ``gradient_clipping=0.0`` it clips to a norm of 1
-            where :func:`verify` gets no ``max_norm``.
+            where `verify` gets no ``max_norm``.
     """
 
     name, data = "deepspeed", "rows"
