@@ -1,4 +1,4 @@
-"""The rates of the machine at hand, measured in less than a minute: ``tp plan --calibrate``.
+"""The rates of the machine at hand, measured in about a minute: ``tp plan --calibrate``.
 
 Ranks of this host compute and exchange together, as they do in training, where they share cores and memory.
 Blocks of a transformer in some sizes run forward, backward and through an optimizer. A fit to each of
