@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.testing import RankPool
-from tp_pipeline._shards import buckets  # private: no public name cuts into buckets
 from tp_trainer import Checkpoints, Trainer, checkpoint_activations
 from tp_trainer.callbacks import ExponentialMovingAverage
 
@@ -204,10 +203,3 @@ def test_data_ranks_that_use_other_weights_train_as_one_device(four, data, is_ev
     run = partial(train_branched, is_evaluated, backend="pipeline", options=options)
     for found in four.run(run):
         families.assert_same(found, expected)
-
-
-def test_buckets_end_at_their_size_and_where_types_change():
-    row = torch.Size([2**20])
-    assert list(buckets([row] * 9, [torch.float32] * 9)) == [(0, 6), (6, 9)]
-    assert list(buckets([row] * 3, [torch.float32, torch.float64, torch.float64])) == [(0, 1), (1, 3)]
-    assert list(buckets([], [])) == []

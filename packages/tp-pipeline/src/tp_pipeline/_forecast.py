@@ -24,7 +24,7 @@ from tp_core.tensors import is_deferred
 
 from tp_pipeline._options import PipelineOptions, ScheduleName, depth_of
 from tp_pipeline._plan import find_units, smallest_largest
-from tp_pipeline._schedule import Orders, Work, choose_schedule, idle_share, timeline
+from tp_pipeline._schedule import Orders, Work, choose_schedule, computing_together, timeline
 
 _PARTS = (2, 4, 8)
 """The micro-batches of a batch for each rank: more of them wait less, and keep more."""
@@ -74,8 +74,7 @@ def forecast(
         return None
     ranks, parts = layout.axes["pipeline"], options.microbatches
     orders = _orders(options.schedule, ranks, options.depth, options.is_v)
-    idle = _idle(orders, parts)
-    if idle is None:
+    if not orders.is_made_of(parts):
         return None
     stages = stages_by_order(model, orders.stages, options.cuts)
     of_rank = [[s for i, s in enumerate(stages) if orders.rank_of(i) == r] for r in range(ranks)]
@@ -103,8 +102,7 @@ def forecast(
     work = StepWork(
         operations=share * (1.0 if split is None else split.work.operations),
         starts=share * parts,
-        imbalance=share * ranks,
-        bubble=idle / (1 - idle),
+        together=_together(orders, parts, tuple(s.multiplied for s in stages)),
         transfers=(replace(sends, stride=tensor), *within, *averages),
     )
     return Forecast(memory=need, work=work)
@@ -117,11 +115,13 @@ def _orders(schedule: str, ranks: int, depth: int, is_v: bool) -> Orders:
 
 
 @lru_cache(maxsize=64)
-def _idle(orders: Orders, parts: int) -> float | None:
-    """Return the idle share of a schedule; ``None`` if it cannot be made of this many micro-batches."""
-    if not orders.is_made_of(parts):
-        return None
-    return idle_share(timeline(orders.learning(parts), orders.stages - 1))
+def _together(orders: Orders, parts: int, sizes: tuple[int, ...]) -> tuple[float, ...]:
+    """Return how long how many ranks compute at once, as parts of what the fullest of them computes."""
+    spans = timeline(orders.learning(parts), orders.stages - 1, [max(1, size) for size in sizes])
+    computed = [0.0] * orders.ranks
+    for span in spans:
+        computed[span.rank] += span.end - span.begin
+    return tuple(seconds / max(computed) for seconds in computing_together(spans, orders.ranks))
 
 
 def _split_need(need: MemoryNeed, whole: MemoryNeed, footprint: Footprint) -> MemoryNeed:

@@ -194,7 +194,13 @@ def can_be_shared(parameter: Tensor) -> bool:
 
 
 def buckets(shapes: Sequence[torch.Size], types: Sequence[torch.dtype]) -> Iterator[tuple[int, int]]:
-    """Yield where each run of tensors of a type begins and ends, of a bucket's size or one tensor."""
+    """Yield where each run of tensors of a type begins and ends, of a bucket's size or one tensor.
+
+    Example:
+        >>> rows, types = [torch.Size([2**20])] * 9, [torch.float32] * 8 + [torch.float64]
+        >>> list(buckets(rows, types))
+        [(0, 6), (6, 8), (8, 9)]
+    """
     first = held = 0
     for number, (shape, dtype) in enumerate(zip(shapes, types, strict=True)):
         nbytes = shape.numel() * dtype.itemsize

@@ -480,16 +480,15 @@ class StepWork:
     Attributes:
         operations: The part of the operations that the fullest rank computes.
         starts: The part of the operators that it starts; above 1 where it computes in smaller pieces.
-        imbalance: How many times as much as the mean of all ranks the fullest one computes.
-        bubble: The time for which it waits for other stages, as a part of the time that it computes.
+        together: For ranks that wait for each other, as stages do: the times for which one, two, ... of them
+            compute at once, as parts of the time that the fullest one computes. Empty: all compute at once.
         is_sharded: Whether the optimizer steps DTensors.
         transfers: Its collectives.
     """
 
     operations: float = 1.0
     starts: float = 1.0
-    imbalance: float = 1.0
-    bubble: float = 0.0
+    together: tuple[float, ...] = ()
     is_sharded: bool = False
     transfers: tuple[Transfer, ...] = ()
 

@@ -1,7 +1,7 @@
 """The layouts of a job on a machine, ranked by the time of a step: ``tp plan``."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -468,16 +468,25 @@ def time_of(
     update = machine.seconds_of(needed.update, "update", part=trained)
     if work.is_sharded:
         update += machine.dtensor_s * float(needed.update.times.sum())
-    # A rank that shares cores computes faster while others wait: then all of them are as fast as their mean.
-    alone, mean = compute / machine.crowding, compute / work.imbalance
-    busy = max(alone, mean)
-    return StepTime(
-        compute=busy,
-        update=update,
-        exposed=exposed,
-        bubble=max(0.0, alone * (1 + work.bubble) - busy),
-        hidden=hidden,
-    )
+    busy, bubble = _with_bubble(compute, work.together, machine.crowding)
+    return StepTime(compute=busy, update=update, exposed=exposed, bubble=bubble, hidden=hidden)
+
+
+def _with_bubble(compute: float, together: Sequence[float], crowding: float) -> tuple[float, float]:
+    """Return the seconds for which a device is busy, and those for which it waits for other stages.
+
+    Ranks that share cores compute faster while others wait: then all of them are as fast as their mean.
+
+    Example:
+        >>> _with_bubble(8.0, (2.0, 0.0, 0.0, 0.75), 2.0)  # two ranks for a core
+        (10.0, 4.0)
+    """
+    if not together:
+        return compute, 0.0
+    alone, crowd = compute / crowding, crowding / len(together)
+    whole = alone * sum(part * max(1.0, n * crowd) for n, part in enumerate(together, 1))
+    busy = alone * max(1.0, crowd * sum(n * part for n, part in enumerate(together, 1)))
+    return busy, max(0.0, whole - busy)
 
 
 def _exposed(
