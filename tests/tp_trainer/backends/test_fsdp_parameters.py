@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StepError
 from tp_trainer import Checkpoints, Trainer
@@ -123,3 +124,48 @@ def test_a_forward_pass_that_writes_weights_is_refused(two_ranks, in_a_unit):
             assert message is not None, write
             assert f"the forward pass wrote the parameter {name}" in message
     assert two_ranks.run(partial(_writing, nothing, in_a_unit=in_a_unit)) == [None, None]
+
+
+def _gathers_of_a_step(*, again):
+    model = make_model()
+    given = list(model.parameters())
+    options = {"fsdp": {"reshard_after_forward": again}}
+    with Trainer(seed=0, devices="cpu", backend="fsdp", options=options, progress=False) as trainer:
+        model, optimizer = trainer.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        kept = sum(p.numel() for p in given if p.dim() and p.requires_grad)
+        for batch in trainer.prepare(loader()):
+            optimizer.zero_grad()
+            with CommDebugMode() as seen:
+                trainer.backward(trainer.run(step, model, batch))
+            optimizer.step()
+        counts = seen.get_comm_counts()
+        return kept, sum(n for kind, n in counts.items() if "allgather" in str(kind))
+
+
+@pytest.mark.parametrize(("again", "gathers"), [(False, 3), (True, 3 + 2)])
+def test_a_step_gathers_what_is_in_no_unit_once_and_prepared_weights_leave_no_whole_ones(
+    two_ranks, again, gathers
+):
+    assert two_ranks.run(partial(_gathers_of_a_step, again=again)) == [(0, gathers)] * 2
+
+
+def _updated_without_a_backward_pass(backend):
+    model = make_model()
+    with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
+        model, optimizer = trainer.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for number, batch in enumerate(trainer.prepare(loader())):
+            loss = trainer.run(step, model, batch)
+            if number % 2:  # weights change after a forward pass that nothing goes back through
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                trainer.backward(loss)
+        optimizer.step()
+        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+        return {name: p.detach().clone() for name, p in whole.items()}
+
+
+def test_weights_that_change_after_a_lone_forward_pass_are_gathered_again(two_ranks):
+    alone = _updated_without_a_backward_pass("single")
+    for found in two_ranks.run(partial(_updated_without_a_backward_pass, "fsdp")):
+        torch.testing.assert_close(found, alone)

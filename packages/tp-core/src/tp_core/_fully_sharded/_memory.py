@@ -266,12 +266,21 @@ def _highest(
         missing[unit.name] -= 1
         if not missing[unit.name]:
             gathered = gathered - unit.whole if kept else rest.whole + ahead
-            # Gradients are copied for the reduction, and its input stays until the next one.
-            found = max(found, left + gathered + held + unit.reduced + unit.reduced // ranks)
+            # The reduction's input stays until the next one.
+            found = max(found, left + gathered + held + _reducing(unit, ranks, is_cpu=is_cpu))
             held += (0 if options.offload else unit.reduced // ranks) - unit.gradients
             waiting = unit.reduced
     # Whole weights are freed before the reduction.
-    return max(found, left + held + max(rest.whole, rest.reduced + rest.reduced // ranks))
+    return max(found, left + held + max(rest.whole, _reducing(rest, ranks, is_cpu=is_cpu)))
+
+
+def _reducing(unit: _Unit, ranks: int, *, is_cpu: bool) -> int:
+    """Return the bytes of a reduction beside the unit's gradients: its input, into which they are copied."""
+    needed = unit.reduced + unit.reduced // ranks
+    if is_cpu and unit.sizes:
+        # gloo copies the input, when torch has freed all of the gradients but the last one.
+        needed += max(0, unit.reduced + list(unit.sizes.values())[-1] - unit.gradients)
+    return needed
 
 
 def _activations(

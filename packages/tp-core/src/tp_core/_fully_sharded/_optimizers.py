@@ -275,7 +275,7 @@ def move_state(optimizer: Optimizer, parameter: Tensor, shard: nn.Parameter) -> 
         return
 
     def part(value: object) -> object:
-        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        if not isinstance(value, Tensor) or value.shape != shard.shape:  # the whole's, which is empty now
             return value
         place = Place(lambda _, whole: whole, shard, value.dtype)
         fill_from_whole(place.target, value)

@@ -18,6 +18,7 @@ from tp_core._contracts._session import PerModule
 from tp_core._fully_sharded._optimizers import WholeParameters
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
 from tp_core._fully_sharded._units import find_units
+from tp_core._transfer import tree_leaves
 from tp_core.data._step_outputs import StepOutput
 from tp_core.errors import ModelError, StepError
 from tp_core.tensors._deferred import initial_value, materialize
@@ -86,10 +87,14 @@ class Sharding:
         self._shard(model)
         shards = self._shards.get(model) or {}
         for name, shard in model.named_parameters(remove_duplicate=False):
-            key, whole = plain[name]
-            if whole() is not None and whole() is not shard:
-                shards[key] = whole, shard
+            key, reference = plain[name]
+            whole = reference()
+            if whole is not None and whole is not shard:
+                shards[key] = reference, shard
+                # An optimizer that is prepared later has it: it would be in memory beside what is gathered.
+                whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
         self._shards[model] = shards
+        self._begin(model)
 
     def shard_of(self, parameter: Tensor) -> nn.Parameter | None:
         for model in self._shards:
@@ -114,7 +119,6 @@ class Sharding:
             whole += self._shard_unit(model, is_root=True)
         self._whole[model] = WholeParameters(whole, self._group)
         self._prefetch([module for module in sharded_modules(model) if module is not model])
-        self._begin(model)
 
     def _with_batch_norms(self, model: nn.Module, units: dict[str, nn.Module]) -> Iterator[nn.Module]:
         """Yield the units, and batch norms that must keep their dtype, in the model's order."""
@@ -228,13 +232,17 @@ class Sharding:
         writes = self._writes.get(model)
 
         def watched() -> StepOutput:
-            if writes is None:
-                return call()
-            writes.begin()
+            if writes is not None:
+                writes.begin()
             output = call()
-            writes.after()
+            if writes is not None:
+                writes.after()
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+                _stay_gathered(model)
             return output
 
+        if not self._running:  # after a step without a backward pass they may be those of before an update
+            model.reshard()  # type: ignore[operator]  # as above
         self._running += 1
         try:
             output: StepOutput = getattr(model, _RUN)(watched)
@@ -298,6 +306,21 @@ def _call(call: Callable[[], StepOutput]) -> StepOutput:
     if isinstance(output, Tensor) and output._is_view():
         return output.clone()
     return output
+
+
+def _stay_gathered(model: Any) -> None:
+    """Keep the parameters in no unit gathered from the end of a step on: backward begins with them.
+
+    The step's own call of the model has ended the root's forward pass in torch's eyes. At the end of the
+    step torch would free them, and backward would gather them again, beside all activations.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = model._get_fsdp_state()
+    # One group in torch 2.11, a list of them since.
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        if group is not None:
+            group._training_state = TrainingState.FORWARD
 
 
 def _not_gathered_together(module: nn.Module) -> list[nn.Parameter]:
