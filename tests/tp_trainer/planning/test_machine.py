@@ -8,7 +8,6 @@ from torch import nn
 from tp_core.errors import ConfigError
 from tp_core.jobs import Footprint, StepWork, Transfer
 from tp_trainer.planning import Links, Machine, calibrate
-from tp_trainer.planning._calibrate import _fit
 from tp_trainer.planning._machine import Operators
 from tp_trainer.planning._plan import time_of
 from tp_trainer.planning._samples import Measured, Subject, between
@@ -55,16 +54,6 @@ def test_a_pass_takes_what_was_measured_of_its_starts_operations_and_bytes():
     # Two pieces of half the size each.
     assert machine.seconds_of(operators, "update", starts=2) == pytest.approx(2 * (2 + 3 + 2 + 5))
     assert machine.with_speed("1").seconds_of(operators, "update") == pytest.approx(2 + 6 + 2 + 100)
-
-
-def test_rates_are_fitted_to_passes_and_never_negative():
-    work = [[8.0, 1.0, 2.0], [4.0, 8.0, 1.0], [2.0, 1.0, 16.0], [1.0, 2.0, 4.0]]
-    exact = (0.5, 0.25, 2.0)
-    seconds = [sum(a * b for a, b in zip(row, exact, strict=True)) for row in work]
-    assert _fit(work, seconds) == pytest.approx(exact)
-    found = _fit(work, [8.0, 4.0, 1.0, 1.0])  # more bytes, less time
-    assert found[2] == 0.0
-    assert found[0] > 0
 
 
 def test_the_work_of_an_exchange_is_not_hidden_where_ranks_share_cores():

@@ -58,8 +58,8 @@ class OperatorLog:
         self.phase = self.forward
 
     def note(self, operator: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Add an operator; one that returns a view takes no time."""
-        if operator.is_view or _only_allocates(operator):
+        """Add an operator; one that returns a view, or asks for a tensor's device, takes no time."""
+        if operator.is_view or operator.namespace == "prim" or _only_allocates(operator):
             return
         name = str(operator)
         moved = sum(t.numel() * t.element_size() for t in _tensors((args, outputs)))
@@ -83,7 +83,8 @@ class OperatorLog:
 
 @cache
 def _only_allocates(operator: Any) -> bool:
-    return str(operator).startswith(("aten.empty", "aten.new_empty", "aten.detach", "aten.lift"))
+    names = ("aten.empty", "aten.new_empty", "aten.detach", "aten.lift", "aten._unsafe_view")
+    return str(operator).startswith(names)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """The rates of the machine at hand, measured in about a minute: ``tp plan --calibrate``.
 
 Ranks of this host compute and exchange together, as they do in training, where they share cores and memory.
-Blocks of a transformer in some sizes run forward, backward and through an optimizer. A fit to each of
+Blocks of GPT-2 and Llama in some sizes run forward, backward and through an optimizer. A fit to each of
 these passes gives the seconds of an operator's start, of a floating-point operation and of a byte. Operators
 measured one by one would find their values in a cache, which those of a step do not. A round ends when the
 last rank has done its work, and the fastest of some rounds counts: what else the machine does only adds.
@@ -27,11 +27,10 @@ from tp_trainer._launch._function import launch
 from tp_trainer._memory import Operator, OperatorLog, measure_footprint
 from tp_trainer.planning._machine import Machine
 
-_ROUNDS = 5
+_ROUNDS = 2
+_TURNS = 2
 _LEAST_S = 0.04
 """The seconds of a round: long enough for ranks that share a core to take turns."""
-_BLOCKS = ((64, 8, 1, 64), (128, 4, 2, 128), (256, 4, 1, 128), (512, 2, 2, 128), (384, 2, 8, 128))
-"""Widths, numbers, samples and tokens of blocks: the first have more starts, the last ones more work."""
 _ROWS = 512  # of a square matrix
 _SIZES = (4096, 2**23)  # bytes, of which the smaller shows the latency and the larger the rate
 
@@ -62,6 +61,10 @@ def _measure() -> dict[str, Any]:
         matrix = torch.rand(_ROWS, _ROWS, device=device)
         together, alone = (_seconds(lambda: matrix @ matrix, device, alone=only) for only in (False, True))
         passes = _passes(device)
+        collectives = {
+            kind: {str(n): _line(run, matrix, together, n) for n in sorted({2, ranks})}
+            for kind, run in _collectives()
+        }
         return asdict(
             Machine(
                 flops=2.0 * _ROWS**3 / together,
@@ -72,10 +75,10 @@ def _measure() -> dict[str, Any]:
                 overlap=_overlap(matrix, device),
                 crowding=max(1.0, together / alone, _ranks_for_a_core(device, ranks)),
                 dtensor_s=_of_dtensors(device),
-                collectives={
-                    kind: {str(n): _line(run, matrix, n) for n in sorted({2, ranks})}
-                    for kind, run in _collectives()
-                },
+                packing_s=_of_packing(
+                    device, [collectives[kind][str(ranks)][0] for kind in ("all-gather", "reduce-scatter")]
+                ),
+                collectives=collectives,
                 source=f"measured on {ranks} ranks, {device.type}",
             )
         )
@@ -137,7 +140,7 @@ def _wait(device: torch.device) -> None:
 
 
 class _Block(nn.Module):
-    """A block of a transformer: (batch, tokens, width) -> the same."""
+    """A block of GPT-2: (batch, tokens, width) -> the same."""
 
     def __init__(self, width: int, heads: int = 8) -> None:
         super().__init__()
@@ -154,36 +157,103 @@ class _Block(nn.Module):
         return y
 
 
+class _GatedBlock(nn.Module):
+    """A block of Llama, of as many small operators as transformers writes it with; shapes as above."""
+
+    def __init__(self, width: int, heads: int = 8) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ParameterList(torch.ones(width) for _ in range(2))
+        self.mix, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = _normalized(x, self.norms[0])
+        q, k, v = self.mix(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        angles = torch.arange(q.shape[-1] * q.shape[-2], device=x.device).view(q.shape[-2:]) * 1e-3
+        q, k = (_rotated(t, angles.cos(), angles.sin()) for t in (q, k))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        h = _normalized(x, self.norms[1])
+        y: Tensor = x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+        return y
+
+
+def _normalized(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+_BLOCKS = (
+    (_Block, 64, 8, 1, 64),
+    (_GatedBlock, 128, 4, 2, 128),
+    (_Block, 256, 2, 2, 128),
+    (_GatedBlock, 256, 2, 8, 128),
+    (_Block, 384, 1, 8, 128),
+    (_GatedBlock, 512, 2, 1, 128),
+)
+"""Kinds, widths, numbers, samples and tokens of blocks: the first have more starts, the last ones more work."""
+
+
 def _passes(device: torch.device) -> dict[str, list[float]]:
     """Return the seconds of a start, a floating-point operation and a byte in each pass of a step."""
-    work: dict[str, list[list[float]]] = {"forward": [], "backward": [], "update": []}
-    seconds: dict[str, list[float]] = {name: [] for name in work}
     more = 1 if device.type == "cpu" else 4  # what an accelerator does is hidden by starts, if it is little
-    for number, (width, blocks, samples, tokens) in enumerate(_BLOCKS):
+    subjects, logs = [], []
+    for number, (kind, width, blocks, samples, tokens) in enumerate(_BLOCKS):
         by = more if number else 1
-        model = nn.Sequential(*(_Block(by * width) for _ in range(blocks))).to(device)
+        model = nn.Sequential(*(kind(by * width) for _ in range(blocks))).to(device)
         optimizer = torch.optim.AdamW(model.parameters())
         batch = torch.rand(samples, by * tokens, by * width, device=device)
-        log = OperatorLog()
-        measure_footprint(model, optimizer, batch, _square, operators=log)
+        subjects.append((model, optimizer, batch))
+        logs.append(OperatorLog())
+        if dist.get_rank() == 0:  # it takes seconds where ranks share cores
+            measure_footprint(model, optimizer, batch, _square, operators=logs[-1])
+    # In turns, so that what else a machine does for a second does not fall on the same blocks twice.
+    turns = [[_seconds_of_passes(*subject, device) for subject in subjects] for _ in range(_TURNS)]
+    fastest = [[min(times) for times in zip(*each, strict=True)] for each in zip(*turns, strict=True)]
+    seconds = {
+        "forward": [forward for forward, _, _ in fastest],
+        "backward": [both - forward for forward, both, _ in fastest],
+        "update": [update for _, _, update in fastest],
+    }
+    found = [{name: _fit([_work(getattr(log, name)) for log in logs], seconds[name]) for name in seconds}]
+    dist.broadcast_object_list(found, src=0, device=device)
+    return found[0]
 
-        def train() -> None:
-            optimizer.zero_grad()  # noqa: B023 - it is called in its round
-            _square(model, batch).backward()  # noqa: B023
 
-        forward = _seconds(lambda: _square(model, batch), device)  # noqa: B023
-        seconds["forward"].append(forward)
-        seconds["backward"].append(_seconds(train, device) - forward)
-        seconds["update"].append(_seconds(lambda: optimizer.step(), device))  # noqa: B023, PLW0108 - a value
-        for name, rows in work.items():
-            found: list[Operator] = getattr(log, name)
-            moved = sum(o.nbytes for o in found if not o.flops)
-            rows.append([len(found), sum(o.flops for o in found), moved])
-    return {name: _fit(work[name], seconds[name]) for name in work}
+def _seconds_of_passes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, device: torch.device
+) -> tuple[float, float, float]:
+    """Return the seconds of forward, of forward and backward, and of the update."""
+
+    def train() -> None:
+        optimizer.zero_grad()
+        _square(model, batch).backward()
+
+    forward, both = _seconds(lambda: _square(model, batch), device), _seconds(train, device)
+    return forward, both, _seconds(lambda: optimizer.step(), device)  # noqa: PLW0108 - it returns a value
+
+
+def _work(operators: list[Operator]) -> list[float]:
+    """Return the starts, floating-point operations and bytes of a pass."""
+    moved = sum(o.nbytes for o in operators if not o.flops)
+    return [len(operators), sum(o.flops for o in operators), moved]
 
 
 def _fit(work: list[list[float]], seconds: list[float]) -> list[float]:
-    """Return the seconds of each kind of work, none negative: the least squares of relative errors."""
+    """Return the seconds of each kind of work, none negative: the least squares of relative errors.
+
+    Example:
+        >>> [round(x, 6) for x in _fit([[8, 1, 2], [4, 8, 1], [2, 1, 16], [1, 2, 4]], [8.25, 6, 33.25, 9])]
+        [0.5, 0.25, 2.0]
+        >>> _fit([[8, 1, 2], [4, 8, 1], [2, 1, 16]], [8, 4, 1])[2]  # more bytes, less time
+        0.0
+    """
     rows = torch.tensor(work, dtype=torch.float64) / torch.tensor(seconds, dtype=torch.float64)[:, None]
     best, least = [0.0] * rows.shape[1], math.inf
     kinds = [kind for kind in range(rows.shape[1]) if rows[:, kind].any()]
@@ -224,6 +294,26 @@ def _of_dtensors(device: torch.device) -> float:
     return max(0.0, seconds[1] - seconds[0]) / max(1, len(log.update))
 
 
+def _of_packing(device: torch.device, latencies: list[float]) -> float:
+    """Return the seconds of the host to pack the tensors of a small unit for a collective and back.
+
+    Args:
+        device: The device.
+        latencies: The latencies of the two collectives of a unit in a step, which are not part of it.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    plain, split = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to(device) for _ in range(2))
+    for module in (*split, split):
+        fully_shard(module, reshard_after_forward=False)
+    batch = torch.rand(8, 64, device=device)
+    seconds = [
+        _seconds(lambda: _square(model, batch).backward(), device)  # noqa: B023 - it is called in its round
+        for model in (plain, split)
+    ]
+    return max(0.0, (seconds[1] - seconds[0]) / len(split) - sum(latencies)) / len(latencies)
+
+
 # -- Collectives ------------------------------------------------------------------------------------
 
 
@@ -259,11 +349,12 @@ def _pass_on(whole: Tensor, group: dist.ProcessGroup) -> None:
         each.wait()
 
 
-def _line(run: _Run, matrix: Tensor, ranks: int) -> list[float]:
+def _line(run: _Run, matrix: Tensor, product_s: float, ranks: int) -> list[float]:
     """Return latency, seconds for each byte and part of the cores of a collective among ``ranks`` neighbors.
 
     All groups of neighbors exchange at once; ranks that are left over wait. A product comes before each
-    exchange, as in a step: ranks that share cores end it one after the other, for which all others wait.
+    exchange, as in a step: ranks that share cores end it one after the other, for which all others wait. It
+    takes ``product_s``.
     """
     world, me, device = dist.get_world_size(), dist.get_rank(), matrix.device
     mine = None
@@ -280,10 +371,9 @@ def _line(run: _Run, matrix: Tensor, ranks: int) -> list[float]:
         exchange()
 
     points = []
-    together_s = _seconds(lambda: matrix @ matrix, device)
     for size in _SIZES:
         whole = torch.zeros(size // 4 // ranks * ranks, device=device)
-        points.append((whole.nbytes, _seconds(compute_first, device) - together_s))
+        points.append((whole.nbytes, _seconds(compute_first, device) - product_s))
     (low, first_s), (high, last_s) = points
     per_byte = max(0.0, (last_s - first_s) / (high - low))
     began, computed = perf_counter(), process_time()

@@ -92,6 +92,8 @@ class Machine:
         crowding: How many times as fast a rank computes while the others wait: above 1 where ranks share
             cores.
         dtensor_s: The seconds that an operator of the optimizer takes longer on DTensors.
+        packing_s: The seconds of the host to pack tensors for a collective, and to unpack them, beside the
+            copies.
         latency_s: The seconds of a round of a collective between devices of a host, and between hosts.
         collectives: Measured seconds: by kind, then by the number of ranks, the latency, the seconds for each
             byte, and the part of the cores that exchanging ranks keep busy.
@@ -106,6 +108,7 @@ class Machine:
     overlap: float = 0.9
     crowding: float = 1.0
     dtensor_s: float = 0.0
+    packing_s: float = 0.0
     latency_s: tuple[float, float] = (8e-6, 2e-5)
     collectives: Mapping[str, Mapping[str, Sequence[float]]] = field(
         default_factory=lambda: MappingProxyType({})
@@ -172,8 +175,8 @@ class Machine:
         ranks, nbytes = transfer.ranks, transfer.nbytes
         if ranks < 2:
             return 0.0
-        copying = 2 * nbytes / self.bandwidth if transfer.is_packed else 0.0
-        return copying + self._exchanging(transfer, links)
+        packing = self.packing_s + 2 * nbytes / self.bandwidth if transfer.is_packed else 0.0
+        return packing + self._exchanging(transfer, links)
 
     def _exchanging(self, transfer: Transfer, links: Links) -> float:
         ranks, nbytes = transfer.ranks, transfer.nbytes
