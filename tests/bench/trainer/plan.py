@@ -39,7 +39,7 @@ from tp_trainer.planning._samples import Measured, Subject
 from tests.bench._results import Results
 from tests.bench.trainer.memory import MIB, STEPS, Samples, resident, texts, word_loss
 
-SAMPLES, LENGTH, ROUNDS = 8, 128, 2
+SAMPLES, LENGTH, ROUNDS, TIMED = 8, 128, 3, 3
 LEAST_WORDS = 2000
 
 
@@ -174,19 +174,19 @@ def steps(layouts_of: Mapping[str, list[Any]]) -> dict[str, list[tuple[float, fl
     found: dict[str, list[list[float]]] = {
         name: [[] for _ in layouts] for name, layouts in layouts_of.items()
     }
-    for name, layouts in layouts_of.items():
-        for _ in range(ROUNDS):
+    for _ in range(ROUNDS):  # all models in each: the machine is faster now and slower then
+        for name, layouts in layouts_of.items():
             for number, layout in enumerate(layouts):
                 found[name][number] += timed_steps(name, layout)
     return {name: [tuple(sorted(each)[:2]) for each in found[name]] for name in found}
 
 
 def timed_steps(name: str, layout: Any) -> list[float]:
-    """Return the seconds of two steps; one before, in which backends check, does not count."""
+    """Return the seconds of some steps; one before, in which backends check, does not count."""
     with trainer_of(layout) as trainer:
         model = ALL[name]()
         made = trainer.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-        loader = DataLoader(Samples(sample, SAMPLES * 3), batch_size=SAMPLES)
+        loader = DataLoader(Samples(sample, SAMPLES * (1 + TIMED)), batch_size=SAMPLES)
         seconds = []
         for part in trainer.prepare(loader):
             dist.barrier()

@@ -61,9 +61,16 @@ def _measure() -> dict[str, Any]:
         matrix = torch.rand(_ROWS, _ROWS, device=device)
         together, alone = (_seconds(lambda: matrix @ matrix, device, alone=only) for only in (False, True))
         passes = _passes(device)
+        turns = [
+            [_exchange(run, matrix, n) for _, run in _collectives() for n in sorted({2, ranks})]
+            for _ in range(_TURNS)
+        ]
+        fastest = iter(
+            [[min(times) for times in zip(*each, strict=True)] for each in zip(*turns, strict=True)]
+        )
         collectives = {
-            kind: {str(n): _line(run, matrix, together, n) for n in sorted({2, ranks})}
-            for kind, run in _collectives()
+            kind: {str(n): _line(next(fastest), together, n) for n in sorted({2, ranks})}
+            for kind, _ in _collectives()
         }
         return asdict(
             Machine(
@@ -104,6 +111,11 @@ def _seconds(work: Callable[[], object], device: torch.device, *, alone: bool = 
     while (took := _agreed(round_of(times), device)) < _LEAST_S:  # a barrier takes longer than most operators
         times = math.ceil(times * min(10.0, 1.5 * _LEAST_S / took))
     return min(took, *(round_of(times) for _ in range(_ROUNDS - 1))) / times
+
+
+def _fastest(turns: list[list[list[float]]]) -> list[list[float]]:
+    """Return the least of each number over the turns."""
+    return [[min(times) for times in zip(*each, strict=True)] for each in zip(*turns, strict=True)]
 
 
 def _agreed(seconds: float, device: torch.device) -> float:
@@ -197,7 +209,7 @@ _BLOCKS = (
     (_Block, 384, 1, 8, 128),
     (_GatedBlock, 512, 2, 1, 128),
 )
-"""Kinds, widths, numbers, samples and tokens of blocks: the first have more starts, the last ones more work."""
+"""Kinds, widths, numbers, samples and tokens of blocks: the first have more starts, the last more work."""
 
 
 def _passes(device: torch.device) -> dict[str, list[float]]:
@@ -215,7 +227,7 @@ def _passes(device: torch.device) -> dict[str, list[float]]:
             measure_footprint(model, optimizer, batch, _square, operators=logs[-1])
     # In turns, so that what else a machine does for a second does not fall on the same blocks twice.
     turns = [[_seconds_of_passes(*subject, device) for subject in subjects] for _ in range(_TURNS)]
-    fastest = [[min(times) for times in zip(*each, strict=True)] for each in zip(*turns, strict=True)]
+    fastest = _fastest(turns)
     seconds = {
         "forward": [forward for forward, _, _ in fastest],
         "backward": [both - forward for forward, both, _ in fastest],
@@ -228,7 +240,7 @@ def _passes(device: torch.device) -> dict[str, list[float]]:
 
 def _seconds_of_passes(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, device: torch.device
-) -> tuple[float, float, float]:
+) -> list[float]:
     """Return the seconds of forward, of forward and backward, and of the update."""
 
     def train() -> None:
@@ -236,7 +248,7 @@ def _seconds_of_passes(
         _square(model, batch).backward()
 
     forward, both = _seconds(lambda: _square(model, batch), device), _seconds(train, device)
-    return forward, both, _seconds(lambda: optimizer.step(), device)  # noqa: PLW0108 - it returns a value
+    return [forward, both, _seconds(lambda: optimizer.step(), device)]  # noqa: PLW0108 - it returns a value
 
 
 def _work(operators: list[Operator]) -> list[float]:
@@ -349,12 +361,11 @@ def _pass_on(whole: Tensor, group: dist.ProcessGroup) -> None:
         each.wait()
 
 
-def _line(run: _Run, matrix: Tensor, product_s: float, ranks: int) -> list[float]:
-    """Return latency, seconds for each byte and part of the cores of a collective among ``ranks`` neighbors.
+def _exchange(run: _Run, matrix: Tensor, ranks: int) -> list[float]:
+    """Return the seconds of a product and a small exchange, of one and a large one, and the busy cores.
 
     All groups of neighbors exchange at once; ranks that are left over wait. A product comes before each
-    exchange, as in a step: ranks that share cores end it one after the other, for which all others wait. It
-    takes ``product_s``.
+    exchange, as in a step: ranks that share cores end it one after the other, for which all others wait.
     """
     world, me, device = dist.get_world_size(), dist.get_rank(), matrix.device
     mine = None
@@ -370,14 +381,30 @@ def _line(run: _Run, matrix: Tensor, product_s: float, ranks: int) -> list[float
         matrix @ matrix
         exchange()
 
-    points = []
-    for size in _SIZES:
-        whole = torch.zeros(size // 4 // ranks * ranks, device=device)
-        points.append((whole.nbytes, _seconds(compute_first, device) - product_s))
-    (low, first_s), (high, last_s) = points
-    per_byte = max(0.0, (last_s - first_s) / (high - low))
+    found = []
+    for nbytes in _sizes(ranks):
+        whole = torch.zeros(nbytes // 4, device=device)
+        found.append(_seconds(compute_first, device))
     began, computed = perf_counter(), process_time()
     _seconds(exchange, device)
     busy = (process_time() - computed) / (perf_counter() - began)
-    busy *= world / (os.cpu_count() or 1) if device.type == "cpu" else 0.0
-    return [max(0.0, first_s - low * per_byte), per_byte, min(1.0, busy)]
+    return [*found, busy * world / (os.cpu_count() or 1) if device.type == "cpu" else 0.0]
+
+
+def _sizes(ranks: int) -> list[int]:
+    """Return the bytes of a small and a large tensor that ranks can share in equal parts."""
+    return [size // 4 // ranks * ranks * 4 for size in _SIZES]
+
+
+def _line(measured: list[float], product_s: float, ranks: int) -> list[float]:
+    """Return the latency, the seconds for each byte and the part of the cores of what `_exchange` returns.
+
+    Args:
+        measured: What it returns.
+        product_s: The seconds of the product.
+        ranks: The number of ranks that exchange.
+    """
+    first_s, last_s, busy = measured
+    low, high = _sizes(ranks)
+    per_byte = max(0.0, (last_s - first_s) / (high - low))
+    return [max(0.0, first_s - product_s - low * per_byte), per_byte, min(1.0, busy)]
