@@ -21,7 +21,7 @@ PACKAGES = (
 
 
 class Runner(doctest.DocTestRunner):
-    """Keeps what an example printed or raised beside what it shows; names of the reader's raise nothing here."""
+    """Keeps what an example printed or raised beside what it shows, unless it names things of the reader."""
 
     def __init__(self):
         super().__init__(verbose=False, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
