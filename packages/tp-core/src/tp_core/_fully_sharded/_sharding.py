@@ -241,8 +241,9 @@ class Sharding:
                 _stay_gathered(model)
             return output
 
-        if not self._running:  # after a step without a backward pass they may be those of before an update
-            model.reshard()  # type: ignore[operator]  # as above
+        if not self._running:
+            for each in self._shards:  # a step without a backward pass has left weights of before an update
+                each.reshard()  # type: ignore[operator]  # as above
         self._running += 1
         try:
             output: StepOutput = getattr(model, _RUN)(watched)
