@@ -44,6 +44,7 @@ REASONS = {
     "torch._dynamo.utils.counters": "how many graphs were compiled",
     "torch._assert_async": "a wrong target ends a compiled graph without waiting for the device",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "marks of shards stay",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState": "what backward needs stays gathered",
     "torch._C._distributed_c10d.FakeWork": "what a collective of tensors without numbers returns",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "hooks of the caller's",
     "torch._C._autograd._top_saved_tensors_default_hooks": "hooks of the caller's",
