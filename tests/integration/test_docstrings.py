@@ -6,18 +6,7 @@ import pkgutil
 
 import pytest
 
-PACKAGES = (
-    "tp_core",
-    "tp_context",
-    "tp_data",
-    "tp_dp_gather",
-    "tp_pipeline",
-    "tp_runner",
-    "tp_shard",
-    "tp_trainer",
-    "tp_tuple",
-    "tp_verify",
-)
+from tests.surface.names import PACKAGES
 
 
 class Runner(doctest.DocTestRunner):

@@ -1,6 +1,7 @@
 """The rates of a machine: measured, written, read, and what they make of operators."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,3 +140,10 @@ def test_many_blocks_are_computed_from_a_few(kind, what):
         assert Machine().seconds_of(getattr(computed, name)) == pytest.approx(
             Machine().seconds_of(getattr(expected, name))
         )
+
+
+def test_packing_takes_its_time_of_the_host_and_two_copies():
+    gather = Transfer(kind="all-gather", nbytes=8, ranks=2, is_packed=True)
+    machine, links = Machine(bandwidth=4.0, packing_s=3.0), Links.parse("node=2x1GB/s")
+    plain = machine.seconds_for(replace(gather, is_packed=False), links)
+    assert machine.seconds_for(gather, links) - plain == pytest.approx(3 + 2 * 8 / 4)

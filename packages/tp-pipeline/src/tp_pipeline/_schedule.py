@@ -175,6 +175,7 @@ class Orders:
         self._is_v, self._depth, self._is_early = is_v, depth, is_early
         self.learning = lru_cache(maxsize=64)(self._learning)
         self.forwards = lru_cache(maxsize=64)(self._forwards)
+        self.is_made_of = lru_cache(maxsize=64)(self._is_made_of)
 
     def rank_of(self, stage: int) -> int:
         """Return the rank in the group that has a stage."""
@@ -214,7 +215,7 @@ class Orders:
             }
         )
 
-    def is_made_of(self, parts: int) -> bool:
+    def _is_made_of(self, parts: int) -> bool:
         """Return whether the schedule can be made of this many micro-batches."""
         try:
             self._of_torch(parts)
