@@ -377,6 +377,7 @@ def in_layout(layout, *, model=Blocks, **arguments):
 
 
 FSDP = {"context": 2, "weights": "fsdp"}, {"fsdp": {"units": "Mix"}}
+GATHERED_ONCE = {"context": 2, "weights": "fsdp"}, {"fsdp": {"units": "Mix", "reshard_after_forward": False}}
 SHARD = {"context": 2, "weights": "shard"}, {"shard": {"group_size": 2, "data": "ddp"}}
 BOTH = {"context": 2, "weights": "shard"}, {"shard": {"group_size": 2, "data": "fsdp"}}
 
@@ -395,6 +396,7 @@ UNEVEN = {"accumulate": 2, "samples": 7, "batch_size": 3}
     ("layout", "arguments"),
     [
         pytest.param(FSDP, {}, id="fsdp"),
+        pytest.param(GATHERED_ONCE, UNEVEN, id="fsdp, gathered once, uneven"),
         pytest.param(BOTH, UNEVEN, id="shard and fsdp, uneven"),
         pytest.param(FSDP, UNEVEN, id="fsdp, uneven", marks=pytest.mark.nightly),
         pytest.param(SHARD, {}, id="shard", marks=pytest.mark.nightly),

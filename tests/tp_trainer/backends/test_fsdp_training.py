@@ -219,6 +219,31 @@ def stale_optimizer():
     return found
 
 
+def looked_between(backend="fsdp", *, reshards=True, runs=True):
+    """Return losses before each update, between it and the backward pass, and after it; and norms."""
+    model, found = Net(), []
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(3)).double()  # the same on all ranks
+    batch = x, x.sum(1, keepdim=True).sin()
+    with trainer_of(backend, options={"fsdp": {"reshard_after_forward": reshards}}) as trainer:
+        loss_of = functools.partial(trainer.run, step) if runs else step
+
+        @torch.no_grad()
+        def looked():
+            return float(loss_of(model, batch))
+
+        model = trainer.prepare(model)
+        found.append(looked())
+        optimizer = trainer.prepare(adam(model))
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            trainer.backward(loss)
+            found += [float(loss.detach()), looked(), float(trainer.session.grad_norm(model))]
+            optimizer.step()
+            found.append(looked())
+    return found
+
+
 def even_lbfgs(backend="fsdp"):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Block(4), nn.Linear(4, 2)).double()
@@ -612,6 +637,14 @@ def test_optimizers_that_need_whole_matrices_are_refused_by_name(two_ranks):
 def test_an_optimizer_from_before_the_preparation_that_was_not_given_to_it_is_refused(two_ranks):
     for found in two_ranks.run(stale_optimizer):
         assert all("AdamW was made before the model was prepared" in message for message in found)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_forward_passes_without_a_backward_pass_change_nothing(two_ranks, reshards):
+    expected = looked_between("single")
+    for runs in (True, False):
+        for found in two_ranks.run(functools.partial(looked_between, reshards=reshards, runs=runs)):
+            assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.slow

@@ -229,6 +229,8 @@ def _run(step: Step, model: nn.Module, batch: Any, join: Callable[[Any], Any], *
 
         return hook
 
+    # Before the step: after it, units that stay gathered until the backward pass show copies.
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     handles = [m.register_forward_hook(note(n)) for n, m in model.named_modules()]
     try:
         output = join(step(model, batch))
@@ -244,7 +246,6 @@ def _run(step: Step, model: nn.Module, batch: Any, join: Callable[[Any], Any], *
     loss = values.get("loss")
     sums: dict[str, tuple[float, float]] = {}
     if gradients and isinstance(loss, Tensor) and loss.requires_grad:
-        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         for (name, _), grad in zip(trained, _gradients(loss, [p for _, p in trained]), strict=True):
             if grad is None:
                 sums[name] = (0.0, 0.0)

@@ -201,6 +201,8 @@ class Sharding:
         setattr(model, _RUN, _call)
         setattr(model, "__deepcopy__", _refuse_copy)  # noqa: B010 - torch's own error names no remedy
         register_fsdp_forward_method(model, _RUN)
+        model.register_forward_pre_hook(self._reshard_all, prepend=True)  # of a call outside of `run`
+        model.register_forward_hook(self._end)
         with torch.no_grad():
             self.run(model, dict)
         model.reshard()  # type: ignore[operator]  # fully_shard has made it an FSDPModule
@@ -241,9 +243,7 @@ class Sharding:
                 _stay_gathered(model)
             return output
 
-        if not self._running:
-            for each in self._shards:  # a step without a backward pass has left weights of before an update
-                each.reshard()  # type: ignore[operator]  # as above
+        self._reshard_all()
         self._running += 1
         try:
             output: StepOutput = getattr(model, _RUN)(watched)
@@ -255,7 +255,24 @@ class Sharding:
             raise
         finally:
             self._running -= 1
+            self._end()
         return output
+
+    def _reshard_all(self, *_: object) -> None:
+        """Reshard what forward passes without a backward pass have left gathered, unless one is under way.
+
+        The weights may have been changed since, by an optimizer or an average of them, and torch would go on
+        with the gathered ones: of the root always, of units with ``reshard_after_forward=False``.
+        """
+        if not self._running:
+            for model in self._shards:
+                for unit in sharded_modules(model):
+                    unit.reshard()
+
+    def _end(self, *_: object) -> None:
+        """Reshard after a forward pass that no backward pass follows: ``parameters()`` are shards again."""
+        if not torch.is_grad_enabled():
+            self._reshard_all()
 
     def remedies(self) -> str:
         options = self._options
