@@ -291,6 +291,10 @@ def _check(task: Task, way: Way, count: int) -> None:
         raise ConfigError(msg)
     with torch.random.fork_rng(devices=[]):
         first, second = build_model(task), build_model(task)
+        made = task.make_optimizer(second)
+    if not isinstance(made, Optimizer):
+        msg = f"optimizer is a function that returns an optimizer of torch, and returned {made!r:.60}"
+        raise ConfigError(msg)
     for (name, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
         if one.shape != other.shape or not torch.equal(one, other):
             msg = (
