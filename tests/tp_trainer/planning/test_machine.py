@@ -147,3 +147,10 @@ def test_packing_takes_its_time_of_the_host_and_two_copies():
     machine, links = Machine(bandwidth=4.0, packing_s=3.0), Links.parse("node=2x1GB/s")
     plain = machine.seconds_for(replace(gather, is_packed=False), links)
     assert machine.seconds_for(gather, links) - plain == pytest.approx(3 + 2 * 8 / 4)
+
+
+def test_ranks_in_step_with_others_wait_for_the_slowest_of_all():
+    machine = Machine(collectives={"all-reduce": {"2": (1.0, 0.5, 0.0), "4": (8.0, 0.7, 0.0)}})
+    between, links = Transfer(kind="all-reduce", nbytes=4, ranks=2), Links.parse("node=4x1GB/s")
+    assert machine.seconds_for(between, links) == 1.0 + 4 * 0.5
+    assert machine.seconds_for(replace(between, in_step=4), links) == 8.0 + 4 * 0.5

@@ -101,18 +101,19 @@ class ContextBackend(RanksBackend[ContextOptions]):
             inner = None if weights is None else weights.forecast(replace(job, footprint=sliced), layout)
         if inner is None:
             return None
-        both = footprint.keys // footprint.attentions // tensor
+        both = footprint.keys // footprint.attentions // tensor // parts
         pieces = 1 if both <= TOGETHER else 2  # keys and values, together or apart
         gathers = Transfer(
             kind="all-gather",
-            nbytes=both // pieces // parts,
+            nbytes=both // pieces,
             ranks=context,
             stride=tensor * stages,
             times=2 * pieces * attentions,  # in forward, and again in backward
+            is_packed=True,
         )
         sums = replace(gathers, kind="all-to-all", times=pieces * attentions)
         # Before each batch ranks compare its numbers, and after each part they join their losses.
-        numbers = replace(gathers, nbytes=256 * context, times=1 + parts)
+        numbers = replace(gathers, nbytes=256 * context, times=1 + parts, is_packed=False)
         work = replace(
             inner.work,
             operations=inner.work.operations / context,

@@ -461,6 +461,8 @@ class Transfer:
         hidden_by: The pass that runs meanwhile, all of its operators but one; empty for none.
         per_step: Whether they come once for an optimizer step, and not for each batch of it.
         is_packed: Whether tensors are copied into the one that is exchanged, or out of it.
+        in_step: The ranks of which the slowest is waited for, if more than take part: those meet others in
+            turn.
     """
 
     kind: CollectiveKind
@@ -471,6 +473,7 @@ class Transfer:
     hidden_by: Phase = ""
     per_step: bool = False
     is_packed: bool = False
+    in_step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,7 @@ def sharded_transfers(
             times=count,
             hidden_by="forward",
             is_packed=True,
+            in_step=ranks * options.replicas,
         )
         found.append(gather)
         if options.reshard_after_forward is not False and inner:
@@ -141,6 +142,7 @@ def sharded_transfers(
             times=count,
             hidden_by="backward",
             per_step=True,
+            in_step=ranks * options.replicas,
         )
         found.append(between)
     return tuple(found)
