@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, ModelError, StepError
 from tp_core.testing import RankPool, run_ranks
 from tp_trainer import Callback, FsdpOptions, GradientRules, Trainer
+from tp_trainer.callbacks import ExponentialMovingAverage
 
 
 class Block(nn.Module):
@@ -645,6 +646,18 @@ def test_forward_passes_without_a_backward_pass_change_nothing(two_ranks, reshar
     for runs in (True, False):
         for found in two_ranks.run(functools.partial(looked_between, reshards=reshards, runs=runs)):
             assert found == pytest.approx(expected, rel=1e-9)
+
+
+def averaged(backend, options=None):
+    average = ExponentialMovingAverage(0.5)
+    return fit(backend, options=options, trainer={"accumulate": 2}, callbacks=[average])[0]
+
+
+@pytest.mark.slow
+def test_an_average_is_evaluated_and_put_away_though_units_stay_gathered(two_ranks):
+    expected = [[pytest.approx(losses) for losses in record] for record in averaged("single")]
+    for found in two_ranks.run(averaged, "fsdp", {"fsdp": {"reshard_after_forward": False}}):
+        assert [list(record) for record in found] == expected
 
 
 @pytest.mark.slow
