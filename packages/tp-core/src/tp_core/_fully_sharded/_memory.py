@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tp_core._contracts._job import Footprint, Job, MemoryNeed, Transfer
-from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
+from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type, remedy
 from tp_core._fully_sharded._units import find_units
 
 OptionsT = TypeVar("OptionsT", bound=FullyShardOptions)
@@ -207,7 +207,7 @@ def _need(
         free=job.free_nbytes,
         device=str(job.devices[0]),
         assumed=footprint.assumed,
-        remedy=_remedy(options),
+        remedy=remedy(options),
     )
 
 
@@ -341,13 +341,3 @@ def _measured(
 def _size_of(job: Job, parameter: nn.Parameter) -> int:
     lowers = job.precision == "bf16-true" and parameter.is_floating_point()
     return torch.bfloat16.itemsize if lowers else parameter.element_size()
-
-
-def _remedy(options: FullyShardOptions) -> str:
-    ways = [
-        "more ranks" if options.replicas == 1 else "fewer replicas",
-        *(["activation_checkpointing=True"] if not options.activation_checkpointing else []),
-        *(["offload=True on an accelerator"] if not options.offload else []),
-        "a smaller batch with accumulate=",
-    ]
-    return f"less is needed with {', '.join(ways[:-1])} or {ways[-1]}"

@@ -141,7 +141,7 @@ class FullyShardedSession(ProcessGroupSession):
         try:
             return within(models)
         except torch.OutOfMemoryError as error:
-            error.add_note(self.sharding.remedies())
+            error.add_note(self.sharding.remedy)
             raise
         except RuntimeError as error:
             # By torch's words: it has no class for these errors.
@@ -170,7 +170,7 @@ class FullyShardedSession(ProcessGroupSession):
         try:
             super().backward(loss, share, **graph)
         except torch.OutOfMemoryError as error:
-            error.add_note(self.sharding.remedies())
+            error.add_note(self.sharding.remedy)
             raise
         except RuntimeError as error:
             _check_shards_alone(error)

@@ -16,7 +16,7 @@ from tp_core._contracts._blocks import without_cache
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import PerModule
 from tp_core._fully_sharded._optimizers import WholeParameters
-from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type
+from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type, remedy
 from tp_core._fully_sharded._units import find_units
 from tp_core._transfer import tree_leaves
 from tp_core.data._step_outputs import StepOutput
@@ -274,16 +274,10 @@ class Sharding:
         if not torch.is_grad_enabled():
             self._reshard_all()
 
-    def remedies(self) -> str:
-        options = self._options
-        ways = [
-            "more ranks" if options.replicas == 1 else "fewer replicas",
-            *(["reshard_after_forward=True"] if not options.reshard_after_forward else []),
-            *(["activation_checkpointing=True"] if not options.activation_checkpointing else []),
-            *(["offload=True"] if not options.offload else []),
-            "smaller units, or a smaller batch with accumulate=",
-        ]
-        return f"Where parameters are fully sharded, less memory is needed with: {'; '.join(ways)}."
+    @property
+    def remedy(self) -> str:
+        """A sentence for out-of-memory errors."""
+        return f"Where parameters are fully sharded, {remedy(self._options)}."
 
     def reduces(self, model: nn.Module, *, is_on: bool) -> None:
         model.set_requires_gradient_sync(is_on)  # type: ignore[operator]  # as above

@@ -65,9 +65,7 @@ def _measure() -> dict[str, Any]:
             [_exchange(run, matrix, n) for _, run in _collectives() for n in sorted({2, ranks})]
             for _ in range(_TURNS)
         ]
-        fastest = iter(
-            [[min(times) for times in zip(*each, strict=True)] for each in zip(*turns, strict=True)]
-        )
+        fastest = iter(_fastest(turns))
         collectives = {
             kind: {str(n): _line(next(fastest), together, n) for n in sorted({2, ranks})}
             for kind, _ in _collectives()
