@@ -181,7 +181,8 @@ def fit(trainer, model, optimizer, rows, step=step, **arguments):
     return losses, state, kept
 
 
-def assert_same(found, expected, tolerance=1e-12):
+def assert_same(found, expected, tolerance=1e-11):
+    # AdamW divides the rounding of gradients by what is all but zero, otherwise on each kind of processor.
     assert families.difference(found[:2], expected[:2]) < tolerance
 
 
