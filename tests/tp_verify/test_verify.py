@@ -220,10 +220,7 @@ def test_batches_that_the_ranks_cannot_share_are_refused():
         ({"dropout": -1}, "dropout is a number of 0 or more, got -1"),
         ({"max_norm": 0.0}, "max_norm is a number above 0, or None for no clipping, got 0.0"),
         ({"optimizer": "adam"}, "optimizer is a function, got 'adam'"),
-        (
-            {"optimizer": lambda _: None},
-            "optimizer is a function that returns an optimizer of torch, and returned",
-        ),
+        ({"optimizer": str}, "a function that returns an optimizer of torch, and returned 'Branches"),
         ({"max_nrom": 1.0}, r"verify\(\) has no argument 'max_nrom'; did you mean 'max_norm'"),
     ],
     ids=str,
