@@ -365,7 +365,7 @@ def test_where_memory_is_not_enough_the_error_says_what_helps(two_ranks):
     for forward, backward, update in two_ranks.run(out_of_memory, FsdpOptions(reshard_after_forward=False)):
         assert forward == backward
         first, table = forward
-        assert "more ranks; reshard_after_forward=True; activation_checkpointing=True; offload=True" in first
+        assert "more ranks, reshard_after_forward=True, activation_checkpointing=True, offload=True" in first
         assert table == update[0]
         assert table.startswith("Memory has run out: less is needed with a smaller batch")
         assert "parameters sharded over 2 processes" in table

@@ -261,8 +261,8 @@ class Sharding:
     def _reshard_all(self, *_: object) -> None:
         """Reshard what forward passes without a backward pass have left gathered, unless one is under way.
 
-        The weights may have been changed since, by an optimizer or an average of them, and torch would go on
-        with the gathered ones: of the root always, of units with ``reshard_after_forward=False``.
+        The weights may have been changed since, by an optimizer or an average of them, and torch would
+        compute with the gathered ones: of the root always, of units with ``reshard_after_forward=False``.
         """
         if not self._running:
             for model in self._shards:
