@@ -181,8 +181,7 @@ def fit(trainer, model, optimizer, rows, step=step, **arguments):
     return losses, state, kept
 
 
-def assert_same(found, expected, tolerance=1e-11):
-    # AdamW divides the rounding of gradients by what is all but zero, otherwise on each kind of processor.
+def assert_same(found, expected, tolerance=1e-12):
     assert families.difference(found[:2], expected[:2]) < tolerance
 
 

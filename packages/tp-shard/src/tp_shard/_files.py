@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, RankFailedError, StateError, TpError
-from tp_core.internal import DIGESTS, INDEX, Ownership, atomic_part, is_dtensor, read_digests
+from tp_core.internal import DIGESTS, INDEX, Ownership, atomic_part, is_dtensor, read_digests, reshard
 from tp_core.state import (
     FileRecord,
     collect_state,
@@ -26,7 +26,7 @@ from tp_core.state import (
 )
 from tp_core.tensors import TensorSlice
 
-from tp_shard._shards import Shard, ShardTable, part_of, reshard, shard_spec, slice_of, unwrap
+from tp_shard._shards import Shard, ShardTable, part_of, shard_spec, slice_of, unwrap
 from tp_shard._state_dict import first_rank, is_first_rank, stream
 
 # -- Sharded checkpoints: saved and loaded by all ranks, with a digest of each file ---------------

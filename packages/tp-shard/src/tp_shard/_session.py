@@ -16,6 +16,7 @@ from tp_core.internal import (
     gathers_matrices,
     is_dtensor,
     move_module,
+    reshard,
 )
 from tp_core.plugins import Job
 from tp_core.sessions import FullyShardOptions, ProcessGroupSession
@@ -26,7 +27,7 @@ from tp_shard import distributed
 from tp_shard._groups import _debug
 from tp_shard._groups._group import ALONE, current_data_group, current_group, mesh_of_copies
 from tp_shard._guards import check_optimizer
-from tp_shard._shards import Shard, ShardTable, reshard, slice_of
+from tp_shard._shards import Shard, ShardTable, slice_of
 from tp_shard._state_dict import collect_state_dict, gather_shard, relocate_state_dict
 from tp_shard._training import check_gradients, total_grad_norm
 

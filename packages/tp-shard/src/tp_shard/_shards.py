@@ -5,7 +5,6 @@ the tensors.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -79,17 +78,6 @@ def check_data_mesh(parameter: Tensor, group: Group, what: object) -> None:
             "mesh with ranks that ascend along each axis"
         )
         raise ConfigError(msg)
-
-
-def reshard(model: nn.Module) -> None:
-    """Reshard parameters that ``fully_shard`` gathered for a forward pass without a backward pass."""
-    if "torch.distributed.fsdp" not in sys.modules:  # not in use, and slow to import
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 # -- Tensor attributes that mark the dimension that is split over ranks ---------------------------

@@ -205,7 +205,6 @@ class Sharding:
         model.register_forward_hook(self._end)
         with torch.no_grad():
             self.run(model, dict)
-        model.reshard()  # type: ignore[operator]  # fully_shard has made it an FSDPModule
         if callable(getattr(model, "generate", None)):
             self._gather_in_generate(model)
 
@@ -221,8 +220,7 @@ class Sharding:
             try:
                 return self.run(model, lambda: method(*args, **kwargs))
             finally:
-                if not self._running:  # between two steps, where others read the shards
-                    model.reshard()
+                self._reshard_all()  # others read the shards between two steps
 
         model.generate = generate
 
@@ -266,8 +264,7 @@ class Sharding:
         """
         if not self._running:
             for model in self._shards:
-                for unit in sharded_modules(model):
-                    unit.reshard()
+                reshard(model)
 
     def _end(self, *_: object) -> None:
         """Reshard after a forward pass that no backward pass follows: ``parameters()`` are shards again."""
@@ -350,6 +347,12 @@ def _not_gathered_together(module: nn.Module) -> list[nn.Parameter]:
 
 
 # -- Models that were sharded before they came to the backend ---------------------------------------
+
+
+def reshard(model: nn.Module) -> None:
+    """Reshard parameters that forward passes without a backward pass have left gathered."""
+    for unit in sharded_modules(model):
+        unit.reshard()
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:

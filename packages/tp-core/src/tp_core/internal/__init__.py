@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from tp_core._fully_sharded._options import check_offload, parameter_type, reduction_type
     from tp_core._fully_sharded._session import FullyShardedSession
-    from tp_core._fully_sharded._sharding import Sharding, describe_presharded, presharded_mesh
+    from tp_core._fully_sharded._sharding import Sharding, describe_presharded, presharded_mesh, reshard
     from tp_core._fully_sharded._units import Units, find_units
     from tp_core._launch._environment import available_cores, check_process_count
     from tp_core._launch._output import NotebookOutput, Progress, in_notebook, output_console, shows_progress
@@ -161,7 +161,12 @@ else:
             ],
             "tp_core._fully_sharded._options": ["check_offload", "parameter_type", "reduction_type"],
             "tp_core._fully_sharded._session": ["FullyShardedSession"],
-            "tp_core._fully_sharded._sharding": ["Sharding", "describe_presharded", "presharded_mesh"],
+            "tp_core._fully_sharded._sharding": [
+                "Sharding",
+                "describe_presharded",
+                "presharded_mesh",
+                "reshard",
+            ],
             "tp_core._fully_sharded._units": ["Units", "find_units"],
             "tp_core._launch._environment": ["available_cores", "check_process_count"],
             "tp_core._launch._output": [
