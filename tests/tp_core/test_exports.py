@@ -67,8 +67,9 @@ PUBLIC = {
         lazy_exports leave_to_others length_along load_function lock_file_of mapped move_module
         named_tensors new_process_group not_compiled_alone other_batches output_console parameter_type
         pickled_by_value preserve_rng_state presharded_mesh quantized_parts raised_where rank_outcomes
-        read_digests reduce_scatter_single reduction_type rendezvous_store repeated_blocks resolve_options
-        restore_rng_state row_count run_in seed_everything seed_of seed_torch seeded set_device_rng_state
+        read_digests reduce_scatter_single reduction_type rendezvous_store repeated_blocks reshard
+        resolve_options restore_rng_state row_count run_in seed_everything seed_of seed_torch seeded
+        set_device_rng_state
         sharded_memory sharded_transfers showing_system_errors shows_progress slice_of split_evenly
         split_rows start step_identity sync_folder those_known to_device total_shard_norm unchanged_models
         watched_tables whole_matrix_optimizer whole_model_arguments without_cache write_atomically
