@@ -1,7 +1,7 @@
 """Make a release: ``hatch run release 0.2.0``, or with ``--dry-run`` to see what it would do.
 
 All distributions have one version. It goes into each ``pyproject.toml``, into the pins of siblings (a package
-takes no older tp-core than its own version), into ``CITATION.cff``, and over what ``CHANGELOG.md`` has under
+takes exactly the tp-core of its own version), into ``CITATION.cff``, and over what ``CHANGELOG.md`` has under
 "Unreleased"; then there are a commit and a tag whose message are the notes. Publishing is what the forge's
 workflow does with the tag. ``--notes 0.2.0`` prints the notes of a release that was made.
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 _UNRELEASED = "## Unreleased"
 _VERSION = re.compile(r'^version = "([^"]*)"$', re.MULTILINE)
-_PIN = re.compile(r'"(tp-[a-z-]+(?:\[[a-z,]+\])?)>=[^"]*"')
+_PIN = re.compile(r'"(tp-[a-z-]+(?:\[[a-z,]+\])?)==[^"]*"')
 
 
 class ReleaseError(Exception):
@@ -82,7 +82,6 @@ def changed_files(root: Path, version: str, *, today: dt.date, url: str | None =
         msg = f"--url is the address of the repository, as https://github.com/OWNER/NAME, got {url!r}"
         raise ReleaseError(msg)
     numbers = _numbers(version)
-    below = f"{numbers[0]}.{numbers[1] + 1}" if numbers[0] == 0 else str(numbers[0] + 1)
     changes = {}
     for path in sorted(root.glob("packages/*/pyproject.toml")):
         text = path.read_text()
@@ -91,7 +90,7 @@ def changed_files(root: Path, version: str, *, today: dt.date, url: str | None =
             msg = f"{path.parent.name} has version {current} already, and {version} is before it"
             raise ReleaseError(msg)
         text = _VERSION.sub(f'version = "{version}"', text)
-        changes[path] = _with_urls(path, _PIN.sub(rf'"\g<1>>={version},<{below}"', text), url)
+        changes[path] = _with_urls(path, _PIN.sub(rf'"\g<1>=={version}"', text), url)
     citation = root / "CITATION.cff"
     text = re.sub(r"^version: .*$", f"version: {version}", citation.read_text(), flags=re.MULTILINE)
     text = re.sub(r"^date-released: .*\n", "", text, flags=re.MULTILINE)

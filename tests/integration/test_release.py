@@ -61,7 +61,7 @@ def test_a_release_has_one_version_pins_a_changelog_a_tag_and_notes(repository):
         found = project(folder)
         extras = [d for extra in found.get("optional-dependencies", {}).values() for d in extra]
         pins = [d for d in [*found["dependencies"], *extras] if d.startswith("tp-")]
-        assert all(pin.endswith(f">={NEXT},<0.2") for pin in pins)
+        assert all(pin.endswith(f"=={NEXT}") for pin in pins)
         assert bool(pins) == (folder.name != "tp-core")
         assert found["urls"]["Homepage"] == URL
         assert set(found["urls"].values()) == {URL, f"{URL}/issues", f"{URL}/blob/main/CHANGELOG.md"}
