@@ -53,7 +53,6 @@ def info(hyperparameters=None):
 def test_the_loggers_of_this_package_are_found_by_name():
     found = {c.item.name: c.item.extra for c in PLUGINS.loggers() if c.distribution == "tp-trainer"}
     assert found == {
-        "aim": "tp-trainer[aim]",
         "csv": "",
         "jsonl": "",
         "mlflow": "tp-trainer[mlflow]",
@@ -92,7 +91,7 @@ def test_names_and_loggers_are_taken_together(tmp_path):
     [
         ("tensorbord", r"did you mean 'tensorboard'\? \(pip install 'tp-trainer\[tensorboard\]'\)"),
         ("CSV", r"there is no logger 'CSV'; did you mean 'csv'\?"),
-        ("xyz", "those there are: 'aim', 'csv', 'jsonl', 'mlflow', 'tensorboard', 'wandb'"),
+        ("xyz", "those there are: 'csv', 'jsonl', 'mlflow', 'tensorboard', 'wandb'"),
         (CsvLogger, r"as CsvLogger\(\); got"),
         ([3], r"takes names of loggers and loggers, as 'csv' or CsvLogger\('run'\); got 3"),
         (3, "got 3"),
@@ -124,7 +123,7 @@ def test_a_factory_that_makes_something_else_is_refused():
         fit("mine", plugins)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "aim"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_package_that_is_not_installed_is_named_with_its_extra(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"needs the package {name}: pip install 'tp-trainer\[{name}\]'"):

@@ -8,7 +8,7 @@ import time
 import pytest
 from tp_core.errors import ConfigError
 from tp_core.testing import LoggerConformance
-from tp_trainer.loggers import AimLogger, MlflowLogger, RunInfo, TensorBoardLogger, WandbLogger
+from tp_trainer.loggers import MlflowLogger, RunInfo, TensorBoardLogger, WandbLogger
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,52 +60,6 @@ class TestTensorBoard(LoggerConformance):
             self._write(tmp_path, [{"loss": 1.0}])
         assert (tmp_path / "tensorboard-1").is_dir()
         assert self.read(tmp_path) == {"loss": [(1, 1.0)]}
-
-
-@pytest.mark.needs("aim")
-class TestAim(LoggerConformance):
-    def make(self, folder):
-        return AimLogger("tests", run_name="one", repo=folder)
-
-    def runs(self, folder):
-        """Yield the runs of the store, opened as their writer does: others see them once `aim up` has."""
-        from aim import Repo, Run
-
-        for found in Repo(str(folder)).list_all_runs():
-            run = Run(found, repo=str(folder), system_tracking_interval=None, capture_terminal_logs=False)
-            yield run
-            run.close()
-
-    def read(self, folder):
-        found = {}
-        for run in self.runs(folder):
-            for metric in run.metrics():
-                steps, (values, _, _) = metric.data.items_list()
-                found[metric.name] = sorted(zip(steps, values, strict=True))
-        return found
-
-    def read_hyperparameters(self, folder):
-        [found] = [run["hparams"] for run in self.runs(folder)]
-        return found
-
-    @pytest.mark.parametrize("status", ["finished", "interrupted", "failed"])
-    def test_the_run_has_its_name_and_how_it_ended(self, tmp_path, status):
-        logger = self.make(tmp_path)
-        logger.open(RunInfo(environment={"SLURM_JOB_ID": "17"}, versions={"torch": "2"}))
-        logger.event("checkpoint", {"path": tmp_path}, step=3, epoch=1)
-        logger.close(status)
-        [found] = [
-            (run.name, run.experiment, run["status"], run["run"], run["last_checkpoint"])
-            for run in self.runs(tmp_path)
-        ]
-        assert found[:3] == ("one", "tests", status)
-        assert found[3]["environment"] == {"SLURM_JOB_ID": "17"}
-        assert found[3]["versions"] == {"torch": "2"}
-        assert found[4] == {"step": 3, "path": str(tmp_path)}
-
-    def test_both_parts_of_a_resumed_run_are_one_run(self, tmp_path):
-        self.test_a_resumed_run_has_every_step_once(tmp_path, closed=True)
-        assert len(list(self.runs(tmp_path))) == 1
 
 
 @pytest.mark.needs("mlflow")

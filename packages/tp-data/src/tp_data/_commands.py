@@ -1,7 +1,4 @@
-"""``tp data``: indexes, a look at samples, and which samples a step has.
-
-The registry finds it by its hook; of this package it imports public names alone.
-"""
+"""``tp data``: indexes, a look at samples, and which samples a step has."""
 
 import glob
 import json

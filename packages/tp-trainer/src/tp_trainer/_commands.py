@@ -1,7 +1,4 @@
-"""The commands that are faces of a public function: ``tp convert``, ``estimate``, ``plan``, ``report``.
-
-The registry finds them by their hook; of this package they import public names alone.
-"""
+"""The commands that are faces of a public function: ``tp convert``, ``estimate``, ``plan``, ``report``."""
 
 import json
 import sys

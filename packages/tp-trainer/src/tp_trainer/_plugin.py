@@ -31,7 +31,6 @@ def _late(module: str, name: str) -> Callable[[], Any]:
 @hookimpl
 def tp_loggers() -> Iterable[LoggerFactory]:
     return [
-        LoggerFactory("aim", "a run of Aim", _late("loggers._aim", "AimLogger"), "tp-trainer[aim]"),
         LoggerFactory("csv", "metrics.csv in the run's folder", _late("loggers", "CsvLogger")),
         LoggerFactory("jsonl", "log.jsonl in the run's folder", _late("loggers", "JsonLinesLogger")),
         LoggerFactory(

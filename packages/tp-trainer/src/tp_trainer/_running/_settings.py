@@ -179,7 +179,7 @@ class LogOptions:
 
     Attributes:
         loggers: Loggers of :mod:`tp_trainer.loggers`, or names of installed ones: "csv", "jsonl",
-            "tensorboard", "wandb", "mlflow", "aim".
+            "tensorboard", "wandb", "mlflow".
         every_steps: How many optimizer steps lie between two rows of the log; callbacks' tensors are read
             from the device at these steps.
         hyperparameters: Further values for the loggers, beside the trainer's own.

@@ -1,9 +1,9 @@
 """Loggers: the destinations of a run's numbers.
 
-``CsvLogger`` and ``JsonLinesLogger`` need nothing but this package; ``TensorBoardLogger``, ``WandbLogger``,
-``MlflowLogger`` and ``AimLogger`` need the extras ``tp-trainer[tensorboard]``, ``[wandb]``, ``[mlflow]`` and
-``[aim]``. A custom logger is a subclass of :class:`tp_core.plugins.Logger`; with a file or folder of its own
-it has a :class:`LogPlace`.
+``CsvLogger`` and ``JsonLinesLogger`` need nothing but this package; ``TensorBoardLogger``, ``WandbLogger``
+and ``MlflowLogger`` need the extras ``tp-trainer[tensorboard]``, ``[wandb]`` and ``[mlflow]``. A custom
+logger is a subclass of :class:`tp_core.plugins.Logger`; with a file or folder of its own it has a
+:class:`LogPlace`.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tp_core.plugins import RunInfo as RunInfo
 
     from tp_trainer._secrets import mask_arguments as mask_arguments
-    from tp_trainer.loggers._aim import AimLogger as AimLogger
     from tp_trainer.loggers._csv import CsvLogger as CsvLogger
     from tp_trainer.loggers._files import LogPlace as LogPlace
     from tp_trainer.loggers._jsonl import JsonLinesLogger as JsonLinesLogger
@@ -31,7 +30,6 @@ else:
         {
             "tp_core.plugins": ["Logger", "RunInfo"],
             "tp_trainer._secrets": ["mask_arguments"],
-            "tp_trainer.loggers._aim": ["AimLogger"],
             "tp_trainer.loggers._csv": ["CsvLogger"],
             "tp_trainer.loggers._files": ["LogPlace"],
             "tp_trainer.loggers._jsonl": ["JsonLinesLogger", "LoggedRun", "read_run"],
