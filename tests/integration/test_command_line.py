@@ -34,7 +34,6 @@ NOWHERE = {
     "jobs": ["nowhere"],
     "launch": ["nowhere.py"],
     "logs": ["nowhere"],
-    "move": ["nowhere.py"],
     "verify": ["nowhere.py:build"],
     "explain": ["nothing"],
     "new-plugin": ["nothing", "nowhere"],

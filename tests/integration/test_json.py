@@ -43,7 +43,6 @@ WITHOUT = {
     "explain": "(a page)",
     "launch": "its script's",
     "logs": "its script's",
-    "move": "(a diff)",
     "train": "its function prints",
 }
 # How each of the others is called, where a run, a job and a few files are.

@@ -63,7 +63,7 @@ PUBLIC = {
         containers copied describe_presharded device_of device_of_rank device_rng_state did_you_mean divisors
         dropout_rates dumps_by_value explain_arguments explain_init file_meant find_units first_token
         free_nbytes functions_named gathers_matrices has_exited hook_steps idle_lines_in_words in_notebook
-        is_array is_dtensor is_inner_step is_random_op is_zero_redundancy iterates_itself join_rows
+        is_array is_dtensor is_random_op is_zero_redundancy iterates_itself join_rows
         lazy_exports leave_to_others length_along load_function lock_file_of mapped move_module
         named_tensors new_process_group not_compiled_alone other_batches output_console parameter_type
         pickled_by_value preserve_rng_state presharded_mesh quantized_parts raised_where rank_outcomes

@@ -61,7 +61,6 @@ def tp_commands() -> Iterable[Command]:
             "Run a function of a script with values from options and files.",
             _late("_train", "train_app"),
         ),
-        Command("move", "Print the change that moves a training script to tp.", _late("_move", "move_app")),
         Command("jobs", "List the jobs that `tp launch --detach` started.", _late("_jobs", "jobs_app")),
         Command("logs", "Show what a background job has printed.", _late("_jobs", "logs_app")),
         Command("stop", "End a background job.", _late("_jobs", "stop_app")),

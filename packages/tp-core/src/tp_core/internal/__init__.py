@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from tp_core.replicas._random import is_random_op
     from tp_core.replicas._replicas import leave_to_others
     from tp_core.state._files import slice_of
-    from tp_core.state._optimizers import hook_steps, is_inner_step, is_zero_redundancy
+    from tp_core.state._optimizers import hook_steps, is_zero_redundancy
     from tp_core.tensors._atomic import atomic_part, showing_system_errors, sync_folder, write_atomically
     from tp_core.tensors._digests import DIGESTS, INDEX, read_digests
     from tp_core.tensors._ownership import Ownership, lock_file_of, run_in
@@ -218,6 +218,6 @@ else:
             "tp_core.replicas._compiler": ["not_compiled_alone"],
             "tp_core.replicas._random": ["is_random_op"],
             "tp_core.state._files": ["slice_of"],
-            "tp_core.state._optimizers": ["hook_steps", "is_inner_step", "is_zero_redundancy"],
+            "tp_core.state._optimizers": ["hook_steps", "is_zero_redundancy"],
         },
     )
