@@ -34,6 +34,10 @@ if settings is not None:
     settings.load_profile("default")
 
 
+RING_3 = {"tp_ray"}
+"""Folders of tests of packages that may break alone, with another library's release."""
+
+
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         _gather_temporary_files()
@@ -99,6 +103,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "nightly" in item.keywords:
             item.add_marker("slow")
+        if item.path.relative_to(Path(__file__).parent).parts[0] in RING_3:
+            item.add_marker("ring3")
     if config.args_source is config.ArgsSource.TESTPATHS:
         items.sort(key=lambda item: item.path)  # alike in all workers, which collect in orders of their own
     _deselect_missing(config, items)

@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 CORE = "tp-core"
+RING_3 = ("tp-ray",)  # they may import public names of the others, and may break alone
 
 _LOOK = """
 import importlib, json, sys
@@ -58,6 +59,19 @@ def project(package: str) -> dict[str, Any]:
     text = (ROOT / "packages" / package / "pyproject.toml").read_text()
     table: dict[str, Any] = tomllib.loads(text)["project"]
     return table
+
+
+def with_siblings(packages: Iterable[str]) -> list[str]:
+    """Return packages and those of this repository that they require, without tp-core."""
+    found: set[str] = set()
+    queue = [*packages]
+    while queue:
+        name = queue.pop()
+        if name not in found:
+            found.add(name)
+            needs = (Requirement(text).name for text in project(name)["dependencies"])
+            queue += [need for need in needs if need in PACKAGES and need != CORE]
+    return sorted(found)
 
 
 def run(*command: object, **settings: Any) -> str:
@@ -177,6 +191,7 @@ def _others(readme: str) -> set[str]:
 
 def problems(packages: list[str], found: dict[str, Any], folder: Path) -> list[str]:
     """Return what is not as it should be of what :func:`try_out` returned."""
+    packages = with_siblings(packages)
     modules = {package.replace("-", "_") for package in packages}
     plugins = [p for p in packages if "tp.plugins" in project(p).get("entry-points", {})]
     checks = {

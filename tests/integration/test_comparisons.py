@@ -57,7 +57,7 @@ SHOWN = {
     "stages of one pipeline": [
         f"{RUNNER}/test_pipeline.py::test_stages_give_none_one_or_several_results_in_order"
     ],
-    "many machines": [f"{RUNNER}/ray/test_ray.py::test_a_pipeline_is_the_same_code_on_a_cluster"],
+    "many machines": ["tests/tp_ray/test_cluster.py::test_a_pipeline_is_the_same_code_on_a_cluster"],
     "a tiny column layer": ["docs/benchmarks/shard-layers.json"],
     "an MLP 1024": ["docs/benchmarks/shard-layers.json"],
     "a finished model": [

@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.wheels import PACKAGES, ROOT, project
+from tests.wheels import CORE, PACKAGES, ROOT, project, with_siblings
 
 # Names that no requirement of a package brings, and why it may import them.
 ELSEWHERE = {
@@ -79,7 +79,7 @@ def distributions():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_import_is_declared(package, distributions):
     needed = required(package)
-    ours = {package.replace("-", "_"), "tp_core"}
+    ours = {name.replace("-", "_") for name in [*with_siblings([package]), CORE]}
     unknown = {}
     for name, files in imported(package).items():
         if name in sys.stdlib_module_names or name in ours or name in ELSEWHERE.get(package, {}):

@@ -12,7 +12,7 @@ PROJECTS = {
     (found := tomllib.loads(path.read_text())["project"])["name"]: found
     for path in (ROOT / "packages").glob("*/pyproject.toml")
 }
-CONDA = {"torch": "pytorch"}
+CONDA = {"ray": "ray-default", "torch": "pytorch"}
 
 
 @pytest.mark.needs("yaml")

@@ -21,6 +21,7 @@ PACKAGES = (
     "tp_data",
     "tp_dp_gather",
     "tp_pipeline",
+    "tp_ray",
     "tp_runner",
     "tp_shard",
     "tp_trainer",
@@ -91,7 +92,7 @@ def _module_text(module):
     lines = [f"{module.__name__}"]
     hidden = []
     for name in _names(module):
-        if module.__name__ in {"tp_core.internal", "tp_runner.internal"}:  # for siblings of the same version
+        if module.__name__ == "tp_core.internal":  # for siblings of the same version
             lines.append(f"    {name}")
             continue
         lines += [f"    {line}" for line in _entry(module, name)]

@@ -32,7 +32,7 @@ class TestInline(EngineConformance):
 
 
 def test_the_plugin_brings_the_engines_and_the_command():
-    assert {found.item.name for found in registry.engines()} >= {"inline", "process", "ray", "thread"}
+    assert {found.item.name for found in registry.engines()} >= {"inline", "process", "thread"}
     (command,) = [found.item for found in registry.commands() if found.item.name == "run"]
     assert command.load().registered_commands
 

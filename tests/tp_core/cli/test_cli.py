@@ -236,7 +236,7 @@ def test_what_a_plugin_prints_while_it_is_loaded_never_reaches_stdout(talkative,
 def test_the_doctor_shows_what_each_plugin_brings(with_commands, capsys):
     brings = {p["name"]: p["brings"] for p in doctor()["plugins"]}
     assert brings["hello"] == {"command": ["bad", "clicked", "ending", "hello", "nothing"]}
-    assert brings["tp-runner"]["engine"] == ["inline", "process", "ray", "thread"]
+    assert brings["tp-runner"]["engine"] == ["inline", "process", "thread"]
     assert brings["tp-tuple"] == {"backend": ["tuple"], "collate adapter": ["tuple"]}
     run(["doctor", "--no-measure"])
     assert "collate adapter" in capsys.readouterr().out

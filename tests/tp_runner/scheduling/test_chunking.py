@@ -2,7 +2,7 @@
 
 import pytest
 from tp_runner._scheduling._run import Flow  # private: nobody else can say how long an item took
-from tp_runner.internal import Chunk, Settings
+from tp_runner.engines import Chunk, Settings
 
 
 def learned(item_s):

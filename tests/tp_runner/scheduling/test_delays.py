@@ -8,7 +8,7 @@ import tp_runner
 from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner, UnorderedRunner
 from tp_runner._scheduling._run import Death, Split, after_death  # private: a chunk of three needs luck
-from tp_runner.internal import Chunk, Died, Settings
+from tp_runner.engines import Chunk, Died, Settings
 
 
 class Clock:

@@ -5,7 +5,7 @@ import threading
 import pytest
 from tp_core.plugins import registry
 from tp_runner import OrderedRunner
-from tp_runner.internal import Done, Fleet, FleetEngine, Timing
+from tp_runner.engines import Done, Fleet, FleetEngine, Timing
 
 DEADLINE_S = 800.0
 

@@ -36,9 +36,9 @@ The way of an item, and the files that it passes::
         v
     ResultStream, Future, AsyncResultStream  _stream, _scheduling/_source, _async_stream
 
-Two rooms use this package as another distribution would, and are found by their hooks alone: ``_command``
-(``tp run``) by public names, and ``_ray``, with its ``RayFleet``, by
-``tp_runner.internal``. easycore's spellings are in ``tp_runner.compat``.
+``_command`` (``tp run``) uses this package by its public names, and is found by its hook alone. Engines of
+other distributions, as tp-ray's, build on ``tp_runner.engines``. easycore's spellings are in
+``tp_runner.compat``.
 """
 
 import sys

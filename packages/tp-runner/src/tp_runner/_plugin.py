@@ -10,11 +10,10 @@ tp_contract = 1
 
 @hookimpl
 def tp_engines() -> Iterable[Any]:
-    """Return ``process``, ``thread``, ``inline`` and ``ray``."""
+    """Return ``process``, ``thread`` and ``inline``."""
     from tp_runner._engines import ENGINES
-    from tp_runner._ray import RayEngine
 
-    return [*ENGINES.values(), RayEngine()]
+    return ENGINES.values()
 
 
 @hookimpl

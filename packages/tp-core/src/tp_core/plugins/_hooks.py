@@ -47,6 +47,7 @@ FIRST_PARTY = frozenset(
         "tp-data",
         "tp-dp-gather",
         "tp-pipeline",
+        "tp-ray",
         "tp-runner",
         "tp-shard",
         "tp-trainer",

@@ -2,7 +2,9 @@
 
 import pytest
 from tp_core.errors import ConfigError
-from tp_runner import _ray  # private: clusters with so many nodes, and hours on them, cannot be had here
+
+# Private: clusters with so many nodes, and hours on them, cannot be had here.
+from tp_ray import _placement, _scaling
 
 CPU = {"CPU": 1.0, "GPU": 0.0}
 
@@ -23,28 +25,28 @@ def node(*, alive=True, **resources):
     ],
 )
 def test_room_for_so_many_workers_and_no_more(nodes, placement, n_room):
-    _ray.require_room(nodes, [CPU] * n_room, placement)
+    _placement.require_room(nodes, [CPU] * n_room, placement)
     with pytest.raises(ConfigError, match=f"room for {n_room} of {n_room + 1} actors.*with 1 CPU"):
-        _ray.require_room(nodes, [CPU] * (n_room + 1), placement)
+        _placement.require_room(nodes, [CPU] * (n_room + 1), placement)
 
 
 def test_fractions_of_a_device_are_what_a_worker_takes():
-    half = _ray.needs_of("cuda:0", {"num_gpus": 0.5, "num_cpus": 0.25})
+    half = _placement.needs_of("cuda:0", {"num_gpus": 0.5, "num_cpus": 0.25})
     assert half == {"CPU": 0.25, "GPU": 0.5}
-    _ray.require_room([node(CPU=1.0, GPU=2.0)], [half] * 4, None)
+    _placement.require_room([node(CPU=1.0, GPU=2.0)], [half] * 4, None)
     with pytest.raises(ConfigError, match=r"room for 4 of 5.*0\.25 CPU, 0\.5 GPU"):
-        _ray.require_room([node(CPU=9.0, GPU=2.0)], [half] * 5, None)
+        _placement.require_room([node(CPU=9.0, GPU=2.0)], [half] * 5, None)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(_ray.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_scaling.time, "monotonic", lambda: now[0])
     return now
 
 
 def test_one_more_is_started_only_when_all_have_been_busy_for_long(clock):
-    scaling = _ray.Scaling(1, 3)
+    scaling = _scaling.Scaling(1, 3)
     assert scaling.worker_to_start({0}, {0}, set()) is None
     for clock[0] in 0.7, 0.9:
         assert scaling.worker_to_start({0}, set(), set()) is None  # it was idle meanwhile
@@ -61,7 +63,7 @@ def test_one_more_is_started_only_when_all_have_been_busy_for_long(clock):
 
 
 def test_a_worker_between_two_items_counts_as_busy(clock):
-    scaling = _ray.Scaling(1, 2)
+    scaling = _scaling.Scaling(1, 2)
     started = None
     while started is None and clock[0] < 5.0:
         assert scaling.worker_to_start({0}, {0}, set()) is None
@@ -73,7 +75,7 @@ def test_a_worker_between_two_items_counts_as_busy(clock):
 
 
 def test_those_beyond_the_fewest_go_when_they_have_had_nothing_to_do(clock):
-    scaling = _ray.Scaling(1, 3)
+    scaling = _scaling.Scaling(1, 3)
     assert scaling.idle_workers({0, 1, 2}, {1}) == []
     clock[0] = 9.0
     assert scaling.idle_workers({0, 1, 2}, set()) == []

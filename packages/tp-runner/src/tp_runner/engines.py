@@ -1,7 +1,18 @@
-"""Names for engines in distributions of their own; they may change with any version.
+"""Building an engine whose workers are elsewhere, in a distribution of its own.
 
-A :class:`FleetEngine` makes a :class:`Fleet`, and this package's scheduler does the rest: order, retries,
-timeouts, restarts, statistics. The engine ``ray`` is one; of this package it imports these names alone.
+A :class:`FleetEngine` makes a :class:`Fleet`, and the scheduler of tp-runner does the rest: order, retries,
+timeouts, restarts, statistics. The engine ``ray`` of tp-ray is one. An engine that brings its own scheduling
+implements :class:`tp_core.plugins.Engine` instead, and needs none of these names.
+
+::
+
+    the program's process                       a worker
+
+    FleetEngine.make_fleet
+        Fleet.start     dump_program, Setup  ->  prepare_process, become_worker, limit_torch
+        Fleet.send      Chunk                ->  Task.begin, run_chunk, pack_results
+        Fleet.poll      Ready, Done, Died    <-  results, Timing, Failure, log records (handle_records)
+        Fleet.close                          ->  end_work, dumps_exit_result
 """
 
 from tp_core.internal import dumps_by_value

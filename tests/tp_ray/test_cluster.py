@@ -12,6 +12,7 @@ import pytest
 import tp_runner
 from tp_core.errors import ConfigError
 from tp_core.testing import EngineConformance
+from tp_ray import _scaling  # private: it waits for a second, and for ten, before it changes its size
 from tp_runner import (
     ItemTimeoutError,
     NotPicklableError,
@@ -20,14 +21,17 @@ from tp_runner import (
     UnorderedRunner,
     WorkerDiedError,
     WorkerError,
-    _ray,  # private: it waits for a second, and for ten, before it changes its size
     worker,
 )
 
 from tests.tp_runner.registered import engine_of
 
-ray = pytest.importorskip("ray", reason="Ray is an extra")
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900, method="signal")]
+ray = pytest.importorskip("ray", reason="Ray is tp-ray's alone")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(900, method="signal"),
+]
 
 PATIENCE_S = 500  # for what only a machine with far more work than cores lets take so long
 
@@ -317,8 +321,8 @@ def test_places_are_held_for_all_actors_and_given_back(placement, n_nodes):
 
 @pytest.mark.usefixtures("cluster")
 def test_more_actors_come_while_all_are_busy_and_go_when_they_are_idle(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(_ray, "GROW_S", 0.1)
-    monkeypatch.setattr(_ray, "IDLE_S", PATIENCE_S)  # none goes before all have come
+    monkeypatch.setattr(_scaling, "GROW_S", 0.1)
+    monkeypatch.setattr(_scaling, "IDLE_S", PATIENCE_S)  # none goes before all have come
     with EndsBadly(3, {"path": str(tmp_path)}, engine="ray", min_workers=1) as runner:
         deadline = time.monotonic() + PATIENCE_S
 
@@ -329,8 +333,8 @@ def test_more_actors_come_while_all_are_busy_and_go_when_they_are_idle(monkeypat
         def items():
             while there() < 3:  # one worker that is always busy gets help
                 yield ("sleep", 0.05)
-            monkeypatch.setattr(_ray, "GROW_S", PATIENCE_S)
-            monkeypatch.setattr(_ray, "IDLE_S", 0.1)
+            monkeypatch.setattr(_scaling, "GROW_S", PATIENCE_S)
+            monkeypatch.setattr(_scaling, "IDLE_S", 0.1)
             # Which goes again when there is next to nothing to do, and in order.
             while there() > 1 or "worker 2 had nothing to do, and its end failed" not in caplog.text:
                 time.sleep(0.3)

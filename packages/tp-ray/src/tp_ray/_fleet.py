@@ -1,26 +1,17 @@
-"""The engine `ray`: actors on a Ray cluster, one for each device, placed by the resources that they need.
-
-The registry finds it by its hook; of this package it imports public names alone.
-"""
+"""The actors of a runner on a Ray cluster: one for each device, placed by the resources that they need."""
 
 import contextlib
-import importlib
-import importlib.util
 import logging
 import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from tp_core.errors import ConfigError
-from tp_core.plugins import Verdict
-
-from tp_runner.internal import (
-    END,
+from tp_runner.engines import (
     INIT,
-    ITEM,
     RESULT,
     USERS_ERRORS,
     Chunk,
@@ -29,29 +20,18 @@ from tp_runner.internal import (
     Event,
     Failure,
     Fleet,
-    FleetEngine,
     Ready,
     Settings,
     Setup,
-    Task,
-    Timing,
-    become_worker,
     dump_program,
-    dumps_by_value,
-    dumps_exit_result,
-    end_work,
     failure_of_death,
     handle_records,
-    limit_torch,
     loads_exit_result,
-    pack_results,
-    prepare_process,
-    run_chunk,
-    set_current_task,
 )
 
-if TYPE_CHECKING:
-    import torch
+from tp_ray._actor import Answer, ChunkPlace, Ended, RayWorker, Started, import_ray, packed
+from tp_ray._placement import actor_options, needs_of, require_room, reserve
+from tp_ray._scaling import Scaling
 
 _log = logging.getLogger("tp_runner")
 
@@ -60,31 +40,6 @@ GRACE_S = 20.0
 
 WAKE_S = 0.02
 """Another thread cannot end Ray's wait, so a long wait is made of such short ones."""
-
-
-class RayEngine(FleetEngine):
-    """The engine of actors on a Ray cluster."""
-
-    name = "ray"
-    score = 20
-    summary = "one actor on a Ray cluster for each device"
-    unfit: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("max_items_per_worker", "max_memory_per_worker"), "only processes are replaced"),
-        **dict.fromkeys(("preload", "start_method"), "Ray starts the workers"),
-        "cpus": "Ray places the workers; resources={'num_cpus': 2} says how many cores one takes",
-    }
-    is_remote = True
-    copies_work = True
-    start_timeout_s = None  # an actor may wait for its place for any time
-
-    def assess(self, devices: "Sequence[torch.device]") -> Verdict:
-        """Fit where Ray is installed; never better than processes for one machine."""
-        if importlib.util.find_spec("ray") is None:
-            return Verdict.unfit("ray is not installed", remedy="pip install tp-runner[ray]")
-        return super().assess(devices)
-
-    def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
-        return RayFleet(program, devices, settings)
 
 
 class _Sent(NamedTuple):
@@ -357,244 +312,3 @@ class RayFleet(Fleet):
                 self._group = None
         for worker, failure in failures:
             raise self.error(worker, failure)
-
-
-# -- Placement and scaling --------------------------------------------------------------------
-
-Needs = dict[str, float]
-
-
-def import_ray() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        msg = "engine 'ray' needs Ray; pip install tp-runner[ray]"
-        raise ConfigError(msg) from error
-
-
-def needs_of(device: str, resources: Mapping[str, float]) -> Needs:
-    """Return the resources that a worker takes of its node, by Ray's names."""
-    needs = {"CPU": 1.0, "GPU": 1.0 if device.startswith("cuda") else 0.0}
-    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
-    return needs | {names.get(name, name): n for name, n in resources.items()}
-
-
-def actor_options(
-    ray: Any, needs: Needs, group: Any, index: int, env: Mapping[str, str | None]
-) -> dict[str, Any]:
-    """Return Ray's options of an actor: its resources, its place in a group, its environment."""
-    rest = {name: n for name, n in needs.items() if name not in {"CPU", "GPU", "memory"}}
-    options: dict[str, Any] = {
-        "num_cpus": needs["CPU"],
-        "num_gpus": needs["GPU"],
-        "memory": needs.get("memory"),
-        "resources": rest,
-    }
-    if group is not None:
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        options["scheduling_strategy"] = strategy(group, placement_group_bundle_index=index)
-    if known := {name: value for name, value in env.items() if value is not None}:
-        options["runtime_env"] = {"env_vars": known}  # prepare_process removes variables that are None
-    return options
-
-
-def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[Needs], placement: str | None) -> None:
-    """Check that the living nodes of a cluster, if nobody else used them, could hold all workers.
-
-    An actor that fits nowhere would be waited for without an end.
-    """
-    left = [dict(node["Resources"]) for node in nodes if node["Alive"]]
-    if placement == "strict_pack":
-        tried = [_count_placed([node], workers) for node in left or [{}]]
-        n_placed, needs = max(tried, key=lambda found: found[0])
-    else:
-        n_placed, needs = _count_placed(left, workers, once=placement == "strict_spread")
-    if n_placed < len(workers):
-        wanted = ", ".join(f"{k:g} {name}" for name, k in needs.items() if k)
-        how = f" placed by {placement!r}" if placement else ""
-        msg = (
-            f"the cluster has room for {n_placed} of {len(workers)} actors{how}, and none for another one "
-            f"with {wanted}; ask for fewer devices or other resources=, or add nodes first"
-        )
-        raise ConfigError(msg)
-
-
-def _count_placed(nodes: list[Needs], workers: Sequence[Needs], *, once: bool = False) -> tuple[int, Needs]:
-    """Return how many workers find a place, and the resources of the first that finds none."""
-    left = [dict(node) for node in nodes]
-    for n_placed, needs in enumerate(workers):
-        node = next((n for n in left if all(n.get(name, 0.0) >= k for name, k in needs.items())), None)
-        if node is None:
-            return n_placed, needs
-        for name, k in needs.items():
-            node[name] = node.get(name, 0.0) - k
-        if once:
-            left.remove(node)
-    return len(workers), {}
-
-
-def reserve(ray: Any, workers: Sequence[Needs], placement: str, timeout_s: float | None) -> Any:
-    """Hold a place for every worker: a placement group, which Ray moves when a node is lost."""
-    bundles = [{name: k for name, k in needs.items() if k} for needs in workers]
-    if not all(bundles):
-        msg = f"placement={placement!r} holds what workers take, and resources= lets one take nothing"
-        raise ConfigError(msg)
-    group = ray.util.placement_group(bundles, strategy=placement.upper())
-    began = time.monotonic()
-    while not group.wait(1):  # in turns of a second, so that an interrupt is handled
-        if timeout_s is not None and time.monotonic() - began > timeout_s:
-            ray.util.remove_placement_group(group)
-            msg = (
-                f"the cluster had no place for {len(bundles)} workers placed by {placement!r} after "
-                f"start_timeout_s={timeout_s}; others may hold them"
-            )
-            raise ConfigError(msg)
-    return group
-
-
-GROW_S = 1.0
-"""After so long with every worker busy another one starts."""
-BREATH_S = 0.1
-"""For so long a worker between two items still counts as busy: else a fleet with items of milliseconds would
-never grow (test_a_worker_between_two_items_counts_as_busy)."""
-IDLE_S = 10.0
-"""After so long without work a worker beyond the fewest ends."""
-
-
-class Scaling:
-    """The growth and shrinkage of a fleet: when another worker starts, and which idle one ends."""
-
-    def __init__(self, fewest: int, most: int) -> None:
-        self.fewest = fewest
-        self._most = most
-        self._busy_since: float | None = None
-        self._free_since: float | None = None  # since when not all of them are busy
-        self._idle_since: dict[int, float] = {}
-
-    @property
-    def interval_s(self) -> float | None:
-        """The time between two decisions; ``None`` where there is nothing to decide."""
-        return GROW_S if self.fewest < self._most else None
-
-    def worker_to_start(
-        self, running: Collection[int], busy: Collection[int], lost: Collection[int]
-    ) -> int | None:
-        now = time.monotonic()
-        if len(busy) == len(running):
-            self._free_since = None
-        elif self._free_since is None:
-            self._free_since = now
-        if self._free_since is not None and now - self._free_since >= BREATH_S:
-            self._busy_since = None
-            return None
-        if self._busy_since is None:
-            self._busy_since = now
-        if now - self._busy_since < GROW_S:
-            return None
-        self._busy_since = None
-        return next((n for n in range(self._most) if n not in running and n not in lost), None)
-
-    def idle_workers(self, ready: Collection[int], busy: Collection[int]) -> list[int]:
-        """Return the workers beyond the fewest that have been idle for long."""
-        now = time.monotonic()
-        self._idle_since = {n: self._idle_since.get(n, now) for n in ready if n not in busy}
-        late = [n for n, since in self._idle_since.items() if n >= self.fewest and now - since >= IDLE_S]
-        for n in late:
-            del self._idle_since[n]
-        return late
-
-
-# -- The actor --------------------------------------------------------------------------------
-
-
-class ChunkPlace(NamedTuple):
-    """The place of a chunk's first item in the input, its run, and how often it was sent before."""
-
-    start: int
-    run: int
-    attempt: int
-
-
-class Started(NamedTuple):
-    """The answer of an actor after its start, with a pickled failure if it has failed."""
-
-    failure: bytes
-    records: list[logging.LogRecord]
-    node: str
-
-
-class Answer(NamedTuple):
-    """The answer to a chunk: its pickled results, and the log records up to now."""
-
-    results: bytes
-    has_failures: bool
-    timing: Timing
-    records: list[logging.LogRecord]
-
-
-class Ended(NamedTuple):
-    """The answer of an actor after its end: a pickled failure, or the pickled value of the end."""
-
-    failure: bytes
-    returned: bytes
-    records: list[logging.LogRecord]
-
-
-class RayWorker:
-    """One actor. It takes and returns bytes, so that pickling errors are ours and not Ray's."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._records: list[logging.LogRecord] = []
-        self._work: Any = None
-        self._task = Task(setup.settings, [0, 0, 0], ())
-        set_current_task(self._task, of_process=True)
-        self._waiting = time.monotonic()
-
-    def ready(self) -> Started:
-        ray = import_ray()
-        failure = b""
-        try:
-            prepare_process(self._setup, self._records.append)
-            program = pickle.loads(self._setup.program)
-            limit_torch(self._setup.threads)  # the program may have imported torch just now
-            become_worker(self._setup.info)
-            self._work = program(self._setup.device)
-        except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
-            failure = pickle.dumps(Failure.of(error, INIT), 5)
-        node = ray.get_runtime_context().get_node_id()
-        where = f"node {node[:8]} ({ray.util.get_node_ip_address()})"
-        return Started(failure, self._take_records(), where)
-
-    def work(self, data: bytes, n_items: int, place: ChunkPlace) -> Answer:
-        began = time.monotonic()
-        waited_s = began - self._waiting
-        try:
-            items = pickle.loads(data)
-        except USERS_ERRORS as error:
-            results, failed = [Failure.of(error, ITEM)] * n_items, True
-        else:
-            self._task.begin(*place)
-            results, failed = run_chunk(self._work, items, self._task)
-        worked_s = time.monotonic() - began
-        data, _, unpicklable = pack_results(results, packed)
-        self._waiting = time.monotonic()
-        return Answer(data, failed or unpicklable, Timing(began, waited_s, worked_s), self._take_records())
-
-    def end(self) -> Ended:
-        failure = returned = b""
-        try:
-            returned = dumps_exit_result(end_work(self._work))
-        except BaseException as error:  # noqa: BLE001 - the caller raises whatever it is
-            failure = pickle.dumps(Failure.of(error, END), 5)
-        return Ended(failure, returned, self._take_records())
-
-    def _take_records(self) -> list[logging.LogRecord]:
-        records = self._records[:]
-        del self._records[: len(records)]  # in place: the handler appends to this very list
-        return records
-
-
-def packed(obj: Any) -> tuple[bytes, list[memoryview]]:
-    """Pickle an object, with definitions that its receiver cannot import; without buffers apart."""
-    return dumps_by_value(obj, protocol=5), []
