@@ -259,7 +259,7 @@ def test_prepare_takes_its_objects_one_by_one(case):
     with Trainer(devices="cpu") as trainer:
         with pytest.raises(ConfigError, match=words):
             trainer.prepare(*objects)
-        assert trainer._session is None
+        assert trainer._preparation.current is None
 
 
 METHODS = {

@@ -49,7 +49,7 @@ def test_every_backend_tells_what_it_needs_of_devices_that_are_not_there():
     assert ddp.memory.free == 15 * 2**20
     assert "ddp" in str(table)
     assert "unfit" in str(table)
-    assert trainer._lazy.current is None, "nothing was started"
+    assert trainer._preparation.current is None, "nothing was started"
 
 
 def test_what_is_told_of_a_job_has_to_fit_together():

@@ -81,7 +81,7 @@ QUESTIONS = {
 def test_a_question_starts_nothing_and_chooses_nothing(question):
     with make_trainer() as trainer:
         QUESTIONS[question](trainer)
-        assert trainer._session is None
+        assert trainer._preparation.current is None
         assert fit(trainer, nn.Linear(3, 100)) == "wide"
 
 

@@ -149,7 +149,7 @@ def test_the_selection_is_known_before_anything_is_started():
     trainer = Trainer()
     assert trainer.selection.chosen.name == "single"
     assert "ddp" in str(trainer.selection)
-    assert trainer._session is None
+    assert trainer._preparation.current is None
 
 
 def test_a_running_trainer_says_where_it_runs():

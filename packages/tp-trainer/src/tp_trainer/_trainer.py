@@ -2,11 +2,9 @@
 
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core import DeviceSpec, LaunchEnvironment, resolve_devices
-from tp_core.data import LossReduction, PreparedLoader, StepOutput, read_weight
+from tp_core.data import LossReduction, StepOutput, read_weight
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
 from tp_core.internal import (
@@ -31,11 +29,9 @@ from tp_core.plugins import Job, Session, registry
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks import (
     as_checkpoints,
-    check_callable,
     check_known,
     check_loader,
     check_model,
-    check_no_others,
     check_not_shared,
     check_optimizer,
     check_owner,
@@ -45,8 +41,9 @@ from tp_trainer._checks import (
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES
+from tp_trainer._preparation import Preparation
+from tp_trainer._running._context import RunContexts
 from tp_trainer._steps._step import (
-    LossScaler,
     RunStep,
     Step,
     autocast,
@@ -60,14 +57,13 @@ from tp_trainer._steps._step import (
 if TYPE_CHECKING:
     from tp_core.plugins import Callback
 
-    from tp_trainer._memory import MemoryTable, Work
+    from tp_trainer._evaluation import Evaluation
+    from tp_trainer._files import ModelFiles
+    from tp_trainer._memory import MemoryTable
     from tp_trainer._metrics import Metric, Predictions
-    from tp_trainer._opening._boundaries import StepBoundaries
     from tp_trainer._running._history import History
-    from tp_trainer._running._log import RunLog
-    from tp_trainer._running._loop import Loop, LoopHooks, ManualStepEvents
+    from tp_trainer._running._loop import Loop
     from tp_trainer._running._settings import (
-        FitSettings,
         Limits,
         LogOptions,
         LoopSettings,
@@ -75,8 +71,6 @@ if TYPE_CHECKING:
         SchedulerOptions,
         Validation,
     )
-    from tp_trainer._running._watchdog import Watchdog
-    from tp_trainer._steps._loaders import BatchShares, Epochs
     from tp_trainer._steps._optimizer_step import GradientRules
     from tp_trainer._verify import Verification
     from tp_trainer.loggers._named import LogSpec
@@ -167,11 +161,10 @@ class Trainer:
                 "checkpoint_activations(model, ...) takes the classes, and what they keep"
             )
             raise ConfigError(msg)
-        # Trainers that time steps for "fastest"; None once the backend is chosen.
-        self._others: Callable[..., Trainer] | None = None
+        make_trial: Callable[..., Trainer] | None = None
         if backend == "fastest":
             backend = "auto"
-            self._others = partial(
+            make_trial = partial(
                 Trainer,
                 devices=devices,
                 loss=loss,
@@ -188,27 +181,13 @@ class Trainer:
         if not isinstance(progress, bool):
             shows_progress(progress)  # which checks it
         self.progress = progress
-        self._seed = seed
-        self._precision: Precision = precision
-        self._accumulate = accumulate
-        self._compile = _compile_options(compile)
-        self._may_step = False
-        self._has_run_backward = False  # in a custom loop
-        self._run: RunStep | None = None
-        self._step_events: ManualStepEvents | None = None  # of the open loop, if a callback has these events
-        # Within the validation of a loop: what signals end it at, and what counts its batches.
-        self._boundaries: StepBoundaries | None = None
-        self._watched: Watchdog | None = None
-        self._shares: BatchShares | None = None  # with several data ranks
-        self._choice = ""  # the line on the backend, until a run has shown it
-        self._epochs: Epochs | None = None  # from the first fit() on
-        self._scaler = LossScaler() if precision == "fp16-mixed" else None
         if devices in (None, "auto") and (named := os.environ.get("TP_DEVICES")):
             devices = named.split(",")
         explicit = devices not in (None, "auto")
         self._devices = resolve_devices(devices)
         if self.environment.is_distributed:  # under a launcher, one device of the host
             self._devices = (device_of_rank(self._devices, self.environment, explicit=explicit),)
+        compile_options = _compile_options(compile)
         job = Job(
             devices=self._devices,
             environment=self.environment,
@@ -216,14 +195,35 @@ class Trainer:
             loss=loss,
             precision=precision,
             accumulate=accumulate,
-            compile=self._compile,
+            compile=compile_options,
             options=options_by_backend(options, plugins),
             recomputation=None if activation_checkpointing is None else "nothing",
         )
-        self._lazy = LazySession(job, plugins, backend, seed=seed)
-        self._prepared_last: Callable[[], nn.Module | None] = lambda: None
+        self._preparation = Preparation(
+            LazySession(job, plugins, backend, seed=seed),
+            seed=seed,
+            precision=precision,
+            compile_options=compile_options,
+            make_trial=make_trial,
+        )
+        self._contexts = RunContexts()
+        # Of a custom loop: what runs its steps, and whether it has run a backward pass.
+        self._run_step: RunStep | None = None
+        self._has_run_backward = False
         if seed is not None:
             seed_everything(seed)
+
+    @cached_property
+    def _evaluation(self) -> "Evaluation":
+        from tp_trainer._evaluation import Evaluation
+
+        return Evaluation(self._preparation, self._contexts)
+
+    @cached_property
+    def _files(self) -> "ModelFiles":
+        from tp_trainer._files import ModelFiles
+
+        return ModelFiles(self._preparation)
 
     @property
     def selection(self) -> Selection:
@@ -231,7 +231,7 @@ class Trainer:
 
         Before the first model it is the choice for an unspecified model.
         """
-        return self._lazy.selection
+        return self._preparation.selection
 
     @property
     def session(self) -> Session:
@@ -240,34 +240,39 @@ class Trainer:
         Raises:
             SelectionError: No backend fits.
         """
-        return self._open(by="trainer.session")
+        return self._preparation.session
 
     # Read from the environment before the session is open: an access must not choose a backend yet.
 
     @property
     def device(self) -> torch.device:
         """The device of this process; the first one of several."""
-        return self._devices[0] if self._session is None else self._session.device
+        session = self._preparation.current
+        return self._devices[0] if session is None else session.device
 
     @property
     def rank(self) -> int:
         """The rank of this process, from 0."""
-        return self.environment.rank if self._session is None else self._session.rank
+        session = self._preparation.current
+        return self.environment.rank if session is None else session.rank
 
     @property
     def local_rank(self) -> int:
         """The rank of this process on its host, from 0."""
-        return self.environment.local_rank if self._session is None else self._session.local_rank
+        session = self._preparation.current
+        return self.environment.local_rank if session is None else session.local_rank
 
     @property
     def world_size(self) -> int:
         """The number of processes of the job."""
-        return self.environment.world_size if self._session is None else self._session.world_size
+        session = self._preparation.current
+        return self.environment.world_size if session is None else session.world_size
 
     @property
     def is_main(self) -> bool:
         """Whether this process is rank 0, which writes files and prints."""
-        return self.environment.is_main if self._session is None else self._session.is_main
+        session = self._preparation.current
+        return self.environment.is_main if session is None else session.is_main
 
     if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
 
@@ -279,10 +284,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close the session and the streams of loaders; calling it again does nothing."""
-        if self._epochs is not None:
-            self._epochs.close()
-        if self._session is not None:
-            self._session.close()
+        self._preparation.close()
 
     def __enter__(self) -> Self:
         return self
@@ -351,8 +353,8 @@ class Trainer:
         models = [o for o in objects if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if isinstance(o, Optimizer)]
         work = Work(optimizers[0] if len(optimizers) == 1 and len(models) == 1 else None)
-        self._open(*models, by="prepare()", work=work)
-        if self.session.data_size > 1:
+        session = self._preparation.open(*models, by="prepare()", work=work)
+        if session.data_size > 1:
             check_not_shared(models)
         for optimizer in objects:
             if isinstance(optimizer, Optimizer) and models:
@@ -365,22 +367,12 @@ class Trainer:
 
     def _prepare(self, value: Any, *, shard: bool, training: bool) -> Any:
         if isinstance(value, nn.Module):
-            return self._prepare_model(value)
+            return self._preparation.prepare_model(value)
         if isinstance(value, Optimizer):
-            if self._scaler is not None:
-                value.register_step_pre_hook(self._refuse_scaled)
-            return self.session.prepare_optimizer(value)
+            return self._preparation.prepare_optimizer(value)
         if isinstance(value, LRScheduler | ReduceLROnPlateau):
             return value
-        return self._loader(value, shard=shard, training=training, watched=True)
-
-    def _refuse_scaled(self, *_: object) -> None:
-        if not self._may_step:
-            msg = (
-                "with precision='fp16-mixed' the gradients are scaled, and the optimizer must not take "
-                "them as they are; call trainer.update(model, optimizer) instead of optimizer.step()"
-            )
-            raise ConfigError(msg)
+        return self._preparation.prepare_loader(value, shard=shard, training=training, watched=True)
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Return the prepared model that ``make`` builds, without the whole model on a rank if it is sharded.
@@ -404,15 +396,17 @@ class Trainer:
         """
         from tp_core.tensors import build_deferred, materialize
 
+        preparation = self._preparation
+
         def build() -> nn.Module:
             made = make()
             check_model("build()", made)
-            return made.to(torch.bfloat16) if self._precision == "bf16-true" else made
+            return made.to(torch.bfloat16) if preparation.precision == "bf16-true" else made
 
         model = build_deferred(build)
-        if not self._open(model, by="build()").takes_deferred_models:
+        if not preparation.open(model, by="build()").takes_deferred_models:
             materialize(model)
-        self._prepare_model(model)
+        preparation.prepare_model(model)
         return model
 
     def estimate(
@@ -455,9 +449,9 @@ class Trainer:
         if devices is not None:
             check_positive("devices", devices)
         work = Work(optimizer, None, step)
-        plugins = self._lazy.plugins
+        backends = self._preparation.plugins.backends()
         return estimate_job(
-            self._lazy.job, work, model, batch, plugins.backends(), devices=devices, memory=memory
+            self._preparation.job, work, model, batch, backends, devices=devices, memory=memory
         )
 
     # -- whole runs -----------------------------------------------------------------------------
@@ -529,17 +523,18 @@ class Trainer:
             OSError: A file cannot be written.
             Interrupted: A signal asked the run to end; its state is saved.
         """
+        from tp_trainer._running._fit import fit
         from tp_trainer._running._settings import FitSettings, SchedulerOptions, limits_of, with_shortcuts
         from tp_trainer._steps._optimizer_step import GradientRules
 
         check_model("fit()", model)
         check_optimizer("fit()", optimizer)
-        check_loader("train_loader", train_loader)
         if scheduler is not None and not isinstance(scheduler, SchedulerOptions):
             scheduler = SchedulerOptions(scheduler)
         limits = limits_of(limits, epochs=epochs, max_steps=max_steps)
         settings = FitSettings(
             loop=self._loop_settings(limits, validation, checkpoint, resume, callbacks, log, state),
+            train_loader=train_loader,
             step=step,
             scheduler=scheduler,
             gradients=with_shortcuts("gradients", gradients, GradientRules, clip_norm=clip_norm),
@@ -549,83 +544,10 @@ class Trainer:
         warn_evaluation_mode(model)
         try:
             with guard_stop_iteration():
-                return self._fit(model, optimizer, train_loader, settings)
+                return fit(self._preparation, settings, model, optimizer)
         except (RuntimeError, MemoryError) as error:
-            self._explain(error)
+            self._preparation.explain(error)
             raise
-
-    def _fit(
-        self, model: nn.Module, optimizer: Optimizer, train_loader: Iterable[Any], settings: "FitSettings"
-    ) -> "History":
-        from tp_trainer._memory import Work
-        from tp_trainer._metrics import Evaluator
-        from tp_trainer._running._fit import FitHooks, train
-        from tp_trainer._steps._loaders import Epochs
-        from tp_trainer._steps._optimizer_step import OptimizerStep
-
-        settings.loop.events.send("on_setup", model, optimizer)
-        if self._others is not None:
-            from tp_trainer._running._fastest import find_fastest
-
-            found = find_fastest(
-                self._lazy.choice(model),
-                self._devices,
-                self._others,
-                model,
-                optimizer,
-                train_loader,
-                settings.step,
-            )
-            self._others = None
-            self._lazy.require(*found)
-            if self.is_main:
-                log.info("backend %r is kept: %s", *found)
-        session = self._open(model, by="fit()", work=Work(optimizer, train_loader, settings.step))
-        logs = self._plan_log(settings.loop, [optimizer])
-        check_owner(optimizer, [model])
-        if session.world_size > 1:
-            check_no_others(optimizer, model, "its gradients would differ between the ranks")
-        if settings.loop.checkpoint is not None:
-            check_no_others(optimizer, model, "its value would be in no checkpoint")
-        model = self._prepare_model(model)
-        optimizer_step = OptimizerStep(
-            session,
-            model,
-            session.prepare_optimizer(optimizer),
-            settings.gradients,
-            accumulate=self._accumulate,
-            scaler=self._scaler,
-        )
-        loader = self._loader(train_loader)
-        epochs = self._epochs = self._epochs or Epochs()
-        epochs.go_on(train_loader, loader)
-        watchdog = self._watchdog(settings.loop.limits.step_timeout_s)
-        validation = settings.loop.validation
-        evaluator = Evaluator(
-            run=self._run_step if watchdog is None else lambda b: watchdog.watch(self._run_step(b)),
-            step=(validation and validation.step) or settings.step,
-            loaders={
-                name: self._loader(loader, training=False) for name, loader in settings.val_loaders().items()
-            },
-            metrics=settings.val_metrics(),
-        )
-        hooks = FitHooks(settings, optimizer_step, self._run_step(loader), evaluator, loader)
-        loop = self._build_loop(
-            settings.loop,
-            loader,
-            hooks,
-            watchdog,
-            logs,
-            models={"model": model},
-            optimizers={"optimizer": optimizer_step.optimizer},
-            schedulers={} if settings.scheduler is None else {"scheduler": settings.scheduler.scheduler},
-        )
-        self._may_step = True
-        try:
-            return train(loop, hooks)
-        finally:
-            self._may_step = False
-            epochs.note(train_loader, loader)
 
     @explain_arguments("loop(loader, epochs=5)", instead=ARGUMENTS)
     def loop(
@@ -677,51 +599,13 @@ class Trainer:
             ...         optimizer.step()
             ...         loop.log(loss=loss)  # doctest: +SKIP
         """
-        from tp_trainer._running._loop import CustomLoopHooks
+        from tp_trainer._running._custom_loop import custom_loop
         from tp_trainer._running._settings import limits_of
 
         check_loader("batches", batches)
         limits = limits_of(limits, epochs=epochs, max_steps=max_steps)
         settings = self._loop_settings(limits, validation, checkpoint, resume, callbacks, log, state)
-        validate = settings.validation and settings.validation.source
-        if validate is not None and (isinstance(validate, Iterable) or not callable(validate)):
-            msg = f"validation must be a function that returns numbers by name, got {type(validate).__name__}"
-            raise ConfigError(msg)
-        self._open(by="loop()")
-        watchdog = self._watchdog(limits.step_timeout_s)
-        return self._build_loop(
-            settings,
-            self._loader(batches, watched=True),
-            CustomLoopHooks(
-                self.session,
-                settings.events,
-                validate or dict,
-                evaluating=partial(self._evaluating_at, watchdog),
-                sending=self._sending_steps,
-            ),
-            watchdog,
-            self._plan_log(settings, [o for o in settings.state.values() if isinstance(o, Optimizer)]),
-        )
-
-    @contextmanager
-    def _evaluating_at(
-        self, watchdog: "Watchdog | None", boundaries: "StepBoundaries | None"
-    ) -> Iterator[None]:
-        """Let a signal end evaluations at a boundary, and count their batches as steps, in the context."""
-        self._watched, self._boundaries = watchdog, boundaries
-        try:
-            yield
-        finally:
-            self._watched = self._boundaries = None
-
-    @contextmanager
-    def _sending_steps(self, events: "ManualStepEvents") -> Iterator[None]:
-        """Send the events of steps made within the context; loops may be nested."""
-        before, self._step_events = self._step_events, events
-        try:
-            yield
-        finally:
-            self._step_events = before
+        return custom_loop(self._preparation, self._contexts, settings, batches)
 
     def _loop_settings(
         self,
@@ -746,8 +630,8 @@ class Trainer:
         limits, checkpoint, resume = from_environment(limits, checkpoint, resume)
         if validation is not None and not isinstance(validation, Validation):
             validation = Validation(validation)
-        found = find_callbacks(callbacks, self._lazy.plugins)
-        if self._compile is not None:
+        found = find_callbacks(callbacks, self._preparation.plugins)
+        if self._preparation.compile_options is not None:
             found[0].append(CompileMonitor())
         return LoopSettings(
             limits=limits,
@@ -759,61 +643,6 @@ class Trainer:
             state=check_state(state),
             progress=self.progress,
         )
-
-    def _build_loop(
-        self,
-        settings: "LoopSettings",
-        train: PreparedLoader,
-        hooks: "LoopHooks",
-        watchdog: "Watchdog | None",
-        logs: "RunLog",
-        **own: Mapping[str, Any],
-    ) -> "Loop":
-        """Return the loop of a run; ``own`` has the models, optimizers and schedulers beside ``state``.
-
-        Collectives: as in `build_loop`.
-        """
-        from tp_trainer._running._loop import build_loop, classify_state
-
-        session = self.session
-        choice, self._choice = self._choice, ""
-        return build_loop(
-            session,
-            replace(settings, backend=self.selection.chosen.name, choice=choice),
-            classify_state(session, settings.state, prepared=self._lazy.prepared, scaler=self._scaler, **own),
-            train,
-            hooks=hooks,
-            watchdog=watchdog,
-            logs=logs,
-        )
-
-    def _watchdog(self, timeout_s: float | None) -> "Watchdog | None":
-        if timeout_s is None:
-            return None
-        from tp_trainer._running._watchdog import Watchdog
-
-        return Watchdog(self.environment, timeout_s)
-
-    def _plan_log(self, settings: "LoopSettings", optimizers: Iterable[Optimizer]) -> "RunLog":
-        from tp_trainer._running._log import of_optimizer, plan_log
-
-        limits = settings.limits
-        known = {
-            "epochs": limits.epochs,
-            "max_steps": limits.max_steps,
-            "precision": self._precision,
-            "accumulate": self._accumulate,
-            "seed": self._seed,
-            "world_size": self.session.world_size,
-            "backend": self.selection.chosen.name,
-        }
-        if self._compile is not None:
-            known["compile"] = "blocks" if self._compile.blocks else "model"
-        if self.session.job.recomputation is not None:
-            known["recomputation"] = self.session.job.recomputation
-        for optimizer in optimizers:
-            known |= of_optimizer(optimizer)
-        return plan_log(self.session, settings, known, plugins=self._lazy.plugins, selection=self.selection)
 
     # -- forward, backward and update in custom loops -------------------------------------------
 
@@ -839,19 +668,23 @@ class Trainer:
         if not models or isinstance(batch, nn.Module):
             msg = "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
             raise ConfigError(msg)
+        preparation = self._preparation
+        watchdog = self._contexts.current.watchdog
+        if watchdog is not None:  # in the validation of a loop, whose own batches do not count there
+            watchdog.note_step()
         try:
             if len(models) == 1:
-                if self._run is None:
-                    self._run = self._run_step()
-                output = self._run(step, self._prepare_model(models[0]), batch)
+                if self._run_step is None:
+                    self._run_step = preparation.run_step()
+                output = self._run_step(step, preparation.prepare_model(models[0]), batch)
             else:
-                run = in_precision(self.session.run_several, self._precision, self.device)
-                output = run(step, list(map(self._prepare_model, models)), batch)
+                run = in_precision(self.session.run_several, preparation.precision, self.device)
+                output = run(step, [preparation.prepare_model(model) for model in models], batch)
         except (RuntimeError, MemoryError) as error:
-            self._explain(error)
+            preparation.explain(error)
             raise
-        if self._shares is not None and torch.is_grad_enabled():
-            self._shares.note_loss(output, batch)
+        if preparation.shares is not None and torch.is_grad_enabled():
+            preparation.shares.note_loss(output, batch)
         return output  # type: ignore[return-value]  # a backend returns what it gets, or the same of parts
 
     def backward(
@@ -890,12 +723,13 @@ class Trainer:
         if not isinstance(loss, Tensor) or loss.dim():
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
             loss = loss_of(loss, training=True)
-        session, shares = self._lazy.current, self._shares
+        preparation = self._preparation
+        session, shares = preparation.current, preparation.shares
         if session is None:
             msg = "backward() comes after the preparation: trainer.prepare(model, optimizer, loader)"
             raise ConfigError(msg)
         share = None if shares is None else shares.of_loss(loss) if batch is None else shares.of_batch(batch)
-        scale = 1.0 if self._scaler is None else self._scaler.scale
+        scale = 1.0 if preparation.scaler is None else preparation.scaler.scale
         graph = {"retain_graph": True, "create_graph": create_graph} if retain_graph or create_graph else {}
         try:
             if weight is None:
@@ -908,15 +742,16 @@ class Trainer:
                 total = total_weight(session, units) if total is None else read_weight(total, name="total")
                 add_whole(session, loss, units, total=total, scale=scale, **graph)
         except (RuntimeError, MemoryError) as error:
-            self._explain(error)
+            preparation.explain(error)
             raise
         if not self._has_run_backward:
             self._has_run_backward = True
-            parameters = [p for model in self._lazy.models() for p in model.parameters()]
+            parameters = [p for model in preparation.models() for p in model.parameters()]
             if not any(map(is_dtensor, parameters)):  # DTensors get gradients later, when they are reduced
                 warn_no_gradients(parameters, owner="any prepared model")
-        if self._step_events is not None:
-            self._step_events.backward_end()
+        step_events = self._contexts.current.step_events
+        if step_events is not None:
+            step_events.backward_end()
 
     def global_loss(
         self, loss: StepOutput, *, weight: float | Tensor | None = None, batch: Any = None
@@ -939,7 +774,7 @@ class Trainer:
         if not isinstance(loss, Tensor) or loss.dim():
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
             loss = loss_of(loss, training=False)
-        session, shares = self.session, self._shares
+        session, shares = self.session, self._preparation.shares
         session.check_in_step("global_loss()")
         share = None if shares is None else shares.of_loss(loss) if batch is None else shares.of_batch(batch)
         loss = loss.detach().reshape(())
@@ -954,7 +789,7 @@ class Trainer:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of the trainer's precision, for the loss of a custom loop."""
-        context = autocast(self._precision, self.device)
+        context = autocast(self._preparation.precision, self.device)
         return nullcontext() if context is None else context()
 
     def update(
@@ -984,23 +819,22 @@ class Trainer:
         Collectives: as in `Session.clip_grad_norm`, if gradients are clipped or checked.
         """
         check_optimizer("update()", optimizer)
-        prepared = self._prepare_model(model)
         from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
 
+        preparation = self._preparation
+        prepared = preparation.prepare_model(model)
         rules = GradientRules(clip_norm=clip_norm, clip_value=clip_value)
-        update = OptimizerStep(self.session, prepared, optimizer, rules, scaler=self._scaler)
-        events = self._step_events
+        update = OptimizerStep(self.session, prepared, optimizer, rules, scaler=preparation.scaler)
+        events = self._contexts.current.step_events
         if events is not None and events.has_step_event:
             update.send_norm_to(events.optimizer_step)
             events.is_sent = True
-        self._may_step = True
         try:
             return update.finish()
         except (RuntimeError, MemoryError) as error:  # the optimizer's state is made in its first step
-            self._explain(error)
+            preparation.explain(error)
             raise
         finally:
-            self._may_step = False
             if events is not None:
                 events.is_sent = False
 
@@ -1015,7 +849,7 @@ class Trainer:
         Raises:
             ConfigError: The backend has the option of a static graph, which excludes this.
         """
-        prepared = self._prepare_model(model)
+        prepared = self._preparation.prepare_model(model)
         return self.session.no_sync(prepared)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
@@ -1034,7 +868,7 @@ class Trainer:
 
         Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, section 3.2.
         """
-        prepared = self._prepare_model(model)
+        prepared = self._preparation.prepare_model(model)
         return self.session.clip_grad_norm(prepared, max_norm)
 
     # -- evaluation, predictions, gathered rows -------------------------------------------------
@@ -1077,31 +911,7 @@ class Trainer:
 
         Collectives: broadcasts of buffers, gathers for the metrics, a gather and an all-reduce for the means.
         """
-        from tp_trainer._metrics import check_metrics, evaluate, named_loaders
-
-        check_model("evaluate()", model)
-        check_callable("step", step)
-        loaders, checked = named_loaders("loader", loader), check_metrics(metrics)
-        for each in loaders.values():
-            check_loader("loader", each)
-        model = self._prepare_model(model)
-        results: dict[str, Any] = {}
-        for prefix, each in loaders.items():
-            batches = self._loader(each, shard=shard, training=False)
-            epoch = batches.next_epoch
-            try:
-                run = self._run_step(batches)
-                cut = self._boundaries
-                found = evaluate(self.session, run, step, model, batches, checked, boundaries=cut)
-            finally:
-                batches.set_epoch(epoch)
-            if not found and self.is_main:
-                log.warning(
-                    "evaluate() has no result: the loader has yielded no sample; an iterator, such as a "
-                    "generator, is gone through once"
-                )
-            results |= {prefix + name: value for name, value in found.items()}
-        return results
+        return self._evaluation.evaluate(model, loader, step=step, metrics=metrics, shard=shard)
 
     @explain_arguments("predict(model, loader, step)", instead=ARGUMENTS)
     def predict(
@@ -1129,15 +939,7 @@ class Trainer:
             ...     return {"class": model(batch[0]).argmax(1)}
             >>> trainer.predict(model, loader, step).save("classes.jsonl")  # doctest: +SKIP
         """
-        from tp_trainer._metrics import Predictions
-
-        check_model("predict()", model)
-        check_loader("loader", loader)
-        check_callable("step", step)
-        model = self._prepare_model(model)
-        batches = self._loader(loader, shard=shard, training=False)
-        run = self._run_step(batches)
-        return Predictions(self.session, run, step, model, batches, boundaries=lambda: self._boundaries)
+        return self._evaluation.predict(model, loader, step, shard=shard)
 
     def gather_for_metrics(self, value: Any, *, batch: Any = None) -> Any:
         """Return the rows of all data ranks, each sample once, on every rank, to compute metrics from.
@@ -1159,12 +961,7 @@ class Trainer:
 
         Collectives: an all-gather of the shapes, then `Session.gather` for each tensor.
         """
-        session, shares = self._open(by="gather_for_metrics()"), self._shares
-        session.check_in_step("gather_for_metrics()")
-        is_nothing = shares is not None and shares.holds_nothing(batch)
-        from tp_trainer._steps._loaders import gather_rows
-
-        return gather_rows(session, value, is_nothing=is_nothing)
+        return self._evaluation.gather_rows(value, batch=batch)
 
     def all_gather(self, rows: Tensor, *, batch: Any = None) -> Tensor:
         """Return the rows of all data ranks and devices, with gradients, for losses that compare samples.
@@ -1187,12 +984,7 @@ class Trainer:
         Collectives: an all-gather of the shapes and two of `Session.gather`; in the backward pass one
         all-reduce.
         """
-        session = self.session
-        session.check_in_step("all_gather()", may_meet=True)
-        is_nothing = self._shares is not None and self._shares.holds_nothing(batch)
-        from tp_trainer._steps._loaders import gather_with_gradients
-
-        return gather_with_gradients(session, rows, is_nothing=is_nothing)
+        return self._evaluation.gather_with_gradients(rows, batch=batch)
 
     # -- models in files ------------------------------------------------------------------------
 
@@ -1206,10 +998,7 @@ class Trainer:
 
         Collectives: the backend's gathering of the state, one broadcast.
         """
-        from tp_trainer._checkpoint._model_files import save_model
-
-        prepared = self._prepare_model(model)
-        save_model(self.session, prepared, path)
+        self._files.save(model, path)
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], *, name: str | None = None) -> None:
         """Load a model that :meth:`save_model` wrote on any backend; call it on every rank.
@@ -1231,16 +1020,7 @@ class Trainer:
             FileNotFoundError: The file does not exist.
             StateError: The file is damaged, or is of another model; the model is unchanged.
         """
-        from pathlib import Path
-
-        from tp_trainer._checkpoint._adapters import is_adapter, load_adapter
-        from tp_trainer._checkpoint._model_files import load_model
-
-        prepared = self._prepare_model(model)
-        if is_adapter(Path(path)):
-            load_adapter(self.session, prepared, Path(path), name=name)
-        else:
-            load_model(self.session, prepared, path, name=name)
+        self._files.load(model, path, name=name)
 
     def export(
         self,
@@ -1275,22 +1055,7 @@ class Trainer:
 
         Collectives: the backend's gathering of the state, one broadcast; for each adapter two.
         """
-        from pathlib import Path
-
-        from tp_trainer._checkpoint._adapters import export_adapters, export_merged
-        from tp_trainer._checkpoint._model_files import export_model
-
-        if adapter and (merged or max_file_nbytes is not None):
-            other = "merged=True" if merged else "max_file_nbytes"
-            msg = f"export() takes adapter=True or {other}: adapters are written alone, in one file each"
-            raise ConfigError(msg)
-        prepared = self._prepare_model(model)
-        if adapter:
-            export_adapters(self.session, prepared, Path(path))
-        elif merged:
-            export_merged(self.session, prepared, Path(path), max_file_nbytes=max_file_nbytes)
-        else:
-            export_model(self.session, prepared, path, max_file_nbytes=max_file_nbytes)
+        self._files.export(model, path, adapter=adapter, merged=merged, max_file_nbytes=max_file_nbytes)
 
     def verify(self, *, steps: int | None = None, timeout_s: float = 600.0) -> "Verification":
         """Prove that this script trains alike after a stop, and on each backend that fits.
@@ -1315,82 +1080,6 @@ class Trainer:
         from tp_trainer._verify import verify_this_script
 
         return verify_this_script(steps=steps, timeout_s=timeout_s, world_size=self.environment.world_size)
-
-    # -- session, preparation -------------------------------------------------------------------
-
-    def _explain(self, error: BaseException) -> None:
-        """Add a note to an error if memory has run out."""
-        from tp_trainer._memory import explain_out_of_memory
-
-        explain_out_of_memory(error, lambda: self.selection)
-
-    @property
-    def _session(self) -> Session | None:
-        return self._lazy.current
-
-    def _open(self, *models: nn.Module, by: str, work: "Work | None" = None) -> Session:
-        def add_memory(job: Job) -> Iterable[Job]:
-            from tp_trainer._memory import Work, add_memory
-
-            return add_memory(job, work or Work())
-
-        if self._others is not None:
-            msg = f"backend='fastest' times steps of fit(), and {by} comes before it: call fit(), or name one"
-            raise ConfigError(msg)
-        is_open = self._lazy.current is not None
-        session = self._lazy.open(*models, by=by, estimate=add_memory)
-        if not is_open and self.is_main and session.job.recomputation not in (None, "nothing"):
-            log.info("the backward pass computes %s again, to save memory", session.job.recomputation)
-        if not is_open and (session.world_size > 1 or len(session.job.devices) > 1):
-            self._choice = str(self.selection).partition("\n")[0]
-        if not is_open and session.data_size > 1:
-            from tp_trainer._steps._loaders import BatchShares
-
-            self._shares = BatchShares(session)
-            if self._seed is not None:
-                # Models are built alike on all ranks, from the seed itself. From here on dropout and
-                # augmentation must differ between data ranks.
-                seed_everything(self._seed + session.data_rank * 1_000_003)
-        return session
-
-    def _prepare_model(self, model: nn.Module) -> nn.Module:
-        """Prepare a model once; a prepared one is returned as it is."""
-        if model is not None and self._prepared_last() is model:  # as in every step of a custom loop
-            return model
-        check_model("the trainer", model)
-        prepared = self._lazy.prepared(model)
-        if prepared is None:
-            session = self._open(model, by="the preparation of a model")
-            if self._precision == "bf16-true":
-                model.to(torch.bfloat16)
-            if session.job.recomputation is not None:
-                from tp_trainer._activations import recompute
-
-                recompute(model, session.job.recomputation)
-            prepared = session.prepare_model(model)
-            if self._compile is not None:
-                session.compile_model(prepared)
-            self._lazy.note_prepared(model, prepared)
-        self._prepared_last = weakref.ref(prepared)
-        return prepared
-
-    def _loader(
-        self, loader: Iterable[Any], *, shard: bool = True, training: bool = True, watched: bool = False
-    ) -> PreparedLoader:
-        """Prepare a loader; a prepared one is returned as it is."""
-        if isinstance(loader, PreparedLoader):
-            return loader
-        prepared = self.session.prepare_loader(loader, training=training, shard=shard)
-        if watched and self._shares is not None:
-            self._shares.watch(prepared, training=training)
-        return prepared
-
-    def _run_step(self, batches: PreparedLoader | None = None) -> RunStep:
-        """Return what runs a step in the trainer's precision, on a loader that the trainer iterates."""
-        run = in_precision(self.session.run, self._precision, self.device)
-        if self._watched is not None:
-            run = self._watched.watch(run)
-        return run if batches is None or self._shares is None else self._shares.in_steps(run, batches)
 
 
 def _compile_options(given: object) -> CompileOptions | None:

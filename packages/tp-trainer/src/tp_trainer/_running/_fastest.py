@@ -1,6 +1,7 @@
 """The choice of "fastest": the best backends train a few steps each, on copies, and leave no trace."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
@@ -9,11 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, Subset
-from tp_core.discovery import Selection
 from tp_core.errors import ConfigError, ModelError, StepError
 from tp_core.internal import capture_rng_state, restore_rng_state
 
+from tp_trainer._preparation import Preparation
+from tp_trainer._running._settings import FitSettings
 from tp_trainer._steps._step import Step
+
+log = logging.getLogger("tp_trainer")
 
 _MOST = 3
 """The backends that are timed."""
@@ -21,14 +25,33 @@ _FIRST, _STEPS = 2, 6
 """The steps that do not count, in which libraries and allocators warm up, and all steps."""
 
 
-def find_fastest(
-    selection: Selection,
-    devices: tuple[torch.device, ...],
-    make: Callable[..., Any],
+def choose_fastest(
+    preparation: Preparation,
+    make_trial: Callable[..., Any],
     model: nn.Module,
     optimizer: Optimizer,
-    loader: Iterable[Any],
-    step: Step,
+    settings: FitSettings,
+) -> None:
+    """Time steps on the best backends, and have the session open on the fastest.
+
+    Raises:
+        ConfigError: The loader's first batches cannot be read again.
+        ModelError: No backend trains this model.
+
+    Collectives: those of a session of each backend, and a gather of objects for each.
+    """
+    name, reason = _find_fastest(preparation, make_trial, model, optimizer, settings)
+    preparation.require(name, reason)
+    if preparation.job.environment.is_main:
+        log.info("backend %r is kept: %s", name, reason)
+
+
+def _find_fastest(
+    preparation: Preparation,
+    make_trial: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+    settings: FitSettings,
 ) -> tuple[str, str]:
     """Return the name of the fastest of the best backends, and the times of all in words.
 
@@ -37,17 +60,17 @@ def find_fastest(
 
     Collectives: those of a session of each backend, and a gather of objects for each.
     """
-    names = [c.name for c in selection.candidates if c.verdict.is_fit][:_MOST]
+    names = [c.name for c in preparation.choose(model).candidates if c.verdict.is_fit][:_MOST]
     if len(names) == 1:
         return names[0], f"fastest: only {names[0]!r} fits"
-    batches = _first_batches(loader)
+    batches = _first_batches(settings.train_loader)
     times: dict[str, float] = {}
     refusals: list[str] = []
-    generators = capture_rng_state(devices)
+    generators = capture_rng_state(preparation.job.devices)
     for name in names:
         copied, using = copy.deepcopy((model, optimizer))  # together: the copy has the copied parameters
         try:
-            times[name] = _time_steps(make(backend=name), copied, using, batches, step)
+            times[name] = _time_steps(make_trial(backend=name), copied, using, batches, settings.step)
         except (ConfigError, ModelError, StepError) as error:  # which all ranks raise alike
             refusals.append(f"{name}: {error}")
         finally:

@@ -1,17 +1,26 @@
-"""One call of ``fit``: the steps of one model and one optimizer, on top of the loop."""
+"""One call of ``fit``: from its settings over the prepared objects to the steps, on top of the loop."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.data import CountedBatch, Parts, PreparedLoader, StepOutput
 
+from tp_trainer._checks import check_no_others, check_owner
+from tp_trainer._memory import Work
 from tp_trainer._metrics import Evaluator, metric_for_scheduler, without_metrics
 from tp_trainer._opening._boundaries import StepBoundaries
+from tp_trainer._preparation import Preparation
+from tp_trainer._running._build import build_loop
+from tp_trainer._running._fastest import choose_fastest
 from tp_trainer._running._history import History
+from tp_trainer._running._log import plan_log
 from tp_trainer._running._loop import Loop, LoopHooks
 from tp_trainer._running._settings import FitSettings
+from tp_trainer._running._watchdog import Watchdog, watchdog_of
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._step import (
     RunStep,
@@ -74,7 +83,65 @@ class FitHooks(LoopHooks):
         return self.settings.facts()
 
 
-def train(loop: Loop, hooks: FitHooks) -> History:
+def fit(preparation: Preparation, settings: FitSettings, model: nn.Module, optimizer: Optimizer) -> History:
+    """Train a model, in place: open the session, prepare the objects, build the loop, and run it.
+
+    Collectives: as in `build_loop` and `_train`.
+    """
+    settings.loop.events.send("on_setup", model, optimizer)
+    if preparation.make_trial is not None:
+        choose_fastest(preparation, preparation.make_trial, model, optimizer, settings)
+    work = Work(optimizer, settings.train_loader, settings.step)
+    session = preparation.open(model, by="fit()", work=work)
+    logs = plan_log(preparation, settings.loop, [optimizer])
+    check_owner(optimizer, [model])
+    if session.world_size > 1:
+        check_no_others(optimizer, model, "its gradients would differ between the ranks")
+    if settings.loop.checkpoint is not None:
+        check_no_others(optimizer, model, "its value would be in no checkpoint")
+
+    model = preparation.prepare_model(model)
+    optimizer = session.prepare_optimizer(optimizer)
+    train = preparation.prepare_loader(settings.train_loader)
+    optimizer_step = OptimizerStep(
+        session,
+        model,
+        optimizer,
+        settings.gradients,
+        accumulate=session.job.accumulate,
+        scaler=preparation.scaler,
+    )
+    watchdog = watchdog_of(session.job.environment, settings.loop.limits.step_timeout_s)
+    evaluator = Evaluator(
+        run=partial(_run_evaluated, preparation, watchdog),
+        step=settings.val_step(),
+        loaders=preparation.prepare_named(settings.val_loaders()),
+        metrics=settings.val_metrics(),
+    )
+    hooks = FitHooks(settings, optimizer_step, preparation.run_step(train), evaluator, train)
+    schedulers = {} if settings.scheduler is None else {"scheduler": settings.scheduler.scheduler}
+    with preparation.continued(settings.train_loader, train):
+        loop = build_loop(
+            preparation,
+            settings.loop,
+            train,
+            hooks=hooks,
+            watchdog=watchdog,
+            logs=logs,
+            models={"model": model},
+            optimizers={"optimizer": optimizer},
+            schedulers=schedulers,
+        )
+        return _train(loop, hooks)
+
+
+def _run_evaluated(preparation: Preparation, watchdog: Watchdog | None, batches: PreparedLoader) -> RunStep:
+    """Return what runs the step on the batches of a validation; each counts as a step for the watchdog."""
+    run = preparation.run_step(batches)
+    return run if watchdog is None else watchdog.watch(run)
+
+
+def _train(loop: Loop, hooks: FitHooks) -> History:
     """Train until the loop has no batch left."""
     model, events = hooks.optimizer_step.model, hooks.settings.loop.events
     if events.has("on_optimizer_step"):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
 from tp_core.plugins import Logger, RunInfo, RunStatus, Session
 
-from tp_trainer._running._settings import LoopSettings
+from tp_trainer._preparation import Preparation
+from tp_trainer._running._settings import Limits, LoopSettings
 from tp_trainer._secrets import mask_secrets
 from tp_trainer.loggers._jsonl import JsonLinesLogger
 from tp_trainer.loggers._named import (
@@ -222,23 +222,19 @@ def _read(tensors: list[Tensor]) -> Any:
 # -- The log that `fit` and `loop` asked for --------------------------------------------------------
 
 
-def plan_log(
-    session: Session,
-    settings: LoopSettings,
-    known: Mapping[str, Any],
-    *,
-    plugins: PluginRegistry,
-    selection: Selection,
-) -> RunLog:
+def plan_log(preparation: Preparation, settings: LoopSettings, optimizers: Iterable[Optimizer]) -> RunLog:
     """Return the log of a run. A run with loggers and a checkpoint folder also gets a ``log.jsonl`` there."""
+    session, selection = preparation.session, preparation.selection
     checkpoint, options = settings.checkpoint, settings.log
     folder = None if checkpoint is None else Path(checkpoint.folder).absolute()
-    loggers = [] if options.loggers is None else make_loggers(options.loggers, plugins)
+    loggers = [] if options.loggers is None else make_loggers(options.loggers, preparation.plugins)
     if loggers and folder is not None and not any(isinstance(one, JsonLinesLogger) for one in loggers):
         loggers.append(JsonLinesLogger())
     config = config_in_use() if loggers or folder is not None else None
     if config is not None and folder is not None:
         loggers.append(ConfigLogger(folder, config[1]))
+
+    known = _hyperparameters(preparation, settings.limits, optimizers)
 
     def facts() -> dict[str, Any]:
         return {
@@ -254,7 +250,30 @@ def plan_log(
     return RunLog(session, loggers, every_steps=options.every_steps, folder=folder, facts=facts)
 
 
-def of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+def _hyperparameters(
+    preparation: Preparation, limits: Limits, optimizers: Iterable[Optimizer]
+) -> dict[str, Any]:
+    """Return the hyperparameters that the trainer knows itself."""
+    session, compiled = preparation.session, preparation.compile_options
+    known = {
+        "epochs": limits.epochs,
+        "max_steps": limits.max_steps,
+        "precision": preparation.precision,
+        "accumulate": session.job.accumulate,
+        "seed": preparation.seed,
+        "world_size": session.world_size,
+        "backend": preparation.selection.chosen.name,
+    }
+    if compiled is not None:
+        known["compile"] = "blocks" if compiled.blocks else "model"
+    if session.job.recomputation is not None:
+        known["recomputation"] = session.job.recomputation
+    for optimizer in optimizers:
+        known |= _of_optimizer(optimizer)
+    return known
+
+
+def _of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Return the class name of an optimizer, and its first group's numbers and texts."""
     group = optimizer.param_groups[0]
     plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}

@@ -4,9 +4,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -14,32 +13,27 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tp_core.data import PreparedLoader, Share
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.internal import capture_rng_state, hook_steps, restore_rng_state
+from tp_core.internal import capture_rng_state, restore_rng_state
 from tp_core.plugins import RunStatus, RunView, Session
 
-from tp_trainer._checks import check_positive
-from tp_trainer._metrics import GatherInterruptedError, numbers_in
-from tp_trainer._opening._agreement import check_same, check_same_optimizers
+from tp_trainer._metrics import GatherInterruptedError
+from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._opening._boundaries import Decision, Interrupted, SignalWatch, StepBoundaries, interrupted
-from tp_trainer._running._callbacks import Events
 from tp_trainer._running._history import EpochRecord, History
 from tp_trainer._running._log import RunLog
 from tp_trainer._running._progress import Reporter, Ticker
-from tp_trainer._running._settings import Limits, LoopSettings, seconds_of
+from tp_trainer._running._settings import LoopSettings, batches_per_epoch, seconds_of
 from tp_trainer._running._state import (
     RunState,
     Saving,
-    Trained,
-    UserState,
     unsaved_averages,
     unsaved_optimizers,
 )
 from tp_trainer._steps._meter import Meter
 from tp_trainer._steps._optimizer_step import OptimizerStep
-from tp_trainer._steps._step import LossScaler, guard_stop_iteration
+from tp_trainer._steps._step import guard_stop_iteration
 
 if TYPE_CHECKING:
     from tp_trainer._running._watchdog import Watchdog
@@ -423,7 +417,7 @@ class Loop:
             self._train.set_epoch(0)
         self._began_epoch = time.perf_counter() - state.seconds
         if self._limits.steps_per_epoch is None and hasattr(self._train.loader, "batches_in"):
-            self._steps = _steps_in(self._train, self._limits)
+            self._steps = batches_per_epoch(self._train, self._limits)
         self._measured = time.perf_counter(), self._train.measured()
         self._done = state.first
         self.meter = self._new_meter()
@@ -835,210 +829,3 @@ def _status(error: BaseException | None) -> RunStatus:
     if error is None:
         return "finished"
     return "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-
-
-def build_loop(
-    session: Session,
-    settings: LoopSettings,
-    targets: "CheckpointTargets",
-    train: PreparedLoader,
-    *,
-    hooks: LoopHooks,
-    watchdog: "Watchdog | None",
-    logs: RunLog,
-) -> Loop:
-    """Return a loop that is ready to start, after a check that all ranks have the same arguments.
-
-    Raises:
-        DisagreementError: The ranks were given different arguments, or optimizers with different settings.
-
-    Collectives: two gathers of objects.
-    """
-    steps = _steps_in(train, settings.limits)
-    train.continues_stream = settings.limits.overfit_batches is None and not settings.limits.restart_stream
-    logged = {LOG_STATE: logs} if logs.is_asked else {}
-    user_state = UserState(
-        session,
-        settings.state,
-        targets.others,
-        callbacks={**settings.events.states(), **logged},
-        models=targets.trained.models,
-    )
-    kinds = {
-        "log": logs.is_asked,
-        "models": sorted(targets.trained.models),
-        "optimizers": sorted(targets.trained.optimizers),
-    }
-    if session.world_size > 1:
-        check_same(session, {**settings.facts(steps), **hooks.facts(), **kinds})
-    if session.data_size > 1:
-        check_same_optimizers(session, targets.trained.optimizers)
-    weights = "all" if settings.checkpoint is None else settings.checkpoint.weights
-    state = RunState(session, targets.trained, user_state, train, hooks.optimizer_step, weights)
-    return Loop(session, settings, state, train, hooks=hooks, logs=logs, steps=steps, watchdog=watchdog)
-
-
-def _steps_in(train: PreparedLoader, limits: Limits) -> int:
-    wanted = limits.steps_per_epoch
-    try:
-        has = len(train)
-    except LoaderError:
-        if wanted is None:
-            raise
-        has = wanted
-    if has == 0:
-        msg = "the loader is empty: it has no batch; look at its dataset, its sampler, and drop_last"
-        raise ConfigError(msg)
-    check_positive("the number of batches in the loader", has)
-    if wanted is not None and wanted > has:
-        msg = (
-            f"steps_per_epoch={wanted} is more than the loader has: it would have ended after {has} of "
-            f"{wanted} batches; give steps_per_epoch={has}, or none, and more epochs"
-        )
-        raise LoaderError(msg)
-    steps = has if wanted is None else wanted
-    return steps if limits.overfit_batches is None else min(steps, limits.overfit_batches)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointTargets:
-    """The user's ``state=`` by kinds."""
-
-    trained: Trained
-    others: tuple[str, ...]
-
-
-def classify_state(
-    session: Session,
-    state: Mapping[str, Any],
-    *,
-    prepared: Callable[[nn.Module], nn.Module | None],
-    scaler: LossScaler | None,
-    models: Mapping[str, nn.Module] | None = None,
-    optimizers: Mapping[str, Optimizer] | None = None,
-    schedulers: Mapping[str, Any] | None = None,
-) -> CheckpointTargets:
-    """Return the user's ``state=`` by kinds, together with the run's own objects.
-
-    A module is a model if it was prepared, or if an optimizer in ``state`` has its parameters. Any other
-    module, for example an average of weights, is saved as a plain object with state.
-    """
-    models, optimizers, schedulers = dict(models or {}), dict(optimizers or {}), dict(schedulers or {})
-    for taken in (models, optimizers, schedulers):
-        for name in taken:
-            if name in state:
-                msg = f"state= cannot have {name!r}: fit() keeps its own {name} under that name"
-                raise ConfigError(msg)
-    optimizers |= {name: value for name, value in state.items() if isinstance(value, Optimizer)}
-    trained = {id(p) for one in optimizers.values() for group in one.param_groups for p in group["params"]}
-    others = []
-    for name, value in state.items():
-        if isinstance(value, nn.Module):
-            found = prepared(value)
-            if found is not None:
-                models[name] = found
-            elif any(id(p) in trained for p in value.parameters()):
-                models[name] = value
-            else:
-                others.append(name)
-        elif isinstance(value, LRScheduler | ReduceLROnPlateau):
-            schedulers[name] = value
-        elif not isinstance(value, Optimizer):
-            others.append(name)
-    known = {id(p) for model in models.values() for p in model.parameters()}
-    for name, one in optimizers.items():
-        session.check_optimizer(one)
-        parameters = [p for group in one.param_groups for p in group["params"]]
-        if name in state and any(id(p) not in known for p in parameters):
-            msg = (
-                f"the optimizer {name!r} in state= has parameters of no model there, so what it trains would "
-                "be lost: name the model too, as in state={'model': model, 'optimizer': optimizer}"
-            )
-            raise ConfigError(msg)
-    return CheckpointTargets(Trained(models, optimizers, schedulers, scaler), tuple(others))
-
-
-# -- Hooks of a custom loop: its validation, and the events of its steps --------------------------
-
-
-class CustomLoopHooks(LoopHooks):
-    """The hooks of a custom loop, in which the user's code makes the steps.
-
-    Args:
-        validate: The user's function; called if the run has a validation.
-        evaluating: Returns a context in which a signal ends the trainer's evaluations at a boundary.
-        sending: Returns a context in which the trainer sends the events of the steps that it makes.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        events: Events,
-        validate: Callable[[], Mapping[str, float]],
-        *,
-        evaluating: Callable[[StepBoundaries | None], AbstractContextManager[None]],
-        sending: Callable[["ManualStepEvents"], AbstractContextManager[None]],
-    ) -> None:
-        self._session, self._events, self._validate = session, events, validate
-        self._evaluating, self._sending = evaluating, sending
-
-    def validate(
-        self,
-        boundaries: StepBoundaries | None,
-        max_batches: int | None,  # noqa: ARG002 - the user's function has its own loaders
-    ) -> Mapping[str, float]:
-        """Return the numbers of the user's validation. A signal ends its evaluations early."""
-        with self._evaluating(boundaries):
-            return numbers_in(self._validate())
-
-    @contextmanager
-    def while_open(self, loop: RunView) -> Iterator[None]:
-        """Send the events of the steps made within the context, if a callback has them."""
-        if not self._events.has("on_backward_end") and not self._events.has("on_optimizer_step"):
-            yield
-            return
-        events = ManualStepEvents(self._session, loop, self._events)
-        with events.watching(loop.optimizers.values()), self._sending(events):
-            yield
-
-
-class ManualStepEvents:
-    """Sends the events of a custom loop: after each backward pass, and before each optimizer step.
-
-    Attributes:
-        has_step_event: Whether a callback has the event of optimizer steps.
-        is_sent: Whether `Trainer.update` sends the event of this optimizer step, so that the hook must not.
-    """
-
-    def __init__(self, session: Session, loop: RunView, events: Events) -> None:
-        self._session, self._loop, self._events = session, loop, events
-        self.has_step_event = events.has("on_optimizer_step")
-        self.is_sent = False
-
-    def backward_end(self) -> None:
-        self._events.send("on_backward_end", self._loop)
-
-    def optimizer_step(self, grad_norm: Tensor) -> None:
-        self._events.send("on_optimizer_step", self._loop, grad_norm)
-
-    @contextmanager
-    def watching(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-        """Send the event of each optimizer step within the context, with the norm of its gradients.
-
-        Collectives: as in `Session.grad_norm`, in each step, if a callback has the event.
-        """
-        watched = optimizers if self.has_step_event else ()
-        handles = [h for optimizer in watched for h in hook_steps(optimizer, before=self._before_step)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # A closure computes the gradients within the step, maybe several times: there is no norm yet.
-        takes_closure = any(callable(value) for value in (*arguments[1:], options.get("closure")))
-        if self.is_sent or takes_closure:
-            return
-        trained = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
-        self.optimizer_step(self._session.grad_norm(trained))

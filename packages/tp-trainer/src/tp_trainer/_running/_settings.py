@@ -8,7 +8,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from tp_core.errors import ConfigError
+from tp_core.data import PreparedLoader
+from tp_core.errors import ConfigError, LoaderError
 from tp_core.internal import Progress
 
 from tp_trainer._checkpoint import Checkpoints
@@ -285,14 +286,23 @@ class FitSettings:
     """The settings of one call of ``fit``: a loop's, and those of the steps that it makes."""
 
     loop: LoopSettings
+    train_loader: Iterable[Any]
     step: Step
     scheduler: SchedulerOptions | None
     gradients: GradientRules
 
     def __post_init__(self) -> None:
+        check_loader("train_loader", self.train_loader)
         check_callable("step", self.step)
         for loader in self.val_loaders().values():
             check_loader("validation", loader)  # a function, which is for a loop, is none
+
+    def val_step(self) -> Step:
+        """Return the step of the validation: its own, or the one of the training."""
+        validation = self.loop.validation
+        if validation is None or validation.step is None:
+            return self.step
+        return validation.step
 
     def val_loaders(self) -> dict[str, Iterable[Any]]:
         validation = self.loop.validation
@@ -363,3 +373,31 @@ def check_state(state: object) -> dict[str, Any]:
             msg = f"the names in state= must be words such as 'ema', got {name!r}"
             raise ConfigError(msg)
     return state
+
+
+def batches_per_epoch(train: PreparedLoader, limits: Limits) -> int:
+    """Return the number of batches in an epoch, by the loader's length and the run's limits.
+
+    Raises:
+        ConfigError: The loader is empty.
+        LoaderError: It has no length, or fewer batches than were asked for.
+    """
+    wanted = limits.steps_per_epoch
+    try:
+        has = len(train)
+    except LoaderError:
+        if wanted is None:
+            raise
+        has = wanted
+    if has == 0:
+        msg = "the loader is empty: it has no batch; look at its dataset, its sampler, and drop_last"
+        raise ConfigError(msg)
+    check_positive("the number of batches in the loader", has)
+    if wanted is not None and wanted > has:
+        msg = (
+            f"steps_per_epoch={wanted} is more than the loader has: it would have ended after {has} of "
+            f"{wanted} batches; give steps_per_epoch={has}, or none, and more epochs"
+        )
+        raise LoaderError(msg)
+    steps = has if wanted is None else wanted
+    return steps if limits.overfit_batches is None else min(steps, limits.overfit_batches)

@@ -37,6 +37,11 @@ _DUMP_S = 2.0  # for the fault handler to write, before the process ends
 _rounds = count()
 
 
+def watchdog_of(environment: LaunchEnvironment, timeout_s: float | None) -> "Watchdog | None":
+    """Return the watchdog of a run, or ``None`` where a step may take any time."""
+    return None if timeout_s is None else Watchdog(environment, timeout_s)
+
+
 class Watchdog:
     """Watches, from a thread, that steps make progress.
 

@@ -253,7 +253,10 @@ class OptimizerStep:
                 return False
             if before_step is not None:
                 before_step(norm)
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
         return True
 
     def check_parameters(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core import tree_map
 from tp_core.data import CountedBatch, Parts, StepOutput
-from tp_core.errors import StepError
+from tp_core.errors import ConfigError, StepError
 from tp_core.jobs import Precision
 from tp_core.plugins import Session
 
@@ -146,6 +146,27 @@ class LossScaler:
     def __init__(self) -> None:
         self.scale = 65536.0
         self._good = 0
+        self._makes_step = False
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Have an optimizer refuse steps other than those of :meth:`step`, as its gradients are scaled."""
+        optimizer.register_step_pre_hook(self._refuse_scaled)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step an optimizer, whose gradients are unscaled now."""
+        self._makes_step = True
+        try:
+            optimizer.step()
+        finally:
+            self._makes_step = False
+
+    def _refuse_scaled(self, *_: object) -> None:
+        if not self._makes_step:
+            msg = (
+                "with precision='fp16-mixed' the gradients are scaled, and the optimizer must not take "
+                "them as they are; call trainer.update(model, optimizer) instead of optimizer.step()"
+            )
+            raise ConfigError(msg)
 
     def update(self, *, finite: bool) -> None:
         if not finite:

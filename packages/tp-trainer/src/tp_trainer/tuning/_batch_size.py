@@ -31,7 +31,7 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
     gradients = [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in model.parameters()]
     state = {parameter: _on_cpu(saved) for parameter, saved in optimizer.state.items()}
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    scaler = trainer._scaler
+    scaler = trainer._preparation.scaler
     scale = None if scaler is None else scaler.state_dict()
     kept_generators = capture_rng_state(trainer.session.job.devices)
     try:

@@ -1,0 +1,59 @@
+"""The trainer's models in files: saved, loaded, and exported as safetensors or adapters."""
+
+import os
+from pathlib import Path
+
+from torch import nn
+from tp_core.errors import ConfigError
+
+from tp_trainer._checkpoint._adapters import export_adapters, export_merged, is_adapter, load_adapter
+from tp_trainer._checkpoint._model_files import export_model, load_model, save_model
+from tp_trainer._preparation import Preparation
+
+
+class ModelFiles:
+    """Writes prepared models to files, and loads them.
+
+    Args:
+        preparation: Has the session, and prepares models.
+    """
+
+    def __init__(self, preparation: Preparation) -> None:
+        self._preparation = preparation
+
+    def save(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+        """Write a model's state; see `Trainer.save_model`."""
+        prepared = self._preparation.prepare_model(model)
+        save_model(self._preparation.session, prepared, path)
+
+    def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str | None) -> None:
+        """Load a model's state, or an adapter's; see `Trainer.load_model`."""
+        prepared = self._preparation.prepare_model(model)
+        session = self._preparation.session
+        if is_adapter(Path(path)):
+            load_adapter(session, prepared, Path(path), name=name)
+        else:
+            load_model(session, prepared, path, name=name)
+
+    def export(
+        self,
+        model: nn.Module,
+        path: str | os.PathLike[str],
+        *,
+        adapter: bool,
+        merged: bool,
+        max_file_nbytes: int | None,
+    ) -> None:
+        """Write weights for programs without tp; see `Trainer.export`."""
+        if adapter and (merged or max_file_nbytes is not None):
+            other = "merged=True" if merged else "max_file_nbytes"
+            msg = f"export() takes adapter=True or {other}: adapters are written alone, in one file each"
+            raise ConfigError(msg)
+        prepared = self._preparation.prepare_model(model)
+        session = self._preparation.session
+        if adapter:
+            export_adapters(session, prepared, Path(path))
+        elif merged:
+            export_merged(session, prepared, Path(path), max_file_nbytes=max_file_nbytes)
+        else:
+            export_model(session, prepared, path, max_file_nbytes=max_file_nbytes)

@@ -1,0 +1,229 @@
+"""From the trainer's settings to an open session, and the models, optimizers and loaders prepared for it."""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from tp_core.data import PreparedLoader
+from tp_core.discovery import PluginRegistry, Selection
+from tp_core.errors import ConfigError
+from tp_core.internal import seed_everything
+from tp_core.jobs import CompileOptions, Precision
+from tp_core.plugins import Job, Session
+
+from tp_trainer._checks import check_model
+from tp_trainer._opening._session import LazySession
+from tp_trainer._steps._step import LossScaler, RunStep, in_precision
+
+if TYPE_CHECKING:
+    from tp_trainer._memory import Work
+    from tp_trainer._steps._loaders import BatchShares, Epochs
+
+log = logging.getLogger("tp_trainer")
+
+
+class Preparation:
+    """Opens the session for the first model, and prepares models, optimizers and loaders for it.
+
+    Args:
+        lazy: The session, opened for the first model.
+        seed: The user's seed.
+        precision: As for `Trainer`.
+        compile_options: How to compile models, or ``None``.
+
+    Attributes:
+        current: The session, or ``None`` before the first model.
+        scaler: The scale of the losses, with "fp16-mixed".
+        shares: The shares of the batches that loaders yielded; ``None`` with a single data rank.
+        make_trial: With "fastest", returns a trainer with these settings on a named backend. ``fit`` times it
+            before anything is opened. ``None`` once the backend is chosen.
+    """
+
+    def __init__(
+        self,
+        lazy: LazySession,
+        *,
+        seed: int | None,
+        precision: Precision,
+        compile_options: CompileOptions | None,
+        make_trial: Callable[..., Any] | None,
+    ) -> None:
+        self._lazy = lazy
+        self.seed = seed
+        self.precision = precision
+        self.compile_options = compile_options
+        self.make_trial = make_trial
+        self.scaler = LossScaler() if precision == "fp16-mixed" else None
+        self.current: Session | None = None
+        self.shares: BatchShares | None = None
+        self._choice = ""  # the line on the backend, until a run has shown it
+        self._epochs: Epochs | None = None
+        self._latest: Callable[[], nn.Module | None] = lambda: None  # the model that was prepared last
+
+    # -- the session ----------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session:
+        """The session; the first access starts the job."""
+        return self.open(by="trainer.session")
+
+    @property
+    def job(self) -> Job:
+        """The job as the trainer was given it, without a model."""
+        return self._lazy.job
+
+    @property
+    def plugins(self) -> PluginRegistry:
+        return self._lazy.plugins
+
+    @property
+    def selection(self) -> Selection:
+        return self._lazy.selection
+
+    def choose(self, model: nn.Module) -> Selection:
+        """Return the selection for a model, without opening anything."""
+        return self._lazy.choice(model)
+
+    def require(self, backend: str, reason: str) -> None:
+        """Choose the backend that was timed as the fastest."""
+        self.make_trial = None
+        self._lazy.require(backend, reason)
+
+    def open(self, *models: nn.Module, by: str, work: "Work | None" = None) -> Session:
+        """Return the session, after a check that its backend fits the models.
+
+        Args:
+            *models: The models.
+            by: The call that opens it, for messages.
+            work: What is known of the job's steps, to estimate their memory.
+
+        Raises:
+            ConfigError: Steps are to be timed first.
+            SelectionError: No backend fits.
+        """
+        if self.make_trial is not None:
+            msg = f"backend='fastest' times steps of fit(), and {by} comes before it: call fit(), or name one"
+            raise ConfigError(msg)
+        session = self._lazy.open(*models, by=by, estimate=lambda job: _with_memory(job, work))
+        if self.current is None:
+            self._note_opened(session)
+        return session
+
+    def _note_opened(self, session: Session) -> None:
+        self.current = session
+        recomputed = session.job.recomputation
+        if session.is_main and recomputed not in (None, "nothing"):
+            log.info("the backward pass computes %s again, to save memory", recomputed)
+        if session.world_size > 1 or len(session.job.devices) > 1:
+            self._choice = str(self.selection).partition("\n")[0]
+        if session.data_size == 1:
+            return
+        from tp_trainer._steps._loaders import BatchShares
+
+        self.shares = BatchShares(session)
+        if self.seed is not None:
+            # All ranks built their models from the seed itself. From here on dropout and augmentation must
+            # differ between data ranks.
+            seed_everything(self.seed + session.data_rank * 1_000_003)
+
+    def take_choice(self) -> str:
+        """Return the line on the chosen backend for the first run; later runs get an empty one."""
+        choice, self._choice = self._choice, ""
+        return choice
+
+    def close(self) -> None:
+        """Close the session and the streams of loaders; calling it again does nothing."""
+        if self._epochs is not None:
+            self._epochs.close()
+        if self.current is not None:
+            self.current.close()
+
+    def explain(self, error: BaseException) -> None:
+        """Add a note to an error if memory has run out."""
+        from tp_trainer._memory import explain_out_of_memory
+
+        explain_out_of_memory(error, lambda: self.selection)
+
+    # -- models, optimizers, loaders, steps -----------------------------------------------------
+
+    def models(self) -> Iterator[nn.Module]:
+        """Yield the prepared models."""
+        return self._lazy.models()
+
+    def known_model(self, model: nn.Module) -> nn.Module | None:
+        """Return the prepared model of a module, or ``None`` if it was not prepared."""
+        return self._lazy.prepared(model)
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Prepare a model once; a prepared one is returned as it is."""
+        if model is not None and self._latest() is model:  # as in every step of a custom loop
+            return model
+        check_model("the trainer", model)
+        prepared = self._lazy.prepared(model)
+        if prepared is None:
+            session = self.open(model, by="the preparation of a model")
+            if self.precision == "bf16-true":
+                model.to(torch.bfloat16)
+            if session.job.recomputation is not None:
+                from tp_trainer._activations import recompute
+
+                recompute(model, session.job.recomputation)
+            prepared = session.prepare_model(model)
+            if self.compile_options is not None:
+                session.compile_model(prepared)
+            self._lazy.note_prepared(model, prepared)
+        self._latest = weakref.ref(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Prepare an optimizer; with "fp16-mixed" it refuses scaled gradients."""
+        if self.scaler is not None:
+            self.scaler.guard(optimizer)
+        return self.session.prepare_optimizer(optimizer)
+
+    def prepare_loader(
+        self, loader: Iterable[Any], *, shard: bool = True, training: bool = True, watched: bool = False
+    ) -> PreparedLoader:
+        """Prepare a loader; a prepared one is returned as it is.
+
+        With ``watched`` the shares of its batches are noted, for a loop of the user's own.
+        """
+        if isinstance(loader, PreparedLoader):
+            return loader
+        prepared = self.session.prepare_loader(loader, training=training, shard=shard)
+        if watched and self.shares is not None:
+            self.shares.watch(prepared, training=training)
+        return prepared
+
+    def prepare_named(self, loaders: Mapping[str, Iterable[Any]]) -> dict[str, PreparedLoader]:
+        """Prepare the loaders of a validation."""
+        return {name: self.prepare_loader(loader, training=False) for name, loader in loaders.items()}
+
+    @contextmanager
+    def continued(self, loader: Iterable[Any], prepared: PreparedLoader) -> Iterator[None]:
+        """Begin a loader at the epoch after its last one, and note where its training ends."""
+        from tp_trainer._steps._loaders import Epochs
+
+        epochs = self._epochs = self._epochs or Epochs()
+        epochs.go_on(loader, prepared)
+        try:
+            yield
+        finally:
+            epochs.note(loader, prepared)
+
+    def run_step(self, batches: PreparedLoader | None = None) -> RunStep:
+        """Return what runs a step in the trainer's precision, on a loader that the trainer iterates."""
+        session = self.session
+        run = in_precision(session.run, self.precision, session.device)
+        return run if batches is None or self.shares is None else self.shares.in_steps(run, batches)
+
+
+def _with_memory(job: Job, work: "Work | None") -> Iterable[Job]:
+    from tp_trainer._memory import Work, add_memory
+
+    return add_memory(job, work or Work())

@@ -1,0 +1,50 @@
+"""What an open loop asks of the trainer's own calls that user code makes within it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tp_trainer._opening._boundaries import StepBoundaries
+    from tp_trainer._running._step_events import ManualStepEvents
+    from tp_trainer._running._watchdog import Watchdog
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What an open loop asks of the trainer's own calls that user code makes within it.
+
+    Attributes:
+        step_events: Gets the events of backward passes and optimizer steps, if a callback has any.
+        watchdog: Counts each batch of an evaluation as a step, within the loop's validation.
+        boundaries: Where a signal ends an evaluation, within the loop's validation.
+    """
+
+    step_events: "ManualStepEvents | None" = None
+    watchdog: "Watchdog | None" = None
+    boundaries: "StepBoundaries | None" = None
+
+
+class RunContexts:
+    """The contexts of a trainer's open loops: loops may be nested, and the innermost counts.
+
+    A loop's code calls ``trainer.evaluate(...)`` without naming the loop, so the trainer must know which
+    one is open. This is the one place where it does.
+
+    Attributes:
+        current: The context of the innermost loop.
+    """
+
+    def __init__(self) -> None:
+        self.current = RunContext()
+
+    @contextmanager
+    def within(self, **changes: Any) -> Iterator[None]:
+        """Change fields of the current context, and restore them at the end."""
+        before = self.current
+        self.current = replace(before, **changes)
+        try:
+            yield
+        finally:
+            self.current = before

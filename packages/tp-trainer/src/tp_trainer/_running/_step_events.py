@@ -1,0 +1,54 @@
+"""The events of the steps that a custom loop's own code makes."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tp_core.internal import hook_steps
+from tp_core.plugins import RunView, Session
+
+from tp_trainer._running._callbacks import Events
+
+
+class ManualStepEvents:
+    """Sends the events of a custom loop: after each backward pass, and before each optimizer step.
+
+    Attributes:
+        has_step_event: Whether a callback has the event of optimizer steps.
+        is_sent: Whether `Trainer.update` sends the event of this optimizer step, so that the hook must not.
+    """
+
+    def __init__(self, session: Session, loop: RunView, events: Events) -> None:
+        self._session, self._loop, self._events = session, loop, events
+        self.has_step_event = events.has("on_optimizer_step")
+        self.is_sent = False
+
+    def backward_end(self) -> None:
+        self._events.send("on_backward_end", self._loop)
+
+    def optimizer_step(self, grad_norm: Tensor) -> None:
+        self._events.send("on_optimizer_step", self._loop, grad_norm)
+
+    @contextmanager
+    def watching(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """Send the event of each optimizer step within the context, with the norm of its gradients.
+
+        Collectives: as in `Session.grad_norm`, in each step, if a callback has the event.
+        """
+        watched = optimizers if self.has_step_event else ()
+        handles = [h for optimizer in watched for h in hook_steps(optimizer, before=self._before_step)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # A closure computes the gradients within the step, maybe several times: there is no norm yet.
+        takes_closure = any(callable(value) for value in (*arguments[1:], options.get("closure")))
+        if self.is_sent or takes_closure:
+            return
+        trained = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+        self.optimizer_step(self._session.grad_norm(trained))
