@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.testing import run_ranks
-from tp_trainer import Limits, Trainer
+from tp_trainer import Limits, Trainer, Validation
 
 from tests.own_words import own_words
 
@@ -142,7 +142,9 @@ def test_what_is_done_between_epochs_does_not_count(monkeypatch):
 
 
 @pytest.mark.slow
-def test_batches_of_a_custom_loops_validation_count_as_steps(monkeypatch):
+@pytest.mark.parametrize("sanity_batches", [0, 1])
+@pytest.mark.parametrize("call", ["evaluate", "run"])
+def test_batches_of_a_custom_loops_validation_count_as_steps(monkeypatch, call, sanity_batches):
     clock = Clock()
     monkeypatch.setattr("tp_trainer._running._watchdog.time", clock)
 
@@ -153,15 +155,19 @@ def test_batches_of_a_custom_loops_validation_count_as_steps(monkeypatch):
 
     trainer = Trainer(seed=0, devices="cpu", progress=False)
     model = trainer.prepare(nn.Linear(4, 1))
-    validation = [torch.randn(2, 4)] * 3
+    batches = [torch.randn(2, 4)] * 3
+
+    def validate():
+        if call == "evaluate":
+            return trainer.evaluate(model, batches, step=takes_long)
+        with torch.no_grad():
+            return {"loss": sum(trainer.run(takes_long, model, batch).item() for batch in batches)}
+
+    validation = Validation(validate, sanity_batches=sanity_batches)
     limits = Limits(epochs=1, step_timeout_s=100.0)
-    found = []
-    with trainer.loop(
-        [torch.ones(1)],
-        limits=limits,
-        validation=lambda: trainer.evaluate(model, validation, step=takes_long),
-    ) as loop:
-        found += loop
+    with trainer.loop([torch.ones(1)], limits=limits, validation=validation) as loop:
+        for _ in loop:
+            pass
     assert "val_loss" in loop.metrics
 
 
