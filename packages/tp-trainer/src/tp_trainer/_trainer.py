@@ -42,7 +42,6 @@ from tp_trainer._checks import (
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES
 from tp_trainer._preparation import Preparation
-from tp_trainer._running._context import RunContexts
 from tp_trainer._steps._step import (
     RunStep,
     Step,
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from tp_trainer._files import ModelFiles
     from tp_trainer._memory import MemoryTable
     from tp_trainer._metrics import Metric, Predictions
+    from tp_trainer._running._context import RunContexts
     from tp_trainer._running._history import History
     from tp_trainer._running._loop import Loop
     from tp_trainer._running._settings import (
@@ -206,12 +206,17 @@ class Trainer:
             compile_options=compile_options,
             make_trial=make_trial,
         )
-        self._contexts = RunContexts()
         # Of a custom loop: what runs its steps, and whether it has run a backward pass.
         self._run_step: RunStep | None = None
         self._has_run_backward = False
         if seed is not None:
             seed_everything(seed)
+
+    @cached_property
+    def _contexts(self) -> "RunContexts":
+        from tp_trainer._running._context import RunContexts
+
+        return RunContexts()
 
     @cached_property
     def _evaluation(self) -> "Evaluation":
