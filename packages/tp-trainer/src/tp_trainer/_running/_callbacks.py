@@ -191,7 +191,7 @@ class Events:
                 which = self._joined[joined]
                 log.exception("the callback %r failed in %s and is left out of the run", which, name)
                 self.callbacks = [other for other in self.callbacks if other is not joined]
-                self._find()  # on this rank alone: see `Loop._may_be_requested`
+                self._find()  # on this rank alone: see `Requests`
 
     def states(self) -> dict[str, Callback]:
         """Return the callbacks by the names that their states have in checkpoints."""

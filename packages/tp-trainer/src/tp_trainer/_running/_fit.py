@@ -170,6 +170,7 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
     begin_step = meter.begin_step if meter.tolerates else None
     events = settings.loop.events
     sends_backward_end = events.has("on_backward_end")
+    position = loop._position  # `loop.ends_step` would be a call for each batch
 
     def run_first(_: Step, model: Any, batch: Any) -> StepOutput:
         nonlocal step
@@ -214,7 +215,7 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
             zero_grad()
             if begin_step is not None:
                 begin_step()
-        begins = loop.ends_step
+        begins = position.ends_step
         if not begins:
             with no_sync(model):
                 learn(batch)

@@ -20,11 +20,14 @@ from tp_core.plugins import RunStatus, RunView, Session
 
 from tp_trainer._metrics import GatherInterruptedError
 from tp_trainer._opening._agreement import check_same_optimizers
-from tp_trainer._opening._boundaries import Decision, Interrupted, SignalWatch, StepBoundaries, interrupted
+from tp_trainer._opening._boundaries import Interrupted, StepBoundaries, interrupted
+from tp_trainer._running._epoch_timer import EpochTimer
 from tp_trainer._running._history import EpochRecord, History
 from tp_trainer._running._log import RunLog
+from tp_trainer._running._position import Position, StepSchedule
 from tp_trainer._running._progress import Reporter, Ticker
-from tp_trainer._running._settings import LoopSettings, batches_per_epoch, seconds_of
+from tp_trainer._running._requests import Requests
+from tp_trainer._running._settings import LoopSettings, batches_per_epoch
 from tp_trainer._running._state import (
     RunState,
     Saving,
@@ -98,7 +101,6 @@ class Loop:
     Attributes:
         meter: Adds up the outputs of the epoch's steps.
         state: The dict given as ``state=``, with restored values after a resume.
-        ends_step: Whether this batch is the last of an optimizer step.
     """
 
     def __init__(
@@ -113,61 +115,56 @@ class Loop:
         steps: int,
         watchdog: "Watchdog | None",
     ) -> None:
-        checkpoints, limits = settings.checkpoint, settings.limits
-        self._session, self._settings, self._run_state = session, settings, state
-        self._limits, self._validation = limits, settings.validation
-        self._train, self._steps, self._accumulate = train, steps, session.job.accumulate
-        self._share: Share | None = None  # of the current batch
-        self._hooks, self._events, self._logs, self._watchdog = hooks, settings.events, logs, watchdog
-        self._folder = None if checkpoints is None else Path(checkpoints.folder).absolute()
+        checkpoints, limits, validation = settings.checkpoint, settings.limits, settings.validation
+        self._session = session
+        self._settings = settings
+        self._run_state = state
+        self._train = train
+        self._hooks = hooks
+        self._logs = logs
+        self._watchdog = watchdog
         self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)
-        self._boundaries = StepBoundaries(session)
-        self._signals = SignalWatch(session, self._boundaries, catches=self._saving is not None)
         shows = session.is_main and settings.progress is not False
         self._reporter = Reporter(progress=settings.progress) if shows else None
-        self._ticker: Ticker | None = None
         self.state = settings.state
 
-        # The position of the run.
-        self._steps_before_epoch = 0
-        self._done = 0  # batches of this epoch
+        # Where the run is.
+        self._position = Position(steps, session.job.accumulate)
+        self._timer = EpochTimer(session, train)
         self.meter = self._new_meter()
-        self.ends_step = True
-        self._epoch_is_over = self._is_in_step = False
-        self._began_epoch = began = time.monotonic()
+        self._share: Share | None = None  # of the current batch
+        self._ticker: Ticker | None = None  # of the epoch under way
         self._epoch_batches: Generator[Any, None, None] | None = None
+        self._epoch_is_over = False
+        self._looked_for_more = False  # whether the loader has more batches than it says
 
-        self._measured: tuple[float, dict[str, float]] = began, {}  # when the epoch began, and sums then
-
-        # The next look at what is due: at a number of batches done, or at a time of this rank's clock.
-        self._next_look: float = 0
-        self._wake_at = math.inf
-        self._ends_at = math.inf if limits.max_time is None else began + seconds_of(limits.max_time)
-        self._due_at = math.inf  # when max_time or the age of the last checkpoint gives a reason to ask
-
-        # The requests of this rank, and the agreement of all ranks.
-        self._stop_reason: str | None = None
-        self._save_requested = False
-        # Whether anything might call stop() or save(). Set once: a self-joined callback that fails is left
-        # out on its rank alone, and a rank that then asked no longer would leave the others waiting.
-        self._may_be_requested = hooks.counts_batches or bool(settings.events.callbacks)
-        self._can_ask = session.world_size == 1  # whether any rank may ever have a request
+        # What comes next, and what ends the run.
+        self._schedule = StepSchedule(
+            log_every=logs.every if logs.is_on else None,
+            validate_every=None if validation is None else validation.every_steps,
+            save_every=None if checkpoints is None else checkpoints.every_steps,
+            last_step=limits.max_steps,
+        )
+        self._requests = Requests(
+            session,
+            limits,
+            None if self._saving is None else self._saving.checkpointer,
+            may_come=hooks.counts_batches or bool(settings.events.callbacks),
+        )
+        self._next_look: float = 0  # at this many batches done
         self._ending: str | None = None
         self._saves_at_epoch_end = False
 
         self._is_open = False
         self._open = ExitStack()
         self._warn_unsaved: Callable[[], None] = lambda: None
-        self._looked_for_more = False
 
     # -- properties of the run, for callbacks and custom loops ----------------------------------
 
     @property
     def step(self) -> int:
         """Optimizer steps made so far, over all epochs, those before a resume included."""
-        done, accumulate = self._done, self._accumulate
-        steps = done // accumulate if done < self._steps else -(-done // accumulate)
-        return self._steps_before_epoch + steps
+        return self._position.step
 
     @property
     def epoch(self) -> int:
@@ -177,17 +174,22 @@ class Loop:
     @property
     def epochs(self) -> int | None:
         """The number of epochs; ``None`` if another limit ends the run."""
-        return self._limits.epochs
+        return self._settings.limits.epochs
 
     @property
     def steps_per_epoch(self) -> int:
         """The number of batches in an epoch."""
-        return self._steps
+        return self._position.batches
 
     @property
     def batches_done(self) -> int:
         """Batches of this epoch that are done."""
-        return self._done
+        return self._position.done
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether this batch is the last of an optimizer step."""
+        return self._position.ends_step
 
     @property
     def loader(self) -> PreparedLoader:
@@ -202,7 +204,9 @@ class Loop:
     @property
     def history(self) -> History:
         """The records of the past epochs."""
-        return History(tuple(self._run_state.records), self._folder)
+        checkpoints = self._settings.checkpoint
+        folder = None if checkpoints is None else Path(checkpoints.folder).absolute()
+        return History(tuple(self._run_state.records), folder)
 
     @property
     def models(self) -> Mapping[str, nn.Module]:
@@ -275,8 +279,7 @@ class Loop:
         Several ranks agree one or two steps later, or at the end of the epoch. If steps take less than a
         tenth of a second, they agree within that time.
         """
-        self._stop_reason = reason
-        self._boundaries.call()
+        self._requests.stop(reason)
 
     def save(self) -> None:
         """Write a checkpoint after this step; one rank may call it.
@@ -287,8 +290,7 @@ class Loop:
         if self._saving is None:
             msg = "save() needs a place for checkpoints: give fit() or loop() checkpoint=folder"
             raise ConfigError(msg)
-        self._save_requested = True
-        self._boundaries.call()
+        self._requests.save()
 
     def log(self, **numbers: float | Tensor) -> None:
         """Log numbers of this step. Tensors stay on their device, and many are read together.
@@ -300,8 +302,8 @@ class Loop:
         """
         if self._hooks.counts_batches:
             self.meter.log(numbers, self._share)
-        step = self.step + (self._is_in_step and not self._epoch_is_over)
-        self._logs.add(numbers, step=step, epoch=self.epoch)
+        is_of_next_step = self._position.is_in_step and not self._epoch_is_over
+        self._logs.add(numbers, step=self.step + is_of_next_step, epoch=self.epoch)
 
     # -- begin and end --------------------------------------------------------------------------
 
@@ -327,17 +329,8 @@ class Loop:
                 self._say(f"resumed from {saving.last}: {done}")
             if words := state.note_frozen():
                 self._say(words)
-        self._steps_before_epoch = state.step - (state.first // self._accumulate)
-        self._done = state.first
-        self._can_ask = (
-            self._can_ask or saving is not None or self._ends_at < math.inf or self._may_be_requested
-        )
-        # Handlers are set before the thread of the boundaries starts, and removed after it has ended (the
-        # stack closes in reverse): a signal in between would end the process unsaved.
-        open_.enter_context(self._signals)
-        if self._can_ask:
-            open_.callback(self._boundaries.close)
-            self._boundaries.open(self._has_request)
+        self._position.resume(state.step, state.first)
+        open_.enter_context(self._requests.noted())
         if saving is not None:
             optimizers = self.optimizers.values()
             for words in unsaved_averages(optimizers, [*self.state.values(), *self.models.values()]):
@@ -346,13 +339,14 @@ class Loop:
         open_.enter_context(self._hooks.while_open(self))
         if self._watchdog is not None:
             self._watchdog.connect(self._session)
-        max_batches = 0 if self._validation is None else self._validation.sanity_batches
+        validation = self._settings.validation
+        max_batches = 0 if validation is None else validation.sanity_batches
         if max_batches and not state.step:
             # A validation that fails must fail now, and not after an epoch of hours.
             with self._keeping_generators(), self._watching():
                 self._hooks.validate(None, max_batches)
         self._logs.open(resumed=bool(state.step or state.first), step=state.step, epoch=state.epoch)
-        self._events.send("on_fit_start", self)
+        self._settings.events.send("on_fit_start", self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
@@ -360,7 +354,7 @@ class Loop:
             if self._epoch_batches is not None:
                 self._epoch_batches.close()
             if error is not None and not isinstance(error, SystemExit | GeneratorExit):
-                self._events.send("on_exception", self, error)
+                self._settings.events.send("on_exception", self, error)
         finally:
             self._logs.close(_status(error))
             self._is_open = False
@@ -388,13 +382,14 @@ class Loop:
                 self._begin_epoch()
                 self._epoch_batches = self._batches()
                 yield self._epoch_batches
+                position = self._position
                 if not self._epoch_is_over:
                     msg = (
-                        f"epoch {self.epoch} was left after {self._done} of {self._steps} batches; call "
-                        "stop() on the loop to end the run, or give Limits(steps_per_epoch=...)"
+                        f"epoch {self.epoch} was left after {position.done} of {position.batches} batches; "
+                        "call stop() on the loop to end the run, or give Limits(steps_per_epoch=...)"
                     )
                     raise ConfigError(msg)
-                if self._done < self._steps:
+                if position.done < position.batches:
                     self._cut_epoch()
                 else:
                     self._end_epoch()
@@ -403,23 +398,23 @@ class Loop:
             self._logs.flush()
             if self._ending is not None:
                 self._say(f"ended after step {self.step}: {self._ending}")
-            self._events.send("on_fit_end", self)
+            self._settings.events.send("on_fit_end", self)
 
     def _has_ended(self) -> bool:
-        epochs, max_steps = self._limits.epochs, self._limits.max_steps
+        limits = self._settings.limits
+        epochs, max_steps = limits.epochs, limits.max_steps
         if max_steps is not None and self.step >= max_steps and self._ending is None:
             self._ending = f"max_steps={max_steps}"
         return self._ending is not None or (epochs is not None and self.epoch > epochs)
 
     def _begin_epoch(self) -> None:
-        state = self._run_state
-        if self._limits.overfit_batches is not None:
+        state, limits, position = self._run_state, self._settings.limits, self._position
+        if limits.overfit_batches is not None:
             self._train.set_epoch(0)
-        self._began_epoch = time.perf_counter() - state.seconds
-        if self._limits.steps_per_epoch is None and hasattr(self._train.loader, "batches_in"):
-            self._steps = batches_per_epoch(self._train, self._limits)
-        self._measured = time.perf_counter(), self._train.measured()
-        self._done = state.first
+        if limits.steps_per_epoch is None and hasattr(self._train.loader, "batches_in"):
+            position.batches = batches_per_epoch(self._train, limits)
+        self._timer.begin(state.seconds)
+        position.done = state.first
         self.meter = self._new_meter()
         if state.meter_state is not None:
             self.meter.load_state_dict(state.meter_state)
@@ -428,12 +423,12 @@ class Loop:
             state.logged = self.meter.totals()
         self._epoch_is_over = False
         if not state.first:
-            self._events.send("on_epoch_start", self)
+            self._settings.events.send("on_epoch_start", self)
 
     def _new_meter(self) -> Meter:
         return Meter(
             self._session,
-            first_step=(self.epoch - 1) * self._steps + 1,
+            first_step=(self.epoch - 1) * self._position.batches + 1,
             tolerate=self._hooks.skips_nonfinite,
             weighs=self._run_state.weighs,
         )
@@ -446,11 +441,13 @@ class Loop:
 
         Collectives: as in `_at_boundary`.
         """
-        steps, accumulate, first = self._steps, self._accumulate, self._run_state.first
+        position, requests, first = self._position, self._requests, self._run_state.first
+        steps, accumulate = position.batches, position.accumulate
         note_step = None if self._watchdog is None else self._watchdog.note_step
         count = self.meter.count if self._hooks.counts_batches else None
-        sends_step_end = self._events.has("on_step_end")
-        boundaries, now = self._boundaries, time.monotonic
+        events = self._settings.events
+        sends_step_end = events.has("on_step_end")
+        boundaries, now = requests.boundaries, time.monotonic
         done = first
         reporter = self._reporter
         shown = nullcontext() if reporter is None else reporter.epoch(self._epoch_label(), steps, first=first)
@@ -463,22 +460,23 @@ class Loop:
                     for batch in islice(batches, steps - first):
                         self._share = train.share  # now: the code of the step may iterate the loader, too
                         if accumulate > 1:
-                            self.ends_step = (done + 1) % accumulate == 0 or done + 1 == steps
+                            position.ends_step = (done + 1) % accumulate == 0 or done + 1 == steps
                         if note_step is not None:
                             note_step()
                         yield batch
                         done += 1
-                        self._done = done
+                        position.done = done
                         if count is not None:
                             count(self._share)
-                        if sends_step_end and self.ends_step:
-                            self._run_state.step, self._is_in_step = self.step, False
-                            self._events.send("on_step_end", self)
-                            self._is_in_step = True
-                        if self.ends_step:
+                        if sends_step_end and position.ends_step:
+                            self._run_state.step = position.step
+                            position.is_in_step = False
+                            events.send("on_step_end", self)
+                            position.is_in_step = True
+                        if position.ends_step:
                             # Before the flag is read: see `StepBoundaries._vote`, which relies on this order.
                             boundaries.passed += 1
-                            if boundaries.calls or done >= self._next_look or now() >= self._wake_at:
+                            if boundaries.calls or done >= self._next_look or now() >= requests.wake_at:
                                 self._next_look = self._at_boundary(done, ended_step=True)
                                 if self._ending is not None:
                                     break
@@ -502,7 +500,7 @@ class Loop:
 
     def _warn_more_batches(self) -> None:
         """Warn if the loader has more batches than its length, which cut the epochs short."""
-        limits = self._limits
+        limits = self._settings.limits
         if limits.steps_per_epoch is not None or limits.overfit_batches is not None:
             self._looked_for_more = True  # the user chose another length
         elif self._train.has_more():
@@ -510,8 +508,8 @@ class Loop:
             log.warning(
                 "the loader has more than the %d batches that its len() said when the run began, and each "
                 "epoch ends after %d of them; correct its __len__(), or give Limits(steps_per_epoch=...)",
-                self._steps,
-                self._steps,
+                self._position.batches,
+                self._position.batches,
             )
 
     # -- the step boundary, between two optimizer steps -----------------------------------------
@@ -519,84 +517,65 @@ class Loop:
     def _at_boundary(self, done: int, *, ended_step: bool = False) -> float:
         """Do what is due between two optimizer steps; return the number of batches at which to look again.
 
-        Collectives: as in `_decide`, `_validate` and `_save`, where they are due. All ranks do the same,
-        since limits are the same and everything else is agreed on in `_decide`.
+        Collectives: as in `Requests`, `_validate` and `_save`, where they are due. All ranks do the same, as
+        limits are the same, and everything else is agreed on in `Requests`.
         """
-        limits, ticker, steps = self._limits, self._ticker, self._steps
+        position, schedule = self._position, self._schedule
+        step = self._run_state.step = position.step
+        position.is_in_step = False
+        self._show_progress(done)
+        if ended_step and schedule.log_every is not None and step % schedule.log_every == 0:
+            self._log_loss()
+            self._logs.flush()
+        self._validate_within_epoch(step)
+        if schedule.last_step is not None and step >= schedule.last_step:
+            self._ending = f"max_steps={schedule.last_step}"
+        self._follow_requests(step, ended_step=ended_step)
+        self._requests.schedule(math.inf if self._ticker is None else self._ticker.next_update)
+        position.is_in_step = True
+        steps_left = schedule.next_after(step)
+        return steps_left if steps_left == math.inf else position.batches_after(int(steps_left))
+
+    def _show_progress(self, done: int) -> None:
+        ticker = self._ticker
         if ticker is not None and time.monotonic() >= ticker.next_update:
-            ticker.update(done, self.meter.last_loss, self._measured_here())
-        step, looks = self.step, [math.inf]
-        self._run_state.step, self._is_in_step = step, False
-        if self._logs.is_on:
-            if ended_step and step % self._logs.every == 0:
-                self._log_loss()
-                self._logs.flush()
-            looks.append(self._batches_after(self._logs.every - step % self._logs.every))
-        if self._validation is not None and self._validation.every_steps is not None:
-            every = self._validation.every_steps
-            if done and done < steps and step % every == 0 and self._run_state.validated_at != step:
-                self._validate(done)
-                self._logs.flush()
-            looks.append(self._batches_after(every - step % every))
-        if limits.max_steps is not None:
-            if step >= limits.max_steps:
-                self._ending = f"max_steps={limits.max_steps}"
-            looks.append(self._batches_after(max(limits.max_steps - step, 1)))
-        decision = self._decide(at_epoch=not ended_step)
+            ticker.update(done, self.meter.last_loss, self._timer.measured())
+
+    def _validate_within_epoch(self, step: int) -> None:
+        """Validate after as many steps as the user asked for, but at the end of an epoch, which does itself.
+
+        Collectives: as in `_validate`, where it is due.
+        """
+        every, position = self._schedule.validate_every, self._position
+        if every is None or step % every != 0 or self._run_state.validated_at == step:
+            return
+        if 0 < position.done < position.batches:
+            self._validate(position.done)
+            self._logs.flush()
+
+    def _follow_requests(self, step: int, *, ended_step: bool) -> None:
+        """End or save the run as the ranks agree, and save it where a checkpoint is due.
+
+        Collectives: as in `Requests`; as in `_save`, where it is due.
+        """
+        position, requests, saving = self._position, self._requests, self._saving
+        has_begun = position.done > 0
+        if ended_step:
+            decision = requests.decide_between_steps(has_begun=has_begun)
+        else:
+            decision = requests.decide_before_epoch(has_begun=has_begun)
         if decision.stop is not None:
             self._ending = decision.stop
-        saving = self._saving
-        if saving is not None:
-            left = saving.checkpointer.steps_left(step)
-            is_due = decision.is_due or decision.save or saving.checkpointer.is_due(step)
-            if is_due and done == steps and not decision.signal:
-                # Not before the validation: its result may decide which checkpoint is the best.
-                self._saves_at_epoch_end = True
-            elif is_due or decision.signal:
-                self._save(done, self.meter)
-            if decision.signal:
-                self._interrupt(decision.signal)
-            if left is not None:
-                looks.append(self._batches_after(left))
-        # When the clock next gives a reason to ask; only rank 0's clock counts.
-        self._due_at = min(self._ends_at, math.inf if saving is None else saving.checkpointer.due_at)
-        # With several ranks the boundaries' thread reads it: a rank that asked by its own clock would ask
-        # alone, as test_ranks_save_and_end_by_the_clock_of_the_first shows.
-        self._wake_at = self._due_at if self.world_size == 1 else math.inf
-        if ticker is not None:
-            self._wake_at = min(self._wake_at, ticker.next_update)
-        self._is_in_step = True
-        return min(looks)
-
-    def _batches_after(self, more: int) -> int:
-        """Return the number of batches done after ``more`` further optimizer steps."""
-        return min((self._done // self._accumulate + more) * self._accumulate, self._steps)
-
-    def _decide(self, *, at_epoch: bool) -> Decision:
-        """Return the agreement of the ranks, if they meet here; at the end of an epoch they always do.
-
-        Collectives: as in `SignalWatch.decide`, if they meet.
-        """
-        boundaries = self._boundaries
-        if not self._can_ask or not (at_epoch or boundaries.is_meeting()):
-            return Decision()
-        saving, now = self._saving, time.monotonic()
-        stop = self._stop_reason or (f"max_time={self._limits.max_time}" if now >= self._ends_at else None)
-        is_old = saving is not None and self._done > 0 and now >= saving.checkpointer.due_at
-        self._due_at = math.inf  # asked for now; `_at_boundary` sets it again
-        decision = self._signals.decide(due=is_old, stop=stop, save=self._save_requested)
-        self._save_requested = False
-        if not at_epoch:
-            boundaries.has_met()
-        return decision
-
-    def _has_request(self) -> bool:
-        """Return whether this rank has a request, besides signals.
-
-        The boundaries' thread calls it: it only reads, and reads each attribute once.
-        """
-        is_due = self.is_main and time.monotonic() >= self._due_at
-        return is_due or self._save_requested or self._stop_reason is not None
+        if saving is None:
+            return
+        is_due = decision.is_due or decision.save or saving.checkpointer.is_due(step)
+        if is_due and position.done == position.batches and not decision.signal:
+            # Not before the validation: its result may decide which checkpoint is the best.
+            self._saves_at_epoch_end = True
+        elif is_due or decision.signal:
+            self._save(position.done, self.meter)
+        if decision.signal:
+            self._interrupt(decision.signal)
 
     # -- the ends of epochs ---------------------------------------------------------------------
 
@@ -608,16 +587,14 @@ class Loop:
         hooks.step_schedulers(record.train, record.val)
         state.records.append(record)
         self._say(f"{self._epoch_label()}  {record}")
-        self._events.send("on_epoch_end", self)
+        self._settings.events.send("on_epoch_end", self)
         if self._session.data_size > 1:
-            check_same_optimizers(
-                self._session, self.optimizers
-            )  # a scheduler or a callback may have set them
-        steps_made = self.step  # before _done is reset: the property is computed from it
-        state.epoch, state.first = state.epoch + 1, 0
-        self._steps_before_epoch, self._done = steps_made, 0
-        asks = self.world_size == 1 or self._may_be_requested
-        decision = self._decide(at_epoch=True) if asks else Decision()
+            # A scheduler or a callback may have changed them.
+            check_same_optimizers(self._session, self.optimizers)
+        state.epoch += 1
+        state.first = 0
+        self._position.end_epoch()
+        decision = self._requests.decide_after_epoch()
         self._ending = self._ending or decision.stop
         if saving is not None:
             is_due = self._saves_at_epoch_end or decision.save or saving.ends_epoch(state.epoch - 1)
@@ -634,10 +611,10 @@ class Loop:
 
         Collectives: as in `_record` and `_save`.
         """
-        state, done = self._run_state, self._done
+        state, done = self._run_state, self._position.done
         if done == state.first and state.records:
             return
-        seconds = time.perf_counter() - self._began_epoch
+        seconds = self._timer.seconds
         meter_state, logged = self.meter.state_dict(), state.logged
         # The record changes the meter and validates, so meter and generators are put back before the save: a
         # resumed run then goes through the rest of the epoch as an uninterrupted one does.
@@ -651,34 +628,6 @@ class Loop:
         state.records.append(record)
         self._say(f"{self._epoch_label()}  {record}")
 
-    def _measured_here(self) -> dict[str, float]:
-        """Return what the loader measured of this rank's batches since the epoch began here."""
-        before = self._measured[1]
-        return {name: value - before.get(name, 0.0) for name, value in self._train.measured().items()}
-
-    def _data(self) -> dict[str, float]:
-        """Return what the loader measured since the epoch began here, over all data ranks.
-
-        Collectives: one gather of objects and one all-reduce, for a loader that measures.
-        """
-        session, mine = self._session, self._measured_here()
-        if not mine:
-            return {}
-        seconds = time.perf_counter() - self._measured[0]
-        # A rank without a sample so far may lack names.
-        names = sorted({name for theirs in session.gather_objects(sorted(mine)) for name in theirs})
-        sums = [mine.get(name, 0.0) for name in names]
-        totals = session.reduce(torch.tensor(sums, dtype=torch.float64))
-        found = dict(zip(names, totals.tolist(), strict=True))
-        if "wait_s" in found:
-            found["wait_s"] /= session.data_size
-        if found.get("padded_tokens"):
-            found |= {
-                "fill": found["tokens"] / found["padded_tokens"],
-                "tokens_per_s": found["tokens"] / seconds,
-            }
-        return found
-
     def _record(self) -> EpochRecord:
         """Validate, and return the record of the epoch.
 
@@ -686,13 +635,13 @@ class Loop:
         """
         state = self._run_state
         state.weighs, state.seconds = self.meter.weighs, 0.0
-        seconds = time.perf_counter() - self._began_epoch
-        data = self._data()  # before the validation: its time does not count
+        seconds = self._timer.seconds
+        data = self._timer.measured_everywhere()  # before the validation: its time does not count
         optimizer = next(iter(self.optimizers.values()), None)
         rate = math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
         if self._logs.is_on:
             self._log_loss()  # the steps since the last row
-        val = self._validate(self._done)
+        val = self._validate(self._position.done)
         # After the validation, where a signal saves this rank's own sums: means() adds up all ranks' samples.
         train = self.meter.means()
         state.metrics = train | {f"val_{name}": value for name, value in val.items()}
@@ -704,7 +653,7 @@ class Loop:
         return record
 
     def _epoch_label(self) -> str:
-        epochs = self._limits.epochs
+        epochs = self.epochs
         return f"epoch {self.epoch}" if epochs is None else f"epoch {self.epoch}/{epochs}"
 
     def _say(self, line: str) -> None:
@@ -717,30 +666,30 @@ class Loop:
     def _validate(self, done: int) -> dict[str, float]:
         """Validate, and buffer the results for the loggers.
 
-        If a rank gets a signal meanwhile, the run ends with the state before the validation.
+        If a rank gets a signal during it, the run ends with the state before the validation.
 
         Collectives: as in the validation's evaluations.
         """
-        if self._validation is None:
+        if self._settings.validation is None:
             return {}
-        self._events.send("on_validation_start", self)
-        boundaries = None if self._saving is None else self._boundaries
+        self._settings.events.send("on_validation_start", self)
+        boundaries = self._requests.boundaries
         try:
             with self._watching():
-                means = dict(self._hooks.validate(boundaries, None))
+                means = dict(self._hooks.validate(None if self._saving is None else boundaries, None))
         except GatherInterruptedError as cut:
             # Before the save: callbacks put the model's own weights back in place of averages.
-            self._events.send("on_validation_end", self, {})
+            self._settings.events.send("on_validation_end", self, {})
             self._save(done, self.meter)
             self._interrupt(cut.signal)
-        self._boundaries.begin_phase(evaluates=False)
+        boundaries.begin_phase(evaluates=False)
         state = self._run_state
         state.validated_at = self.step
         numbers = {f"val_{name}": value for name, value in means.items()}
         trained = {name: value for name, value in state.metrics.items() if not name.startswith("val_")}
         state.metrics = trained | numbers
         self._logs.add(numbers, step=self.step, epoch=self.epoch)
-        self._events.send("on_validation_end", self, means)
+        self._settings.events.send("on_validation_end", self, means)
         return means
 
     def _watching(self) -> AbstractContextManager[None]:
@@ -776,7 +725,7 @@ class Loop:
         if saving is None:
             return
         if meter is not None:
-            self._run_state.seconds = time.perf_counter() - self._began_epoch
+            self._run_state.seconds = self._timer.seconds
             self._hooks.check_parameters()
             if self._session.data_size > 1:
                 check_same_optimizers(self._session, self.optimizers)
@@ -794,7 +743,7 @@ class Loop:
         save()
         if saving is not None and saving.last is not None and saving.last != before:
             self._logs.event("checkpoint", {"name": saving.last.name}, step=self.step, epoch=self.epoch)
-            self._events.send("on_checkpoint_saved", self, Path(saving.last))
+            self._settings.events.send("on_checkpoint_saved", self, Path(saving.last))
 
     def _interrupt(self, number: int) -> None:
         """End the run after a signal, once the last checkpoint is written.
@@ -809,10 +758,10 @@ class Loop:
         facts = {
             "signal": signal.Signals(number).name,
             "saved": "nothing" if saved is None else saved.name,
-            "seconds": round(self._signals.seconds_since(), 3),
+            "seconds": round(self._requests.signals.seconds_since(), 3),
         }
         self._logs.event("interruption", facts, step=self.step, epoch=self.epoch)
-        self._events.send("on_interruption", self, number)
+        self._settings.events.send("on_interruption", self, number)
         # Not bound to a name: a cycle with this frame would keep the loader's workers alive, as
         # test_no_cycle_keeps_the_workers_that_a_loader_has_for_all_epochs shows.
         raise interrupted(number, self._session, step=self.step, saved=saved)
