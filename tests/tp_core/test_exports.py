@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import tp_core
+import tp_core.compare
 import tp_core.data
 import tp_core.discovery
 import tp_core.errors
@@ -28,6 +29,12 @@ PUBLIC = {
     tp_core.plugins: """
         Backend Callback CollateAdapter Command Engine Job Logger LoggerFactory NamedCallback NoOptions Pool
         RunInfo RunStatus RunView Session Verdict hookimpl registry
+    """,
+    tp_core.compare: """
+        SLACK BatchSelection Bound ComputedTypes ForwardLines LocalTensor Match Recording Selections
+        TensorPlace WithoutDropout coarsest copied copy_of cut_dim difference_in_words difference_on_ranks
+        distance dropout_rates first_difference first_token idle_lines_in_words joined_parts mapped merged
+        named_tensors norm_of nudged other_batches relate relative_error selected undisturbed watched_tables
     """,
     tp_core.data: """
         CountedBatch ElasticLoader LossReduction Parts PreparedLoader SampleRows Share StepOutput
@@ -55,24 +62,24 @@ PUBLIC = {
     """,
     tp_core.internal: """
         BUCKET_NBYTES DIGESTS EXITED_KEY INDEX KNOWN_BACKENDS Container DevicesBackend Envelope
-        ForwardLines FullyShardedSession NotebookOutput Ownership PerModule PerType Progress RankOutcome
-        RankPool RanksBackend SampleRows Sharding Units WholeSteps WithoutDropout all_gather_single
+        FullyShardedSession NotebookOutput Ownership PerModule PerType Progress RankOutcome
+        RankPool RanksBackend SampleRows Sharding Units WholeSteps all_gather_single
         atomic_part available_cores averaged_gradients call_builder call_without_attention_dropout
         capture_rng_state cat_rows check_above_zero check_backend_name check_call check_initialized
         check_installed check_not_quantized check_offload check_process_count check_whole_steps compute_once
-        containers copied describe_presharded device_of device_of_rank device_rng_state did_you_mean divisors
-        dropout_rates dumps_by_value explain_arguments explain_init file_meant find_units first_token
-        free_nbytes functions_named gathers_matrices has_exited hook_steps idle_lines_in_words in_notebook
+        containers describe_presharded device_of device_of_rank device_rng_state did_you_mean divisors
+        dumps_by_value explain_arguments explain_init file_meant find_units
+        free_nbytes functions_named gathers_matrices has_exited hook_steps in_notebook
         is_array is_dtensor is_random_op is_zero_redundancy iterates_itself join_rows
-        lazy_exports leave_to_others length_along load_function lock_file_of mapped move_module
-        named_tensors new_process_group not_compiled_alone other_batches output_console parameter_type
+        lazy_exports leave_to_others length_along load_function lock_file_of move_module
+        new_process_group not_compiled_alone output_console parameter_type
         pickled_by_value preserve_rng_state presharded_mesh quantized_parts raised_where rank_outcomes
         read_digests reduce_scatter_single reduction_type rendezvous_store repeated_blocks reshard
         resolve_options restore_rng_state row_count run_in seed_everything seed_of seed_torch seeded
         set_device_rng_state
         sharded_memory sharded_transfers showing_system_errors shows_progress slice_of split_evenly
         split_rows start step_identity sync_folder those_known to_device total_shard_norm unchanged_models
-        watched_tables whole_matrix_optimizer whole_model_arguments without_cache write_atomically
+        whole_matrix_optimizer whole_model_arguments without_cache write_atomically
         zero_backward
     """,
 }

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tp_core.compare import Bound, Selections, joined_parts, selected
 
-from tp_verify._compare import Bound, Comparison, Share, joined_parts, selected
+from tp_verify._compare import Comparison
 from tp_verify._report import Finding
 from tp_verify._run import StepRecord
 
@@ -100,7 +101,7 @@ def _statistics(one: torch.Tensor, mine: torch.Tensor) -> Finding | None:
     return None
 
 
-def _same_share(one: Share, other: Share) -> bool:
+def _same_share(one: Selections, other: Selections) -> bool:
     return one.keys() == other.keys() and all(
         _equal(one[key].rows, other[key].rows) and _equal(one[key].places, other[key].places) for key in one
     )

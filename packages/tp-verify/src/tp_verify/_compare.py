@@ -1,8 +1,4 @@
-"""The comparison of the ranks' records with the reference's: the first place where they part.
-
-A rank may hold the whole of a tensor, its share of the rows, a part along one dimension, or a summand. Each
-is tried, so that nothing has to be said about the layout of activations.
-"""
+"""The comparison of the ranks' records with the reference's: the first place where they part."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,231 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tp_core.compare import (
+    Bound,
+    LocalTensor,
+    Match,
+    Selections,
+    TensorPlace,
+    difference_on_ranks,
+    merged,
+    norm_of,
+    relate,
+    relative_error,
+    selected,
+)
 
 from tp_verify._report import Finding
-from tp_verify._run import Local, Place, RunRecord, Selection, StepRecord
-
-SLACK = 6.0  # how much farther from float64 than one device of the same type: sums have another order
-_RTOL = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-_ATOL = {torch.float64: 1e-10, torch.float32: 1e-7, torch.bfloat16: 1e-5, torch.float16: 1e-6}
-
-Share = Mapping[str, Selection]
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The largest difference from float64 that rounding explains.
-
-    Attributes:
-        rtol: A part of the tensor's own norm.
-        atol: A part of the largest norm of its kind, for tensors that are all but zero.
-    """
-
-    rtol: float
-    atol: float
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> "Bound":
-        """Return the bound of a type."""
-        return cls(_RTOL.get(dtype, 2e-5), _ATOL.get(dtype, 1e-7))
-
-    def limit(self, exact: Tensor, near: Tensor | None, scale: float) -> float:
-        """Return the largest norm of a difference from ``exact``; ``near`` is one device in the same type."""
-        own = norm_of(exact)
-        by_rounding = 0.0 if near is None or near.shape != exact.shape else norm_of(near - exact)
-        return SLACK * by_rounding + self.rtol * own + self.atol * scale
-
-
-def norm_of(tensor: Tensor) -> float:
-    """Return the norm in float64; infinity where there is one, or NaN."""
-    norm = float(torch.linalg.vector_norm(tensor.double()))
-    return norm if norm == norm else float("inf")  # noqa: PLR0124 - NaN
-
-
-# -- One tensor on all ranks ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """How the ranks' tensors relate to the whole one.
-
-    Attributes:
-        kind: "same", "partial" (they sum to the whole), "unknown" (not comparable) or "parts".
-        error: The norm of the difference, as a share of the whole's.
-        where: The ranks with the tensors that differ, in words; empty for all of them, or where not known.
-    """
-
-    kind: str
-    error: float = 0.0
-    where: str = ""
-
-
-def relate(
-    exact: Tensor,
-    locals_: Sequence[Local | None],
-    shares: Sequence[Share],
-    limit: float,
-    *,
-    reorders: bool = False,
-) -> Match:
-    """Return how the ranks' tensors relate to the whole one."""
-    present = [(rank, one) for rank, one in enumerate(locals_) if one is not None]
-    if not present:
-        return Match("unknown")
-    if present[0][1].layout:
-        return _relate_laid_out(exact, [one for _, one in present], limit)
-    expected = [selected(exact, shares[rank]) if rank < len(shares) else exact for rank, _ in present]
-    parts = [one.tensor for _, one in present]
-    if all(e.shape == p.shape for e, p in zip(expected, parts, strict=True)):
-        errors = {r: norm_of(p.double() - e) for (r, _), p, e in zip(present, parts, expected, strict=True)}
-        error = max(errors.values())
-        if error <= limit:
-            return Match("same")
-        groups = _alike(expected)
-        sums = [
-            norm_of(sum((parts[i].double() for i in group), torch.zeros(())) - expected[group[0]])
-            for group in groups
-        ]
-        if all(len(group) > 1 for group in groups) and max(sums) <= limit * len(present):
-            return Match("partial", error / max(norm_of(exact), 1e-300))
-        return Match("parts", error / max(norm_of(exact), 1e-300), _where(errors, limit))
-    return _relate_joined(exact, expected, parts, limit, reorders=reorders)
-
-
-def _where(errors: Mapping[int, float], limit: float) -> str:
-    """Return which ranks are wrong, in words; empty where all are."""
-    wrong = [str(rank) for rank, error in errors.items() if not error <= limit]
-    if len(wrong) == len(errors):
-        return ""
-    return f" on rank{'s' * (len(wrong) > 1)} {', '.join(wrong)}"
-
-
-def _relate_joined(
-    exact: Tensor, expected: list[Tensor], parts: list[Tensor], limit: float, *, reorders: bool = False
-) -> Match:
-    """Compare parts that are slices along one dimension, in the order of ranks or in any."""
-    error = 0.0
-    for group in _alike(expected):
-        whole, mine = expected[group[0]], [parts[i] for i in group]
-        dim = _cut_dim(whole, mine)
-        if dim is None:
-            return Match("unknown")
-        joined = torch.cat(mine, dim).double()
-        if reorders:
-            joined = _in_order_of(joined, whole, dim)
-        error = max(error, norm_of(joined - whole))
-    return Match("same" if error <= limit else "parts", error / max(norm_of(exact), 1e-300))
-
-
-def _cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
-    """Return the dimension along which parts are slices of the whole; ``None`` where they are none."""
-    if any(one.dim() != whole.dim() for one in parts):
-        return None
-    dims = [d for d in range(whole.dim()) if any(one.size(d) != whole.size(d) for one in parts)]
-    if len(dims) != 1 or sum(one.size(dims[0]) for one in parts) != whole.size(dims[0]):
-        return None
-    return dims[0]
-
-
-def _in_order_of(joined: Tensor, whole: Tensor, dim: int) -> Tensor:
-    """Return slices along a dimension in the order of the whole's nearest ones, each taken once."""
-    distances = torch.cdist(whole.transpose(0, dim).flatten(1), joined.transpose(0, dim).flatten(1))
-    order = []
-    for row in distances:
-        order.append(int(row.argmin()))
-        distances[:, order[-1]] = float("inf")
-    return joined.index_select(dim, torch.tensor(order))
-
-
-def _relate_laid_out(exact: Tensor, parts: list[Local], limit: float) -> Match:
-    """Compare a DTensor, which says how its parts are laid out; copies of one part are compared, too."""
-    joined: dict[tuple[int, ...], Tensor] = {
-        tuple(rank for _, _, rank, _ in one.layout): one.tensor.double() for one in parts
-    }
-    for axis in reversed(range(len(parts[0].layout))):
-        kind, dim, _, size = parts[0].layout[axis]
-        found: dict[tuple[int, ...], Tensor] = {}
-        for key in {key[:axis] for key in joined}:
-            along = [joined[(*key, i)] for i in range(size) if (*key, i) in joined]
-            if len(along) != size or kind == "unknown":
-                return Match("unknown")
-            if kind == "shard":
-                found[key] = torch.cat(along, dim)
-            elif kind in ("partial", "mean"):
-                found[key] = torch.stack(along).sum(0) / (size if kind == "mean" else 1)
-            else:
-                apart = max(norm_of(one - along[0]) for one in along)
-                if apart > limit:
-                    return Match("parts", apart / max(norm_of(exact), 1e-300))
-                found[key] = along[0]
-        joined = found
-    whole = joined[()]
-    if whole.shape != exact.shape:
-        return Match("unknown")
-    error = norm_of(whole - exact)
-    kind = "parts" if error > limit else "same"
-    return Match(kind, error / max(norm_of(exact), 1e-300))
-
-
-def _alike(expected: list[Tensor]) -> list[list[int]]:
-    """Return the groups of ranks that read the same samples."""
-    groups: list[list[int]] = []
-    for i, one in enumerate(expected):
-        for group in groups:
-            first = expected[group[0]]
-            if one is first or (one.shape == first.shape and bool((one == first).all())):
-                group.append(i)
-                break
-        else:
-            groups.append([i])
-    return groups
-
-
-def selected(exact: Tensor, share: Share) -> Tensor:
-    """Return the part of a whole activation that a rank has for its share of the batch."""
-    for one in share.values():
-        if exact.dim() and exact.size(0) == one.shape[0]:
-            found = exact[one.rows]
-            is_cut = one.places is not None and len(one.places) != one.shape[1]
-            if is_cut and exact.dim() > 1 and exact.size(1) == one.shape[1]:
-                found = found[:, one.places]
-            return found
-    return exact
-
-
-def merged(found: Mapping[Any, Local], places: Sequence[Any], rows: int) -> Local | None:
-    """Return the tensor of several calls, one for each micro-batch; ``None`` where a rank has none.
-
-    Calls before those that have the rows of the rank's share are left out: torch's pipelining makes one to
-    learn shapes.
-    """
-    parts = [one for place in places if (one := found.get(place)) is not None]
-    if not parts:
-        return None
-    while len(parts) > 1 and parts[0].tensor.dim() and sum(p.tensor.size(0) for p in parts) > rows:
-        parts = parts[1:]
-    if len(parts) == 1:
-        return parts[0]
-    is_cut = any(kind == "shard" and dim == 0 for kind, dim, _, _ in parts[0].layout)
-    if is_cut or not all(one.tensor.dim() for one in parts):
-        return None
-    try:
-        return Local(torch.cat([one.tensor for one in parts]), parts[0].layout)
-    except RuntimeError:  # of other widths, such as padded sequences
-        return None
-
-
-def joined_parts(like: Mapping[str, Tensor], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return whole tensors of those that ranks have whole, or in slices along one dimension."""
-    whole = {}
-    for name, tensor in like.items():
-        parts = [one[name] for one in ranks if one.get(name) is not None]
-        if parts and parts[0].shape == tensor.shape:
-            whole[name] = parts[0]
-        elif parts and (dim := _cut_dim(tensor, parts)) is not None:
-            whole[name] = torch.cat(parts, dim)
-    return whole
-
+from tp_verify._run import RunRecord, StepRecord
 
 # -- One step -------------------------------------------------------------------------------------
 
@@ -354,7 +141,12 @@ class Comparison:
         return None
 
     def _match(
-        self, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord], place: Place
+        self,
+        step: int,
+        exact: StepRecord,
+        near: StepRecord,
+        records: Sequence[StepRecord],
+        place: TensorPlace,
     ) -> Match:
         shares, whole = self._shares(step), exact.forward[place].tensor
         rows = [_rows(whole, shares, rank) for rank in range(len(records))]
@@ -365,7 +157,12 @@ class Comparison:
         return self._relate(whole, near.forward.get(place), locals_, shares)
 
     def _right_around(
-        self, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord], place: Place
+        self,
+        step: int,
+        exact: StepRecord,
+        near: StepRecord,
+        records: Sequence[StepRecord],
+        place: TensorPlace,
     ) -> str:
         """Return a module around the place that has the right outputs, however it computes them."""
         path = place.module.rpartition(".")[0]
@@ -376,20 +173,26 @@ class Comparison:
             path = path.rpartition(".")[0]
         return ""
 
-    def _calls(self, exact: Mapping[Any, Any], mine: Mapping[Any, Any], place: Place) -> list[Place]:
+    def _calls(
+        self, exact: Mapping[Any, Any], mine: Mapping[Any, Any], place: TensorPlace
+    ) -> list[TensorPlace]:
         """Return the places of one call of the reference on a rank, one for each micro-batch."""
         per_batch = 1 + max(p.call for p in exact if p.module == place.module)
         most = 1 + max((p.call for p in mine if p.module == place.module), default=-1)
         return [place._replace(call=n) for n in range(place.call, most, per_batch)]
 
     def _relate(
-        self, exact: Tensor, near: Local | None, locals_: Sequence[Local | None], shares: Sequence[Share]
+        self,
+        exact: Tensor,
+        near: LocalTensor | None,
+        locals_: Sequence[LocalTensor | None],
+        shares: Sequence[Selections],
     ) -> Match:
         scale = norm_of(exact)
         limit = self.bound.limit(exact, None if near is None else near.tensor, scale)
         return relate(exact, locals_, shares, limit, reorders=self.reorders)
 
-    def _shares(self, step: int) -> list[Share]:
+    def _shares(self, step: int) -> list[Selections]:
         return [r.shares[max(0, step - 1)] for r in self.ranks if r.shares]
 
     def _loss(
@@ -480,31 +283,14 @@ class Comparison:
         self, whole: Tensor, near: Tensor | None, found: Mapping[int, Tensor], scale: float
     ) -> str:
         """Return in words how ranks differ from the whole; empty where they do not."""
-        limit, parts = self.bound.limit(whole, near, scale), list(found.values())
-        if all(one.shape == whole.shape for one in parts):
-            errors = {rank: norm_of(one.double() - whole) for rank, one in found.items()}
-            if max(errors.values()) <= limit:
-                return ""
-            sums = norm_of(sum((one.double() for one in parts), torch.zeros(())) - whole)
-            if len(parts) > 1 and sums <= limit * len(parts):
-                return "the ranks' parts sum to it, and were not summed"
-            where = _where(errors, limit)
-            apart = max(norm_of(one.double() - parts[0].double()) for one in parts)
-            also = "; ranks differ from each other" if apart > limit and not where else ""
-            error = max(errors.values()) / max(norm_of(whole), 1e-300)
-            return f"it differs by {error:.2g} of its norm{where}{also}"
-        match = _relate_joined(whole, [whole] * len(parts), parts, limit)
-        if match.kind == "unknown":
-            shapes = ", ".join(str(tuple(one.shape)) for one in parts)
-            return f"ranks have {shapes}, which do not join to {tuple(whole.shape)}: give Way.whole()"
-        return "" if match.kind == "same" else f"it differs by {match.error:.2g} of its norm"
+        return difference_on_ranks(whole, found, self.bound.limit(whole, near, scale))
 
     def _first_backward(
         self, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord]
-    ) -> tuple[Place, Match] | None:
+    ) -> tuple[TensorPlace, Match] | None:
         """Return the first input of a module, in the order of backward, from which all gradients part."""
         shares, scales = self._shares(step), None
-        matches: list[tuple[Place, str, Match]] = []
+        matches: list[tuple[TensorPlace, str, Match]] = []
         for (place, side), whole in exact.backward.items():
             keys = [[(p, side) for p in self._calls(exact.forward, r.forward, place)] for r in records]
             rows = [_rows(whole.tensor, shares, rank) for rank in range(len(records))]
@@ -514,7 +300,7 @@ class Comparison:
                 if scales is None:
                     continue
             even = [
-                None if one is None else Local(one.tensor.double() / c, one.layout)
+                None if one is None else LocalTensor(one.tensor.double() / c, one.layout)
                 for one, c in zip(locals_, scales, strict=True)
             ]
             match = self._relate(whole.tensor, near.backward.get((place, side)), even, shares)
@@ -536,7 +322,7 @@ class Comparison:
         return parts[0] if parts else found
 
     def _scales(
-        self, whole: Tensor, locals_: Sequence[Local | None], shares: Sequence[Share]
+        self, whole: Tensor, locals_: Sequence[LocalTensor | None], shares: Sequence[Selections]
     ) -> list[float] | None:
         """Return how much larger each rank's gradients are than one device's, by those at its output."""
         found = []
@@ -598,7 +384,7 @@ class Comparison:
         self.compared[kind] = self.compared.get(kind, 0) + by
 
 
-def _rows(whole: Tensor, shares: Sequence[Share], rank: int) -> int:
+def _rows(whole: Tensor, shares: Sequence[Selections], rank: int) -> int:
     expected = selected(whole, shares[rank]) if rank < len(shares) else whole
     return expected.size(0) if expected.dim() else 1
 
@@ -618,7 +404,7 @@ def _ratio(found: Tensor, whole: Tensor) -> float:
     if found.shape != whole.shape or not norm_of(whole):
         return 0.0
     ratio = float((found * whole).sum() / (whole * whole).sum())
-    return ratio if norm_of(found - ratio * whole) < 1e-2 * norm_of(found) else 0.0
+    return ratio if relative_error(found, ratio * whole) < 1e-2 else 0.0
 
 
 def _said(match: Match) -> str:
@@ -627,7 +413,7 @@ def _said(match: Match) -> str:
     return f"it differs by {match.error:.2g} of its norm{match.where}"
 
 
-def _blame(what: str, step: int, matches: Sequence[tuple[Place, Match]]) -> Finding:
+def _blame(what: str, step: int, matches: Sequence[tuple[TensorPlace, Match]]) -> Finding:
     """Return a finding for the last match, or for what was left as summands just before it.
 
     A router's scores are summands by design, the second of its outputs.

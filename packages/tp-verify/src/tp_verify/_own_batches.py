@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from tp_core.internal import WithoutDropout, named_tensors, other_batches, watched_tables
+from tp_core.compare import WithoutDropout, named_tensors, other_batches, watched_tables
 
 from tp_verify._run import Task, build_model, cast
 from tp_verify._way import Step, loss_and_weight

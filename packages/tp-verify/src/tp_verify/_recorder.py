@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.compare import dropout_rates, named_tensors
 from tp_core.errors import ConfigError, LoaderError, ModelError, SelectionError, StepError
-from tp_core.internal import capture_rng_state, dropout_rates, is_dtensor, named_tensors
+from tp_core.internal import capture_rng_state, is_dtensor
 from tp_core.plugins import Backend, Callback, RunView, registry
 
 _REFUSALS = (ConfigError, LoaderError, ModelError, SelectionError, StepError)

@@ -2,50 +2,38 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.compare import (
+    BatchSelection,
+    ComputedTypes,
+    ForwardLines,
+    LocalTensor,
+    Recording,
+    TensorPlace,
+    WithoutDropout,
+    copy_of,
+    named_tensors,
+    nudged,
+)
 from tp_core.errors import ModelError
-from tp_core.internal import ForwardLines, WithoutDropout, is_dtensor, named_tensors
+from tp_core.internal import is_dtensor
 
 from tp_verify._way import MakeOptimizer, Step, Way, alike, loss_and_weight, mapped, rows_of
-
-
-class Place(NamedTuple):
-    """A tensor that a module takes or returns: the module, the number of its call, and where it is."""
-
-    module: str
-    call: int
-    tensor: str
-
-
-class Local(NamedTuple):
-    """One rank's tensor; of a DTensor with (kind, dim, rank, size) for each dimension of its mesh."""
-
-    tensor: Tensor
-    layout: tuple[tuple[str, int, int, int], ...] = ()
-
-
-class Selection(NamedTuple):
-    """What a rank has of one tensor of a batch: rows, and places in the second dimension, by number."""
-
-    shape: tuple[int, ...]
-    rows: Tensor
-    places: Tensor | None
 
 
 @dataclass
 class StepRecord:
     """What one process has seen of one optimizer step, or of an evaluation. Orders are in time."""
 
-    forward: dict[Place, Local] = field(default_factory=dict)
-    backward: dict[tuple[Place, str], Local] = field(default_factory=dict)
+    forward: dict[TensorPlace, LocalTensor] = field(default_factory=dict)
+    backward: dict[tuple[TensorPlace, str], LocalTensor] = field(default_factory=dict)
     loss: float | None = None
-    loss_type: torch.dtype | None = None
     weight: float = 0.0
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     norm: float | None = None
@@ -60,7 +48,7 @@ class RunRecord:
     """What one process has seen of a training, and afterwards: ``draws`` are losses and weights by seed.
 
     Evaluations have the numbers of their batches. On one device ``idle_lines`` are the lines of the modules'
-    own forward that did not run.
+    own forward that did not run, and ``dtypes`` the types in which it computed.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -68,8 +56,9 @@ class RunRecord:
     evaluations: dict[int, StepRecord] = field(default_factory=dict)
     generated: dict[str, Tensor] = field(default_factory=dict)
     draws: list[tuple[float, float]] = field(default_factory=list)
-    shares: list[dict[str, Selection]] = field(default_factory=list)
+    shares: list[dict[str, BatchSelection]] = field(default_factory=list)
     idle_lines: tuple[str, ...] = ()
+    dtypes: frozenset[torch.dtype] = frozenset()
 
 
 class Followed(NamedTuple):
@@ -89,6 +78,8 @@ class Task:
         own: How many batches, the last ones, are not the user's.
         seeds: The number of seeds with which the first batch's loss is drawn afterwards.
         folder: Where a checkpoint is saved, or loaded; empty for none.
+        nudge: The type of one more rounding of what modules return, for a reference that shows how far
+            roundings grow; ``None`` for none.
     """
 
     build: Any
@@ -103,6 +94,7 @@ class Task:
     own: int = 0
     seeds: int = 0
     folder: str = ""
+    nudge: torch.dtype | None = None
 
 
 class OneDevice(Way):
@@ -159,27 +151,29 @@ def run_task(task: Task, way: Way, *, seed: int = 0) -> RunRecord:
     record.initial = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
     model.train()
     torch.manual_seed(seed)
-    lines = ForwardLines(model)
+    lines, computed = ForwardLines(model), ComputedTypes()
+    watching: AbstractContextManager[Any] = computed if isinstance(way, OneDevice) else nullcontext()
     with lines if isinstance(way, OneDevice) else nullcontext():
         for number, batch in enumerate(task.batches):
             record.shares.append(_selection(way, batch))
             followed = task.follow[number] if task.follow else None
             if followed is not None:
                 _put(model, followed.weights, lambda parameter: parameter.data)
-            record.steps.append(_one_step(task, way, model, optimizer, cast(batch, task.dtype), followed))
+            seen = _one_step(task, way, model, optimizer, cast(batch, task.dtype), followed, watching)
+            record.steps.append(seen)
         model.eval()
         for number in (0, len(task.batches) - task.own) if task.own else (0,):
             seen = StepRecord()
-            with Recording(way, model, seen), WithoutDropout(model):
+            with _recorded(task, way, model, seen), watching, WithoutDropout(model):
                 found = way.evaluate(model, task.step, way.share(cast(task.batches[number], task.dtype)))
             if found is not None:
                 seen.loss, seen.weight = found
                 record.evaluations[number] = seen
-    record.idle_lines = lines.idle()
+    record.idle_lines, record.dtypes = lines.idle(), frozenset(computed.dtypes)
     share = way.share(cast(task.batches[0], task.dtype))
     if task.generate is not None:
         with torch.no_grad():
-            record.generated = {n: _copy(t) for n, t in named_tensors(task.generate(model, share))}
+            record.generated = {n: copy_of(t) for n, t in named_tensors(task.generate(model, share))}
     if task.folder:
         way.save(model, optimizer, task.folder)
     record.draws = _draws(task, way, model)
@@ -226,12 +220,13 @@ def _one_step(
     optimizer: Optimizer,
     batch: Any,
     followed: Followed | None,
+    watching: AbstractContextManager[Any],
 ) -> StepRecord:
     seen = StepRecord()
     share = way.share(batch)
     parts = [rows_of(share, n, task.micro) for n in range(task.micro)] if task.micro > 1 else [share]
 
-    with Recording(way, model, seen), WithoutDropout(model):
+    with _recorded(task, way, model, seen), watching, WithoutDropout(model):
         seen.loss = float(way.backward(model, _noting(task.step, seen), parts))
     seen.gradients = _whole(way, {n: way.gradient(p) for n, p in model.named_parameters()})
     if task.max_norm is not None:
@@ -245,14 +240,23 @@ def _one_step(
     return seen
 
 
+@contextmanager
+def _recorded(task: Task, way: Way, model: nn.Module, seen: StepRecord) -> Iterator[None]:
+    """Record what modules return, and the gradients between them, but for single numbers, as a loss is."""
+    recording = Recording(model, plain_name=way.plain_name, gradients=True)
+    with nullcontext() if task.nudge is None else nudged(model, task.nudge), recording:
+        yield
+    seen.forward = {place: one for place, one in recording.outputs.items() if one.tensor.dim()}
+    seen.backward = {place: one for place, one in recording.gradients.items() if one.tensor.dim()}
+
+
 def _noting(step: Step, seen: StepRecord) -> Step:
-    """Return a step that notes its loss's weight and type."""
+    """Return a step that notes its loss's weight."""
 
     def noting(module: nn.Module, part: Any) -> Any:
         output = step(module, part)
-        loss, weight = loss_and_weight(output, part)
+        _, weight = loss_and_weight(output, part)
         seen.weight += weight
-        seen.loss_type = loss.dtype
         return output
 
     return noting
@@ -264,7 +268,7 @@ def _record_state(seen: StepRecord, way: Way, model: nn.Module, optimizer: Optim
     for name, buffer in model.named_buffers():
         plain = way.plain_name(name)
         if plain is not None:
-            seen.buffers[plain] = _copy(buffer.full_tensor() if is_dtensor(buffer) else buffer)
+            seen.buffers[plain] = copy_of(buffer.full_tensor() if is_dtensor(buffer) else buffer)
 
 
 def _whole(way: Way, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +276,7 @@ def _whole(way: Way, tensors: dict[str, Any]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         plain = way.plain_name(name)
         if plain is not None:
-            found[plain] = None if tensor is None else _copy(way.whole(plain, tensor))
+            found[plain] = None if tensor is None else copy_of(way.whole(plain, tensor))
     return found
 
 
@@ -288,23 +292,11 @@ def _states(way: Way, model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
                 if plain is not None and isinstance(value, Tensor):
                     is_like = value.dim() > 0 or value.shape == parameter.shape
                     whole = way.whole(plain, value) if is_like else value
-                    found[f"{plain}:{key}"] = _copy(whole)
+                    found[f"{plain}:{key}"] = copy_of(whole)
     return found
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    wait = getattr(tensor, "wait", None)  # of a functional collective's result
-    return (wait() if wait is not None else tensor).detach().cpu().clone()
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has numbers; a way may run the model on stand-ins first."""
-    local = tensor.to_local() if is_dtensor(tensor) else tensor
-    is_known = type(local) in (Tensor, nn.Parameter) or hasattr(local, "wait")
-    return is_known and not local.is_meta
-
-
-def _selection(way: Way, batch: Any) -> dict[str, Selection]:
+def _selection(way: Way, batch: Any) -> dict[str, BatchSelection]:
     """Return which elements of each tensor this rank has."""
     shapes = {place: tuple(tensor.shape) for place, tensor in named_tensors(batch)}
     numbers = mapped(batch, lambda t: torch.arange(t.numel()).view(t.shape))
@@ -322,99 +314,8 @@ def _selection(way: Way, batch: Any) -> dict[str, Selection]:
             places = local[0].flatten(1)[:, 0] % row // inner if local.dim() > 2 else None
             if local.dim() == 2:
                 places = local[0] % row
-            found[place] = Selection(shape, rows, places)
+            found[place] = BatchSelection(shape, rows, places)
     return found
-
-
-# -- What is recorded while a model runs ----------------------------------------------------------
-
-
-class Recording:
-    """A context that records each module's inputs' gradients, outputs, and their gradients."""
-
-    def __init__(self, way: Way, model: nn.Module, record: StepRecord) -> None:
-        self._way, self._model, self._record = way, model, record
-        self._calls: dict[str, int] = {}
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        names = {self._way.plain_name(name): module for name, module in self._model.named_modules()}
-        for name, module in names.items():  # of a wrapper and its module, which have one name, the module
-            if name is not None:
-                self._handles += [
-                    module.register_forward_pre_hook(self._before(name), with_kwargs=True),
-                    module.register_forward_hook(self._after(name), with_kwargs=True),
-                ]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(self, name: str) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if _in_backward() or self._is_on_stand_ins():
-                return None
-            call = self._calls.get(name, 0)
-
-            def watched(place: str, value: Any) -> Any:
-                # A view, so that the gradient is the one that this module alone gives, of several readers.
-                if not isinstance(value, Tensor) or not value.requires_grad or value.is_leaf:
-                    return value
-                seen = value.view_as(value)
-                self._watch(seen, Place(name, call, place), "input")
-                return seen
-
-            if not torch.is_grad_enabled():
-                return None
-            return (
-                tuple(watched(str(i), value) for i, value in enumerate(args)),
-                {key: watched(key, value) for key, value in kwargs.items()},
-            )
-
-        return hook
-
-    def _after(self, name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-            if _in_backward() or self._is_on_stand_ins():  # recomputed for a checkpoint, or planned
-                return
-            call = self._calls.get(name, 0)
-            self._calls[name] = call + 1
-            for place, tensor in named_tensors(output):
-                if tensor.is_floating_point() and tensor.dim() and _has_values(tensor):
-                    where = Place(name, call, place)
-                    self._record.forward[where] = _local(tensor)
-                    if tensor.requires_grad:
-                        self._watch(tensor, where, "output")
-
-        return hook
-
-    def _is_on_stand_ins(self) -> bool:
-        """Return whether a way runs the model to plan: what it computes from real inputs is no result."""
-        first = next(self._model.parameters(), None)
-        return type(first).__name__ == "FakeTensor"  # torch has no public name for it
-
-    def _watch(self, tensor: Tensor, place: Place, side: str) -> None:
-        def hook(gradient: Tensor) -> None:
-            self._record.backward[place, side] = _local(gradient)
-
-        tensor.register_hook(hook)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _local(tensor: Tensor) -> Local:
-    if not is_dtensor(tensor):
-        return Local(_copy(tensor))
-    layout = []
-    for axis, placement in enumerate(tensor.placements):
-        kind = "shard" if placement.is_shard() else "partial" if placement.is_partial() else "same"
-        if kind == "partial" and "sum" not in str(placement):
-            kind = "mean" if "avg" in str(placement) else "unknown"
-        mesh = tensor.device_mesh
-        layout.append((kind, getattr(placement, "dim", 0), mesh.get_local_rank(axis), mesh.size(axis)))
-    return Local(_copy(tensor.to_local()), tuple(layout))
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from tp_core import LaunchEnvironment
+from tp_core.compare import SLACK, Bound, difference_in_words, norm_of, relative_error
 from tp_core.errors import ConfigError
 from tp_core.internal import RankOutcome, rank_outcomes
 from tp_core.plugins import Backend, Job, registry
 from tp_core.state import open_tensors
 
-from tp_verify._compare import SLACK, Bound, norm_of
 from tp_verify._preload import preloading
 from tp_verify._recorder import INPUTS, MOST_STEPS, run_script, steps_beyond
 from tp_verify._report import Finding, Report
@@ -28,7 +28,6 @@ _AT_ONCE = 2  # runs at the same time
 # A rounding mostly grows little, but much where it turns the largest of a pool or the sign before a ReLU. One
 # run often meets none of these.
 _NUDGES = (1, 2, 3)
-_NEAR = Bound(1e-3, 1e-4)  # of many steps in float32, each with its own rounding, beside what grows of one
 
 
 @dataclass(frozen=True)
@@ -297,22 +296,23 @@ def _compared(plain: Run, near: Run, other: Run, backend: str, ranks: int, steps
         failure = Finding("the run", "", 0, other.failed)
         return Report(name, ranks, "its own", failure, {}, [], [])
     first, nudged = plain.records[0], near.records[0]
+    bound = _bound(first)
     if (first["backend"], other.records[0]["backend"]) != ("single", backend):
         own = f"the script itself names a backend, {other.records[0]['backend']!r}"
         return Report(name, ranks, "its own", None, {}, [], [own])
     compared: dict[str, int] = {}
     finding = _first_batch_apart(first["rows"], [record["rows"] for record in other.records], compared)
     for rank, record in enumerate(other.records):
-        found = finding or _first_apart(first, record, compared, nudged)
+        found = finding or _first_apart(first, record, compared, nudged, bound)
         if found is not None and finding is None:
             # A weight may have parted long before the end; of a split one a rank has a part.
             shapes = {n: tensor.shape for n, tensor in record["weights"].items()}
             whole = {n for n, tensor in first["weights"].items() if shapes.get(n) == tensor.shape}
             norms = {step: {n: one[n] for n in one.keys() & whole} for step, one in first["norms"].items()}
-            earlier = _first_step_apart(norms, record["norms"], nudged["norms"])
+            earlier = _first_step_apart(norms, record["norms"], nudged["norms"], bound)
             found = earlier if earlier and found.what in ("the weight", "the state") else found
             finding = replace(found, said=f"rank {rank}: {found.said}")
-    finding = finding or _first_saved_apart(plain, other, steps, compared, near)
+    finding = finding or _first_saved_apart(plain, other, steps, compared, near, bound)
     left_out = "dropout and the statistics of batch norms, which were left out of this comparison"
     return Report(
         name,
@@ -323,7 +323,7 @@ def _compared(plain: Run, near: Run, other: Run, backend: str, ranks: int, steps
         [f"{steps} steps: weights, optimizer state, metrics and the checkpoint, up to rounding"]
         if finding is None
         else [],
-        [left_out] * bool(first["is_drawn"]) + _hidden(_grown(plain, near)),
+        [left_out] * bool(first["is_drawn"]) + _hidden(_grown(plain, near), bound),
         seconds=other.seconds,
     )
 
@@ -331,15 +331,24 @@ def _compared(plain: Run, near: Run, other: Run, backend: str, ranks: int, steps
 def _grown(plain: Run, near: Run) -> float:
     """Return how far a rounding has grown, as the largest share of a weight."""
     weights, nudged = plain.records[0]["weights"], near.records[0]["weights"]
-    norms = [(norm_of(t), norm_of(nudged[name].double() - t)) for name, t in weights.items()]
-    return max((apart / max(norm, 1e-300) for norm, apart in norms), default=0.0)
+    return max((relative_error(tensor, nudged[name]) for name, tensor in weights.items()), default=0.0)
 
 
-def _hidden(grown: float) -> list[str]:
+def _bound(record: Mapping[str, Any]) -> Bound:
+    """Return what rounding explains after a training, beside what grows of the first weights' own.
+
+    It is never below float32: a script's model may compute in it inside, whatever the type of its weights.
+    """
+    dtypes = {tensor.dtype for kind in ("weights", "states") for tensor in record[kind].values()}
+    return Bound.of([torch.float32, *dtypes], depth="training")
+
+
+def _hidden(grown: float, bound: Bound) -> list[str]:
     """Return what a comparison cannot see where a rounding grows beyond the least bound."""
-    if SLACK * grown <= _NEAR.rtol:
+    hidden = SLACK * grown
+    if hidden <= bound.rtol:
         return []
-    return [f"less than {SLACK * grown:.1g} of a weight: one rounding at the start grows to {grown:.1g}"]
+    return [f"less than {hidden:.1g} of a weight: one rounding at the start grows to {grown:.1g}"]
 
 
 def _first_batch_apart(
@@ -369,23 +378,29 @@ def _first_step_apart(
     whole: Mapping[int, Mapping[str, float]],
     other: Mapping[int, Mapping[str, float]],
     near: Mapping[int, Mapping[str, float]] | None = None,
+    bound: Bound | None = None,
 ) -> Finding | None:
     """Return the first step after which the norm of a weight is another one; ``near`` has one by rounding."""
     for step, norms in whole.items():
         for name, norm in norms.items():
-            got, limit = other.get(step, {}).get(name, norm), 0.0
-            if near is not None:
-                limit = _limit(norm, near.get(step, {}).get(name), _NEAR.rtol * norm)
-            if abs(got - norm) > limit:
+            got = other.get(step, {}).get(name, norm)
+            pushed = None if near is None else near.get(step, {}).get(name)
+            if abs(got - norm) > _limit(norm, pushed, bound, norm):
                 module, _, parameter = name.rpartition(".")
                 said = f"its norm is {got:.9g}, and not {norm:.9g}"
                 return Finding("the weight", module, step, said, parameter)
     return None
 
 
-def _limit(value: float, near: float | None, least: float) -> float:
-    """Return how far a number may be from ``value``, by the one of a run that differed by a rounding."""
-    return least if near is None else least + SLACK * abs(near - value)
+def _limit(value: float, near: float | None, bound: Bound | None, scale: float) -> float:
+    """Return how far a number may be from ``value``, by the one of a run that differed by a rounding.
+
+    Without a bound it has to be equal.
+    """
+    if bound is None:
+        return 0.0
+    whole = torch.tensor(value, dtype=torch.float64)
+    return bound.limit(whole, None if near is None else torch.tensor(near, dtype=torch.float64), scale)
 
 
 def _first_apart(
@@ -393,6 +408,7 @@ def _first_apart(
     second: dict[str, Any],
     compared: dict[str, int],
     near: dict[str, Any] | None = None,
+    bound: Bound | None = None,
 ) -> Finding | None:
     """Return the first of the recorded numbers that differs, at all or by more than rounding explains."""
     steps = first["step"]
@@ -405,7 +421,7 @@ def _first_apart(
             if other is None or other.shape != tensor.shape:
                 continue  # a rank has a part of it, or nothing; the checkpoint has all
             compared[kind] = compared.get(kind, 0) + 1
-            said = _difference(tensor, other, scale, None if near is None else near[kind].get(name, tensor))
+            said = _difference(tensor, other, scale, None if near is None else near[kind].get(name), bound)
             if said:
                 path, _, key = name.partition(":")
                 module, _, parameter = path.rpartition(".")
@@ -413,16 +429,21 @@ def _first_apart(
     for epoch, values in second["metrics"].items():  # of a resumed run, those since it was stopped
         for name, value in first["metrics"].get(epoch, {}).items():
             compared["metrics"] = compared.get("metrics", 0) + 1
-            got, limit = values.get(name), 0.0
-            if near is not None:
-                limit = _limit(value, near["metrics"].get(epoch, {}).get(name), 1e-4 * max(1, abs(value)))
-            if got is None or abs(got - value) > limit:
+            got = values.get(name)
+            pushed = None if near is None else near["metrics"].get(epoch, {}).get(name)
+            # A count or a share of 0 is right by the scale of 1.
+            if got is None or abs(got - value) > _limit(value, pushed, bound, max(1.0, abs(value))):
                 return Finding("the metric", name, steps, f"of epoch {epoch} is {got}, and not {value}")
     return None
 
 
 def _first_saved_apart(
-    first: Run, second: Run, steps: int, compared: dict[str, int], near: Run | None = None
+    first: Run,
+    second: Run,
+    steps: int,
+    compared: dict[str, int],
+    near: Run | None = None,
+    bound: Bound | None = None,
 ) -> Finding | None:
     """Return the first tensor of the last checkpoint that differs."""
     for prefix, what in (("model.", "the saved weight"), ("optimizer.", "the saved state")):
@@ -431,20 +452,17 @@ def _first_saved_apart(
         for name, tensor in tensors.items():
             other = second.saved.get(name)
             compared["saved"] = compared.get("saved", 0) + 1
-            nudged = None if near is None else near.saved.get(name, tensor)
-            said = "it is missing" if other is None else _difference(tensor, other, scale, nudged)
+            nudged = None if near is None else near.saved.get(name)
+            said = "it is missing" if other is None else _difference(tensor, other, scale, nudged, bound)
             if said:
                 module, _, key = name.removeprefix(prefix).rpartition(".")
                 return Finding(what, module, steps, said, key)
     return None
 
 
-def _difference(tensor: Tensor, other: Tensor, scale: float, near: Tensor | None) -> str:
+def _difference(tensor: Tensor, other: Tensor, scale: float, near: Tensor | None, bound: Bound | None) -> str:
+    if bound is not None:
+        return difference_in_words(tensor, other, bound.limit(tensor, near, scale))
     if other.shape != tensor.shape:
-        return f"it has the shape {tuple(other.shape)}, and not {tuple(tensor.shape)}"
-    if near is None:
-        return "" if torch.equal(tensor, other) else "it differs"
-    apart = norm_of(tensor.double() - other.double())
-    if apart <= _NEAR.limit(tensor, near, scale):
-        return ""
-    return f"it differs by {apart / max(norm_of(tensor), 1e-300):.2g} of its norm"
+        return difference_in_words(tensor, other, 0.0)
+    return "" if torch.equal(tensor, other) else "it differs"

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.compare import Bound, coarsest, idle_lines_in_words, joined_parts, named_tensors
 from tp_core.errors import ConfigError, ModelError, RankFailedError
-from tp_core.internal import RankPool, explain_arguments, idle_lines_in_words, named_tensors
+from tp_core.internal import RankPool, explain_arguments
 
 from tp_verify._after import compare_draws, compare_generated, compare_loaded
-from tp_verify._compare import Bound, Comparison, joined_parts
+from tp_verify._compare import Comparison
 from tp_verify._own_batches import OwnBatches, own_batches
 from tp_verify._report import Finding, Report
 from tp_verify._reproduce import Case, check_reproducible, is_shown, script, smallest
@@ -118,13 +119,18 @@ def verify(
         task, exact = replace(runs.task, seeds=0), runs.exact
         kept = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
         near, draws = exact, exact.draws
-        if _coarsest(kept, exact) != torch.float64:
+        computed = coarsest([kept, *exact.dtypes])
+        if computed != torch.float64:
             # Each step begins with the ranks' weights and updates with their gradients: by rounding alone
             # two trainings in a low precision part, as Adam divides by what may be all but zero.
             follower = replace(task, micro=1, follow=_followed(exact, runs.records, task))
             exact = run_task(replace(follower, dtype=torch.float64), OneDevice())
-            near = run_task(follower, OneDevice())
-    bound = Bound.of(_coarsest(kept, exact))
+            # A model in float64 that computes in float32 inside has the same roundings again: one more shows
+            # how far they grow.
+            nudge = computed if kept == torch.float64 else None
+            near = run_task(replace(follower, nudge=nudge), OneDevice())
+    # Of the follower too: under autocast, float64 stays float64, and float32 does not.
+    bound = Bound.of([kept, *exact.dtypes, *near.dtypes])
     comparison = Comparison(exact, near, runs.records, bound, {}, {}, way.reorders)
     finding = (
         comparison.first()
@@ -389,12 +395,6 @@ def _not_covered(task: Task, exact: RunRecord, comparison: Comparison) -> list[s
         lines.append(f"{len(frozen)} frozen parameters, which nothing changes")
     lines += [f"{place}: {reason}" for place, reason in comparison.unknown.items()]
     return lines
-
-
-def _coarsest(own: torch.dtype, exact: RunRecord) -> torch.dtype:
-    """Return the type that bounds are for: models of transformers compute losses in float32."""
-    types = [own, *(one.loss_type for one in exact.steps if one.loss_type is not None)]
-    return max(types, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _is_zero(tensor: Tensor | None) -> bool:

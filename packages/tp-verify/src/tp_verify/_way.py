@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core import tree_map
+from tp_core.compare import named_tensors
 from tp_core.errors import ConfigError
-from tp_core.internal import is_dtensor, named_tensors
+from tp_core.internal import is_dtensor
 
 Step = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], Optimizer]

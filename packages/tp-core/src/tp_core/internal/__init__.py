@@ -14,16 +14,6 @@ if TYPE_CHECKING:
     from tp_core._contracts._blocks import repeated_blocks, without_cache
     from tp_core._contracts._job import BUCKET_NBYTES, averaged_gradients, divisors, whole_model_arguments
     from tp_core._contracts._session import PerModule
-    from tp_core._contracts._trial_batches import copied, first_token, mapped, other_batches, watched_tables
-    from tp_core._contracts._trial_runs import (
-        ForwardLines,
-        WithoutDropout,
-        call_without_attention_dropout,
-        dropout_rates,
-        functions_named,
-        idle_lines_in_words,
-        named_tensors,
-    )
     from tp_core._devices import device_of_rank, free_nbytes
     from tp_core._fully_sharded._memory import (
         compute_once,
@@ -56,6 +46,7 @@ if TYPE_CHECKING:
     from tp_core._launch._ranks import RankOutcome, RankPool, dumps_by_value, pickled_by_value, rank_outcomes
     from tp_core._lazy import lazy_exports
     from tp_core._transfer import Container, PerType, containers, device_of, move_module, to_device
+    from tp_core.compare._trial_runs import call_without_attention_dropout, functions_named
     from tp_core.data._batches import Envelope, split_evenly
     from tp_core.data._parts import cat_rows, is_array, length_along, split_rows
     from tp_core.data._seeding import (
@@ -98,22 +89,7 @@ else:
                 "whole_model_arguments",
             ],
             "tp_core._contracts._session": ["PerModule"],
-            "tp_core._contracts._trial_batches": [
-                "copied",
-                "first_token",
-                "mapped",
-                "other_batches",
-                "watched_tables",
-            ],
-            "tp_core._contracts._trial_runs": [
-                "ForwardLines",
-                "WithoutDropout",
-                "call_without_attention_dropout",
-                "dropout_rates",
-                "functions_named",
-                "idle_lines_in_words",
-                "named_tensors",
-            ],
+            "tp_core.compare._trial_runs": ["call_without_attention_dropout", "functions_named"],
             "tp_core.data._batches": ["Envelope", "split_evenly"],
             "tp_core.data._parts": ["cat_rows", "is_array", "length_along", "split_rows"],
             "tp_core.data._seeding": [

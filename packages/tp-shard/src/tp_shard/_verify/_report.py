@@ -9,14 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tp_core.compare import ForwardLines, idle_lines_in_words
 from tp_core.errors import ConfigError, ModelError, TpError
-from tp_core.internal import (
-    ForwardLines,
-    check_not_quantized,
-    free_nbytes,
-    idle_lines_in_words,
-    is_dtensor,
-)
+from tp_core.internal import check_not_quantized, free_nbytes, is_dtensor
 
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._plans._maker import choose

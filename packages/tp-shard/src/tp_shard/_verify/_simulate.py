@@ -16,8 +16,9 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tp_core.compare import WithoutDropout, copied, mapped
 from tp_core.errors import DisagreementError
-from tp_core.internal import WithoutDropout, copied, mapped, preserve_rng_state, seed_everything
+from tp_core.internal import preserve_rng_state, seed_everything
 
 from tp_shard._groups import _group
 from tp_shard._groups._group import ALONE, Group

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tp_core._contracts._trial_runs import named_tensors
+from tp_core.compare._trial_runs import named_tensors
 
 T = TypeVar("T")
 

@@ -1,0 +1,115 @@
+"""One table of bounds: by the coarsest type in which a model computes, and by its own rounding."""
+
+import pytest
+import torch
+from tp_core.compare import (
+    Bound,
+    ComputedTypes,
+    coarsest,
+    difference_in_words,
+    distance,
+    first_difference,
+    norm_of,
+    nudged,
+    relative_error,
+)
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, torch.float16, BF16])
+def test_a_bound_is_above_one_rounding_and_grows_with_depth(dtype):
+    bounds = [Bound.of([dtype], depth=depth) for depth in ("sum", "pass", "training")]
+    assert bounds[0].rtol > torch.finfo(dtype).eps
+    assert [b.rtol for b in bounds] == sorted(b.rtol for b in bounds)
+    assert [b.atol for b in bounds] == sorted(b.atol for b in bounds)
+
+
+def test_a_bound_is_that_of_the_coarsest_type():
+    assert coarsest([F64, F32, torch.int64]) == F32
+    assert coarsest([]) == F64
+    assert Bound.of([F64, F32]) == Bound.of([F32])
+    assert Bound.of([F32, BF16]) == Bound.of([BF16])
+    assert Bound.of([torch.float8_e5m2]).rtol == 2 * torch.finfo(torch.float8_e5m2).eps
+
+
+def test_a_limit_grows_with_the_references_own_rounding():
+    exact = torch.ones(4, dtype=F64)
+    bound = Bound(1e-3, 1e-4)
+    assert bound.limit(exact) == pytest.approx(2e-3 + 2e-4)
+    assert bound.limit(exact, scale=10.0) == pytest.approx(2e-3 + 1e-3)
+    assert bound.limit(exact, exact + 0.5) == pytest.approx(2e-3 + 2e-4 + 6.0)
+
+
+def test_infinite_numbers_differ_only_where_the_other_has_none():
+    inf, nan = float("inf"), float("nan")
+    one = torch.tensor([1.0, -inf, nan, 3.0])
+    assert distance(one, one.clone()) == 0.0
+    assert distance(one, torch.tensor([1.0, -inf, nan, 4.0])) == 1.0
+    assert distance(one, torch.tensor([1.0, inf, nan, 3.0])) == inf
+    assert distance(one, torch.tensor([1.0, -inf, 2.0, 3.0])) == inf
+    assert distance(torch.ones(2), torch.ones(3)) == inf
+    assert norm_of(torch.tensor([3.0, 4.0, inf])) == 5.0
+
+
+def test_complex_integer_and_sparse_tensors_are_compared():
+    one = torch.tensor([1 + 1j])
+    assert distance(one, one + 1j) == 1.0
+    assert distance(torch.tensor([True]), torch.tensor([False])) == 1.0
+    assert relative_error(torch.eye(2).to_sparse(), torch.eye(2)) == 0.0
+
+
+def test_the_first_difference_is_named_in_words():
+    exact = {"a": torch.ones(4), "b": torch.ones(2), "c": torch.full((2,), 1e-9)}
+    bound = Bound.of([F32])
+    assert first_difference(exact, {**exact, "c": torch.zeros(2)}, bound=bound) is None  # by the scale of all
+    assert first_difference(exact, {"a": exact["a"]}, bound=bound) == ("b", "it is missing")
+    found = first_difference(exact, {**exact, "b": 2 * exact["b"]}, bound=bound)
+    assert found == ("b", "it differs by 1 of its norm")
+    near = {"b": 1.5 * exact["b"]}
+    assert first_difference(exact, {**exact, "b": 2 * exact["b"]}, bound=bound, near=near) is None
+    said = difference_in_words(torch.ones(2), torch.ones(3), 1.0)
+    assert said == "it has the shape (3,), and not (2,)"
+
+
+class Mixed(torch.nn.Module):
+    """A layer in the type of its weights, and a norm in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.act = torch.nn.Tanh()
+
+    def forward(self, x):
+        wide = self.act(self.layer(x)).float()
+        return (wide * wide.square().mean(-1, keepdim=True).rsqrt()).to(x)
+
+
+def test_the_types_inside_a_model_are_noted():
+    model, x = Mixed().double(), torch.randn(2, 4, dtype=F64)
+    with ComputedTypes() as computed:
+        model.layer(x) + torch.arange(4, dtype=F32)  # exact, and float64 as soon as it meets x
+        torch.zeros(4, dtype=F32)
+    assert computed.dtypes == {F64}
+    with ComputedTypes() as computed:
+        model(x)
+    assert computed.dtypes == {F64, F32}
+    with ComputedTypes() as computed, torch.autocast("cpu", dtype=BF16):
+        model.float()(x.float())
+    assert BF16 in computed.dtypes
+
+
+def test_a_nudge_shows_how_far_a_rounding_moves_and_leaves_no_hooks():
+    model, x = Mixed().double(), torch.randn(64, 4, dtype=F64)
+    exact = model(x)
+    with nudged(model, F32):
+        near = model(x)
+    assert 1e-9 < relative_error(exact, near) < 1e-6
+    assert relative_error(exact, model.float()(x.float())) < 6 * relative_error(exact, near)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_nudge_leaves_the_least_number_finite():
+    mask = torch.full((8,), torch.finfo(F32).min)
+    with nudged(model := torch.nn.Identity(), F32):
+        assert bool(model(mask).isfinite().all())
