@@ -55,10 +55,11 @@ PUBLIC = {
         PluginInfo PluginRegistry Selection select
     """,
     tp_core.state: """
-        DIGEST_SIZE TENSORS_FILE TENSORS_FOLDER Cut FileRecord Place StoredTensors TensorInfo collect_state
-        collect_values digest_of fill_from_whole from_json load_state load_whole_state named_parameters
-        open_tensors optimizer_names plain_name plain_state read_tensors record_of restore_state
-        restore_values tensor_infos to_json whole write_tensors write_whole
+        DIGEST_SIZE TENSORS_FILE TENSORS_FOLDER Cut FileRecord Place SafetensorsFiles StoredTensors TensorInfo
+        collect_state collect_values digest_of fill_from_whole from_json is_safetensors load_state
+        load_whole_state named_parameters open_tensors optimizer_names plain_name plain_state read_tensors
+        record_of restore_state restore_values safetensors_dtype split_over_files tensor_infos to_json whole
+        write_safetensors write_tensors write_whole
     """,
     tp_core.internal: """
         BUCKET_NBYTES DIGESTS EXITED_KEY INDEX KNOWN_BACKENDS Container DevicesBackend Envelope

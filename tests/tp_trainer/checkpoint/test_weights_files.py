@@ -102,7 +102,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
 def test_damaged_weights_are_named(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"12345678{}")
-    with pytest.raises(StateError, match=r"model\.safetensors cannot be read as weights"):
+    with pytest.raises(StateError, match=r"model\.safetensors is damaged"):
         load(path)
 
 

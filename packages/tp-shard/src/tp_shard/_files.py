@@ -1,12 +1,10 @@
 """Files of split models: sharded checkpoints of all ranks, and safetensors files of whole models."""
 
-import ctypes
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,12 +14,16 @@ from tp_core.errors import ConfigError, RankFailedError, StateError, TpError
 from tp_core.internal import DIGESTS, INDEX, Ownership, atomic_part, is_dtensor, read_digests, reshard
 from tp_core.state import (
     FileRecord,
+    SafetensorsFiles,
+    TensorInfo,
     collect_state,
     open_tensors,
     plain_name,
     record_of,
     restore_state,
+    safetensors_dtype,
     to_json,
+    write_safetensors,
     write_tensors,
 )
 from tp_core.tensors import TensorSlice
@@ -180,102 +182,7 @@ def load_sharded(
     agree_on_failure(lambda: restore_state(model, optimizer, open_tensors(path), cut=shard_spec(model)))
 
 
-# -- Safetensors files of whole models: each rank reads its own slices, and all write one together --
-# The library reads the files. It only writes tensors that are all in memory, so they are written one by one
-# here, in the format of https://github.com/huggingface/safetensors: eight bytes with the header's length, the
-# header as JSON, and the tensors in little-endian order.
-
-
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
-_INDEX = ".safetensors.index.json"
-
-
-class TensorFiles:
-    """The tensors of a safetensors file, or of a folder with one or several, with or without an index."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Path] = {}
-        for file, names in _files_of(self.path):
-            with _opened(file) as stored:
-                found = dict.fromkeys(stored.keys())  # in their order: messages name the first ones
-                for name in found if names is None else names:
-                    if name not in found:
-                        msg = f"the index of {self.path} has {name!r} in {file.name}, which lacks it"
-                        raise StateError(msg)
-                    if name in self.shapes:
-                        msg = f"{name!r} is in two files: {self._files[name].name} and {file.name}"
-                        raise StateError(msg)
-                    self.shapes[name] = tuple(stored.get_slice(name).get_shape())
-                    self._files[name] = file
-
-    def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
-        """Read the part of a tensor that begins at ``offsets`` into ``target``, which has its shape."""
-        # Opened again for each part: the pages read of a mapped file count as this process's memory until the
-        # file is closed. So at most the largest tensor counts (`a_rank_reads_its_own_slices_alone`).
-        with _opened(self._files[name]) as stored:
-            part = tuple(slice(n, n + size) for n, size in zip(offsets, target.shape, strict=True))
-            target.copy_(stored.get_slice(name)[part])  # a view of the file: the one copy is this one
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Map a file into memory; an error of the library becomes one that names the file."""
-    from safetensors import SafetensorError, safe_open  # here, so that other programs need not load it
-
-    try:
-        with safe_open(path, framework="pt") as stored:
-            yield stored
-    except SafetensorError as error:
-        msg = f"{path} is damaged: {error}"
-        raise StateError(msg) from error
-
-
-def _files_of(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """Yield the files, each with the names that an index says are in it; ``None`` for all."""
-    if path.is_file() and not path.name.endswith(_INDEX):
-        yield path, None
-        return
-    indexes = [path] if path.is_file() else sorted(path.glob(f"*{_INDEX}"))
-    if len(indexes) > 1:
-        msg = f"{path} has several indexes, {', '.join(i.name for i in indexes)}: give the one that is meant"
-        raise StateError(msg)
-    if not indexes:
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
-            msg = f"there is no safetensors file at {path}"
-            raise FileNotFoundError(msg)
-        for file in files:
-            yield file, None
-        return
-    (index,) = indexes
-    try:
-        places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        names: dict[str, list[str]] = {}
-        for name, file_name in places.items():
-            names.setdefault(file_name, []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        msg = f"{index} is damaged: {error!r}"
-        raise StateError(msg) from error
-    for file_name, own in names.items():
-        if Path(file_name).name != file_name:
-            msg = f"{index} names {file_name!r}, which is not a file beside it"
-            raise StateError(msg)
-        yield index.parent / file_name, own
+# -- Safetensors files of whole models: all ranks write one together -------------------------------
 
 
 def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") -> None:
@@ -285,8 +192,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
     the stages of a pipeline, the first rank of each stage writes the stage's file. A crash leaves an old file
     with this name as it was.
 
-    The format is described at https://github.com/huggingface/safetensors: the length of a JSON header, the
-    header, then the tensors' bytes. Tied tensors are written under each of their names.
+    Tied tensors are written under each of their names.
 
     Args:
         model: The model; call it on every rank.
@@ -302,15 +208,13 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
     """
     model = unwrap(model)
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    header = _header(model, state, prefix)
-    tensors = stream(model, state, to="rank0")
+    path = Path(path)
+    infos = _whole_infos(model, state, prefix)
+    tensors = ((prefix + plain_name(name), tensor) for name, tensor in stream(model, state, to="rank0"))
     failure: OSError | None = None
     if is_first_rank():
         try:
-            with atomic_part(path) as part, part.open("wb") as file:
-                file.write(header)
-                for _, tensor in tensors:
-                    _write_tensor(file, tensor)
+            write_safetensors(path, {path: list(infos)}, infos, [tensors])
         except OSError as error:
             failure = error
     # On the other ranks this loop sends their shards. On rank 0 it receives the rest after a failed write, or
@@ -322,38 +226,22 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
         raise failure
     message = messages[first_rank()]
     if message is not None:
-        msg = f"rank {first_rank()} could not write {os.fspath(path)}: {message}"
+        msg = f"rank {first_rank()} could not write {path}: {message}"
         raise RankFailedError(msg)
 
 
-def _header(model: nn.Module, state: dict[str, Tensor], prefix: str) -> bytes:
+def _whole_infos(model: nn.Module, state: Mapping[str, Tensor], prefix: str) -> dict[str, TensorInfo]:
+    """Return the whole shape and the dtype of each tensor of the state, by its name in the file."""
     table = ShardTable(model)
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+    infos = {}
     for name, tensor in state.items():
-        if tensor.dtype not in _DTYPES:
+        if safetensors_dtype(tensor.dtype) is None:
             msg = f"{name} has type {tensor.dtype}, which a safetensors file cannot hold"
             raise StateError(msg)
         shard = table.get(name)
         shape = tuple(tensor.shape) if shard is None else shard.full_shape
-        nbytes = torch.Size(shape).numel() * tensor.element_size()
-        entries[prefix + plain_name(name)] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, offset + nbytes],
-        }
-        offset += nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    """Write the bytes of a tensor, without a copy."""
-    flat = tensor.contiguous()
-    if flat.numel():  # without numpy, which is optional for torch and has no bfloat16
-        nbytes = flat.numel() * flat.element_size()
-        file.write(memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())))
+        infos[prefix + plain_name(name)] = TensorInfo(shape, tensor.dtype)
+    return infos
 
 
 # -- Loading of a rank's part of a large model from files of the whole model ----------------------
@@ -405,22 +293,23 @@ def load_pretrained(
     model = unwrap(model)
     reshard(model)
     table = ShardTable(model)
-    files = TensorFiles(path)
+    files = SafetensorsFiles(path)
     names = _names(model, files, table, prefix, strict=strict)
     _check_buffers(model)
     shards = {id(shard.tensor): shard for shard in table.exact.values()}
     made: dict[int, Tensor] = {}
+    targets: dict[str, Tensor | TensorSlice] = {}
     for tensor, name in names:
         target = made[id(tensor)] = _with_memory(tensor, device)
-        for offsets, part in _parts(target, shards.get(id(tensor))):
-            files.fill(name, offsets, part)
+        targets[name] = _slice(target, shards.get(id(tensor)))
+    files.fill(targets)
     _put_in_place(model, made)
     _make_buffers(model, device)
     return model
 
 
 def _names(
-    model: nn.Module, files: TensorFiles, table: ShardTable, prefix: str, *, strict: bool
+    model: nn.Module, files: SafetensorsFiles, table: ShardTable, prefix: str, *, strict: bool
 ) -> list[tuple[Tensor, str]]:
     """Return each tensor of the state with its name in the files."""
     named: dict[int, tuple[Tensor, list[str]]] = {}
@@ -431,23 +320,23 @@ def _names(
     for tensor, own in named.values():
         stored = [prefix + plain_name(name) for name in own]
         known.update(stored)
-        there = next((name for name in stored if name in files.shapes), None)
+        there = next((name for name in stored if name in files.infos), None)
         if there is None:
-            some = ", ".join(list(files.shapes)[:5])
+            some = ", ".join(list(files.infos)[:5])
             msg = (
                 f"{files.path} lacks {stored[0]!r}; it has {some} ...; prefix= goes before the model's names"
             )
             raise StateError(msg)
         shard = table.get(own[0])
         shape = tuple(tensor.shape) if shard is None else shard.full_shape
-        if files.shapes[there] != shape:
-            msg = f"{files.path} has {there!r} of shape {files.shapes[there]}, not {shape}"
+        if files.infos[there].shape != shape:
+            msg = f"{files.path} has {there!r} of shape {files.infos[there].shape}, not {shape}"
             raise StateError(msg)
         if is_dtensor(tensor) and tensor.is_meta:
             msg = f"{own[0]} is a DTensor on the meta device: call model.to_empty(device=...) first"
             raise StateError(msg)
         found.append((tensor, there))
-    others = [name for name in files.shapes if name not in known]
+    others = [name for name in files.infos if name not in known]
     if strict and others:
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
         msg = f"{files.path} has {others[0]!r}{more}, which the model lacks; strict=False leaves it out"
@@ -459,10 +348,9 @@ def _with_memory(tensor: Tensor, device: torch.device | str | None) -> Tensor:
     return torch.empty_like(tensor, device=device or "cpu") if tensor.is_meta else tensor.detach()
 
 
-def _parts(target: Tensor, shard: Shard | None) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield the parts of a whole tensor that this rank holds: their offsets, and their memory."""
-    whole = slice_of(TensorSlice(tuple(target.shape), [part_of(target)]), shard)
-    yield from cast("TensorSlice", whole).parts
+def _slice(target: Tensor, shard: Shard | None) -> Tensor | TensorSlice:
+    """Return the parts of a whole tensor that this rank holds, over the memory of ``target``."""
+    return slice_of(TensorSlice(tuple(target.shape), [part_of(target)]), shard)
 
 
 def _put_in_place(model: nn.Module, made: dict[int, Tensor]) -> None:

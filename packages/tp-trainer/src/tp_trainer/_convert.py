@@ -11,20 +11,22 @@ import torch
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import Ownership
-from tp_core.state import StoredTensors, load_state, open_tensors, plain_state
+from tp_core.state import (
+    SafetensorsFiles,
+    StoredTensors,
+    TensorInfo,
+    is_safetensors,
+    load_state,
+    open_tensors,
+    plain_state,
+    safetensors_dtype,
+    split_over_files,
+    write_safetensors,
+)
 
 from tp_trainer._checkpoint._base import read_base
 from tp_trainer._checkpoint._folder import MANIFEST, Manifest, RunFolder, read_manifest, step_of, verify
-from tp_trainer._checkpoint._model_files import (
-    MODEL,
-    OneOfSeveral,
-    StateInAFile,
-    WeightsFiles,
-    is_weights,
-    split_over_files,
-    type_name,
-    write_files,
-)
+from tp_trainer._checkpoint._model_files import MODEL, OneOfSeveral, StateInAFile
 from tp_trainer._memory import parse_nbytes
 
 _INDEX = ".metadata"  # of tensors that several ranks have written
@@ -66,7 +68,7 @@ def find_checkpoint(
             msg = f"{source} is not the folder of a run with checkpoints, so there is none to choose"
             raise ConfigError(msg)
         known = (source / MANIFEST, source / _INDEX)
-        if source.is_dir() and not is_weights(source) and not any(path.is_file() for path in known):
+        if source.is_dir() and not is_safetensors(source) and not any(path.is_file() for path in known):
             msg = f"{source} has no checkpoint: neither step-... folders, nor {MANIFEST}, nor {_INDEX}"
             raise FileNotFoundError(msg)
         return source
@@ -159,8 +161,8 @@ def open_model(path: Path, *, name: str | None) -> StoredTensors:
     ``path`` is a checkpoint, a folder of ``tp_shard.save_sharded``, weights, or a file of ``save_model``.
     ``name`` is the name of one of a checkpoint's several models.
     """
-    if is_weights(path):
-        stored: StoredTensors = WeightsFiles(path, prefix=MODEL)
+    if is_safetensors(path):
+        stored: StoredTensors = SafetensorsFiles(path, prefix=MODEL)
     elif path.is_file():
         state = plain_state(load_state(path, mapped=zipfile.is_zipfile(path)))
         others = [key for key, value in state.items() if not isinstance(value, Tensor)]
@@ -190,42 +192,34 @@ def write_model(stored: StoredTensors, out: Path, *, max_file_nbytes: int | None
     It takes little more memory than the largest tensor. A crash leaves ``out`` unchanged. The caller must own
     ``out``.
     """
-    infos = {
-        name.removeprefix(MODEL): torch.empty(info.shape, dtype=info.dtype, device="meta")
-        for name, info in stored.infos.items()
-        if name.startswith(MODEL)
-    }
-    for name, tensor in infos.items():
-        if type_name(tensor.dtype) is None:
-            msg = f"a safetensors file has no {tensor.dtype}, which {name!r} is"
+    infos = {name.removeprefix(MODEL): info for name, info in stored.infos.items() if name.startswith(MODEL)}
+    for name, info in infos.items():
+        if safetensors_dtype(info.dtype) is None:
+            msg = f"a safetensors file has no {info.dtype}, which {name!r} is"
             raise StateError(msg)
     files = split_over_files(infos, out, max_file_nbytes)
-    room = max((_nbytes(tensor) for tensor in infos.values()), default=0)
+    room = max((info.nbytes for info in infos.values()), default=0)
     streams = (_read(stored, {name: infos[name] for name in names}, room) for names in files.values())
-    return write_files(out, files, infos, streams)
+    return write_safetensors(out, files, infos, streams)
 
 
-def _read(stored: StoredTensors, infos: Mapping[str, Tensor], room: int) -> Iterator[tuple[str, Tensor]]:
+def _read(stored: StoredTensors, infos: Mapping[str, TensorInfo], room: int) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors, read in groups of at most ``room`` bytes."""
     for names in _groups(infos, room):
-        group = {name: torch.empty_like(infos[name], device="cpu") for name in names}
+        group = {name: torch.empty(infos[name].shape, dtype=infos[name].dtype) for name in names}
         stored.fill({MODEL + name: tensor for name, tensor in group.items()})
         while group:
             yield group.popitem()
 
 
-def _groups(infos: Mapping[str, Tensor], room: int) -> Iterator[list[str]]:
+def _groups(infos: Mapping[str, TensorInfo], room: int) -> Iterator[list[str]]:
     group: list[str] = []
     taken = 0
     for name, info in infos.items():
-        if group and taken + _nbytes(info) > room:
+        if group and taken + info.nbytes > room:
             yield group
             group, taken = [], 0
         group.append(name)
-        taken += _nbytes(info)
+        taken += info.nbytes
     if group:
         yield group
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

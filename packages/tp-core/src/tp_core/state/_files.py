@@ -2,7 +2,6 @@
 
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from torch import Tensor
 from tp_core.errors import StateError
 from tp_core.tensors._atomic import showing_system_errors
 from tp_core.tensors._digests import DigestingFile, FileRecord, without_checksums
-from tp_core.tensors._files import check_targets, read_tensors, tensor_infos
-from tp_core.tensors._slices import TensorInfo, TensorSlice, is_dtensor
+from tp_core.tensors._files import StoredTensors, check_targets, read_tensors, tensor_infos
+from tp_core.tensors._slices import TensorInfo, TensorSlice, fill_from_whole, is_dtensor
 
 # -- Where a tensor of a checkpoint goes: a whole one, a slice of one, this rank's part of a DTensor
 
@@ -91,19 +90,6 @@ class Place:
         )
 
 
-def fill_from_whole(target: Tensor | TensorSlice, value: Tensor) -> None:
-    """Fill a tensor, or a rank's slice of it, with its part of a whole one.
-
-    Args:
-        target: The target, filled in place: a tensor of the shape of ``value``, or parts of one.
-        value: The whole tensor, of any type and on any device.
-    """
-    parts = target.parts if isinstance(target, TensorSlice) else [((0,) * target.dim(), target)]
-    for start, part in parts:
-        place = tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))
-        part.copy_(value[place])
-
-
 def _within(cut: Cut, parameter: Tensor, dtensor: Any, local: Tensor) -> Tensor | TensorSlice:
     """Return which part of the whole this rank's part of a DTensor is; ``local`` has that part's shape."""
     parts = _parts(dtensor, local) if dtensor.numel() else []
@@ -135,27 +121,6 @@ TENSORS_FILE = "tensors.pt"
 """The name of the file in a trainer's checkpoint."""
 TENSORS_FOLDER = "tensors"
 """The name of the folder in a trainer's checkpoint, where ranks have split the state."""
-
-
-class StoredTensors(ABC):
-    """Tensors by name, on the disk.
-
-    Attributes:
-        path: Their file or folder.
-        infos: The shape and dtype of each tensor, in the order of the names.
-    """
-
-    path: Path
-    infos: Mapping[str, TensorInfo]
-
-    @abstractmethod
-    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
-        """Fill whole tensors, or a rank's slices of them.
-
-        Raises:
-            StateError: A tensor is missing or has another shape, which is found before any target is
-                touched; or a file is damaged.
-        """
 
 
 class _Folder(StoredTensors):

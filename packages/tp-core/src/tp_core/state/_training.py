@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tp_core.errors import StateError
-from tp_core.state._files import Cut, Place, StoredTensors, fill_from_whole, is_cut, slice_of
+from tp_core.state._files import Cut, Place, is_cut, slice_of
 from tp_core.state._optimizers import (
     OptimizerValues,
     check_fits,
@@ -33,10 +33,12 @@ from tp_core.state._optimizers import (
     steps_whole,
 )
 from tp_core.state._plain import Get, StoredTensor, from_json, joined, refs_in, split, to_json
+from tp_core.tensors._files import StoredTensors
 from tp_core.tensors._slices import (
     SHARDED_ATTRIBUTE,
     TensorInfo,
     TensorSlice,
+    fill_from_whole,
     is_dtensor,
     is_sharded,
     quantized_parts,

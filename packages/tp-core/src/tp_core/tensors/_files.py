@@ -5,6 +5,7 @@ A file of unknown origin runs no code. The index is read by an unpickler of few 
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,27 @@ from tp_core.tensors._slices import TensorInfo, TensorSlice
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import Metadata
+
+
+class StoredTensors(ABC):
+    """Tensors by name, on the disk.
+
+    Attributes:
+        path: Their file or folder.
+        infos: The shape and dtype of each tensor, in the order of the names.
+    """
+
+    path: Path
+    infos: Mapping[str, TensorInfo]
+
+    @abstractmethod
+    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
+        """Fill whole tensors, or a rank's slices of them.
+
+        Raises:
+            StateError: A tensor is missing or has another shape, which is found before any target is
+                touched; or a file is damaged.
+        """
 
 
 def write_tensors(

@@ -3,6 +3,7 @@
 The functions that read and write are elsewhere: torch's own take half a second to import.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,6 +121,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """The size of its elements in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
@@ -168,3 +174,16 @@ class TensorSlice:
             for start, part in self.parts
             if part.numel()
         ]
+
+
+def fill_from_whole(target: Tensor | TensorSlice, value: Tensor) -> None:
+    """Fill a tensor, or a rank's slice of it, with its part of a whole one.
+
+    Args:
+        target: The target, filled in place: a tensor of the shape of ``value``, or parts of one.
+        value: The whole tensor, of any type and on any device.
+    """
+    parts = target.parts if isinstance(target, TensorSlice) else [((0,) * target.dim(), target)]
+    for start, part in parts:
+        place = tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))
+        part.copy_(value[place])

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import atomic_part, quantized_parts
 from tp_core.plugins import Session
-from tp_core.state import Place, plain_name, whole
+from tp_core.state import Place, SafetensorsFiles, plain_name, whole
 
-from tp_trainer._checkpoint._model_files import WeightsFiles, share_failure, write_state
+from tp_trainer._checkpoint._model_files import share_failure, write_state
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _COMPARED = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
@@ -143,7 +143,7 @@ def load_adapter(session: Session, model: nn.Module, path: Path, *, name: str | 
     _check_settings(folder, adapted, adapter)
     state = {plain_name(n): t for n, t in adapted.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     names = _names_in_file(adapted, adapter, state, with_embeddings=False)
-    stored = WeightsFiles(folder / WEIGHTS)
+    stored = SafetensorsFiles(folder / WEIGHTS)
     names |= {
         n: n for n in stored.infos if n not in names and n in state
     }  # embeddings, under their own names
