@@ -51,7 +51,7 @@ CALLS = {
     "data index": ["in.txt"],
     "data look": ["in.txt"],
     "data order": ["in.txt", "--batch", "2"],
-    "doctor": ["--no-measure"],
+    "doctor": ["--ranks", "0"],
     "estimate": ["things.py:build"],
     "jobs": [],
     "new-plugin": ["callback", "acme-callback"],

@@ -161,14 +161,14 @@ def test_an_unknown_command_ends_with_a_status(capsys):
 
 
 def test_the_doctor_finds_nothing_broken_here(capsys):
-    assert run(["doctor", "--no-measure"]) == 0
+    assert run(["doctor", "--ranks", "0"]) == 0
     out = capsys.readouterr().out
     assert "Nothing is broken." in out
     assert "cpu" in out
 
 
 def test_the_doctor_speaks_json(capsys):
-    assert run(["doctor", "--no-measure", "--json"]) == 0
+    assert run(["doctor", "--ranks", "0", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == []
     assert {"python", "torch", "tp-core"} <= set(report["versions"])
@@ -181,7 +181,7 @@ def test_the_doctor_reports_a_broken_plugin_with_its_traceback(tmp_path, capsys)
     made = fake_distribution(tmp_path, "tp-bad", version="0.3", entry_points=points, modules=modules)
     with seen(made):
         report = doctor()
-        assert run(["doctor", "--no-measure"]) == 1
+        assert run(["doctor", "--ranks", "0"]) == 1
     (broken,) = report["broken"]
     assert (broken["name"], broken["distribution"], broken["version"]) == ("bad", "tp-bad", "0.3")
     assert "ZeroDivisionError" in broken["traceback"]
@@ -219,7 +219,7 @@ def talkative(tmp_path):
 
 def test_what_a_plugin_prints_is_no_part_of_the_report(talkative, capsys):
     with seen(talkative):
-        assert run(["doctor", "--no-measure", "--json"]) == 0
+        assert run(["doctor", "--ranks", "0", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["problems"] == []
     assert all(word in captured.err for word in ("loaded", "hooked", "asked"))
@@ -238,7 +238,7 @@ def test_the_doctor_shows_what_each_plugin_brings(with_commands, capsys):
     assert brings["hello"] == {"command": ["bad", "clicked", "ending", "hello", "nothing"]}
     assert brings["tp-runner"]["engine"] == ["inline", "process", "thread"]
     assert brings["tp-tuple"] == {"backend": ["tuple"], "collate adapter": ["tuple"]}
-    run(["doctor", "--no-measure"])
+    run(["doctor", "--ranks", "0"])
     assert "collate adapter" in capsys.readouterr().out
 
 
@@ -299,7 +299,7 @@ def bare(tmp_path, *words):
 def test_without_its_libraries_tp_has_its_version_and_a_plain_doctor(tmp_path):
     done = bare(tmp_path, "--version")
     assert (done.returncode, done.stdout) == (0, f"tp-core {version('tp-core')}\n")
-    done = bare(tmp_path, "doctor", "--no-measure")
+    done = bare(tmp_path, "doctor", "--ranks", "0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("python 3.")
     assert "\ndevices: cpu" in done.stdout
@@ -325,7 +325,7 @@ def test_the_doctor_says_what_does_not_work_on_a_platform():
 
 def test_a_pipe_has_the_width_that_is_asked_for(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
-    assert run(["doctor", "--no-measure"]) == 0
+    assert run(["doctor", "--ranks", "0"]) == 0
     assert 50 < max(map(len, capsys.readouterr().out.splitlines())) <= 60
 
 

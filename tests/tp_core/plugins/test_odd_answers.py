@@ -82,7 +82,7 @@ def test_a_command_that_could_not_be_called_or_shown_is_left_out(command, words,
         assert "launch" in [c.item.name for c in plugins.commands()]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--no-measure"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--ranks", "0"]])
 def test_brackets_in_what_a_plugin_calls_itself_are_shown_as_they_are(arguments, tmp_path, capsys):
     text = dedent(COMMAND).format(command="Command('greet', '[/red] hi', load)") + source().replace(
         '"odd"', '"[/red] odd"'

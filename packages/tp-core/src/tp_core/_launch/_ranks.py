@@ -16,6 +16,7 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from io import BytesIO
 from itertools import count
 from multiprocessing.connection import Connection, wait
@@ -255,10 +256,13 @@ def start_ranks(
 ) -> "list[tuple[Any, Pipe]]":
     """Start processes that call ``target(pipe, variables, *args, **kwargs)``; return each with its pipe."""
     # A fork server: its children have torch imported, and none of this process's threads or groups.
-    context = multiprocessing.get_context("forkserver")
-    # Preload the modules of tp that are loaded here: each rank would import them again.
-    ours = sorted(name for name in list(sys.modules) if name.startswith("tp_") and "." in name)
-    context.set_forkserver_preload([*_PRELOAD, *ours])
+    # Windows has none: there each rank imports for itself.
+    has_server = "forkserver" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if has_server else "spawn")
+    if has_server:
+        # Preload the modules of tp that are loaded here: each rank would import them again.
+        ours = sorted(name for name in list(sys.modules) if name.startswith("tp_") and "." in name)
+        context.set_forkserver_preload([*_PRELOAD, *ours])
     port = str(free_port())
     ranks = []
     for rank in range(processes):
@@ -326,7 +330,7 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool
         _end([process for process, _ in ranks])
 
 
-def _exit_status(process: Any, timeout_s: float | None) -> int | None:
+def _exit_status(process: Any, timeout_s: float) -> int | None:
     """Return the exit status of a process, once it has ended; ``None`` if it has not within the timeout."""
     wait([process.sentinel], timeout_s)
     with _asking:
@@ -340,7 +344,9 @@ def _end(processes: list[Any]) -> None:
         if _exit_status(process, 0) is None:
             process.kill()
     for process in processes:
-        _exit_status(process, None)
+        wait([process.sentinel])
+        with _asking:
+            process.join()  # without a fork server it ends a little after its end of the pipe
         process.close()
 
 
@@ -379,7 +385,12 @@ def _run_rank(
 
 
 def dumps(value: Any) -> bytes:
-    """Return a pickle with the contents of test modules by value: other processes cannot import these."""
+    """Return a pickle with the contents of test modules by value: other processes cannot import these.
+
+    Without cloudpickle, functions go by name: those of packages alone.
+    """
+    if find_spec("cloudpickle") is None:
+        return pickle.dumps(value)
     modules = [
         module
         for name, module in list(sys.modules.items())

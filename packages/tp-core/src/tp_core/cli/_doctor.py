@@ -4,7 +4,6 @@ import json
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -28,16 +27,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def doctor(
     *,
-    measures: Annotated[
-        bool,
-        typer.Option("--measure/--no-measure", help="Have ranks meet, and measure what training waits for."),
-    ] = True,
-    ranks: Annotated[int, typer.Option(min=2, help="How many ranks meet on this host.")] = 2,
-    folder: Annotated[Path, typer.Option(help="Where checkpoints would go; its disk is measured.")] = Path(),
+    ranks: Annotated[int, typer.Option(min=0, help="How many ranks meet on this host; 0 for none.")] = 2,
     timeout_s: Annotated[float, typer.Option(min=1, max=86_400, help="Seconds that ranks may take.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
-    """Show versions, devices, launch environment, plugins, which backend would be selected, and what is slow.
+    """Show versions, devices, launch environment, plugins, and which backend would be selected.
 
     Two ranks of this host meet over its loopback, unless a launcher has started this command on several: then
     those do, of all hosts, and rank 0 reports. The exit status is 0 only if nothing is broken.
@@ -46,15 +40,16 @@ def doctor(
     with stdout_to_stderr():  # what plugins print is not part of the report
         report = examine(registry)
         environment = report["environment"]
-        if measures and environment is not None:
-            from tp_core.cli._measurements import measure, slow_parts
+        if ranks and environment is not None:
+            from tp_core.cli._meeting import meet, start_and_meet
 
-            found, problems = measure(
-                LaunchEnvironment(**environment), ranks=ranks, folder=folder, timeout_s=timeout_s
-            )
-            report["measurements"] = found
-            report["slow"] = slow_parts(found)
-            report["problems"] += problems
+            try:
+                if environment["world_size"] > 1:
+                    report["meeting"] = meet(timeout_s)
+                else:
+                    report["meeting"] = start_and_meet(ranks, timeout_s=timeout_s)
+            except (TpError, RuntimeError) as error:  # of torch.distributed
+                report["problems"].append(str(error))
     if environment is not None and environment["rank"] > 0:
         raise typer.Exit  # rank 0 reports
     if as_json:
@@ -135,8 +130,7 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         "broken": broken,
         "backend": None if selection is None else selection.chosen.name,
         "candidates": [] if selection is None else _candidates(selection),
-        "measurements": None,
-        "slow": [],
+        "meeting": None,
         "problems": problems,
         "notes": notes,
     }
@@ -243,14 +237,13 @@ def _print(report: dict[str, Any]) -> None:
     for b in report["broken"]:
         console.print(f"\n[red]broken:[/] {escape(b['name'])} of {escape(b['distribution'])}")
         console.print(escape(b["traceback"]))
-    if report["measurements"] is not None:
-        from tp_core.cli._measurements import lines_of
-
-        console.print("\nMeasurements")
-        for line in lines_of(report["measurements"]):
-            console.print(escape(line))
+    if report["meeting"] is not None:
+        met = report["meeting"]
+        console.print(
+            f"\nRanks: {met['ranks']} on {met['hosts']} host(s) met and added up a number "
+            f"({', '.join(met['devices'])}), in {met['seconds']:.1f} s"
+        )
     for title, sentences in (
-        ("[yellow]Slow[/]", report["slow"]),
         ("Notes", report["notes"]),
         ("[red]Problems[/]", report["problems"]),
     ):

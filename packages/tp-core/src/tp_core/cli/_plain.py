@@ -17,7 +17,7 @@ def plain_command(words: Sequence[str]) -> Callable[[], int] | None:
     match list(words):
         case ["--version"]:
             return _print_version
-        case ["doctor"] | ["doctor", "--no-measure"]:
+        case ["doctor"] | ["doctor", "--ranks", "0"]:
             return _doctor
         case ["explain", name]:
             return partial(_explain, name)
@@ -72,7 +72,7 @@ def _doctor() -> int:
         print(f"note: {line}")
     for line in problems:
         print(f"problem: {line}")
-    print("the whole report, with measurements, needs: pip install 'tp-core[cli]'", file=sys.stderr)
+    print("the whole report, with ranks that meet, needs: pip install 'tp-core[cli]'", file=sys.stderr)
     return 1 if problems else 0
 
 
