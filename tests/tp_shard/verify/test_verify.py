@@ -95,6 +95,40 @@ def test_a_right_plan_is_equal_in_every_number(ranks):
     assert lines == f"not proven, because these lines did not run: {idle}"
 
 
+class Near(nn.Module):
+    """Adds a small share of a mean over features, of which each rank has its own."""
+
+    def forward(self, x):
+        return x + 1e-5 * x.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_fault_of_one_part_in_a_hundred_thousand_is_named(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), Near(), nn.Linear(32, 4)).to(dtype)
+    report = ts.verify(model, {"0": Column(), "3": Row()}, torch.randn(8, 8).to(dtype))
+    assert report.fault.module == "3"
+    assert report.tolerance == 1e-9
+
+
+class Norm32(nn.RMSNorm):
+    """A norm in float32, whatever the type of the model, as transformers' are."""
+
+    def forward(self, x):
+        return super().forward(x.float()).to(x)
+
+    def _apply(self, fn, recurse=True):
+        return self  # its weights stay in float32
+
+
+def test_a_bound_is_not_below_the_coarsest_type_inside_a_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16), Norm32(16), nn.Linear(16, 24))
+    report = ts.verify(model, {"0": Column(), "2": Row()}, batch())
+    report.assert_ok()
+    assert report.tolerance == 2e-5
+
+
 @pytest.mark.slow
 def test_arguments_with_all_heads_are_taken_apart():
     torch.manual_seed(0)

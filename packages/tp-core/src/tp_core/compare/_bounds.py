@@ -81,6 +81,8 @@ class Bound:
                 :func:`nudged`. Where rounding grows, as before a softmax, this shows by how much.
             scale: The largest norm of a tensor of its kind; by default its own.
         """
+        if not _has_digits(exact.dtype):
+            return 0.0  # integers are equal, or not
         own = norm_of(exact)
         by_rounding = 0.0 if near is None or near.shape != exact.shape else distance(exact, near)
         return SLACK * by_rounding + self.rtol * own + self.atol * (own if scale is None else scale)
@@ -88,8 +90,12 @@ class Bound:
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the type with the fewest digits; float64 if none of them has digits."""
-    floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    floating = filter(_has_digits, dtypes)
     return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+
+def _has_digits(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 # -- Differences ----------------------------------------------------------------------------------
@@ -206,16 +212,12 @@ class ComputedTypes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not isinstance(result, Tensor) or result.dtype in self.dtypes or not _is_numeric(result):
+        if not isinstance(result, Tensor) or result.dtype in self.dtypes or not _has_digits(result.dtype):
             return result
         # Only what is made of floating-point numbers is rounded: positions and zeros are exact.
-        if any(_is_numeric(tensor) for _, tensor in named_tensors((args, kwargs or {}))):
+        if any(_has_digits(tensor.dtype) for _, tensor in named_tensors((args, kwargs or {}))):
             self.dtypes.add(result.dtype)
         return result
-
-
-def _is_numeric(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @contextmanager

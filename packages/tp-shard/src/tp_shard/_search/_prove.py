@@ -26,8 +26,8 @@ from tp_shard._verify._examples import (
     repeated_blocks,
     without_cache,
 )
-from tp_shard._verify._report import TOLERANCES, Fault, compare, compare_ranks, missed
-from tp_shard._verify._simulate import Run, rows_of, run_split, run_whole_or_detached, takes
+from tp_shard._verify._report import Fault, compare, compare_ranks, missed
+from tp_shard._verify._simulate import Run, reference, rows_of, run_split, takes
 from tp_shard.nn._convert import base_of, is_linear, widths
 
 T = TypeVar("T")
@@ -250,7 +250,7 @@ def _first_right(
 def _whole_runs(module: nn.Module, call: Call, plan: dict[str, Style]) -> tuple[Run, Call]:
     """Run a module that is not split."""
     try:
-        return run_whole_or_detached(module, call, frozenset(rows_of(module, plan)))
+        return reference(module, call, frozenset(rows_of(module, plan)))
     except Exception as error:
         mode = "training" if call.training else "evaluation"
         msg = f"{type(module).__name__} fails in {mode}, not split: {first_line(error)}"
@@ -260,20 +260,17 @@ def _whole_runs(module: nn.Module, call: Call, plan: dict[str, Style]) -> tuple[
 def _split_fault(
     module: nn.Module, plan: dict[str, Style], whole: Run, call: Call, ranks: int
 ) -> Fault | None:
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float64)
     try:
         runs = run_split(module, plan, call, ranks)
     except TpError as error:
         return Fault("", "cannot be split so", str(error))
-    return compare(whole, runs, tolerance=TOLERANCES[dtype]).fault
+    return compare(whole, runs).fault
 
 
 def _fault_with_dropout(
     module: nn.Module, plan: dict[str, Style], whole: Run, call: Call, ranks: int
 ) -> Fault | None:
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float64)
-    runs = run_split(module, plan, call, ranks, dropout=True)
-    return compare_ranks(whole, runs, tolerance=TOLERANCES[dtype])
+    return compare_ranks(whole, run_split(module, plan, call, ranks, dropout=True))
 
 
 def _repeat_names(model: nn.Module) -> dict[str, str]:

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tp_core.compare import ForwardLines, idle_lines_in_words
+from tp_core.compare import (
+    Bound,
+    ForwardLines,
+    cut_dim,
+    distance,
+    idle_lines_in_words,
+    norm_of,
+    relative_error,
+)
 from tp_core.errors import ConfigError, ModelError, TpError
 from tp_core.internal import check_not_quantized, free_nbytes, is_dtensor
 
@@ -23,16 +31,17 @@ from tp_shard._verify._examples import Call, Loss, bytes_needed, cast, other_cal
 from tp_shard._verify._simulate import (
     Run,
     Updates,
+    reference,
     rows_of,
     run_split,
     run_whole,
-    run_whole_or_detached,
     takes,
 )
 from tp_shard.errors import VerificationError
 
 _STEPS = 3  # optimizer steps on the batch of its own
-_ROUNDING = 1e-5  # relative to the largest gradient: gradients below it may be rounding alone
+_ROUNDING = 1e-5  # of the largest gradient: what a report shows of one below it is relative to this much
+_RELATED = 1e-3  # of a norm: what a difference is taken for, in words, may be as far from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +64,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Comparison:
-    """The differences between two runs, each relative to the largest number of its kind.
+    """The differences between two runs, each as a share of the norm of the whole.
 
     Attributes:
         forward: The largest difference of each module's outputs, by its name.
@@ -70,19 +79,19 @@ class Comparison:
     fault: Fault | None = None
 
 
-def compare(whole: Run, runs: list[Run], *, tolerance: float) -> Comparison:
+def compare(whole: Run, runs: list[Run]) -> Comparison:
     comparison = Comparison()
-    found = next((f for f in _faults(whole, runs, comparison, tolerance) if f is not None), None)
+    found = next((f for f in _faults(whole, runs, comparison) if f is not None), None)
     comparison.fault = found
     return comparison
 
 
-def compare_ranks(whole: Run, runs: list[Run], *, tolerance: float) -> Fault | None:
+def compare_ranks(whole: Run, runs: list[Run]) -> Fault | None:
     """Return the first whole tensor that differs between runs with dropout; ``whole`` is one without."""
     failed = next((run for run in runs if run.error is not None), None)
     if failed is not None:
         return _raised(failed)
-    first = runs[0]
+    first, bound = runs[0], Bound.of(whole.dtypes)
     reason = (
         "ranks draw different random numbers for what all of them hold, and would train apart: look for a "
         "ts.nn.ParallelDropout, or a generator or seed of each rank's own, on what is not split"
@@ -92,20 +101,18 @@ def compare_ranks(whole: Run, runs: list[Run], *, tolerance: float) -> Fault | N
     for key, mine in _numbered(first.steps):
         alike = [other[key] for other in others if key in other and mine.shape == shapes.get(key)]
         if key[0] not in first.cuts and any(
-            _relative_diff(mine, t) > tolerance for t in alike if t.shape == mine.shape
+            distance(mine, t) > bound.limit(mine) for t in alike if t.shape == mine.shape
         ):
             return Fault(key[0], "with dropout its outputs differ between ranks", reason)
     for name, value in first.gradients.items():
         same = [run.gradients.get(name) for run in runs[1:]]
-        if name not in first.splits and any(
-            _gradient_diff(value, other, None, 0, _largest(value)) > tolerance for other in same
-        ):
+        if name not in first.splits and any(_gradient_differs(value, other, bound) for other in same):
             return Fault(
                 name.rpartition(".")[0], f"with dropout the gradient of {name} differs between ranks", reason
             )
     for name, (kept, saved) in first.kept.items():
         found = [run.kept[name][0] for run in runs[1:] if name in run.kept]
-        if saved and name not in first.splits and any(_relative_diff(kept, t) > tolerance for t in found):
+        if saved and name not in first.splits and any(distance(kept, t) > bound.limit(kept) for t in found):
             return Fault(name.rpartition(".")[0], f"with dropout its {name} differs between ranks", reason)
     return None
 
@@ -122,18 +129,19 @@ def missed(model: nn.Module, whole: Run) -> Iterator[str]:
             yield path
 
 
-def _faults(whole: Run, runs: list[Run], comparison: Comparison, tolerance: float) -> Iterator[Fault | None]:
-    forward = _forward(whole, runs, comparison, tolerance)
+def _faults(whole: Run, runs: list[Run], comparison: Comparison) -> Iterator[Fault | None]:
+    bound = Bound.of(whole.dtypes)
+    forward = _forward(whole, runs, comparison, bound)
     failed = next((run for run in runs if run.error is not None), None)
     if failed is not None:
         yield forward  # a difference before the error explains more
         yield _raised(failed)
         return
     yield forward
-    yield _outputs(whole, runs, comparison, tolerance)
-    yield _gradients(whole, runs, comparison, tolerance)
-    yield _inputs(whole, runs, tolerance)
-    yield _tensor_fault(whole, runs, tolerance)
+    yield _outputs(whole, runs, comparison, bound)
+    yield _gradients(whole, runs, comparison, bound)
+    yield _inputs(whole, runs, bound)
+    yield _tensor_fault(whole, runs, bound)
 
 
 def _raised(run: Run) -> Fault:
@@ -154,8 +162,9 @@ def _raised(run: Run) -> Fault:
     )
 
 
-def _forward(whole: Run, runs: list[Run], comparison: Comparison, tolerance: float) -> Fault | None:
+def _forward(whole: Run, runs: list[Run], comparison: Comparison, bound: Bound) -> Fault | None:
     numbered = [dict(_numbered(run.steps)) for run in runs]
+    nudged = dict(_numbered(whole.nudged.steps))
     given = dict(_numbered(whole.given))
     first: Fault | None = None
     for (name, nth), expected in _numbered(whole.steps):
@@ -163,27 +172,30 @@ def _forward(whole: Run, runs: list[Run], comparison: Comparison, tolerance: flo
             got = steps.get((name, nth))
             if got is None:
                 continue
-            right = _part(expected, run.cuts.get(name), rank)
+            cut = run.cuts.get(name)
+            right = _part(expected, cut, rank)
             if right.shape != got.shape:
                 continue  # the rank's part of the features inside a block is not known from outside
-            apart = _relative_diff(right, got)
+            apart = relative_error(right, got)
             comparison.forward[name] = max(comparison.forward.get(name, 0.0), apart)
-            if apart > tolerance and first is None:
+            near = nudged.get((name, nth))
+            limit = bound.limit(right, None if near is None else _part(near, cut, rank))
+            if distance(right, got) > limit and first is None:
                 reason = "it computes something else on a rank than in one piece"
                 if (name, nth) in given:
                     reason = _why_row(
-                        given[name, nth], [dict(_numbered(r.given)).get((name, nth)) for r in runs]
+                        given[name, nth], [dict(_numbered(r.given)).get((name, nth)) for r in runs], bound
                     )
                 first = Fault(name, f"outputs differ by {apart:.2g} on rank {rank}", reason)
     return first
 
 
-def _why_row(whole: Tensor, parts: list[Tensor | None]) -> str:
+def _why_row(whole: Tensor, parts: list[Tensor | None], bound: Bound) -> str:
     """Return the reason why a row layer's output differs, from its inputs on the ranks."""
     if all(part is not None and part.shape[:-1] == whole.shape[:-1] for part in parts):
         joined = torch.cat([part for part in parts if part is not None], -1)
         if joined.shape == whole.shape:
-            if _relative_diff(whole.sort(-1).values, joined.sort(-1).values) < 1e-6:
+            if distance(whole.sort(-1).values, joined.sort(-1).values) <= bound.limit(whole):
                 return "the features that reach it stand in another order than it is cut"
             return (
                 "what reaches it is not each rank's part of what reaches it in one piece: the layers before "
@@ -193,56 +205,52 @@ def _why_row(whole: Tensor, parts: list[Tensor | None]) -> str:
     return "what reaches it is not as wide as what reaches it in one piece"
 
 
-def _outputs(whole: Run, runs: list[Run], comparison: Comparison, tolerance: float) -> Fault | None:
-    worst, where = 0.0, ""
+def _outputs(whole: Run, runs: list[Run], comparison: Comparison, bound: Bound) -> Fault | None:
+    worst, wrong = 0.0, ""
     for name, expected in whole.outputs.items():
         got = [run.outputs.get(name) for run in runs]
         tensors = [tensor for tensor in got if tensor is not None]
         if len(tensors) < len(got):
             return Fault("", f"{name} of its output is missing on a rank", "the ranks take other ways")
-        apart = _joined_diff(expected, tensors)
-        if apart > worst:
-            worst, where = apart, name
+        limit = bound.limit(expected, whole.nudged.outputs.get(name))
+        joined = _joined(expected, tensors)
+        apart = max(relative_error(expected, one) for one in joined)
+        worst = max(worst, apart)
+        if not wrong and any(distance(expected, one) > limit for one in joined):
+            wrong = f"{name} of its output differs by {apart:.2g}"
     comparison.outputs = worst
-    if worst > tolerance:
-        return Fault("", f"{where} of its output differs by {worst:.2g}", "and no module inside before it")
+    if wrong:
+        return Fault("", wrong, "and no module inside before it")
     for rank, run in enumerate(runs):
         if whole.loss is not None and run.loss is not None:
-            apart = _relative_diff(whole.loss, run.loss)
+            apart = relative_error(whole.loss, run.loss)
             comparison.loss = max(comparison.loss or 0.0, apart)
-            if apart > tolerance and all(
-                r.outputs[n].shape == t.shape for r in runs for n, t in whole.outputs.items()
-            ):
+            if distance(whole.loss, run.loss) <= bound.limit(whole.loss, whole.nudged.loss):
+                continue
+            if all(r.outputs[n].shape == t.shape for r in runs for n, t in whole.outputs.items()):
                 return Fault("", f"the loss differs by {apart:.2g} on rank {rank}", "and its outputs do not")
-            if apart > tolerance:
-                return Fault(
-                    "",
-                    f"the loss differs by {apart:.2g} on rank {rank}",
-                    "its outputs are split: give a loss that takes them so, such as "
-                    "ts.nn.functional.parallel_cross_entropy, or let the head join them with "
-                    "gather_output=True",
-                )
+            return Fault(
+                "",
+                f"the loss differs by {apart:.2g} on rank {rank}",
+                "its outputs are split: give a loss that takes them so, such as "
+                "ts.nn.functional.parallel_cross_entropy, or let the head join them with "
+                "gather_output=True",
+            )
     return None
 
 
-def _joined_diff(expected: Tensor, got: list[Tensor]) -> float:
-    """Return the difference of outputs from the whole one; each rank may have a part along one dimension."""
-    if all(tensor.shape == expected.shape for tensor in got):
-        return max(_relative_diff(expected, tensor) for tensor in got)
-    if any(tensor.dim() != expected.dim() for tensor in got):
-        return float("inf")
-    cut = [d for d in range(expected.dim()) if any(t.size(d) != expected.size(d) for t in got)]
-    if len(cut) != 1 or sum(t.size(cut[0]) for t in got) != expected.size(cut[0]):
-        return float("inf")
-    return _relative_diff(expected, torch.cat(got, cut[0]))
+def _joined(expected: Tensor, got: list[Tensor]) -> list[Tensor]:
+    """Return outputs of ranks as they are, or joined where each rank has a part along one dimension."""
+    dim = cut_dim(expected, got)
+    return got if dim is None else [torch.cat(got, dim)]
 
 
-def _gradients(whole: Run, runs: list[Run], comparison: Comparison, tolerance: float) -> Fault | None:
+def _gradients(whole: Run, runs: list[Run], comparison: Comparison, bound: Bound) -> Fault | None:
     last = {name: i for i, (name, _) in enumerate(whole.steps)}
     scales: dict[str, float] = {}
     for name, gradient in whole.gradients.items():
         owner = name.rpartition(".")[0]
-        scales[owner] = max(scales.get(owner, 0.0), _largest(gradient))
+        scales[owner] = max(scales.get(owner, 0.0), _norm(gradient))
     overall = max(scales.values(), default=0.0)
     wrong: list[tuple[int, Fault]] = []
     for name, expected in whole.gradients.items():
@@ -251,13 +259,17 @@ def _gradients(whole: Run, runs: list[Run], comparison: Comparison, tolerance: f
         scale = max(scales[owner], _ROUNDING * overall)
         shards = [run.gradients.get(name) for run in runs]
         split = runs[0].splits.get(name)
-        apart = max(
-            _gradient_diff(expected, g, run.splits.get(name), r, scale)
-            for r, (g, run) in enumerate(zip(shards, runs, strict=True))
-        )
+        apart, is_wrong = 0.0, False
+        for rank, (got, run) in enumerate(zip(shards, runs, strict=True)):
+            right, near = (
+                None if one is None else _taken(one, run.splits.get(name), rank)
+                for one in (expected, whole.nudged.gradients.get(name))
+            )
+            apart = max(apart, _gradient_error(right, got, scale))
+            is_wrong |= _gradient_differs(right, got, bound, near, overall)
         if expected is not None or any(g is not None for g in shards):
             comparison.gradients[name] = apart
-        if apart > tolerance:
+        if is_wrong:
             fault = Fault(
                 owner, f"the gradient of {name} differs by {apart:.2g}", _why(expected, shards, split, scale)
             )
@@ -265,54 +277,72 @@ def _gradients(whole: Run, runs: list[Run], comparison: Comparison, tolerance: f
     return max(wrong, key=lambda item: item[0])[1] if wrong else None
 
 
-def _gradient_diff(
-    expected: Tensor | None, got: Tensor | None, split: Split | None, rank: int, scale: float
-) -> float:
-    if expected is None or got is None:
-        other = got if expected is None else expected
-        return 0.0 if other is None or scale == 0 else _largest(other) / scale
-    right = expected if split is None else split.take(expected, rank)
-    if right.shape != got.shape:
-        return float("inf")
-    return _relative_diff(right, got, scale)
+def _taken(whole: Tensor, split: Split | None, rank: int) -> Tensor:
+    return whole if split is None else split.take(whole, rank)
+
+
+def _gradient_error(right: Tensor | None, got: Tensor | None, scale: float) -> float:
+    """Return the difference of gradients as a share of ``scale``; none is as good as zeros."""
+    if right is None or got is None:
+        apart = max(_norm(right), _norm(got))
+        return apart / scale if scale else 0.0
+    return relative_error(right, got, scale)
+
+
+def _gradient_differs(
+    right: Tensor | None,
+    got: Tensor | None,
+    bound: Bound,
+    near: Tensor | None = None,
+    scale: float | None = None,
+) -> bool:
+    """Return whether gradients differ by more than rounding; none is as good as zeros."""
+    one = right if right is not None else got
+    if one is None:
+        return False
+    zeros = torch.zeros_like(one)
+    expected, found = (zeros if tensor is None else tensor for tensor in (right, got))
+    return distance(expected, found) > bound.limit(expected, near, scale)
 
 
 def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None, scale: float) -> str:
     ranks = len(got)
     tensors = [g for g in got if g is not None]
-    scale = _largest(expected) or scale  # by its own scale: on a larger one any multiple would match
+    scale = _norm(expected) or scale  # by its own scale: on a larger one any multiple would match
     if expected is not None and len(tensors) == ranks and split is None:
-        if _relative_diff(expected, torch.stack(tensors).sum(0), scale) < 1e-3:
+        if relative_error(expected, torch.stack(tensors).sum(0), scale) < _RELATED:
             return (
                 "each rank has the gradient of its own part of the heads or features alone, and they have to "
                 "be summed: give the module ts.Replicated() in the plan"
             )
-        if all(_relative_diff(expected * ranks, g, scale) < 1e-3 for g in tensors):
+        if all(relative_error(expected * ranks, g, scale) < _RELATED for g in tensors):
             return (
                 f"it is summed over {ranks} ranks that all have the whole of it: leave the module "
                 "out of the plan"
             )
-        if any(_relative_diff(tensors[0], g, scale) > 1e-3 for g in tensors):
+        if any(relative_error(tensors[0], g, scale) > _RELATED for g in tensors):
             return "it differs between ranks: part of what it works on is a rank's own"
     if (
         expected is not None
         and split is not None
         and all(
-            _relative_diff(split.take(expected, r) * ranks, g, scale) < 1e-3 for r, g in enumerate(tensors)
+            relative_error(split.take(expected, r) * ranks, g, scale) < _RELATED
+            for r, g in enumerate(tensors)
         )
     ):
         return f"it is {ranks} times too large: what follows is done by all ranks, and its gradient summed"
     return "what follows it goes backward otherwise than in one piece"
 
 
-def _inputs(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
-    scale = max((_largest(g) for g in whole.inputs.values()), default=0.0)
+def _inputs(whole: Run, runs: list[Run], bound: Bound) -> Fault | None:
     # The gradient of positions is rounding alone if all values that they attend to are equal.
-    scale = max(scale, _ROUNDING * max(map(_largest, whole.gradients.values()), default=0.0))
+    scale = max(map(_norm, [*whole.inputs.values(), *whole.gradients.values()]), default=0.0)
     for name, expected in whole.inputs.items():
+        near = whole.nudged.inputs.get(name)
         for rank, run in enumerate(runs):
-            apart = _gradient_diff(expected, run.inputs.get(name), None, rank, scale)
-            if apart > tolerance:
+            got = run.inputs.get(name)
+            if _gradient_differs(expected, got, bound, near, scale):
+                apart = _gradient_error(expected, got, _norm(expected) or scale)
                 reason = "each rank has the gradient of its own part alone, or it is summed too often"
                 return Fault(
                     "", f"the gradient of its argument {name} differs by {apart:.2g} on rank {rank}", reason
@@ -320,15 +350,18 @@ def _inputs(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
     return None
 
 
-def _tensor_fault(whole: Run, runs: list[Run], tolerance: float) -> Fault | None:
+def _tensor_fault(whole: Run, runs: list[Run], bound: Bound) -> Fault | None:
     for name, (expected, saved) in whole.kept.items():
         for rank, run in enumerate(runs):
             got, split = run.kept.get(name, (expected, saved))[0], run.splits.get(name)
-            right = expected if split is None else split.take(expected, rank)
+            right = _taken(expected, split, rank)
             # Outside of the state another shape is right: a rank keeps it for its own heads, such as a bias.
-            other = float("inf") if saved else 0.0
-            apart = _relative_diff(right, got) if right.shape == got.shape else other
-            if apart > tolerance:
+            if right.shape != got.shape and not saved:
+                continue
+            near = whole.nudged.kept.get(name)
+            limit = bound.limit(right, None if near is None else _taken(near[0], split, rank))
+            if distance(right, got) > limit:
+                apart = relative_error(right, got)
                 owner, _, own = name.rpartition(".")
                 return Fault(
                     owner,
@@ -359,31 +392,16 @@ def _largest(tensor: Tensor | None) -> float:
     return float(values.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
-def _relative_diff(expected: Tensor, got: Tensor, scale: float | None = None) -> float:
-    """Return the largest difference, relative to the largest number; non-finite places have to agree."""
-    if expected.numel() == 0:
-        return 0.0
-    a, b = (t.to_dense() if t.is_sparse else t for t in (expected, got))
-    if not a.is_floating_point():
-        return 0.0 if torch.equal(a, b) else float("inf")
-    if not torch.equal(a.isfinite(), b.isfinite()):
-        return float("inf")
-    a, b = a.double(), b.double()
-    difference = float((a - b).nan_to_num(0.0, 0.0, 0.0).abs().max())
-    size = max(_largest(a), 1e-12) if scale is None else max(scale, 1e-12)
-    return difference / size
+def _norm(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else norm_of(tensor)
 
 
 # -- The verification of a plan, and its report ---------------------------------------------------
 
 
-TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
-"""The largest differences by rounding, relative to the largest number of their kind."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """The differences of one module under a plan, relative to its largest number.
+    """The differences of one module under a plan, each as a share of the whole tensor's norm.
 
     Attributes:
         name: Its name in the model.
@@ -405,11 +423,12 @@ class Report:
     Attributes:
         ranks: The number of ranks over which the model was split.
         dtype: The type of the computation.
-        tolerance: The largest difference by rounding, relative to the largest number of its kind.
+        tolerance: The largest difference by rounding, as a share of a tensor's norm, beside what the model's
+            own rounding explains: see :class:`tp_core.compare.Bound`.
         modes: "evaluation" and "training".
         modules: The modules that the plan names or that have parameters, in the order of the model.
-        outputs: The largest difference of the model's outputs, relative to the largest of them; ``None`` if
-            the run returned none.
+        outputs: The largest difference of the model's outputs, as a share of their norm; ``None`` if the run
+            returned none.
         loss: The largest difference of the loss.
         fault: The first module with different numbers, by how much and why; ``None`` if all are equal.
         note: A difference between the verified model and the one that will run.
@@ -576,7 +595,8 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
     named = {name: style for name, (_, style) in choose(model, plan).items()}
     present = dict(copied.named_modules())
     mine: Plan = {name: style for name, style in named.items() if name in present}
-    tolerance, lines, merged = TOLERANCES[dtype], ForwardLines(copied), Comparison()
+    lines, merged = ForwardLines(copied), Comparison()
+    dtypes = {dtype}
     modes: dict[str, None] = {}
     batches: dict[str, None] = {}
     unreached: dict[str, None] | None = None
@@ -588,12 +608,13 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
         try:
             with lines:
                 rows = frozenset(rows_of(copied, mine))
-                whole, taken = run_whole_or_detached(copied, tried, rows, updates)
+                whole, taken = reference(copied, tried, rows, updates)
         except Exception as error:
             msg = f"the whole model fails on this batch in {mode}: {type(error).__name__}: {error}"
             raise ModelError(msg) from error
         runs = run_split(copied, mine, taken, ranks, updates=updates)
-        comparison = compare(whole, runs, tolerance=tolerance)
+        comparison = compare(whole, runs)
+        dtypes |= whole.dtypes
         if comparison.fault is not None and _is_random(copied, taken):
             comparison.fault = replace(comparison.fault, reason=_RANDOM)
         _merge(merged, comparison)
@@ -602,14 +623,14 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
         if merged.fault is None and tried.training and steps == 1:
             rate = _rate(copied, whole)
             runs = run_split(copied, mine, taken, ranks, dropout=True)
-            merged.fault = compare_ranks(whole, runs, tolerance=tolerance)
+            merged.fault = compare_ranks(whole, runs)
         if merged.fault is not None:
             break
     note = "; blocks that are built alike as one" if share else ""
     return Report(
         ranks,
         dtype,
-        tolerance,
+        Bound.of(dtypes).rtol,
         tuple(modes),
         tuple(_modules(copied, mine, merged)),
         merged.outputs,

@@ -16,7 +16,17 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tp_core.compare import WithoutDropout, copied, mapped
+from tp_core.compare import (
+    ComputedTypes,
+    Recording,
+    TensorPlace,
+    WithoutDropout,
+    coarsest,
+    copied,
+    mapped,
+    named_tensors,
+    nudged,
+)
 from tp_core.errors import DisagreementError
 from tp_core.internal import preserve_rng_state, seed_everything
 
@@ -270,6 +280,8 @@ class Run:
         splits: The splits of a rank's parameters, by name.
         cuts: The splits of the outputs of a rank's layers, by name.
         stage: The stage of the error: "forward", "loss" or "backward".
+        dtypes: The types in which a whole model computes, and of its parameters.
+        near: The run with roundings of its own, of a whole model that does not compute in float64 alone.
     """
 
     steps: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -285,6 +297,13 @@ class Run:
     cuts: dict[str, Split] = field(default_factory=dict)
     error: Exception | None = None
     stage: str = "forward"
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    near: "Run | None" = None
+
+    @property
+    def nudged(self) -> "Run":
+        """The run with roundings of its own, or this one where it has none to speak of."""
+        return self.near or self
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +324,26 @@ def run_whole(
     updates: Updates = _NO_UPDATES,
     *,
     seed: int = 0,
+    nudge: torch.dtype | None = None,
 ) -> Run:
-    """Run a module that is not split forward and backward, and record the inputs of ``watched`` modules."""
-    with preserve_rng_state(), torch.enable_grad():
-        run = Run()
-        return _run(copied(module), call, run, watched, updates, seed=seed)
+    """Run a module that is not split forward and backward, and record the inputs of ``watched`` modules.
+
+    With ``nudge`` each module inside rounds what it returns once more in that type.
+    """
+    own, run = copied(module), Run()
+    with preserve_rng_state(), torch.enable_grad(), nullcontext() if nudge is None else nudged(own, nudge):
+        return _run(own, call, run, watched, updates, seed=seed)
+
+
+def reference(
+    module: nn.Module, call: Call, watched: Collection[str], updates: Updates = _NO_UPDATES
+) -> tuple[Run, Call]:
+    """Run a whole module to compare with, and again with roundings of its own where it has some."""
+    run, taken = run_whole_or_detached(module, call, watched, updates)
+    dtype = coarsest(run.dtypes)
+    if dtype != torch.float64:
+        run.near = run_whole(module, taken, watched, updates, nudge=dtype)
+    return run, taken
 
 
 def run_whole_or_detached(
@@ -400,16 +434,19 @@ def _run(
             _update(model, call, updates)
     model.zero_grad()  # gradients of the copied model would be added to
     args, kwargs = fresh(call.args), {name: fresh(value) for name, value in call.kwargs.items()}
+    computed = ComputedTypes()
     with nullcontext() if dropout else WithoutDropout(), torch.enable_grad():
-        with Trace(model, run, watched):
+        with computed, Trace(model, run, watched):
             output = model(*args, **kwargs)
         run.stage = "loss"
         run.outputs = dict(tensors_of(output))
-        run.loss = loss_of(output, run.outputs, call.loss)
+        with computed:
+            run.loss = loss_of(output, run.outputs, call.loss)
         run.stage = "backward"
         if run.loss.requires_grad:
             run.loss.backward()
     run.stage = "done"
+    run.dtypes = computed.dtypes | {p.dtype for p in model.parameters()}
     run.outputs = {name: tensor.detach() for name, tensor in run.outputs.items()}
     run.loss = run.loss.detach()
     run.gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
@@ -435,13 +472,17 @@ def _describe(model: nn.Module, run: Run) -> None:
 
 
 class Trace:
-    """A context manager that records the outputs of a model's modules in a run."""
+    """A context manager that records in a run the first output of each call of a model's modules."""
 
     def __init__(self, model: nn.Module, run: Run, watched: Collection[str]) -> None:
         self._model, self._run, self._watched = model, run, watched
+        self._recording = Recording(model)
+        self._calls: dict[str, int] = {}
+        self._firsts: list[TensorPlace] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
+        self._recording.__enter__()
         for name, module in self._model.named_modules():
             if isinstance(module, nn.ModuleList | nn.ModuleDict):
                 continue
@@ -459,11 +500,15 @@ class Trace:
     def _end(self, name: str, output: Any) -> None:
         while self._run.entered and self._run.entered.pop() != name:
             pass
-        first = next(iter(tensors_of(output)), None)
-        if first is not None and first[1].is_floating_point():
-            self._run.steps.append((name, first[1].detach().clone()))
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        first = next(named_tensors(output), None)
+        if first is not None:
+            self._firsts.append(TensorPlace(name, call, first[0]))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        self._recording.__exit__(*error)
+        outputs = self._recording.outputs
+        self._run.steps = [(p.module, outputs[p].tensor) for p in self._firsts if p in outputs]
         for handle in self._handles:
             handle.remove()
 
