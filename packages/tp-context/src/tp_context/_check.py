@@ -6,9 +6,8 @@ of attention is found (convolutions, state-space layers, norms over the sequence
 and what cannot be proved is refused.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from tp_core import tree_leaves
+from tp_core.compare import (
+    Bound,
+    ComputedTypes,
+    Recording,
+    TensorPlace,
+    coarsest,
+    distance,
+    norm_of,
+    nudged,
+    relative_error,
+    undisturbed,
+)
 from tp_core.data import StepOutput
 from tp_core.errors import ModelError
 
@@ -26,10 +36,6 @@ from tp_context._slices import Cut, Cuts, Found, _named_tensors, map_sequences, 
 
 Step = Callable[[nn.Module, Any], StepOutput]
 Join = Callable[[Any, Cuts], Any]
-
-# Models of transformers compute norms and softmax in float32, also those in float64.
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 3e-4}
-_ROUGH = 5e-2  # in half precision
 
 
 class Ranks(NamedTuple):
@@ -78,12 +84,20 @@ class _OthersEndedError(Exception):
     """Raised on ranks that wait for one that has ended its step already."""
 
 
-class _Run(NamedTuple):
-    """The results of a step: outputs by module as they end, the returned numbers, sums of gradients."""
+class _Sketch(NamedTuple):
+    """Sums of a gradient's elements with drawn signs, and the coarser types that have all of its digits."""
 
-    outputs: list[tuple[str, list[Tensor]]]
+    sums: Tensor
+    coarse: tuple[torch.dtype, ...] = ()
+
+
+class _StepRun(NamedTuple):
+    """The results of a step: outputs as modules end, the returned numbers, gradients, the types inside."""
+
+    outputs: dict[TensorPlace, Tensor]
     returned: dict[str, float]
-    gradients: dict[str, tuple[float, float]]
+    gradients: dict[str, _Sketch]
+    dtypes: frozenset[torch.dtype]
 
 
 def prove(
@@ -116,38 +130,50 @@ def prove(
     """
     short, where = shorten(batch, found, tokens or 8 * ranks.size + 5, ranks.size)
     _mask_ends(short)
-    with _undisturbed(model), doors(drops=False):
+    with undisturbed(model), doors(drops=False):
         run = partial(_run, step, model, gradients=compares_gradients)
         state = torch.get_rng_state()
         try:
-            whole = run(short, lambda output: output)
+            whole = run(short, _as_it_is)
             failed = ""
         except Exception as error:  # noqa: BLE001 - whatever the user's step raises
-            whole, failed = _Run([], {}, {}), f"{type(error).__name__}: {error}"
-        failures = [f for f in ranks.all_gather(failed) if f]
+            whole, failed = _StepRun({}, {}, {}, frozenset()), f"{type(error).__name__}: {error}"
+        said = ranks.all_gather((failed, whole.dtypes))
+        failures = [failure for failure, _ in said if failure]
         if failures:
             return (
                 f"the step fails on a piece of {where.lengths} tokens of the first batch, on which backend "
                 f"'context' compares the split model with the whole one ({failures[0]:.300}); "
                 "give a longer piece with the option check_tokens"
             )
+        # In the coarsest type on any rank: all of them run once more, or none.
+        dtypes = frozenset[torch.dtype]().union(*(found for _, found in said))
+        whole = near = whole._replace(dtypes=dtypes)
+        if coarsest(dtypes) != torch.float64:
+            torch.set_rng_state(state)
+            near = run(short, _as_it_is, nudge=coarsest(dtypes))
         best = (-1, "")
         has_positions = any("position_ids" in name for name, _ in _named_tensors(batch))
         for way in ways_of(model, has_positions=has_positions):
             torch.set_rng_state(state)
-            progress, problem = _try(run, model, short, where, whole, way, ranks, join)
+            progress, problem = _try(run, model, short, where, whole, near, way, ranks, join)
             if not problem:
                 return way
             best = max(best, (progress, problem), key=lambda pair: pair[0])
     return best[1]
 
 
+def _as_it_is(output: Any) -> Any:
+    return output
+
+
 def _try(
-    run: Callable[..., _Run],
+    run: Callable[..., _StepRun],
     model: nn.Module,
     batch: Any,
     found: Found,
-    whole: _Run,
+    whole: _StepRun,
+    near: _StepRun,
     way: Way,
     ranks: Ranks,
     join: Join,
@@ -171,7 +197,7 @@ def _try(
     try:
         with splitting(model, cuts, way), _announced(model, cuts):
             part = run(sliced, lambda output: join(output, cuts))
-        verdict = _compare(model, whole, part, cuts)
+        verdict = _compare(model, whole, near, part, cuts)
     except _OthersEndedError as error:
         return _verdict(error.args[0])
     except Exception as error:  # noqa: BLE001 - whatever the model raises on a slice
@@ -182,9 +208,9 @@ def _try(
         return _verdict(min(problems, key=lambda said: int(said[0])))  # the first module that any rank names
     if any(kind != "end" for kind, _ in everyones):
         return 0, _UNEVEN
-    sums = torch.tensor([s for s, _ in part.gradients.values()], dtype=torch.float64)
-    total = sum((torch.tensor(s, dtype=torch.float64) for s in ranks.of_sequence(sums.tolist())), 0 * sums)
-    verdicts = ranks.all_gather(_compare_gradients(model, whole, total / ranks.size, part))
+    everyones = ranks.of_sequence({name: sketch.sums for name, sketch in part.gradients.items()})
+    mean = {name: torch.stack([sums[name] for sums in everyones]).mean(0) for name in part.gradients}
+    verdicts = ranks.all_gather(_compare_gradients(model, whole, near, mean, part))
     return _verdict(max(verdicts, key=lambda verdict: bool(verdict[1])))
 
 
@@ -218,25 +244,21 @@ def _announce(cuts: Cuts, name: str, *_: object) -> None:
 # -- Two runs, compared -----------------------------------------------------------------------------
 
 
-def _run(step: Step, model: nn.Module, batch: Any, join: Callable[[Any], Any], *, gradients: bool) -> _Run:
-    outputs: list[tuple[str, list[Tensor]]] = []
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            # No numbers: a loss of this rank's tokens is joined only later.
-            leaves = [t for t in _tensors(output) if t.is_floating_point() and t.dim()]
-            outputs.append((name, [t.detach() for t in leaves]))
-
-        return hook
-
+def _run(
+    step: Step,
+    model: nn.Module,
+    batch: Any,
+    join: Callable[[Any], Any],
+    *,
+    gradients: bool,
+    nudge: torch.dtype | None = None,
+) -> _StepRun:
     # Before the step: after it, units that stay gathered until the backward pass show copies.
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    handles = [m.register_forward_hook(note(n)) for n, m in model.named_modules()]
-    try:
+    dtypes = {p.dtype for p in model.parameters()}
+    rounding = nullcontext() if nudge is None else nudged(model, nudge)
+    with rounding, Recording(model) as recording, ComputedTypes() as computed:
         output = join(step(model, batch))
-    finally:
-        for handle in handles:
-            handle.remove()
     values = output if isinstance(output, Mapping) else {"loss": output}
     returned = {
         name: float(value.detach() if isinstance(value, Tensor) else value)
@@ -244,30 +266,40 @@ def _run(step: Step, model: nn.Module, batch: Any, join: Callable[[Any], Any], *
         if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float)
     }
     loss = values.get("loss")
-    sums: dict[str, tuple[float, float]] = {}
+    found: dict[str, _Sketch] = {}
     if gradients and isinstance(loss, Tensor) and loss.requires_grad:
         for (name, _), grad in zip(trained, _gradients(loss, [p for _, p in trained]), strict=True):
-            if grad is None:
-                sums[name] = (0.0, 0.0)
-                continue
-            generator = torch.Generator(grad.device).manual_seed(len(sums))
-            sums[name] = _sums(grad.to_dense() if grad.is_sparse else grad, generator)
-    return _Run(outputs, returned, sums)
+            found[name] = _sketched(grad, len(found))
+    # No numbers: a loss of this rank's tokens is joined only later.
+    outputs = {place: one.tensor for place, one in recording.outputs.items() if one.tensor.dim()}
+    return _StepRun(outputs, returned, found, frozenset(dtypes | computed.dtypes))
 
 
 _PIECE = 2**20
 """Elements at a time: in float64, all of a large gradient would need more memory than the step does."""
 
+_SKETCH = 16
+"""The numbers of a sketch, a divisor of `_PIECE`: its norm is off by a fifth, as a rule."""
 
-def _sums(grad: Tensor, generator: torch.Generator) -> tuple[float, float]:
-    """Return the sum of a gradient with drawn signs, and its norm, in float64."""
-    product = squares = 0.0
+
+def _sketched(grad: Tensor | None, seed: int) -> _Sketch:
+    """Return sums of a gradient's elements with drawn signs, whose norm is about the gradient's.
+
+    So is the norm of a difference of two sketches. Ranks exchange them where none has a whole gradient.
+    """
+    sums = torch.zeros(_SKETCH, dtype=torch.float64)
+    if grad is None:
+        return _Sketch(sums)
+    grad = grad.to_dense() if grad.is_sparse else grad
+    generator = torch.Generator(grad.device).manual_seed(seed)
     for piece in grad.flatten().split(_PIECE):
         signs = torch.randint(2, piece.shape, generator=generator, device=piece.device, dtype=torch.int8)
-        exact = piece.double()
-        product += float((exact * (signs * 2 - 1)).sum())
-        squares += float(exact.square().sum())
-    return product, math.sqrt(squares)
+        exact = piece.double() * (signs * 2 - 1)
+        exact = nn.functional.pad(exact, (0, -len(exact) % _SKETCH))
+        sums += exact.view(-1, _SKETCH).sum(0).cpu()
+    # Shards may be summed over ranks in a coarser type than theirs: then they have its digits alone.
+    coarse = [d for d in (torch.float16, torch.bfloat16) if torch.equal(grad, grad.to(d).to(grad.dtype))]
+    return _Sketch(sums, tuple(coarse) if bool(sums.any()) else ())
 
 
 def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
@@ -288,30 +320,28 @@ def _is_shard(parameter: Tensor) -> bool:
     return hasattr(parameter, "to_local")  # a DTensor
 
 
-def _compare(model: nn.Module, whole: _Run, part: _Run, cuts: Cuts) -> tuple[int, str]:
+def _compare(
+    model: nn.Module, whole: _StepRun, near: _StepRun, part: _StepRun, cuts: Cuts
+) -> tuple[int, str]:
     """Return the place and the sentence of the first difference, or an empty sentence."""
-    limit = _limit(model)
+    bound = Bound.of(whole.dtypes)
     bad = [
-        n for n, v in whole.returned.items() if n != "weight" and not _near(v, part.returned.get(n), limit)
+        n
+        for n, v in whole.returned.items()
+        if n != "weight" and not _is_near(v, near.returned.get(n), part.returned.get(n), bound)
     ]
-    root = [i for i, (name, _) in enumerate(whole.outputs) if not name]
-    is_off = bad or len(whole.outputs) != len(part.outputs)
-    if not is_off:
-        for i in root:
-            is_off = is_off or _difference(whole.outputs[i][1], part.outputs[i][1], cuts) > limit
-    if not is_off:
+    error_of = partial(_error, whole=whole, near=near, part=part, bound=bound, cuts=cuts)
+    is_off = bad or whole.outputs.keys() != part.outputs.keys()
+    if not is_off and not any(error_of(place) for place in whole.outputs if not place.module):
         return 0, ""
     modules = dict(model.named_modules())
-    for place, (one, other) in enumerate(zip(whole.outputs, part.outputs, strict=False)):
-        difference = _difference(one[1], other[1], cuts) if one[0] == other[0] else float("inf")
-        if difference > limit:
-            module = modules[one[0]]
-            return place, (
-                f"{one[0] or 'the model'!r} ({type(module).__name__}) computes something else on a slice of "
-                "the "
-                f"sequence than on the whole (a difference of {difference:.1e}): it needs tokens or "
-                "positions "
-                "that other ranks have, outside of attention"
+    for number, place in enumerate(whole.outputs):
+        error = error_of(place)
+        if error:
+            return number, (
+                f"{place.module or 'the model'!r} ({type(modules[place.module]).__name__}) computes "
+                f"something else on a slice of the sequence than on the whole (a difference of {error:.1e}): "
+                "it needs tokens or positions that other ranks have, outside of attention"
             )
     values = (
         ", ".join(f"{n} {part.returned.get(n)} and not {whole.returned[n]}" for n in bad) or "other outputs"
@@ -323,14 +353,16 @@ def _compare(model: nn.Module, whole: _Run, part: _Run, cuts: Cuts) -> tuple[int
     )
 
 
-def _compare_gradients(model: nn.Module, whole: _Run, mean: Tensor, part: _Run) -> tuple[int, str]:
+def _compare_gradients(
+    model: nn.Module, whole: _StepRun, near: _StepRun, mean: Mapping[str, Tensor], part: _StepRun
+) -> tuple[int, str]:
     """Compare gradients of the whole with those of slices: the ranks' mean, or this rank's part of shards."""
     shards = {n for n, p in model.named_parameters() if _is_shard(p)}
-    found_by = zip(part.gradients.items(), mean.tolist(), strict=True)
-    total = [product if name in shards else of_all for (name, (product, _)), of_all in found_by]
-    limit, most = _limit(model), max((n for _, n in whole.gradients.values()), default=0.0)
-    for (name, (product, norm)), found in zip(whole.gradients.items(), total, strict=True):
-        if not abs(found - product) <= limit * (norm + 1e-2 * most) * 10:
+    most = max((norm_of(sketch.sums) for sketch in whole.gradients.values()), default=0.0)
+    for name, (sums, coarse) in whole.gradients.items():
+        bound = Bound.of([*whole.dtypes, *coarse] if name in shards else whole.dtypes)
+        found = part.gradients[name].sums if name in shards else mean[name]
+        if distance(sums, found) > bound.limit(sums, near.gradients[name].sums, most):
             return len(whole.outputs), (
                 f"the gradient of {name!r} differs from the whole sequence's, though the loss is: something "
                 "differentiates through tokens of other ranks, outside of attention"
@@ -338,45 +370,33 @@ def _compare_gradients(model: nn.Module, whole: _Run, mean: Tensor, part: _Run) 
     return 0, ""
 
 
-def _difference(one: Sequence[Tensor], other: Sequence[Tensor], cuts: Cuts) -> float:
-    """Return the largest difference of a module's outputs, relative to their size; 0 if it is not clear."""
-    worst = 0.0
-    for whole, part in zip(one, other, strict=False):
-        own = whole
-        if whole.dim() != part.dim():
-            return float("inf")
-        for dim in range(whole.dim()):
-            cut = cuts.of_whole(whole.size(dim))
-            if cut is not None and part.size(dim) == cut.tokens and cut.tokens != whole.size(dim):
-                own = cut.take(own, dim)
-        if own.shape != part.shape:
-            continue  # rows of routed or flattened tokens: the modules after it show whether they are right
-        size = own.nan_to_num().abs().max().double() if own.numel() else 1.0
-        same = (own - part).double().abs() / (size + 1e-30)
-        same[own.isnan() & part.isnan()] = 0.0
-        worst = max(worst, float(same.nan_to_num(nan=torch.inf).max()) if own.numel() else 0.0)
-    return worst
+def _error(
+    place: TensorPlace, *, whole: _StepRun, near: _StepRun, part: _StepRun, bound: Bound, cuts: Cuts
+) -> float:
+    """Return the difference of an output beyond rounding, as a share of its norm; 0 if there is none."""
+    expected, found = whole.outputs[place], part.outputs.get(place)
+    if found is None or expected.dim() != found.dim():
+        return float("inf")
+    own, nudged_own = expected, near.outputs.get(place, expected)
+    for dim in range(expected.dim()):
+        cut = cuts.of_whole(expected.size(dim))
+        if cut is not None and found.size(dim) == cut.tokens and cut.tokens != expected.size(dim):
+            own, nudged_own = cut.take(own, dim), cut.take(nudged_own, dim)
+    if own.shape != found.shape:
+        return 0.0  # rows of routed or flattened tokens: the modules after it show whether they are right
+    if distance(own, found) <= bound.limit(own, nudged_own):
+        return 0.0
+    return relative_error(own, found)
 
 
-def _limit(model: nn.Module) -> float:
-    dtypes = {p.dtype for p in model.parameters()}
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        return _ROUGH
-    return max((_TOLERANCE.get(d, _ROUGH) for d in dtypes), default=_TOLERANCE[torch.float32])
-
-
-def _near(one: float, other: float | None, limit: float) -> bool:
+def _is_near(one: float, near: float | None, other: float | None, bound: Bound) -> bool:
     if other is None:
         return False
-    return (
-        one == other
-        or (math.isnan(one) and math.isnan(other))
-        or abs(one - other) <= limit * (abs(one) + 1e-3)
+    exact, nudged_one, found = (
+        torch.tensor(one if value is None else value, dtype=torch.float64) for value in (one, near, other)
     )
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+    # A count or a share of 0 is right by the scale of 1.
+    return distance(exact, found) <= bound.limit(exact, nudged_one, max(1.0, abs(one)))
 
 
 # -- The piece --------------------------------------------------------------------------------------
@@ -427,20 +447,6 @@ def _mask_ends(batch: Any) -> None:
     # The first label counts where a loss does not shift, and only there: so the two differ.
     if labels is not None and len(counted := labels[labels != -100]):
         labels[:, 0] = counted[0]
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restore generators and buffers afterwards: a check leaves no trace."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 def refuse(problem: str) -> ModelError:
