@@ -89,8 +89,8 @@ nitpick_ignore_regex = [
 ]
 nitpick_ignore = [
     # What arguments are whose values only other packages of ours make.
-    ("py:class", "tp_core._transfer.Container"),
-    ("py:class", "tp_core._transfer.PerType"),
+    ("py:class", "tp_core._trees.Container"),
+    ("py:class", "tp_core._trees.PerType"),
     ("py:class", "tp_data._order.Order"),
     ("py:class", "tp_runner._options.ItemOptions"),
     ("py:class", "tp_runner._scheduling._source.MapStyle"),

@@ -38,7 +38,7 @@ PUBLIC = {
     """,
     tp_core.data: """
         CountedBatch ElasticLoader LossReduction Parts PreparedLoader SampleRows Share StepOutput
-        combine_outputs count_samples read_weight restore_order split_weight
+        combine_outputs count_samples near_power_of_two read_weight restore_order split_weight
     """,
     tp_core.tensors: """
         SHARDED_ATTRIBUTE TensorSlice build_deferred initial_value is_deferred is_sharded materialize

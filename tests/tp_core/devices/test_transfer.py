@@ -161,6 +161,12 @@ def test_a_method_gets_the_arguments_that_it_accepts() -> None:
     ]
 
 
+def test_copies_to_the_host_are_waited_for() -> None:
+    batch = Full()
+    recursive_to([batch], "cpu", non_blocking=True)
+    assert batch.calls == [(torch.device("cpu"), False)]
+
+
 def test_a_type_error_from_inside_a_method_comes_through_and_the_method_ran_once() -> None:
     class Broken(Recorder):
         def to(self, device: Any, non_blocking: bool = False) -> None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tp_core._launch._environment import LaunchEnvironment as LaunchEnvironment
     from tp_core._transfer import recursive_pin as recursive_pin
     from tp_core._transfer import recursive_to as recursive_to
-    from tp_core._transfer import tree_leaves as tree_leaves
-    from tp_core._transfer import tree_map as tree_map
+    from tp_core._trees import tree_leaves as tree_leaves
+    from tp_core._trees import tree_map as tree_map
 
     __version__: str
 else:
@@ -40,7 +40,8 @@ else:
                 "least_busy",
                 "resolve_devices",
             ],
-            "tp_core._transfer": ["recursive_pin", "recursive_to", "tree_leaves", "tree_map"],
+            "tp_core._transfer": ["recursive_pin", "recursive_to"],
+            "tp_core._trees": ["tree_leaves", "tree_map"],
             "tp_core._launch._environment": ["LaunchEnvironment"],
         },
     )

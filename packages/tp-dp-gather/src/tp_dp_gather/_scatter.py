@@ -32,6 +32,7 @@ from tp_core.internal import (
     seeded,
     split_evenly,
     split_rows,
+    to_device,
 )
 
 log = logging.getLogger("tp_dp_gather")
@@ -679,8 +680,7 @@ class Gathering:
                 raise ConfigError(msg)
         if kind is not Tensor:
             return cat_rows(recursive_to(list(outputs), self._device), self._dim)
-        wait = self._device.type == "cpu"  # the host could read the copy before it is there
-        moved = [o.to(self._device, non_blocking=not wait) for o in outputs]
+        moved = [to_device(output, self._device) for output in outputs]
         if moved[0].dim() == 0:
             return torch.stack(moved)
         self._has_rows(moved, path)

@@ -6,7 +6,6 @@
     rank 1, stage 1        F0 B0 F1 B1 F2 B2 F3 B3
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -29,7 +28,7 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 from tp_core import tree_leaves, tree_map
-from tp_core.data import read_weight
+from tp_core.data import near_power_of_two, read_weight
 from tp_core.errors import RankFailedError, StepError
 from tp_core.internal import seed_of, seed_torch
 
@@ -733,11 +732,6 @@ def _keeper(grads: list[Any], place: int) -> Callable[[Any], None]:
         grads[place] = found
 
     return keep
-
-
-def near_power_of_two(number: float) -> float:
-    """Return a power of two near a number: to multiply by it does not round."""
-    return math.ldexp(1.0, round(math.log2(number)))
 
 
 def weigh_output(output: Any, samples: int, *, is_sum: bool) -> tuple[Tensor, float]:

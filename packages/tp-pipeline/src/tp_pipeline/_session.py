@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from tp_core import tree_leaves, tree_map
-from tp_core.data import Parts, Share, StepOutput, combine_outputs, count_samples
+from tp_core.data import Parts, Share, StepOutput, combine_outputs, count_samples, near_power_of_two
 from tp_core.errors import ConfigError, DisagreementError, ModelError, RankFailedError, StepError
 from tp_core.internal import (
     PerModule,
@@ -42,7 +42,7 @@ from tp_core.tensors import TensorSlice, initial_value, is_deferred, materialize
 from tp_pipeline._forecast import stages_by_order
 from tp_pipeline._options import PipelineOptions, ScheduleName
 from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
-from tp_pipeline._run import BatchRun, Exchange, StandIn, near_power_of_two, weigh_output
+from tp_pipeline._run import BatchRun, Exchange, StandIn, weigh_output
 from tp_pipeline._schedule import Orders, Span, choose_schedule, idle_share
 from tp_pipeline._shards import Pieces, Rows, buckets, can_be_shared
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._blocks import repeated_blocks
 from tp_core._contracts._job import CompileOptions, Job
-from tp_core._transfer import move_module, recursive_to
+from tp_core._transfer import move_module, to_device
 from tp_core.data._batches import Share
 from tp_core.data._loader import PreparedLoader
 from tp_core.data._step_outputs import StepOutput
@@ -243,7 +243,7 @@ class Session:
 
     def move_batch(self, batch: Any) -> Any:
         """Move a batch to the device of the step."""
-        return recursive_to(batch, self.device, non_blocking=True)
+        return to_device(batch, self.device)
 
     # -- the step -----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tp_core.data._step_outputs import SampleRows as SampleRows
     from tp_core.data._step_outputs import StepOutput as StepOutput
     from tp_core.data._step_outputs import combine_outputs as combine_outputs
+    from tp_core.data._step_outputs import near_power_of_two as near_power_of_two
     from tp_core.data._step_outputs import read_weight as read_weight
     from tp_core.data._step_outputs import restore_order as restore_order
     from tp_core.data._step_outputs import split_weight as split_weight
@@ -30,6 +31,7 @@ else:
                 "SampleRows",
                 "StepOutput",
                 "combine_outputs",
+                "near_power_of_two",
                 "read_weight",
                 "restore_order",
                 "split_weight",

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, get_worker_info
 
-from tp_core._transfer import recursive_pin, tree_leaves
+from tp_core._transfer import recursive_pin
+from tp_core._trees import tree_leaves
 from tp_core.data._parts import Parts, is_array, length_along
 from tp_core.data._seeding import seed_generators, seeded, seeded_own
 from tp_core.errors import LoaderError

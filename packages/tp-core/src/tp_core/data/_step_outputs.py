@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from tp_core._transfer import recursive_to
 from tp_core.data._parts import Parts, cat_rows, length_along, take_rows
 from tp_core.errors import ConfigError, StepError
 
@@ -40,7 +41,7 @@ def joined_over_parts(values: Sequence[SampleRows], parts: Parts, device: torch.
     Values without a row for each sample of their part (sums, the tokens of all samples) cannot be put into
     another order. They stay one piece for each part.
     """
-    pieces = [_mapped(lambda t: t.to(device), piece) for value in values for piece in value.pieces]
+    pieces = [recursive_to(piece, device) for value in values for piece in value.pieces]
     if [row_count(piece) for piece in pieces] != list(parts.counts):
         return SampleRows(tuple(pieces))
     joined = join_rows(pieces)
@@ -95,19 +96,6 @@ def _taken(value: Any, place: list[int]) -> Any:
         return {key: _taken(v, place) for key, v in value.items()}
     if isinstance(value, tuple):
         return _like(value, [_taken(v, place) for v in value])
-    return value
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return ``value`` with ``function`` applied to its tensors, those in the entries of lists too."""
-    if isinstance(value, Tensor | PackedSequence):
-        return function(value)
-    if isinstance(value, list):
-        return [_mapped(function, v) for v in value]
-    if isinstance(value, Mapping):
-        return {key: _mapped(function, v) for key, v in value.items()}
-    if isinstance(value, tuple):
-        return _like(value, [_mapped(function, v) for v in value])
     return value
 
 
@@ -264,6 +252,11 @@ def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a dict of {sorted(map(str, value))}"
     return f"{type(value).__name__} {value!r:.40}"
+
+
+def near_power_of_two(number: float) -> float:
+    """Return a power of two near ``number``: to multiply a loss or a gradient by it does not round."""
+    return math.ldexp(1.0, round(math.log2(number)))
 
 
 def read_weight(value: Any, *, name: str = "weight") -> float:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel.comm import broadcast
 
+from tp_core._transfer import to_device
 from tp_core.errors import ModelError
 from tp_core.tensors._slices import is_quantized
 
@@ -72,9 +73,9 @@ def move_in_buckets(
     for bucket in _buckets(tensors, device, force_flat=force_flat):
         members = [tensors[i] for i in bucket]
         if len(bucket) == 1:
-            yield bucket, [_to(members[0], device)]
+            yield bucket, [to_device(members[0], device)]
         else:
-            yield bucket, _pieces(_to(_flat(members), device), members)
+            yield bucket, _pieces(to_device(_flat(members), device), members)
 
 
 @torch.no_grad()
@@ -114,12 +115,7 @@ def _spread(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
         copies = broadcast(tensor, [tensor.device, *others])
         found = dict(zip([tensor.device, *others], copies, strict=True))
         return [found[d] for d in devices]
-    return [_to(tensor, d) for d in devices]
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    # A non-blocking copy to the CPU would be read before it has arrived.
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return [to_device(tensor, d) for d in devices]
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

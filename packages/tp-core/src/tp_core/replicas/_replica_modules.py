@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from tp_core._transfer import to_device
 from tp_core.errors import ModelError
 from tp_core.replicas._compiler import compile_in_place
 from tp_core.replicas._mirror import Contents, OriginalBuffers, OwnBuffers, same_objects
@@ -330,7 +331,7 @@ class _ReplicaModule:
         """Move tensors that are plain attributes; those that a forward left there with their graph stay."""
         for name, value in real.items():
             if isinstance(value, Tensor) and value.device == home and not value.requires_grad:
-                found[name] = value.to(device, non_blocking=device.type != "cpu")
+                found[name] = to_device(value, device)
                 if not value.is_inference():
                     self.tensors.append((value, value._version))
 

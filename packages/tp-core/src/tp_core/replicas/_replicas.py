@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tp_core._devices import DeviceSpec, resolve_devices
-from tp_core._transfer import containers
+from tp_core._trees import containers
 from tp_core.errors import ConfigError, ModelError
 from tp_core.replicas._compiler import compile_in_place, untraced
 from tp_core.replicas._mirror import (

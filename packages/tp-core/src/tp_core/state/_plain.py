@@ -3,13 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from torch import Tensor
 
+from tp_core._trees import containers, tree_leaves
 from tp_core.errors import StateError
-from tp_core.tensors._deferred import leaves_in
 
 # -- Plain values as JSON, and back as they were: tuples, sets, counters, keys that are not strings
 # JSON would make lists of tuples and text of numbers that are keys, and a scheduler that looks its steps
@@ -29,6 +29,7 @@ class StoredTensor:
     like_parameter: bool
 
 
+_CONTAINERS = containers(stop=is_dataclass)  # references are leaves
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _MARK = "$"
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -132,9 +133,9 @@ def joined(value: Any, parameter: Tensor | None, get: Get) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor))
+    return (leaf for leaf in tree_leaves(value, table=_CONTAINERS) if isinstance(leaf, Tensor))
 
 
 def refs_in(value: Any) -> Iterator[StoredTensor]:
     """Yield what stands for tensors in a nested value."""
-    return (leaf for leaf in leaves_in(value) if isinstance(leaf, StoredTensor))
+    return (leaf for leaf in tree_leaves(value, table=_CONTAINERS) if isinstance(leaf, StoredTensor))

@@ -11,7 +11,7 @@ built as usual.
     make()  ->  tensors on the meta device, operations  ->  initial_value(tensor): replays what leads to it
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from tp_core._trees import containers, tree_leaves, tree_map
 
 LEAST_NBYTES = 64 * 2**10
 """Smaller tensors get memory at once: code that builds a model often reads numbers from small tensors."""
@@ -109,6 +111,9 @@ class Ref:
     offset: int
 
 
+_ARGUMENTS = containers(stop=lambda cls: cls is Ref)  # a reference is a leaf, though a dataclass
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One recorded operation.
@@ -139,7 +144,8 @@ class Operation:
         def real(leaf: Any) -> Any:
             return view(memory, leaf) if isinstance(leaf, Ref) else leaf
 
-        args, kwargs = mapped(real, self.args), mapped(real, self.kwargs)
+        args = tree_map(real, self.args, table=_ARGUMENTS)
+        kwargs = tree_map(real, self.kwargs, table=_ARGUMENTS)
         state = self.generator_state
         if state is None:
             results = self.function(*args, **kwargs)
@@ -218,7 +224,7 @@ class Recorder(TorchDispatchMode):
             return self._call(func, args, kwargs or {})
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [leaf for leaf in leaves_in([list(args), kwargs]) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves([list(args), kwargs]) if isinstance(leaf, Tensor)]
         deferred = [tensor for tensor in tensors if self._knows(tensor)]
         if not deferred:
             return self._make(func, args, kwargs) if not tensors else func(*args, **kwargs)
@@ -248,7 +254,9 @@ class Recorder(TorchDispatchMode):
     def _draw(self, func: Any, args: Any, kwargs: Any, written: Tensor | None) -> Tensor:
         """Run a random operation in temporary memory, to advance the generator; return the state before."""
         state = _state_of(kwargs)
-        others = [t for t in leaves_in([list(args)[1:], kwargs]) if isinstance(t, Tensor) and self._knows(t)]
+        others = [
+            t for t in tree_leaves([list(args)[1:], kwargs]) if isinstance(t, Tensor) and self._knows(t)
+        ]
         if written is not None and written is args[0] and not others:
             memory = torch.empty_strided(written.size(), written.stride(), dtype=written.dtype)
             func(memory, *args[1:], **kwargs)
@@ -265,7 +273,7 @@ class Recorder(TorchDispatchMode):
         named = kwargs
         if kwargs.get("device") is not None:
             named = kwargs | {"device": torch.device("meta")}
-        shapes = func(*mapped(as_meta, list(args)), **mapped(as_meta, named))
+        shapes = func(*tree_map(as_meta, list(args)), **tree_map(as_meta, named))
         return self._note(func, args, kwargs, state, written, shapes)
 
     def _note(
@@ -279,18 +287,15 @@ class Recorder(TorchDispatchMode):
                 made.append((place, key))
         if written is None and not made:
             return results  # a view, which is known by its storage
-        refs, named = mapped(self._ref, list(args)), mapped(self._ref, kwargs)
-        reads = {leaf.storage for leaf in leaves_in([refs, named]) if isinstance(leaf, Ref)}
+        refs, named = tree_map(self._ref, list(args)), tree_map(self._ref, kwargs)
+        leaves = tree_leaves([refs, named], table=_ARGUMENTS)
+        storages = [leaf.storage for leaf in leaves if isinstance(leaf, Ref)]
+        reads = set(storages)
         target = None if written is None else self._key(written)
         overwrites = (
             written is not None and _covers(written) and func._schema.name.split("::")[1] in _OVERWRITE
         )
-        if (
-            overwrites
-            and target is not None
-            and sum(isinstance(leaf, Ref) and leaf.storage == target for leaf in leaves_in([refs, named]))
-            == 1
-        ):
+        if overwrites and target is not None and storages.count(target) == 1:
             reads.discard(target)
         operation = Operation(func, refs, named, state, tuple(made), frozenset(reads), target, overwrites)
         for key in [*(key for _, key in made), *([] if target is None else [target])]:
@@ -324,7 +329,7 @@ class Recorder(TorchDispatchMode):
         def real(leaf: Any) -> Any:
             return self.value(leaf) if isinstance(leaf, Tensor) and self._knows(leaf) else leaf
 
-        return mapped(real, value)
+        return tree_map(real, value)
 
     # -- values --------------------------------------------------------------------------------
 
@@ -378,24 +383,3 @@ def _state_of(kwargs: Any) -> Tensor:
     generator = kwargs.get("generator")
     state: Tensor = torch.get_rng_state() if generator is None else generator.get_state()
     return state
-
-
-# -- nested arguments -------------------------------------------------------------------------------
-
-
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(function, item) for item in value)
-    if isinstance(value, dict):
-        return {key: mapped(function, item) for key, item in value.items()}
-    return function(value)
-
-
-def leaves_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves_in(item)
-    else:
-        yield value

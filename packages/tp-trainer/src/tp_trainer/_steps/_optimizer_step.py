@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.data import Share
+from tp_core.data import Share, near_power_of_two
 from tp_core.errors import ConfigError, NonFiniteLossError
 from tp_core.internal import zero_backward
 from tp_core.plugins import Session
@@ -73,11 +73,6 @@ def add_nothing(session: Session, loss: Tensor, **graph: bool) -> None:
 def counts_as_nothing(session: Session) -> bool:
     """Return whether the current backward pass of this rank comes from :func:`add_nothing`."""
     return session in _adding_nothing
-
-
-def near_power_of_two(number: float) -> float:
-    """Return a power of two near ``number``: a multiplication by it does not round."""
-    return math.ldexp(1.0, round(math.log2(number)))
 
 
 # -- The optimizer step, from one or several batches ----------------------------------------------
