@@ -803,6 +803,31 @@ def test_models_of_transformers_that_cannot_be_split_are_refused(two_ranks, name
     assert re.search(said, text)
 
 
+def trained_as_it_is(name, seed):
+    """Train a model in float64 that computes in float32 inside, with weights of a seed."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    model = families.make_model(name)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.02)
+    loader = DataLoader(families.Samples(name, "none"), batch_size=families.ROWS)
+    with Trainer(backend="context", devices="cpu", seed=0, progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        trainer.fit(model, optimizer, loader, step=families.step, epochs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("name", ["olmo2", "gemma2"])  # norms in float32; weights of attention in one run
+def test_a_check_in_float64_allows_for_what_a_model_computes_in_float32(two_ranks, name):
+    for seed in range(4):
+        two_ranks.run(trained_as_it_is, name, seed)
+
+
 def adapted(backend):
     """Train adapters of peft; return losses, the state, and what the model then generates."""
     import peft

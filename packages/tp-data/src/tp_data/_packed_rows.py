@@ -10,16 +10,26 @@ A row with documents of 3 and 2 tokens, and one token of padding::
     other
 """
 
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from tp_core import recursive_to, tree_leaves
+from tp_core import recursive_to
+from tp_core.compare import (
+    Bound,
+    ComputedTypes,
+    LocalTensor,
+    Recording,
+    TensorPlace,
+    coarsest,
+    distance,
+    nudged,
+    relative_error,
+    undisturbed,
+)
 from tp_core.data import CountedBatch
 from tp_core.errors import ConfigError, LoaderError, ModelError
 
@@ -318,16 +328,15 @@ def document_block_mask(
 
 
 _LENGTHS = (7, 12, 5)  # of the documents that are tried; none is a multiple of another
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 3e-4}
-_ROUGH = 5e-2  # in half precision
 
 
-class _Run(NamedTuple):
-    """What one run of a step returned: outputs by module as they end, the loss, the labels that count."""
+class _RowRun(NamedTuple):
+    """What one run of a step returned: outputs as modules end, the loss, the labels that count, the types."""
 
-    outputs: list[tuple[str, list[Tensor]]]
+    outputs: Mapping[TensorPlace, LocalTensor]
     loss: float | None
     weight: float
+    dtypes: frozenset[torch.dtype]
 
 
 @torch.no_grad()
@@ -363,10 +372,17 @@ def check_packing(
     step = step or (lambda module, values: module(**values))
     documents = _documents(batch)
     device = batch["input_ids"].device
-    with _undisturbed(model):
-        packed = _run(step, model, form, documents, device)
-        alone = [_run(step, model, form, [document], device, is_plain=is_plain) for document in documents]
-    problem = _compare(model, packed, alone)
+    run = partial(_run, step, model, form, device=device)
+    with undisturbed(model):
+        model.eval()
+        packed = run(documents)
+        alone = near = [run([document], is_plain=is_plain) for document in documents]
+        found = [one.dtypes for one in (packed, *alone)]
+        dtype = coarsest({parameter.dtype for parameter in model.parameters()}.union(*found))
+        if dtype != torch.float64:
+            with nudged(model, dtype):
+                near = [run([document], is_plain=is_plain) for document in documents]
+    problem = _compare(model, packed, alone, near, Bound.of([dtype]))
     if problem:
         msg = (
             f"this model mixes up the documents of packed rows: {problem}. Take another form of their "
@@ -399,140 +415,85 @@ def _run(
     model: nn.Module,
     form: RowForm,
     documents: Sequence[Mapping[str, Tensor]],
-    device: torch.device,
     *,
+    device: torch.device,
     is_plain: bool = False,
-) -> _Run:
+) -> _RowRun:
     batch = form.make([[(d, 0, None) for d in documents]], sum(len(d["input_ids"]) for d in documents))
     if is_plain:
         for name in batch.keys() - documents[0].keys():
             del batch[name]
     batch = recursive_to(batch, device)
-    outputs: list[tuple[str, list[Tensor]]] = []
-    # Replicas share the hooks of a module, and each is checked in the thread of its device.
-    mine = threading.get_ident()
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if threading.get_ident() != mine:
-                return
-            leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-            outputs.append((name, [t.detach().clone() for t in leaves]))
-
-        return hook
-
-    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
     try:
-        output = step(model, batch)
+        with Recording(model) as recording, ComputedTypes() as computed:
+            output = step(model, batch)
     except Exception as error:
         what = "packed documents" if len(documents) > 1 else "a document by itself"
         msg = (
             f"the step fails on a short row with {what}, by which packing is checked: "
-            f"{type(error).__name__}: "
-            f"{error!s:.300}"
+            f"{type(error).__name__}: {error!s:.300}"
         )
         raise ModelError(msg) from error
-    finally:
-        for handle in handles:
-            handle.remove()
     loss = output.get("loss") if isinstance(output, Mapping) else output
     is_loss = isinstance(loss, Tensor) and loss.numel() == 1
     weight = output.get("weight", batch.weight()) if isinstance(output, Mapping) else batch.weight()
-    return _Run(outputs, float(loss) if is_loss else None, 1.0 if weight is None else float(weight))  # type: ignore[arg-type]  # a tensor
-
-
-def _compare(model: nn.Module, packed: _Run, alone: Sequence[_Run]) -> str:
-    """Return the sentence of the first difference, or nothing."""
-    limit = max(
-        (_TOLERANCE.get(p.dtype, _ROUGH) for p in model.parameters()), default=_TOLERANCE[torch.float32]
+    return _RowRun(
+        recording.outputs,
+        float(loss) if is_loss else None,  # type: ignore[arg-type]  # a tensor
+        1.0 if weight is None else float(weight),
+        frozenset(computed.dtypes),
     )
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        limit = _ROUGH
-    tokens = sum(_LENGTHS)
+
+
+def _compare(
+    model: nn.Module, packed: _RowRun, alone: Sequence[_RowRun], near: Sequence[_RowRun], bound: Bound
+) -> str:
+    """Return the sentence of the first difference, or nothing; ``near`` has roundings of its own."""
     is_off, first = False, ""
     modules = dict(model.named_modules())
-    for place, (name, whole) in enumerate(packed.outputs):
-        parts = [run.outputs[place] for run in alone if len(run.outputs) > place]
-        if len(parts) < len(alone) or any(part[0] != name for part in parts):
-            break  # the order of modules depends on the tokens, as with routed experts
-        for i, value in enumerate(whole):
-            pieces = [part[1][i] for part in parts]
-            if (
-                value.dim() < 2
-                or value.shape[:2] != (1, tokens)
-                or any(p.dim() != value.dim() for p in pieces)
-            ):
-                continue
-            if [p.size(1) for p in pieces] != list(_LENGTHS):
-                continue
-            joined = torch.cat(pieces, 1)
-            difference = float(
-                ((value - joined).abs().max() / (joined.abs().max() + 1e-30)).nan_to_num(torch.inf)
-            )
-            if difference > limit:
-                is_off = is_off or not name
-                first = first or (
-                    f"{name or 'the model'!r} ({type(modules[name]).__name__}) computes something else for "
-                    f"a document "
-                    f"in a row with others than for the document alone (a difference of {difference:.1e})"
-                )
-    expected = None
-    if packed.loss is not None and all(run.loss is not None for run in alone):
-        expected = sum((run.loss or 0.0) * run.weight for run in alone) / sum(run.weight for run in alone)
-        # Models of transformers make the loss in float32, also those in float64.
+    for place, (value, _) in packed.outputs.items():
+        expected, rounded = _joined(place, value, alone), _joined(place, value, near)
+        if expected is None or distance(expected, value) <= bound.limit(expected, rounded):
+            continue
+        is_off = is_off or not place.module
+        first = first or (
+            f"{place.module or 'the model'!r} ({type(modules[place.module]).__name__}) computes something "
+            "else for a document in a row with others than for the document alone (a difference of "
+            f"{relative_error(expected, value):.1e})"
+        )
+    means = _mean_loss(alone), _mean_loss(near)
+    if packed.loss is not None and means[0] is not None:
+        mean, rounded_mean = (torch.tensor(one, dtype=torch.float64) for one in means)
         total = sum(run.loss or 0.0 for run in alone)  # of a loss that is a sum
-        near = max(limit, 1e-5) * (abs(expected) + 1e-3)
-        is_off = is_off or not min(abs(packed.loss - expected), abs(packed.loss - total)) <= near
+        limit = bound.limit(mean, rounded_mean, max(1.0, abs(means[0])))
+        is_off = is_off or not min(abs(packed.loss - means[0]), abs(packed.loss - total)) <= limit
     if not is_off:
         return ""
     return first or (
-        f"its loss is {packed.loss:.6g} for three documents in a row, and {expected:.6g} for the mean over "
-        f"their "
-        "labels when each is alone"
+        f"its loss is {packed.loss:.6g} for three documents in a row, and {means[0]:.6g} for the mean over "
+        "their labels when each is alone"
     )
 
 
-class _Shared:
-    """Keeps what threads share as it was: the CPU's generator, and what torch compiles.
+def _joined(place: TensorPlace, row: Tensor, alone: Sequence[_RowRun]) -> Tensor | None:
+    """Return what a module returned for documents alone as one row; ``None`` where these are no tokens.
 
-    Devices of one process check at the same time. So the first to begin changes it, and the last restores it.
+    Such as the rows of a routed expert, which runs for some tokens alone.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._threads, self._kept = threading.Lock(), 0, ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._threads:
-                self._kept.enter_context(torch.random.fork_rng([]))
-                if (
-                    "torch._dynamo" in sys.modules
-                ):  # a compiled model would compile for each of the short rows
-                    self._kept.enter_context(torch.compiler.set_stance("force_eager"))
-            self._threads += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._threads -= 1
-            if not self._threads:
-                self._kept.close()
+    found = [run.outputs[place].tensor for run in alone if place in run.outputs]
+    tokens = sum(_LENGTHS)
+    is_row = row.dim() >= 2 and row.shape[:2] == (1, tokens)
+    if not is_row or len(found) < len(alone) or any(piece.dim() != row.dim() for piece in found):
+        return None
+    if [piece.size(1) for piece in found] != list(_LENGTHS):
+        return None
+    return torch.cat(found, 1)
 
 
-_shared = _Shared()
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluate without a trace: modes, buffers and generators are restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    try:
-        with _shared, torch.random.fork_rng(devices):
-            model.eval()
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for buffer, value in buffers:
-            buffer.copy_(value)
+def _mean_loss(alone: Sequence[_RowRun]) -> float | None:
+    """Return the mean loss over the labels of all documents; ``None`` where one has no loss."""
+    losses = [run.loss for run in alone if run.loss is not None]
+    if len(losses) < len(alone):
+        return None
+    weights = [run.weight for run in alone]
+    return sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)

@@ -4,6 +4,7 @@ A difference is the norm of what one tensor has and the other has not, in float6
 largest single element of two runs in bfloat16 varies from draw to draw, their distance hardly.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -234,6 +235,8 @@ def nudged(model: nn.Module, dtype: torch.dtype, *, seed: int = 0) -> Iterator[N
     """
     generators: dict[torch.device, torch.Generator] = {}
     factor = 1 - torch.finfo(dtype).eps / 2
+    # Replicas share a module's hooks, and each is checked in the thread of its device.
+    mine = threading.get_ident()
 
     def move(value: Any) -> Any:
         if type(value) in (tuple, list):
@@ -248,7 +251,7 @@ def nudged(model: nn.Module, dtype: torch.dtype, *, seed: int = 0) -> Iterator[N
         return torch.where(drawn, value * factor, value)
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
-        return move(output)
+        return move(output) if threading.get_ident() == mine else output
 
     innermost = [module for module in model.modules() if next(module.children(), None) is None]
     handles = [module.register_forward_hook(hook) for module in innermost]
