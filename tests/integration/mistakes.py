@@ -803,7 +803,7 @@ MISTAKES = {
     ),
     "dp-gather: texts for rows": (
         lambda: tp_dp_gather.DataParallel(model(), TWO)(ROWS, ["a"] * 4),
-        "it is a list of 4, and there are as many rows",
+        "is a list as long as the batch, which has 4 rows",
     ),
     "dp-gather: other rows": (
         lambda: tp_dp_gather.DataParallel(nn.Bilinear(3, 3, 1), TWO)(ROWS, ROWS[:3]),

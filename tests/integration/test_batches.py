@@ -173,64 +173,83 @@ def squared(output):
 
 
 class Case(NamedTuple):
-    """A kind of batch: what collates it, the step, and the errors of ``dp-gather`` and ``tuple``, if any."""
+    """A kind of batch: what collates it, the step, and the errors of ``dp-gather`` and ``tuple``, if any.
+
+    Attributes:
+        options: What the options of ``dp-gather`` say of the values that are not tensors.
+    """
 
     collate: Any
     step: Any
     gather: str | None = None
     parts: str | None = None
+    options: dict[str, tuple[str | int, ...]] = {}
 
 
-MORE = "as many rows"
+UNTOLD = "so that it may have an entry for each row|same number of rows"
+SECOND = {"samples": (1,)}
+ROWS = {"samples": ("rows",)}
+TEXTS = {"samples": ("texts",)}
 CASES = {
-    "texts": Case(collated(t=of("text")), calls("texts", "t")),
-    "texts in a tuple": Case(collated(t=of("text", tuple)), calls("texts", "t")),
+    "texts": Case(collated(t=of("text")), calls("texts", "t"), options=SECOND),
+    "texts in a tuple": Case(collated(t=of("text", tuple)), calls("texts", "t"), options=SECOND),
     "texts of torch's collate": Case(
-        lambda items: default_collate([{"x": i["x"], "t": i["text"]} for i in items]), calls("texts", "t")
+        lambda items: default_collate([{"x": i["x"], "t": i["text"]} for i in items]),
+        calls("texts", "t"),
+        options=SECOND,
     ),
     "pairs of torch's collate": Case(
         lambda items: default_collate([(i["x"], i["text"]) for i in items]),
         whole(lambda m, b: squared(m(b[0], b[1], how="texts"))),
+        options=SECOND,
     ),
     "texts by name": Case(
-        collated(texts=of("text")), whole(lambda m, b: squared(m(b["x"], how="texts", texts=b["texts"])))
+        collated(texts=of("text")),
+        whole(lambda m, b: squared(m(b["x"], how="texts", texts=b["texts"]))),
+        options=TEXTS,
     ),
     "arrays": Case(collated(k=of("k", np.array)), calls("factors", "k")),
     "arrays made by the step": Case(
         collated(k=of("k", np.array)), whole(lambda m, b: squared(m(b["x"], b["k"] * 2, how="factors")))
     ),
-    "numbers in a list": Case(collated(k=of("k")), calls("factors", "k")),
+    "numbers in a list": Case(collated(k=of("k")), calls("factors", "k"), options=SECOND),
     "numbers in a tensor": Case(collated(k=of("k", torch.tensor)), calls("factors", "k")),
-    "sequences in a list": Case(collated(s=of("sequence")), calls("sequences", "s")),
+    "sequences in a list": Case(collated(s=of("sequence")), calls("sequences", "s"), options=SECOND),
     "equal sequences in a list": Case(
-        collated(s=lambda items: [torch.stack([i["x"]] * 10) for i in items]), calls("sequences", "s")
+        collated(s=lambda items: [torch.stack([i["x"]] * 10) for i in items]),
+        calls("sequences", "s"),
+        options=SECOND,
     ),
-    "sequences alone": Case(of("sequence"), whole(lambda m, b: squared(m(b)), Sequences)),
+    "sequences alone": Case(of("sequence"), whole(lambda m, b: squared(m(b)), Sequences), options=ROWS),
     "equal sequences alone": Case(
         lambda items: [torch.stack([i["x"]] * 10) for i in items],
         whole(lambda m, b: squared(m(b)), Sequences),
+        options=ROWS,
     ),
     "tuples of images and targets": Case(
         lambda items: tuple(zip(*((i["sequence"], {"k": i["k"]}) for i in items), strict=True)),
         whole(lambda m, b: squared(m(b[0]) * torch.tensor([t["k"] for t in b[1]])), Sequences),
+        options=ROWS,
     ),
     "sequences moved by the step": Case(
         of("sequence"),
         whole(lambda m, b: squared(m([s * 2 for s in b])), Sequences),
-        gather="give the list as it is in the loader's batch|same number of rows",
-        parts="",
+        options=ROWS,
     ),
     "texts made by the step": Case(
         collated(t=of("text")),
         whole(lambda m, b: squared(m(b["x"], [t + "0" for t in b["t"]], how="texts"))),
-        gather=MORE,
-        parts="",
+        options=SECOND,
     ),
     "objects": Case(
-        lambda items: {"x": torch.stack([i["x"] for i in items]), "o": items}, calls("objects", "o")
+        lambda items: {"x": torch.stack([i["x"] for i in items]), "o": items},
+        calls("objects", "o"),
+        options=SECOND,
     ),
     "no collation at all": Case(
-        list, whole(lambda m, b: squared(m(torch.stack([i["x"] for i in b]), b, how="objects")))
+        list,
+        whole(lambda m, b: squared(m(torch.stack([i["x"] for i in b]), b, how="objects"))),
+        options=SECOND,
     ),
     "packed sequences": Case(collated(p=sequences(packed(False))), calls("packed", "p")),
     "packed alone": Case(
@@ -256,6 +275,7 @@ CASES = {
     "dataclass that derives": Case(
         collated(d=lambda items: Derived(torch.stack([i["x"] for i in items]), [i["text"] for i in items])),
         calls("derived", "d"),
+        options=TEXTS,
     ),
     "dataclass that derives and forgets": Case(
         collated(d=lambda items: Positions(torch.stack([i["x"] for i in items]), 0)),
@@ -266,6 +286,7 @@ CASES = {
     "named tuple": Case(
         collated(p=lambda items: Pair(torch.stack([i["x"] for i in items]), [i["text"] for i in items])),
         calls("named", "p"),
+        options=TEXTS,
     ),
     "dicts of dicts": Case(
         collated(
@@ -275,22 +296,25 @@ CASES = {
             }
         ),
         calls("deep", "d"),
+        options={"samples": ("a.texts",)},
     ),
     "pairs of views": Case(
         lambda items: default_collate([{"x": i["x"], "v": (i["x"], 2 * i["x"])} for i in items]),
         calls("pairs", "v"),
     ),
-    "a pair of numbers for all": Case(collated(two=lambda _: (2.0, 3.0)), calls("two", "two")),
+    "a pair of numbers for all": Case(
+        collated(two=lambda _: (2.0, 3.0)), calls("two", "two"), options={"broadcast": (1,)}
+    ),
     "an opaque batch": Case(
         collated(o=lambda items: Opaque(torch.stack([i["x"] for i in items]))),
         calls("opaque", "o"),
-        gather="a Opaque of the batch",
+        gather="a Opaque around a tensor as long",
         parts="",
     ),
     "a set": Case(
         collated(s=lambda items: {i["text"] for i in items}),
         calls("set", "s"),
-        gather="a set of the batch",
+        gather="a set as long",
         parts="different",
     ),
     "time first in": Case(
@@ -324,12 +348,14 @@ CASES = {
 }
 
 
-def trained(case, backend, *, data=Samples, devices=("cpu", "cpu"), workers=0):
+def trained(case, backend, *, data=Samples, devices=("cpu", "cpu"), workers=0, options=None):
     """Return the losses and weights of two epochs, and the backend that was taken."""
     torch.manual_seed(0)
     model = case.step.model()
     loader = DataLoader(data(), batch_size=BATCH, collate_fn=case.collate, num_workers=workers)
     where = {"devices": "cpu"} if backend == "single" else {"devices": list(devices), "backend": backend}
+    if backend == "dp-gather":
+        where["options"] = {"dp-gather": case.options if options is None else options}
     with Trainer(progress=False, seed=0, **where) as trainer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         limits = Limits(steps_per_epoch=3) if data is Stream else None
@@ -350,6 +376,12 @@ def test_gathered_devices_train_as_one_or_say_why_not(name):
     else:
         with pytest.raises((ConfigError, StepError, TypeError, ValueError), match=case.gather):
             trained(case, "dp-gather")
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.options])
+def test_gathered_devices_refuse_what_is_not_told(name):
+    with pytest.raises(ConfigError, match=UNTOLD):
+        trained(CASES[name], "dp-gather", options={})
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.parts != "different"])
@@ -521,40 +553,15 @@ def test_a_step_returns_packed_sequences_nested_tensors_and_single_rows_of_each_
             assert output["scores"].shape == (count, 1)
 
 
-class Strict:
-    """Takes batches of some sizes alone, and writes to the samples it is given."""
+def test_a_collate_function_is_called_once_for_each_batch():
+    sizes = []
 
-    def __init__(self, *sizes):
-        self.sizes = sizes
+    def collate(items):
+        sizes.append(len(items))
+        return torch.stack([item["x"] for item in items])
 
-    def __call__(self, items):
-        if len(items) not in self.sizes:
-            msg = f"not {len(items)}"
-            raise ValueError(msg)
-        for item in items:
-            item["x"] *= 2
-        return {"x": [item["x"] for item in items], "w": torch.arange(4.0, dtype=torch.float64)}
-
-
-@pytest.mark.parametrize(("sizes", "is_known"), [((4, 8), True), ((4,), False)])
-def test_a_collate_function_of_few_sizes_is_asked_for_twice_as_many_or_it_is_said(sizes, is_known, caplog):
-    def step(model, batch):
-        return model(batch["x"], batch["w"]).square().mean()
-
-    class Weighed(Model):
-        def forward(self, rows, weights):
-            return self.each(rows) * weights.sum()
-
-    losses = {}
-    for backend in ("single", "dp-gather"):
-        torch.manual_seed(0)
-        model, devices = Weighed(), "cpu" if backend == "single" else ["cpu"] * 2
-        data = [{"x": torch.full((3,), float(i), dtype=torch.float64)} for i in range(8)]
-        loader = DataLoader(data, 4, collate_fn=Strict(*sizes))
-        with Trainer(progress=False, seed=0, backend=backend, devices=devices) as trainer:
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-            losses[backend] = trainer.fit(model, optimizer, loader, step=step)[-1].metrics["loss"]
-    found = [r.message for r in caplog.records if "takes no other number of samples than 4" in r.message]
-    assert bool(found) is not is_known
-    if is_known:
-        assert losses["dp-gather"] == pytest.approx(losses["single"], rel=1e-9)
+    with Trainer(progress=False, seed=0, devices=["cpu", "cpu"], backend="dp-gather") as trainer:
+        loader = DataLoader(Samples(), BATCH, collate_fn=collate)
+        model, prepared = trainer.prepare(Model(), loader, training=False)
+        assert [len(model(batch)) for batch in prepared] == [6, 6, 2]
+    assert sizes == [6, 6, 2]

@@ -1,6 +1,8 @@
 """By hand: what may have an entry for each row is refused unless it is named; one value stays one."""
 
+from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,23 +30,135 @@ def seen(extra, **options):
     return found
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        list("abcd"),
-        tuple("abcd"),
-        np.arange(4),
-        [torch.ones(7, 2)] * 4,
-        [{"k": 1}] * 4,
-        {"deep": [1, 2, 3, 4]},
-    ],
-    ids=["list", "tuple", "array", "tensors", "dicts", "deep"],
-)
-def test_as_many_entries_as_rows_are_refused_unless_they_are_named(extra):
-    with pytest.raises(ConfigError, match=r"argument 'extra': it is a .* of 4, and there are as many rows"):
+AS_LONG = {
+    "list": list("abcd"),
+    "tuple": tuple("abcd"),
+    "tensors": [torch.ones(7, 2)] * 4,
+    "scalars": [torch.tensor(1.0)] * 4,
+    "dicts": [{"k": 1}] * 4,
+    "records": [{"x": torch.ones(4, 2)}] * 4,
+    "ragged": [torch.ones(n, 2) for n in (4, 4, 4, 1)],
+}
+
+
+@pytest.mark.parametrize("extra", AS_LONG.values(), ids=AS_LONG)
+def test_what_is_as_long_as_the_batch_is_split_or_whole_or_refused(extra):
+    with pytest.raises(
+        ConfigError,
+        match=r"'extra' is a (list|tuple) as long as the batch, which has 4 rows.*"
+        r'samples=\("extra",\) splits it, and broadcast=\("extra",\) gives all of it to each device',
+    ):
         seen(extra)
     for name in ("extra", 1):
         assert all(part is extra for part in seen(extra, broadcast=[name]))
+        first, second = seen(extra, samples=[name])
+        assert type(first) is type(second) is type(extra)
+        assert all(a is b for a, b in zip((*first, *second), extra, strict=True))
+
+
+def test_a_path_or_a_key_at_any_depth_names_a_value():
+    extra = {"a": {"names": list("abcd")}, "b": {"names": [1, 2, 3, 4]}}
+    with pytest.raises(ConfigError, match=r'\'extra.a.names\' is a list.*samples=\("extra.a.names",\)'):
+        seen(extra)
+    with pytest.raises(ConfigError, match=r"'extra.b.names' is a list"):
+        seen(extra, samples="a.names")
+    both = [{"a": {"names": list("ab")}, "b": {"names": [1, 2]}}, extra["b"]]
+    assert seen(extra, samples="names")[0] == both[0]
+    assert seen(extra, samples="extra")[0] == both[0]
+    assert seen(extra, samples="extra.a", broadcast="b")[0] == {"a": both[0]["a"], "b": extra["b"]}
+
+
+def test_a_list_of_values_is_searched_though_it_is_as_long_as_the_batch():
+    values = [torch.arange(4.0), list("abcd"), None, torch.tensor(0.5)]
+    with pytest.raises(ConfigError, match=r"'extra.1' is a list as long as the batch"):
+        seen(values)
+    first, _ = seen(values, samples="extra.1")
+    assert first == [pytest.approx(torch.arange(2.0)), ["a", "b"], None, 0.5]
+    first, _ = seen([{"x": torch.arange(4.0)}, {"y": torch.ones(4)}, 1, 2])
+    assert first[0]["x"].tolist() == [0, 1]
+
+
+def test_a_name_within_a_list_of_dicts_makes_it_one_of_values():
+    levels = [{"x": torch.arange(4.0) * k} for k in range(4)]
+    assert [level["x"].tolist() for level in seen(levels, samples="x")[0]] == [[0, k] for k in range(4)]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [range(4), deque("abcd"), {1, 2, 3, 4}, dict.fromkeys("abcd"), bytearray(4)],
+    ids=lambda extra: type(extra).__name__,
+)
+def test_what_cannot_be_cut_is_refused_and_can_be_broadcast(extra):
+    kind = type(extra).__name__
+    with pytest.raises(ConfigError, match=f"'extra' is a {kind} as long as the batch"):
+        seen(extra)
+    assert all(part is extra for part in seen(extra, broadcast="extra"))
+    if kind != "dict":
+        with pytest.raises(ConfigError, match=f"a {kind} cannot be cut; make it a list"):
+            seen(extra, samples="extra")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["abcd", b"abcd", torch.Size([4, 1, 1, 1]), nn.Sequential(*[nn.Identity()] * 4), list("abc"), {"k": 4}],
+    ids=lambda extra: type(extra).__name__,
+)
+def test_one_value_and_what_has_another_length_is_in_every_part(extra):
+    assert all(part is extra for part in seen(extra))
+
+
+def test_an_object_around_a_tensor_with_rows_is_refused():
+    with pytest.raises(ConfigError, match="'extra' is a SimpleNamespace"):
+        seen(SimpleNamespace(x=torch.ones(4, 2)))
+
+
+def test_arrays_are_cut_by_rows_like_tensors():
+    first, second = seen(np.arange(4))
+    assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3])
+    assert all(part == 3 for part in seen(np.array(3)))
+
+
+@pytest.mark.parametrize(("extra", "got"), [(torch.ones(7, 2), 7), (np.ones(7), 7), (torch.ones(2), 2)])
+def test_other_rows_than_the_batch_has_are_refused_unless_they_are_broadcast(extra, got):
+    with pytest.raises(
+        ConfigError,
+        match=rf"same number of rows along dim 0, got 4 and {got} \('extra': .*broadcast=\(\"extra\",\)",
+    ):
+        seen(extra)
+    assert all(part is extra for part in seen(extra, broadcast="extra"))
+
+
+def test_a_tensor_without_the_dimension_of_the_rows_is_refused():
+    net = DataParallel(Function(lambda x, e: x + e), ["cpu", "cpu"], dim=1)
+    with pytest.raises(ConfigError, match="along dim 1, got 4 and none"):
+        net(torch.ones(3, 4), torch.ones(4))
+    assert net(torch.ones(3, 4), torch.tensor(1.0)).sum() == 24
+
+
+def test_samples_must_be_as_many_as_there_are_rows():
+    with pytest.raises(ConfigError, match=r"what samples= names.* got 4 and 3 \('extra': a list of 3\)"):
+        seen(list("abc"), samples="extra")
+
+
+def test_a_list_of_samples_is_split_without_any_other_rows():
+    net = DataParallel(Function(lambda x, _: torch.stack([row.sum() for row in x])), ["cpu"] * 2, samples="x")
+    assert net([torch.ones(n) for n in (1, 5, 2)]).tolist() == [1, 5, 2]
+    assert net([{"x": torch.tensor(1.0)}["x"]]).tolist() == [1]
+
+
+def test_a_list_of_dicts_alone_is_refused_and_lists_of_tensors_are_cut_as_in_torch():
+    images = [{"image": torch.ones(3, 2)} for _ in range(4)]
+    with pytest.raises(ConfigError, match="'x' is a list, and no tensors are outside of it"):
+        DataParallel(Function(lambda x, _: x), ["cpu"] * 2)(images)
+    with pytest.raises(ConfigError, match=r'got 3 and 4 .*so is a list with .*: samples=\("x",\)'):
+        DataParallel(Function(lambda x, _: x), ["cpu"] * 2)([torch.ones(3), torch.ones(4)])
+    pair = DataParallel(Function(lambda x, _: x), ["cpu"] * 2)([torch.ones(2, 1), torch.ones(2, 1)])
+    assert [part.shape for part in pair] == [(2, 1)] * 2
+
+
+def test_one_name_cannot_stand_for_both():
+    with pytest.raises(ConfigError, match=r"samples and broadcast both name 'extra'"):
+        seen(None, samples=["extra"], broadcast=["extra"])
 
 
 def test_other_lengths_and_values_of_several_rows_are_as_they_were():
@@ -56,8 +170,12 @@ def test_other_lengths_and_values_of_several_rows_are_as_they_were():
 
 
 def test_functions_refuse_what_the_wrapper_refuses():
-    with pytest.raises(ConfigError, match="as many rows"):
-        scatter({"x": torch.ones(4), "names": list("abcd")}, ["cpu", "cpu"])
+    inputs = {"x": torch.ones(4), "names": list("abcd")}
+    with pytest.raises(ConfigError, match=r'samples=\("inputs.names",\) splits it'):
+        scatter(inputs, ["cpu", "cpu"])
+    pieces = scatter(inputs, ["cpu", "cpu"], samples="names")
+    assert [piece["names"] for piece in pieces] == [["a", "b"], ["c", "d"]]
+    assert scatter(inputs, ["cpu", "cpu"], broadcast="inputs.names")[1]["names"] is inputs["names"]
     found = data_parallel(
         Function(lambda x, e: x * len(e)), (torch.ones(4), list("abcd")), ["cpu"] * 2, broadcast="extra"
     )

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -15,8 +16,9 @@ from tp_core.errors import ConfigError
 from tp_core.internal import device_of, to_device
 from tp_core.replicas import Replicas, ReplicaWrapper, untraced
 
+from tp_dp_gather._gather import Gathering, sorted_by_device
 from tp_dp_gather._loss import Criterion, parallel_loss
-from tp_dp_gather._scatter import Arguments, Gathering, Scattering, sorted_by_device, split_scattered
+from tp_dp_gather._scatter import Arguments, Scattering, split_scattered
 
 Device = int | str | torch.device
 T = TypeVar("T")
@@ -49,9 +51,12 @@ class DataParallel(ReplicaWrapper):
         except_keywords: Keys, at any depth of dicts, named tuples and dataclasses. Their values are not
             gathered: they become tuples of parts.
         sort_and_gather: Order the parts by their devices' indices instead of ``device_ids``.
-        broadcast: Arguments that each device gets whole: names of the module's parameters, or places of
-            positional arguments. Others that are no tensors are in each part, too; but a list, tuple or array
-            as long as the batch has rows is refused, as it may have an entry for each.
+        samples: What has an entry for each row, as a list of texts may, and is split like tensors. Names of
+            the module's parameters, places of positional arguments, or keys at any depth; several keys with
+            dots between them are a path: ``"targets.names"``.
+        broadcast: What each device gets whole, named in the same way: tensors with other rows, and lists that
+            are as long as the batch without an entry for each row. A list that is as long, holds more than
+            tensors, and is named in neither is refused.
 
     Attributes:
         module: The module.
@@ -77,6 +82,8 @@ class DataParallel(ReplicaWrapper):
         inputs_are_scattered: bool = False,
         except_keywords: Collection[str] | str = (),
         sort_and_gather: bool = False,
+        *,
+        samples: Collection[str | int] | str = (),
         broadcast: Collection[str | int] | str = (),
         **upstream: Any,
     ) -> None:
@@ -103,7 +110,7 @@ class DataParallel(ReplicaWrapper):
         self.inputs_are_scattered = inputs_are_scattered
         self.except_keywords = frozenset(keywords)
         self.sort_and_gather = sort_and_gather
-        self.scattering = Scattering(dim, frozenset(_as_names("broadcast", broadcast)))
+        self.scattering = _make_scattering(dim, samples, broadcast)
         self._unseen = set(keywords)
         self._criterion: Replicas | None = None
         self._recorded: list[Sequence[Any]] | None = None
@@ -163,10 +170,9 @@ class DataParallel(ReplicaWrapper):
 
     def _call_method(self, name: str, *inputs: Any, **kwargs: Any) -> Any:
         method = getattr(self.module, name)
-        has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((inputs, kwargs)))
-        if not has_tensors and self.scattering.rows({**dict(enumerate(inputs)), **kwargs}) is None:
-            return method(*inputs, **kwargs)
         arguments, sizes = self._scatter(inputs, kwargs, method)
+        if sizes is None and not any(isinstance(leaf, Tensor) for leaf in tree_leaves((inputs, kwargs))):
+            return method(*inputs, **kwargs)
         devices = self.replicas.devices
 
         def call(replica: nn.Module, part: Any) -> Any:
@@ -186,7 +192,7 @@ class DataParallel(ReplicaWrapper):
         return self.scattering.arguments(inputs, kwargs, most=len(self.device_ids), function=function)
 
     def _computing_parts(self, count: int) -> AbstractContextManager[None]:
-        batches = self.scattering.batches
+        batches = self.scattering.loaded
         if batches is None or count < 2:
             return nullcontext()
         return batches.computing_part("within the model's forward")
@@ -219,7 +225,7 @@ class DataParallel(ReplicaWrapper):
             The positional arguments of each part, and the keyword arguments of each.
 
         Raises:
-            ConfigError: Tensors have different numbers of rows, or a list, tuple or array is as long.
+            ConfigError: Tensors have different numbers of rows, or something else is as long.
         """
         devices = resolve_devices(device_ids)
         parts, _ = self.scattering.arguments(
@@ -291,7 +297,7 @@ class DataParallel(ReplicaWrapper):
             targets,
             replicas=self._replicas_of(criterion),
             device=self.output_device,
-            dim=self.dim,
+            scattering=replace(self.scattering, loaded=None),
             reduction=reduction,
         )
 
@@ -337,6 +343,18 @@ def _as_names(option: str, given: Collection[T] | str) -> "tuple[T | str, ...]":
     return tuple(given)
 
 
+def _make_scattering(
+    dim: int, samples: Collection[str | int] | str, broadcast: Collection[str | int] | str
+) -> Scattering:
+    split = frozenset(_as_names("samples", samples))
+    whole = frozenset(_as_names("broadcast", broadcast))
+    if split & whole:
+        both = ", ".join(sorted(map(repr, split & whole)))
+        msg = f"samples and broadcast both name {both}; what has an entry for each row goes to samples alone"
+        raise ConfigError(msg)
+    return Scattering(dim, split, whole)
+
+
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -349,6 +367,7 @@ def data_parallel(
     inputs_are_scattered: bool = False,
     except_keywords: Collection[str] | str = (),
     sort_and_gather: bool = False,
+    samples: Collection[str | int] | str = (),
     broadcast: Collection[str | int] | str = (),
 ) -> Any:
     """Run ``module`` once on several devices: the functional form of `DataParallel`.
@@ -369,7 +388,8 @@ def data_parallel(
         inputs_are_scattered: Each argument is a tuple or list of parts.
         except_keywords: Keys of values that are not gathered.
         sort_and_gather: Order the parts by their devices' indices.
-        broadcast: Arguments that each device gets whole.
+        samples: What has an entry for each row.
+        broadcast: What each device gets whole.
 
     Returns:
         The outputs, joined along ``dim`` on ``output_device``; or a tuple with each part's output, on its
@@ -393,6 +413,7 @@ def data_parallel(
         inputs_are_scattered=inputs_are_scattered,
         except_keywords=except_keywords,
         sort_and_gather=sort_and_gather,
+        samples=samples,
         broadcast=broadcast,
     )
     is_one = not isinstance(inputs, tuple) or isinstance(inputs, PackedSequence)  # a tuple by inheritance
@@ -400,10 +421,17 @@ def data_parallel(
     return wrapped(*args, **(module_kwargs or {}))
 
 
-def scatter(inputs: Any, target_devices: DeviceSpec, dim: int = 0) -> tuple[Any, ...]:
+def scatter(
+    inputs: Any,
+    target_devices: DeviceSpec,
+    dim: int = 0,
+    *,
+    samples: Collection[str | int] | str = (),
+    broadcast: Collection[str | int] | str = (),
+) -> tuple[Any, ...]:
     """Split the rows of all tensors in ``inputs``, one piece for each device, and move the pieces there.
 
-    Fewer rows than devices make fewer pieces; what is not a tensor is in each of them.
+    Fewer rows than devices make fewer pieces; what has no rows is in each of them.
 
     Collectives: forward copies the pieces to their devices; backward gathers the inputs' gradients.
 
@@ -411,13 +439,15 @@ def scatter(inputs: Any, target_devices: DeviceSpec, dim: int = 0) -> tuple[Any,
         inputs: A tensor, or anything around tensors.
         target_devices: The devices, as `tp_core.resolve_devices` takes them.
         dim: The dimension of the rows.
+        samples: What has an entry for each row: keys at any depth, or paths of keys.
+        broadcast: What each piece has whole.
 
     Returns:
         A tuple of pieces like ``inputs``, at most one for each device; their numbers of rows differ by at
         most one, larger ones first.
 
     Raises:
-        ConfigError: Tensors have different numbers of rows, or a list, tuple or array is as long.
+        ConfigError: Tensors have different numbers of rows, or something else is as long.
         DeviceError: ``target_devices`` names a device that this process does not have.
 
     Example:
@@ -425,10 +455,11 @@ def scatter(inputs: Any, target_devices: DeviceSpec, dim: int = 0) -> tuple[Any,
         [(3, 2), (2, 2)]
     """
     devices = resolve_devices(target_devices)
-    scattering = Scattering(dim)
-    sizes = scattering.sizes(inputs, most=len(devices))
-    pieces = scattering.parts(inputs, sizes) if len(sizes) > 1 else [inputs]
-    return tuple([to_device(piece, device) for piece, device in zip(pieces, devices, strict=False)])
+    scattering = _make_scattering(dim, samples, broadcast)
+    whole: dict[str | int, Any] = {"inputs": inputs}
+    sizes = scattering.sizes(whole, most=len(devices))
+    pieces = scattering.parts(whole, sizes) if len(sizes) > 1 else [whole]
+    return tuple([to_device(piece["inputs"], device) for piece, device in zip(pieces, devices, strict=False)])
 
 
 def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:

@@ -27,7 +27,7 @@ def parallel_loss(
     *,
     replicas: Replicas,
     device: torch.device,
-    dim: int,
+    scattering: Scattering,
     reduction: str | None,
 ) -> Tensor:
     """Return ``criterion(whole output, targets)``, computed where the parts of the output are.
@@ -42,8 +42,8 @@ def parallel_loss(
             "gather_to_one_device=False or except_keywords"
         )
         raise ConfigError(msg)
-    counts = [_rows(output, dim, i) for i, output in enumerate(outputs)]
-    parts = list(zip(outputs, _targets(targets, counts, dim), replicas.devices, strict=False))
+    counts = [_rows(output, scattering, i) for i, output in enumerate(outputs)]
+    parts = list(zip(outputs, _targets(targets, counts, scattering), replicas.devices, strict=False))
     own = _own_reduction(criterion)
     if own is not None and reduction is not None and own != reduction:
         msg = f"reduction={reduction!r} was asked for, and {_name(criterion)} itself has reduction={own!r}"
@@ -74,7 +74,7 @@ def parallel_loss(
         msg = f"the reduction is {how!r}, and the criterion returned a loss of shape {tuple(losses[0].shape)}"
         raise ConfigError(msg)
     if is_vector:
-        return torch.cat(losses, min(dim, losses[0].dim() - 1))
+        return torch.cat(losses, min(scattering.dim, losses[0].dim() - 1))
     stacked = torch.stack(losses)
     if how == "sum":
         return stacked.sum()
@@ -88,26 +88,25 @@ def parallel_loss(
     return torch.where(weights > 0, stacked, torch.zeros_like(stacked)).mul(shares).sum()
 
 
-def _rows(output: Any, dim: int, part: int) -> int:
-    rows = Scattering(dim).rows(output)
+def _rows(output: Any, scattering: Scattering, part: int) -> int:
+    rows = scattering.rows({"outputs": output})
     if rows is None:
-        msg = f"part {part} of the outputs has no rows along dim {dim}: {type(output).__name__}"
+        msg = f"part {part} of the outputs has no rows along dim {scattering.dim}: {type(output).__name__}"
         raise ConfigError(msg)
     return rows
 
 
-def _targets(targets: Any, counts: list[int], dim: int) -> list[Any]:
+def _targets(targets: Any, counts: list[int], scattering: Scattering) -> list[Any]:
     if isinstance(targets, tuple | list):
         if len(targets) != len(counts):
             msg = f"there are {len(counts)} parts of the output and {len(targets)} of the targets"
             raise ConfigError(msg)
         return list(targets)
-    scattering = Scattering(dim)
-    rows = scattering.rows(targets)
+    rows = scattering.rows({"targets": targets})
     if rows != sum(counts):
-        msg = f"the targets have {rows} rows along dim {dim}, and the outputs have {sum(counts)}"
+        msg = f"the targets have {rows} rows along dim {scattering.dim}, and the outputs have {sum(counts)}"
         raise ConfigError(msg)
-    return scattering.parts(targets, counts)
+    return [part["targets"] for part in scattering.parts({"targets": targets}, counts)]
 
 
 def _own_reduction(criterion: Any) -> str | None:

@@ -1,124 +1,76 @@
-"""The scatter: values of a batch with an entry for each sample, and arguments cut into parts; and the gather.
+"""The scatter: arguments are cut into a part for each device, by the rows of tensors and by what is declared.
 
-A list of 8 texts beside tensors of 8 rows is cut like them. ``[inputs, targets]`` is not, though there may
-be two rows, nor is a mask over 8 time steps. The lengths of one batch cannot distinguish them. So the session
-counts the samples that its loader collates, and collates half of the first batch, too: a value with an entry
-for each sample is half as long.
+A tensor has its rows in one dimension. For other values no length says what their entries are: a list of 8
+texts beside tensors of 8 rows may have a text for each row, or be the names of 8 classes. So what is as long
+as there are rows is refused until ``samples`` or ``broadcast`` names it.
 """
 
-import copy
-import dataclasses
 import inspect
-import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, islice
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from tp_core import recursive_to, tree_leaves
+from tp_core import tree_leaves
 from tp_core.errors import ConfigError
-from tp_core.internal import (
-    Envelope,
-    cat_rows,
-    containers,
-    is_array,
-    length_along,
-    seeded,
-    split_evenly,
-    split_rows,
-    to_device,
-)
+from tp_core.internal import containers, is_array, length_along, split_evenly, split_rows
 
-log = logging.getLogger("tp_dp_gather")
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-_LOOKED_AT = 8  # this many entries say what a list holds: each step looks, so not at all of them
-_BATCHES = 8  # this many batches stay known: one step may take batches of several loaders
+Path = tuple[str | int, ...]
+"""Where a value is: the name or the place of its argument, then keys, fields and positions within it."""
 
-Path = tuple[str, ...]
-Layout = Mapping[Path, tuple[bool, ...] | None]
-"""Which dimensions of a value follow the number of samples; ``None`` where its shape is fixed."""
+CONTAINERS = containers()
+
+# Where tensors are that say how many rows there are: the first of these that has any. A list may have an
+# entry for each row, and its tensors then have rows of something else.
+_OUTSIDE_LISTS, _IN_LISTS, _IN_RECORDS = range(3)
+
+_ONE_VALUE = (str, bytes, type, torch.Size, nn.Module)  # their length is no number of entries
 
 
-class SampleList(list[Any]):
-    """A list with an entry for each sample of a batch."""
-
-
-class SampleTuple(tuple[Any, ...]):
-    """A tuple with an entry for each sample of a batch."""
-
-
-class ColumnList(list[Any]):
-    """A list that is as long as the batch, and has an entry for each value."""
-
-
-class ColumnTuple(tuple[Any, ...]):
-    """A tuple that is as long as the batch, and has an entry for each value."""
-
-
-class UncuttableList(list[Any]):
-    """A list with the entries of all samples, several of some and none of others."""
-
-
-class UncuttableTuple(tuple[Any, ...]):
-    """A tuple with the entries of all samples, several of some and none of others."""
-
-
-_SAMPLES = (SampleList, SampleTuple)
-_COLUMNS = (ColumnList, ColumnTuple)
-_UNCUTTABLE = (UncuttableList, UncuttableTuple)
-_CONTAINERS = containers()
-_AROUND_SAMPLES = containers(stop=lambda cls: issubclass(cls, _SAMPLES))
-_OUTSIDE_LISTS = containers(
-    stop=lambda cls: issubclass(cls, list) or (issubclass(cls, tuple) and not hasattr(cls, "_fields"))
-)
-
-
-class _IdentitySet:
-    """A set of objects by identity: tensors have no other equality."""
-
-    def __init__(self) -> None:
-        self._weak: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        # Dicts and ranges allow no weak references. Few are kept, as they may hold tensors:
-        # test_a_batch_is_freed_before_the_next_one_is_made.
-        self._strong: deque[Any] = deque(maxlen=_BATCHES)
-
-    def add(self, value: Any) -> None:
-        try:
-            self._weak[id(value)] = value
-        except TypeError:
-            self._strong.append(value)
-
-    def __contains__(self, value: object) -> bool:
-        # A new object may have the id of a dead one, so identity decides. The default is not None: batches
-        # hold None, too.
-        found = self._weak.get(id(value), self)
-        return found is value or any(each is value for each in self._strong)
+class _Length(NamedTuple):
+    level: int
+    length: int
+    path: Path
+    value: Any
 
 
 class LoadedBatches:
-    """Records of the values in the last batches of a session's loaders.
+    """Records of the last batches of a session's loaders.
 
     Attributes:
-        rows: Values with a row for each sample.
-        whole: Values with the same shape for any number of samples.
-        uncuttable: Values that hold several samples and cannot be cut into them.
         counts: The numbers of samples in the batches.
-        shapes: For each batch, the shapes of whole values that are as long as the batch by chance.
         computing: The places that compute a part of a batch now, by a token for each. Threads of the model
             look here, too, so it is not thread-local.
     """
 
     def __init__(self) -> None:
-        self.rows, self.whole, self.uncuttable = _IdentitySet(), _IdentitySet(), _IdentitySet()
-        self.counts: deque[int] = deque(maxlen=_BATCHES)
-        self.shapes: deque[set[tuple[int, ...]]] = deque(maxlen=_BATCHES)
+        # One step may take batches of several loaders.
+        self.counts: deque[int] = deque(maxlen=8)
         self.computing: dict[object, str] = {}
+        # By identity, as tensors have no other equality; weak, as a batch is freed before the next is made.
+        self._others: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+    def add(self, batch: Any, chosen: int, dim: int) -> None:
+        """Record a batch, for which so many samples were chosen."""
+        samples = _count_samples(batch, chosen)
+        self.counts.append(samples)
+        for leaf in tree_leaves(batch):
+            is_tensor = isinstance(leaf, Tensor) or is_array(leaf)
+            if is_tensor and length_along(leaf, dim) not in {None, samples}:
+                self._others[id(leaf)] = leaf
+
+    def has_other_rows(self, value: Any) -> bool:
+        """Return whether a value is a tensor of a batch that has no row for each sample."""
+        # A new object may have the id of a dead one.
+        return self._others.get(id(value)) is value
 
     @contextmanager
     def computing_part(self, where: str) -> Iterator[None]:
@@ -134,249 +86,97 @@ class LoadedBatches:
         return LoadedBatches, ()  # for copies of a prepared model: its batches are not theirs
 
 
-class CountingCollate:
-    """Collate function that counts its samples; a class, as a loader's workers get it by pickle.
-
-    It collates the first batch of several samples twice: whole, and from copies of half of the samples.
-    """
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.collate_fn = collate_fn
-        self._layout: Layout | None = None
-
-    def __call__(self, items: list[Any]) -> Envelope:
-        other = None
-        if self._layout is None and isinstance(items, list) and len(items) > 1:
-            self._layout = {}
-            other = self._collate_other_size(items)
-        batch = self.collate_fn(items)
-        if other is not None:
-            counts = _count_samples(batch, len(items)), _count_samples(*other)
-            self._layout = dict(_compare_layouts(batch, other[0], counts, ()))
-        return Envelope(batch, len(items), self._layout)
-
-    def _collate_other_size(self, items: list[Any]) -> tuple[Any, int] | None:
-        """Return a batch of half of the samples, or of twice as many, and that number; ``None`` if both fail.
-
-        It leaves random generators unchanged, and the samples, to which some functions write.
-        """
-        for some in (items[: len(items) // 2], items + items):
-            try:
-                copies = copy.deepcopy(some)
-            except Exception:  # noqa: BLE001 - of open files, say
-                copies = some
-            with seeded(0):
-                try:
-                    return self.collate_fn(copies), len(copies)
-                except Exception as error:  # noqa: BLE001 - it may refuse such a number of items
-                    reason = repr(error)
-        log.warning(
-            "collate_fn takes no other number of samples than %d (%s), so that what is as long as the batch "
-            "is taken to have an entry for each sample",
-            len(items),
-            reason,
-        )
-        return None
-
-
-def _compare_layouts(
-    value: Any, half: Any, counts: tuple[int, int], path: Path
-) -> Iterator[tuple[Path, tuple[bool, ...] | None]]:
-    """Yield the path of each value, and which dimensions differ between batches of two sizes."""
-    if type(value) is not type(half):
-        return
-    shape, other = _shape(value), _shape(half)
-    if shape is not None and other is not None:
-        follows = tuple(pair == counts for pair in zip(shape, other, strict=False))
-        yield path, None if shape == other else follows if any(follows) else ()
-        if follows == (True,):
-            return
-    container = _CONTAINERS[type(value)]
-    if container is not None:
-        labels = container.labels(value), container.labels(half)
-        children = container.children(value), container.children(half)
-        for name, its_name, child, fewer in zip(*labels, *children, strict=False):
-            if name == its_name:
-                yield from _compare_layouts(child, fewer, counts, (*path, name))
-
-
-class Marker:
-    """Recorder of the values in a loader's batches that have an entry for each sample."""
-
-    def __init__(self, dim: int, batches: LoadedBatches) -> None:
-        self._dim = dim
-        self._batches = batches
-        self._layout: Layout = {}
-
-    def mark(self, batch: Any, samples: int, layout: Layout | None) -> Any:
-        """Return a batch of this many samples with its lists of samples marked."""
-        if layout:
-            self._layout = layout
-        samples = _count_samples(batch, samples)
-        self._batches.counts.append(samples)
-        self._batches.shapes.append(set())
-        return self._mark(batch, samples, ())
-
-    def _mark(self, value: Any, samples: int, path: Path) -> Any:
-        container = _CONTAINERS[type(value)]
-        follows = self._layout.get(path, ())
-        if container is None:
-            self._note(value, samples, follows, is_known=path in self._layout)
-            return value
-        is_of_samples = follows == (True,)
-        if is_sequence(value):
-            if path not in self._layout:
-                is_of_samples = len(value) == samples and are_samples(value, samples, self._dim) is True
-            if is_of_samples:
-                return _mark_as(_SAMPLES, value)
-            if value and path in self._layout and follows == () and not _has_length(value, samples):
-                return _mark_as(_UNCUTTABLE, value)
-        elif is_of_samples and isinstance(value, Mapping):
-            self._batches.uncuttable.add(value)
-            return value
-        children = list(container.children(value))
-        marked = [
-            self._mark(child, samples, (*path, name))
-            for name, child in zip(container.labels(value), children, strict=True)
-        ]
-        if follows is None and len(value) == samples and type(value) in {list, tuple}:
-            return _mark_as(_COLUMNS, marked if type(value) is list else tuple(marked))
-        is_same = all(new is old for new, old in zip(marked, children, strict=True))
-        return value if is_same else container.rebuild(value, marked)
-
-    def _note(self, value: Any, samples: int, follows: tuple[bool, ...] | None, *, is_known: bool) -> None:
-        batches, dim = self._batches, self._dim
-        shape = _shape(value)
-        if _is_tensor_or_array(value):
-            if not shape:  # a scalar
-                return
-            length = length_along(value, dim)
-            if follows is None:
-                batches.whole.add(value)
-                if length == samples:
-                    batches.shapes[-1].add(shape)
-            elif length == samples and (
-                _is_only(dim, follows, shape, samples) if any(follows) else not is_known
-            ):
-                batches.rows.add(value)
-            elif length is not None or is_known or samples in shape:
-                batches.uncuttable.add(value)
-        elif follows is not None and (
-            follows == (True,)
-            if isinstance(value, str | bytes | range | type)
-            else shape is not None or _holds_values(value)
-        ):
-            batches.uncuttable.add(value)
-
-
-def _mark_as(kinds: tuple[type[list[Any]], type[tuple[Any, ...]]], value: Any) -> Any:
-    """Return a list or tuple as one of the classes above, so that it is known when the step gives it back."""
-    return kinds[0](value) if isinstance(value, list) else kinds[1](value)
-
-
-def _is_only(dim: int, follows: tuple[bool, ...], shape: tuple[int, ...], samples: int) -> bool:
-    """Return whether the samples are along one dimension, and not along two, as in distances between them."""
-    sizes = [n for follow, n in zip(follows, shape, strict=False) if follow]
-    return follows[dim] and sizes.count(samples) == 1
-
-
 def _count_samples(batch: Any, chosen: int) -> int:
     """Return how many samples a batch has: collate functions may leave out some of those that were chosen."""
     if _has_length(batch, chosen):
         return chosen
-    first = next((leaf for leaf in tree_leaves(batch) if _is_tensor_or_array(leaf)), None)
-    found = None if first is None else length_along(first)
-    return found if found is not None and 0 < found < chosen else chosen
+    lengths = (length_along(leaf) for leaf in tree_leaves(batch) if has_rows(leaf))
+    first = next(lengths, None)
+    return first if first is not None and 0 < first < chosen else chosen
 
 
 def _has_length(value: Any, length: int) -> bool:
-    container = _CONTAINERS[type(value)]
+    """Return whether a list, or any dimension of a tensor, is so long."""
+    container = CONTAINERS[type(value)]
     if container is None:
-        return _is_tensor_or_array(value) and length in (_shape(value) or ())
+        if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested):
+            return length_along(value) == length
+        return has_rows(value) and length in value.shape
     if is_sequence(value) and len(value) == length:
         return True
     return any(_has_length(child, length) for child in container.children(value))
 
 
-def _is_tensor_or_array(value: Any) -> bool:
+def has_rows(value: Any) -> bool:
+    """Return whether a value is of a kind that is cut by its rows."""
     return isinstance(value, Tensor | PackedSequence) or is_array(value)
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return the sizes of a value that may follow the samples; ``None`` where it has none."""
-    if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested):
-        return (length_along(value) or 0,)
-    if isinstance(value, Tensor) or is_array(value):
-        return tuple(value.shape)
-    try:
-        return (len(value),) if isinstance(value, Sized) and not isinstance(value, type) else None
-    except Exception:  # noqa: BLE001 - a user's class; its length may not be known
-        return None
-
-
-def _holds_values(value: Any) -> bool:
-    """Return whether an object of an unknown class may hold something of the samples."""
-    kind = type(value)
-    return any(hasattr(kind, name) for name in ("to", "cuda")) or any(
-        isinstance(v, Tensor | list | dict) or is_array(v) for v in getattr(value, "__dict__", {}).values()
-    )
 
 
 def is_sequence(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields"))
 
 
-def are_samples(value: Any, rows: int, dim: int) -> bool | None:
-    """Return whether a sequence with as many entries as rows has one for each; ``None`` where it may have.
+def keys_of(value: Any) -> Iterable[str | int]:
+    """Return the keys, fields or positions of a container's values."""
+    if isinstance(value, Mapping):
+        return map(str, value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return value._fields  # type: ignore[no-any-return]
+    if is_dataclass(value):
+        return [f.name for f in fields(value) if hasattr(value, f.name)]
+    return range(len(value))
 
-    Entries of several kinds, some of which have rows, are values, as in ``[inputs, targets]``. Entries of one
-    kind that all have rows, as two images of each sample have in a batch of two, may be either.
+
+def holds_values(values: Any, rows: int, dim: int) -> bool:
+    """Return whether a list as long as there are rows has an entry for each of several values all the same.
+
+    It does if it has tensors, and all of them have these rows, as in ``[inputs, targets]``.
     """
-    have_rows = [_has_rows(entry, rows, dim) for entry in value]
-    if len({_kind(entry) for entry in value}) > 1:
-        return not any(have_rows)
-    return None if all(have_rows) else True
+    lengths = {length_along(leaf, dim) for leaf in tree_leaves(values) if has_rows(leaf)}
+    return lengths - {None} == {rows}
 
 
-def _has_rows(value: Any, rows: int, dim: int) -> bool:
-    container = _CONTAINERS[type(value)]
-    if container is None:
-        return length_along(value, dim) == rows
-    if is_sequence(value) and len(value) == rows and len({_kind(entry) for entry in value}) == 1:
-        return True
-    children = [child for child in container.children(value) if child is not None]
-    return bool(children) and all(_has_rows(child, rows, dim) for child in children)
+def _are_records(values: Any) -> bool:
+    """Return whether a list holds dicts, or the like, with the same keys, as one for each row would have."""
+    kinds = {
+        None if is_sequence(each) or CONTAINERS[type(each)] is None else (type(each), *keys_of(each))
+        for each in values
+    }
+    return len(kinds) == 1 and None not in kinds
 
 
-def _kind(value: Any) -> Any:
-    """Return what the samples of a list have in common, however long they are."""
-    if isinstance(value, Tensor) or is_array(value):
-        return type(value), value.ndim, value.dtype
-    container = _CONTAINERS[type(value)]
-    if container is None:
-        return type(value)
-    return type(value), frozenset(_kind(child) for child in islice(container.children(value), _LOOKED_AT))
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+def _has_entries(value: Any, count: int) -> bool:
+    try:
+        return isinstance(value, Sized) and len(value) == count
+    except Exception:  # noqa: BLE001 - a user's class, whose length may not be known
+        return False
 
 
 @dataclass(frozen=True, slots=True)
 class Scattering:
-    """Rules that cut arguments into parts: tensors by their rows, all else is in every part.
+    """Rules that cut values into parts.
 
-    A list, tuple or array as long as the rows may have an entry for each row, and would then be wrong in
-    every part. It is refused, unless the records of the batch say what it is.
+    - Tensors, arrays and packed sequences are cut by their rows, in containers, too. All have as many rows.
+    - What ``samples`` names has an entry for each row, and is cut like them.
+    - What ``broadcast`` names is in every part.
+    - Whatever else is as long as there are rows is refused. A list is not if it holds tensors and all of them
+      have these rows, as in ``[inputs, targets]``; a list of dicts with the same keys is.
+    - All else is in every part.
 
     Attributes:
         dim: The dimension of the rows.
-        broadcast: Arguments that every part gets whole: names, or places of positional ones.
-        batches: Records of the loaders' last batches, under a trainer; arrays have rows there, too.
+        samples: Names of values with an entry for each row.
+        broadcast: Names of values that every part gets whole. A name is a key, field or parameter, at any
+            depth, or several with dots between them, or the place of a positional argument.
+        loaded: Records of the loaders' last batches, under a trainer.
+        names: The names of positional arguments, by their places.
     """
 
     dim: int = 0
+    samples: frozenset[str | int] = frozenset()
     broadcast: frozenset[str | int] = frozenset()
-    batches: LoadedBatches | None = None
+    loaded: LoadedBatches | None = None
+    names: Mapping[int, str] = field(default_factory=dict)
 
     def arguments(
         self,
@@ -393,170 +193,244 @@ class Scattering:
         Returns:
             The arguments of each part, and how many rows each has; ``None`` where nothing was split.
         """
-        given: dict[str | int, Any] = dict(enumerate(args))
-        given.update(kwargs)
-        names = _names(function, len(args)) if self.broadcast else {}
-        whole = {k: v for k, v in given.items() if k in self.broadcast or names.get(k) in self.broadcast}
-        rest = {k: v for k, v in given.items() if k not in whole}
-        sizes = self.sizes(rest, most=most)
+        if not self.samples and not self.broadcast:
+            # Signatures are slow to read, and only options and errors need the names of arguments.
+            with suppress(ConfigError):
+                return self._arguments(args, kwargs, most)
+        named = replace(self, names=_parameter_names(function, len(args)))
+        return named._arguments(args, kwargs, most)
+
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], most: int
+    ) -> tuple[list[Arguments], list[int] | None]:
+        values: dict[str | int, Any] = dict(enumerate(args))
+        values.update(kwargs)
+        sizes = self.sizes(values, most=most)
         if len(sizes) < 2:
             return [(args, kwargs)], None
-        pieces: dict[str | int, list[Any]] = {}
-        done: dict[int, tuple[Any, list[Any]]] = {}
-        for key, value in rest.items():
-            try:
-                pieces[key] = self._pieces(value, sizes, done)
-            except ConfigError as error:
-                name = _names(function, len(args)).get(key, key)
-                msg = f"argument {name!r}: {error}"
-                raise ConfigError(msg) from None
-        pieces |= {k: [v] * len(sizes) for k, v in whole.items()}
-        parts = [
-            (tuple(pieces[i][part] for i in range(len(args))), {k: pieces[k][part] for k in kwargs})
-            for part in range(len(sizes))
-        ]
-        return parts, sizes
+        places = range(len(args))
+        parts = self.parts(values, sizes)
+        return [(tuple(part[i] for i in places), {k: part[k] for k in kwargs}) for part in parts], sizes
 
-    def sizes(self, value: Any, *, most: int) -> list[int]:
-        rows = self.rows(value)
+    def sizes(self, values: Mapping[str | int, Any], *, most: int) -> list[int]:
+        """Return how many rows each part has."""
+        rows = self.rows(values)
         return [s.stop - s.start for s in split_evenly(rows, min(most, rows))] if rows else []
 
-    def rows(self, value: Any) -> int | None:
-        """Return how many rows the tensors in ``value`` have; ``None`` if there are none.
+    def rows(self, values: Mapping[str | int, Any]) -> int | None:
+        """Return how many rows the values have, by their names; ``None`` if there are none."""
+        lengths = [
+            each for key, value in values.items() for each in self._lengths(value, (key,), _OUTSIDE_LISTS)
+        ]
+        if not lengths:
+            return None
+        level = min(each.level for each in lengths)
+        first, *others = [each for each in lengths if each.level == level]
+        for other in others:
+            if other.length != first.length:
+                raise ConfigError(self._uneven(other.value, other.path, other.length, first.length))
+        counts = [] if self.loaded is None else self.loaded.counts
+        is_other_list = level == _IN_LISTS and counts and first.length not in counts
+        if level == _IN_RECORDS or is_other_list:
+            outer = _outermost_list(first.path) or first.path
+            raise ConfigError(self._undeclared(outer, "a list, and no tensors are outside of it"))
+        return first.length
 
-        Tensors in lists count only where there are no others: there may be one for each sample.
-        """
-        for table in (_OUTSIDE_LISTS, _AROUND_SAMPLES):
-            rows: int | None = None
-            for leaf in tree_leaves(value, table=table):
-                length = self._length(leaf)
-                if rows is None:
-                    rows = length
-                elif length is not None and length != rows:
-                    raise ConfigError(self._uneven(leaf, length, rows))
-            if rows is not None:
-                if (
-                    table is _AROUND_SAMPLES
-                    and self.batches
-                    and self.batches.counts
-                    and rows not in self.batches.counts
-                ):
-                    msg = (
-                        f"tensors with {rows} rows are given in a list, and the batch has "
-                        f"{self.batches.counts[-1]} samples, so that they may be one for each; give the list "
-                        "as it is in the loader's batch, where that is known, or tensors with a row for each "
-                        "sample"
-                    )
-                    raise ConfigError(msg)
-                return rows
-        return None
+    def _lengths(self, value: Any, path: Path, level: int, *, is_named: bool = False) -> Iterator[_Length]:
+        if self._is_named(path, self.broadcast):
+            return
+        is_named = is_named or self._is_named(path, self.samples)
+        if is_named:
+            level = _OUTSIDE_LISTS
+        container = CONTAINERS[type(value)]
+        if container is None:
+            length = length_along(value, self.dim)
+            if length is not None:
+                yield _Length(level, length, path, value)
+            return
+        if is_sequence(value):
+            if is_named:
+                yield _Length(level, len(value), path, value)
+                return
+            level = max(level, _IN_RECORDS if _are_records(value) else _IN_LISTS)
+        for key, child in zip(keys_of(value), container.children(value), strict=True):
+            yield from self._lengths(child, (*path, key), level, is_named=is_named)
 
-    def parts(self, value: Any, sizes: Sequence[int]) -> list[Any]:
-        """Return one value for each size; the pieces of tensors are views."""
-        return self._pieces(value, sizes, {})
+    def parts(self, values: Mapping[str | int, Any], sizes: Sequence[int]) -> list[dict[str | int, Any]]:
+        """Return the values of each part, by their names; the pieces of tensors are views."""
+        done: dict[int, tuple[Any, list[Any]]] = {}
+        pieces = {key: self._pieces(value, sizes, (key,), done) for key, value in values.items()}
+        return [{key: pieces[key][i] for key in values} for i in range(len(sizes))]
 
-    def _pieces(self, value: Any, sizes: Sequence[int], done: dict[int, tuple[Any, list[Any]]]) -> list[Any]:
-        if id(value) in done:
+    def _pieces(
+        self,
+        value: Any,
+        sizes: Sequence[int],
+        path: Path,
+        done: dict[int, tuple[Any, list[Any]]],
+        *,
+        is_named: bool = False,
+    ) -> list[Any]:
+        if self._is_named(path, self.broadcast):
+            return [value] * len(sizes)
+        if has_rows(value):
+            # One tensor at two places stays one in each part. The value is kept, which keeps its id its own.
+            if id(value) not in done:
+                done[id(value)] = value, self._cut(value, sizes, path)
             return done[id(value)][1]
-        rows, container = sum(sizes), _AROUND_SAMPLES[type(value)]
-        if isinstance(value, _UNCUTTABLE) or (self.batches is not None and value in self.batches.uncuttable):
-            raise ConfigError(self._uncut(value))
-        if isinstance(value, _SAMPLES):
-            if len(value) != rows:
-                raise ConfigError(self._uneven(value, len(value), rows))
-            ends = zip(sizes, accumulate(sizes), strict=True)
-            pieces = [type(value)(value[end - size : end]) for size, end in ends]
-        elif container is None:
-            pieces = self._leaf(value, sizes)
-        elif is_sequence(value) and len(value) == rows and self._is_refused(value, rows):
-            raise ConfigError(self._as_long_as_the_batch(value))
-        else:
-            children = list(container.children(value))
-            columns = [self._pieces(child, sizes, done) for child in children]
-            pieces = [
-                value
-                if all(column[i] is child for column, child in zip(columns, children, strict=True))
-                else container.rebuild(value, [column[i] for column in columns])
-                for i in range(len(sizes))
-            ]
-        done[id(value)] = value, pieces  # with the value, which keeps its id its own
+        rows = sum(sizes)
+        names_this = self._is_named(path, self.samples)
+        is_named = is_named or names_this
+        container = CONTAINERS[type(value)]
+        if is_named and is_sequence(value):
+            return self._cut_sequence(value, sizes, path)
+        is_unclear = self._is_unclear(value, rows) and not self._names_within(value, path)
+        if is_unclear and not is_named:
+            what = type(value).__name__
+            if not isinstance(value, Sized):
+                what += " around a tensor"
+            what = f"a {what} as long as the batch, which has {rows} rows"
+            raise ConfigError(self._undeclared(path, what))
+        if container is None:
+            if is_unclear or names_this:
+                msg = (
+                    f"{self._dotted(path)!r} is named to have an entry for each row, and a "
+                    f"{type(value).__name__} cannot be cut; make it a list, a tuple, an array or a tensor"
+                )
+                raise ConfigError(msg)
+            return [value] * len(sizes)
+        children = list(container.children(value))
+        columns = [
+            self._pieces(child, sizes, (*path, key), done, is_named=is_named)
+            for key, child in zip(keys_of(value), children, strict=True)
+        ]
+        pieces = []
+        for i in range(len(sizes)):
+            own = [column[i] for column in columns]
+            is_same = all(new is old for new, old in zip(own, children, strict=True))
+            pieces.append(value if is_same else container.rebuild(value, own))
         return pieces
 
-    def _leaf(self, value: Any, sizes: Sequence[int]) -> list[Any]:
-        rows, length = sum(sizes), self._length(value)
-        if length is None:
-            if self.batches is None and is_array(value) and length_along(value) == rows:
-                raise ConfigError(self._as_long_as_the_batch(value))
+    def _cut(self, value: Any, sizes: Sequence[int], path: Path) -> list[Any]:
+        if not isinstance(value, PackedSequence) and not value.ndim:
             return [value] * len(sizes)
+        rows = sum(sizes)
+        length = length_along(value, self.dim)
+        if self.loaded is not None and self.loaded.has_other_rows(value):
+            raise ConfigError(self._other_rows(value, path, self.loaded.counts[-1]))
         if length != rows:
-            raise ConfigError(self._uneven(value, length, rows))
-        if self.batches is not None and value not in self.batches.rows:
-            shape = getattr(value, "shape", None)
-            if shape is not None and any(tuple(shape) in shapes for shapes in self.batches.shapes):
-                raise ConfigError(self._as_long_as_the_batch(value))
+            raise ConfigError(self._uneven(value, path, length, rows))
         return list(split_rows(value, sizes, self.dim))
 
-    def _length(self, leaf: Any) -> int | None:
-        if isinstance(leaf, _SAMPLES):
-            return len(leaf)
-        if self.batches is None:
-            return None if is_array(leaf) else length_along(leaf, self.dim)
-        return None if leaf in self.batches.whole else length_along(leaf, self.dim)
+    def _cut_sequence(self, value: Any, sizes: Sequence[int], path: Path) -> list[Any]:
+        rows = sum(sizes)
+        if len(value) != rows:
+            raise ConfigError(self._uneven(value, path, len(value), rows))
+        ends = accumulate(sizes)
+        pieces = [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        container = CONTAINERS[type(value)]
+        return pieces if container is None else [container.rebuild(value, list(piece)) for piece in pieces]
 
-    def _is_refused(self, value: Any, rows: int) -> bool:
-        if isinstance(value, _COLUMNS):
+    def _is_unclear(self, value: Any, rows: int) -> bool:
+        """Return whether a value may have an entry for each row, and may not."""
+        if isinstance(value, _ONE_VALUE):
             return False
-        kind = are_samples(value, rows, self.dim)
-        return kind is True or (kind is None and isinstance(value, list))
+        if is_sequence(value):
+            if len(value) != rows:
+                return False
+            return _are_records(value) or not holds_values(value, rows, self.dim)
+        if isinstance(value, Mapping):
+            return len(value) == rows and not any(map(has_rows, tree_leaves(value)))
+        if CONTAINERS[type(value)] is not None:
+            return False  # fields have names
+        return _has_entries(value, rows) or self._holds_rows(value, rows)
 
-    def _uneven(self, leaf: Any, length: int, rows: int) -> str:
-        what = f"a {type(leaf).__name__} of {length}"
-        if isinstance(leaf, Tensor) and not leaf.is_nested:
-            what = f"shape {tuple(leaf.shape)}"
+    def _holds_rows(self, value: Any, rows: int) -> bool:
+        attributes = getattr(value, "__dict__", {}).values()
+        return any(has_rows(each) and length_along(each, self.dim) == rows for each in attributes)
+
+    # -- names ---------------------------------------------------------------------------------------
+
+    def _is_named(self, path: Path, names: frozenset[str | int]) -> bool:
+        if not names:
+            return False
+        if len(path) == 1 and path[0] in names:
+            return True
+        dotted = f".{self._dotted(path)}"
+        return any(isinstance(name, str) and dotted.endswith(f".{name}") for name in names)
+
+    def _names_within(self, value: Any, path: Path) -> bool:
+        """Return whether an option names something in a container, which then has values, and no samples."""
+        container = CONTAINERS[type(value)]
+        if container is None or not (self.samples or self.broadcast):
+            return False
+        for key, child in zip(keys_of(value), container.children(value), strict=True):
+            inner = (*path, key)
+            if self._is_named(inner, self.samples) or self._is_named(inner, self.broadcast):
+                return True
+            if self._names_within(child, inner):
+                return True
+        return False
+
+    def _dotted(self, path: Path) -> str:
+        first, *rest = path
+        if isinstance(first, int):
+            first = self.names.get(first, first)
+        return ".".join(map(str, (first, *rest)))
+
+    # -- messages ------------------------------------------------------------------------------------
+
+    def _option(self, option: str, path: Path) -> str:
+        first = path[0]
+        is_place = len(path) == 1 and isinstance(first, int) and first not in self.names
+        name = f"({first},)" if is_place else f'("{self._dotted(path)}",)'
+        if self.loaded is None:
+            return f"{option}={name}"
+        return f'options={{"dp-gather": {{"{option}": {name}}}}}'
+
+    def _undeclared(self, path: Path, what: str) -> str:
         return (
-            f"all tensors must have the same number of rows along dim {self.dim}, got {rows} and {length} "
-            f"({what}); tensors that belong to no row can be buffers of the module, be named to go to each "
-            f"device whole, {self._naming()}, or scattered by hand with inputs_are_scattered=True"
+            f"{self._dotted(path)!r} is {what}, so that it may have an entry for each row; say which it is: "
+            f"{self._option('samples', path)} splits it, and {self._option('broadcast', path)} gives all of "
+            "it to each device"
         )
 
-    def _uncut(self, value: Any) -> str:
-        if not isinstance(value, Tensor) and not is_array(value):
-            kind = type(value).__name__.replace("UncuttableList", "list").replace("UncuttableTuple", "tuple")
-            return (
-                f"it is a {kind} of the batch, and it is not known how to cut it into "
-                "samples; let collate_fn return tensors, arrays and lists with an entry for each, or name "
-                f"the argument to give all of it to each device: {self._naming()}"
-            )
-        kind = "tensor" if isinstance(value, Tensor) else "array"
-        samples = self.batches.counts[-1] if self.batches else 0
+    def _uneven(self, value: Any, path: Path, length: int | None, rows: int) -> str:
+        what = f"a {type(value).__name__} of {length}"
+        if isinstance(value, Tensor) and not value.is_nested:
+            what = f"shape {tuple(value.shape)}"
         return (
-            f"it is a {kind} of shape {tuple(value.shape)}, and the batch's samples are not along its dim "
-            f"{self.dim}, or not there alone (there {'is' if samples == 1 else 'are'} {samples}); let "
-            "collate_fn return a row for each sample, padded or in lists, choose their dimension: "
-            'options={"dp-gather": {"dim": ...}}, or take Trainer(backend="tuple"), which collates the '
-            "samples of each device apart; a dataset that makes batches itself goes with "
-            "DataLoader(batch_size=None)"
+            "all tensors, and what samples= names, must have the same number of rows along dim "
+            f"{self.dim}, got {rows} and {length or 'none'} ({self._dotted(path)!r}: {what}); "
+            f"{self._remedy(path)}"
         )
 
-    def _as_long_as_the_batch(self, value: Any) -> str:
-        what, length = type(value).__name__, len(value)
-        instead = (
-            "give it as it is in the loader's batch, where it is known to have an entry for each sample"
-            if self.batches is not None
-            else "give a tensor, or scatter by hand with inputs_are_scattered=True"
-        )
+    def _other_rows(self, value: Any, path: Path, samples: int) -> str:
+        kind = "a tensor" if isinstance(value, Tensor) else "an array"
         return (
-            f"it is a {what} of {length}, and there are as many rows, so that each device may need "
-            f"its own entries of it: {instead}; or name the argument to give all of it to each "
-            f"device: {self._naming()}"
+            f"{self._dotted(path)!r} is {kind} of shape {tuple(value.shape)} in the loader's batch, and the "
+            f"batch's samples are not along its dim {self.dim} (the last batch has {samples}); "
+            f"{self._remedy(path)}; if it belongs to the samples, let collate_fn return a row for each, "
+            'padded or in lists, choose their dimension, options={"dp-gather": {"dim": ...}}, or take '
+            'Trainer(backend="tuple"), which collates the samples of each device apart; a dataset that makes '
+            "batches itself goes with DataLoader(batch_size=None)"
         )
 
-    def _naming(self) -> str:
-        option = 'broadcast=("name",)'
-        return option if self.batches is None else 'options={"dp-gather": {"broadcast": ("name",)}}'
+    def _remedy(self, path: Path) -> str:
+        remedy = f"what each device needs whole is named: {self._option('broadcast', path)}"
+        outer = _outermost_list(path)
+        if outer is None:
+            return remedy
+        return f"{remedy}; so is a list with an entry for each row: {self._option('samples', outer)}"
 
 
-def _names(function: Callable[..., Any] | None, count: int) -> dict[str | int, str]:
+def _outermost_list(path: Path) -> Path | None:
+    """Return the path of the outermost list around a value; ``None`` if there is none."""
+    positions = [i for i, key in enumerate(path) if i > 0 and isinstance(key, int)]
+    return path[: positions[0]] if positions else None
+
+
+def _parameter_names(function: Callable[..., Any] | None, count: int) -> dict[int, str]:
     """Return the names of the first positional arguments of a function, by their places."""
     try:
         parameters = [] if function is None else list(inspect.signature(function).parameters.values())
@@ -602,163 +476,3 @@ def split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int)
         (tuple(part(a, i) for a in args), {k: part(a, i) for k, a in kwargs.items()})
         for i in range(count or 1)
     ]
-
-
-class Gathering:
-    """The gather of one call's outputs.
-
-    Tensors are concatenated on the device, scalars are stacked to a vector, ``None`` stays ``None``.
-    Containers are searched, and all else becomes a list with an entry per part. Where it is known how
-    many rows each part had, lists and arrays with an entry for each become one. Values under a
-    ``kept`` key, at any depth, become tuples of parts that stay on their devices.
-
-    Args:
-        device: The device of the result.
-        dim: The dimension to concatenate along.
-        kept: Keys of values that are not gathered.
-        sizes: How many rows each part had, if that is known.
-    """
-
-    def __init__(
-        self, device: torch.device, dim: int, kept: Collection[str], sizes: Sequence[int] | None = None
-    ) -> None:
-        self._device = device
-        self._dim = dim
-        self._kept = kept
-        self._sizes = sizes
-        self.keys: set[str] = set()
-
-    def gather(self, outputs: Sequence[Any], path: str = "output") -> Any:
-        """Join the parts' outputs to one output.
-
-        Collectives: forward gathers the parts; backward scatters the output's gradient to them.
-        """
-        if not outputs:
-            msg = "there are no outputs to gather"
-            raise ConfigError(msg)
-        first = outputs[0]
-        if isinstance(first, Tensor):
-            return self._join(outputs, path)
-        if all(o is None for o in outputs):
-            return None
-        if isinstance(first, PackedSequence) or (is_array(first) and self._has_rows(outputs, path)):
-            return self._join(outputs, path)
-        container = _CONTAINERS[type(first)]
-        if container is None:
-            return list(outputs)
-        if is_sequence(first) and self._are_samples(outputs, path):
-            return type(first)(entry for output in outputs for entry in recursive_to(output, self._device))
-        labels = list(container.labels(first))
-        for i, other in enumerate(outputs):
-            if type(other) is not type(first) or list(container.labels(other)) != labels:
-                msg = (
-                    f"the parts' outputs must have one structure: {path} is {_describe(first)} in part 0 "
-                    f"and {_describe(other)} in part {i}; keep it in parts with except_keywords or "
-                    "gather_to_one_device=False"
-                )
-                raise ConfigError(msg)
-        names = _field_names(first)
-        values = []
-        for i, column in enumerate(zip(*map(container.children, outputs), strict=True)):
-            name = names[i] if names is not None else None
-            if isinstance(name, str):
-                self.keys.add(name)
-            if name in self._kept:
-                values.append(tuple(column))
-            else:
-                values.append(self.gather(column, f"{path}[{i if name is None else name!r}]"))
-        return container.rebuild(first, values)
-
-    def _join(self, outputs: Sequence[Any], path: str) -> Any:
-        kind = Tensor if isinstance(outputs[0], Tensor) else type(outputs[0])
-        for i, other in enumerate(outputs):
-            if not isinstance(other, kind):
-                msg = (
-                    f"{path} is {_describe(outputs[0])} in part 0 and {_describe(other)} in part {i}; return "
-                    "one structure"
-                )
-                raise ConfigError(msg)
-        if kind is not Tensor:
-            return cat_rows(recursive_to(list(outputs), self._device), self._dim)
-        moved = [to_device(output, self._device) for output in outputs]
-        if moved[0].dim() == 0:
-            return torch.stack(moved)
-        self._has_rows(moved, path)
-        return cat_rows(moved, self._dim)
-
-    def _has_rows(self, outputs: Sequence[Any], path: str) -> bool:
-        """Return whether all parts have their rows along the dimension; ``False`` for nested tensors."""
-        if (
-            self._sizes is None
-            or len(outputs) < 2
-            or (isinstance(outputs[0], Tensor) and outputs[0].is_nested)
-        ):
-            return False
-        shapes = [tuple(output.shape) for output in outputs]
-        if all(length_along(o, self._dim) == n for o, n in zip(outputs, self._sizes, strict=True)):
-            others = {(*s[: self._dim], *s[self._dim + 1 :]) for s in shapes}
-            where = "only their rows may differ: pad them to one length" if len(others) > 1 else None
-        else:
-            dims = range(min(map(len, shapes)))
-            theirs = [d for d in dims if all(s[d] == n for s, n in zip(shapes, self._sizes, strict=True))]
-            where = (
-                f"the rows are along dim {theirs[0]}: return them along dim {self._dim}" if theirs else None
-            )
-            if where is None:
-                return False
-        if where is None:
-            return True
-        msg = (
-            f"{path} cannot be joined along dim {self._dim}: its shapes are "
-            f"{' and '.join(map(str, shapes))} for parts of {list(self._sizes)} rows, and {where}, or keep "
-            "it in parts with except_keywords or gather_to_one_device=False"
-        )
-        raise ConfigError(msg)
-
-    def _are_samples(self, outputs: Sequence[Any], path: str) -> bool:
-        """Return whether a list or tuple has an entry for each row of its part, and not for each value."""
-        sizes = self._sizes
-        if sizes is None or [len(o) if is_sequence(o) else -1 for o in outputs] != list(sizes):
-            return False
-        if len(set(sizes)) > 1:
-            return True
-        kinds = {are_samples(o, n, self._dim) for o, n in zip(outputs, sizes, strict=True)}
-        if True not in kinds:
-            return False
-        tensors = [leaf for leaf in outputs[0] if isinstance(leaf, Tensor)]
-        scalars = bool(tensors) and not any(t.dim() for t in tensors)
-        if isinstance(outputs[0], list) and not scalars:
-            return True
-        if (isinstance(outputs[0], tuple) and scalars) or any(sizes[0] in t.shape for t in tensors):
-            return False  # values: a loss and a score, or rows along another dimension, refused there
-        msg = (
-            f"{path} is {_describe(outputs[0])} of each part, which has as many rows: it may have an entry "
-            "for each of them or not: return one tensor, torch.stack(values), or keep it in parts with "
-            "except_keywords or gather_to_one_device=False"
-        )
-        raise ConfigError(msg)
-
-
-def sorted_by_device(outputs: Sequence[Any], devices: Sequence[torch.device]) -> list[Any]:
-    """Return the outputs in the order of their devices' types and indices, not of ``device_ids``."""
-    order = sorted(range(len(outputs)), key=lambda i: (devices[i].type, devices[i].index or 0))
-    return [outputs[i] for i in order]
-
-
-def _field_names(value: Any) -> list[Any] | None:
-    if isinstance(value, Mapping):
-        return list(value)
-    if isinstance(value, tuple):
-        fields = getattr(value, "_fields", None)
-        return None if fields is None else list(fields)
-    if dataclasses.is_dataclass(value):
-        return [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-    return None
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} of {list(value)}"
-    if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -15,11 +14,21 @@ from tp_core.plugins import Job, Session
 
 from tp_dp_gather._data_parallel import DataParallel
 from tp_dp_gather._options import GatherOptions
-from tp_dp_gather._scatter import CountingCollate, LoadedBatches, Marker
+from tp_dp_gather._scatter import LoadedBatches
 
 Step = Callable[[nn.Module, Any], StepOutput]
 Calls = Sequence[Sequence[Any]]
 """The outputs of the parts, for each forward of a step."""
+
+
+class CountingCollate:
+    """Collate function that counts its samples; a class, as a loader's workers get it by pickle."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, items: list[Any]) -> Envelope:
+        return Envelope(self.collate_fn(items), len(items))
 
 
 class GatherSession(Session):
@@ -39,36 +48,37 @@ class GatherSession(Session):
             list(self.job.devices),
             dim=options.dim,
             except_keywords=options.except_keywords,
+            samples=options.samples,
             broadcast=options.broadcast,
         )
-        prepared.scattering = replace(prepared.scattering, batches=self._batches)
+        prepared.scattering = replace(prepared.scattering, loaded=self._batches)
         return prepared
 
     def prepare_loader(
         self, loader: Iterable[Any], *, training: bool = True, shard: bool = True
     ) -> PreparedLoader:
-        """Return a loader of whole batches, in which lists with an entry for each sample are marked."""
+        """Return a loader of whole batches, which knows how many samples each is collated from."""
         # A loader class with its own __iter__ may look into its batches, which must not be envelopes then.
         is_counted = (
             isinstance(loader, DataLoader)
             and loader.batch_sampler is not None
             and not iterates_itself(loader)
         )
-        marker = Marker(self._options.dim, self._batches)
         return PreparedLoader(
             loader,
             seed=self.job.seed,
             training=training,
             shard=shard,
-            move=partial(self.move_batch, marker=marker),
+            move=self.move_batch,
             collate=CountingCollate if is_counted else None,
         )
 
-    def move_batch(self, batch: Any, *, marker: Marker | None = None) -> Any:
+    def move_batch(self, batch: Any) -> Any:
         if not isinstance(batch, Envelope):
             return super().move_batch(batch)
         moved = super().move_batch(batch.batch)
-        return moved if marker is None else marker.mark(moved, batch.samples, batch.layout)
+        self._batches.add(moved, batch.samples, self._options.dim)
+        return moved
 
     def compile_model(self, model: nn.Module) -> None:
         if isinstance(model, DataParallel):
@@ -139,15 +149,16 @@ def _output_by_parts(
     cause: ConfigError | None = None
     sizes: list[int] = []
     try:
-        sizes = model.scattering.sizes(batch, most=count)
-        parts = model.scattering.parts(batch, sizes)
+        sizes = model.scattering.sizes({"batch": batch}, most=count)
+        parts = [part["batch"] for part in model.scattering.parts({"batch": batch}, sizes)]
     except ConfigError as error:
         cause = error
     if cause is not None or len(sizes) != count:
+        why = "" if cause is None else f" ({cause})"
         msg = (
             f"the model computes its loss itself, on {count} devices, and the batch cannot be split like the "
-            "model's input, so that it is not known how much each loss counts; compute the loss in the step, "
-            "from the model's other outputs, or take a backend that runs the step on each device's part "
+            f"model's input{why}, so that it is not known how much each loss counts; compute the loss in the "
+            "step, from the model's other outputs, or take a backend that runs the step on each part "
             "('tuple', 'ddp')"
         )
         raise StepError(msg) from cause

@@ -252,11 +252,12 @@ class Envelope:
     Not a tuple: torch's pinning would turn that into a plain list.
     """
 
-    def __init__(self, batch: Any, samples: int, layout: Any = None) -> None:
-        self.batch, self.samples, self.layout = batch, samples, layout
+    def __init__(self, batch: Any, samples: int) -> None:
+        self.batch = batch
+        self.samples = samples
 
     def pin_memory(self) -> "Envelope":
-        return Envelope(recursive_pin(self.batch), self.samples, self.layout)
+        return Envelope(recursive_pin(self.batch), self.samples)
 
 
 class CountedBatch(dict[str, Any]):
