@@ -24,7 +24,7 @@ MUCH = 120  # words of docstrings from which a class or function has a page of i
 SIGNATURES = {
     "tp_trainer.Loop": "()",
     "tp_tuple.TupleCollate": "()",
-    "tp_trainer.hosting.LaunchRequest": "(*, script, **options)",
+    "tp_launch.LaunchRequest": "(*, script, **options)",
 }
 
 

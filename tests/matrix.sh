@@ -89,7 +89,7 @@ print("\n".join(sorted(d for d in needs if not d.startswith(("tp-", "torch")))))
 print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["test"]))') || return
     mapfile -t groups <<< "$groups"
     # Together: the packages must not bring another torch.
-    "${pip[@]}" install --quiet pip "torch==$2" "${groups[@]}" -e packages/tp-context -e packages/tp-core -e packages/tp-data -e packages/tp-dp-gather -e packages/tp-pipeline \
+    "${pip[@]}" install --quiet pip "torch==$2" "${groups[@]}" -e packages/tp-context -e packages/tp-core -e packages/tp-data -e packages/tp-dp-gather -e packages/tp-launch -e packages/tp-pipeline \
         -e packages/tp-ray -e packages/tp-runner -e packages/tp-shard -e packages/tp-trainer -e packages/tp-tuple -e packages/tp-verify
 }
 

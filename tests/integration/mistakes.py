@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tp_context import ContextOptions
 from tp_core import recursive_to, resolve_devices
 from tp_core.plugins import Backend, Callback, Verdict, registry
+from tp_launch import launch
 from tp_trainer import (
     Checkpoints,
     DdpOptions,
@@ -28,7 +29,6 @@ from tp_trainer import (
     callbacks,
     checkpoint_activations,
     find_checkpoint,
-    launch,
     loggers,
 )
 from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES  # private: the tables of theirs

@@ -7,14 +7,15 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 HOMES = {
     f"tp_{name.replace('-', '_')}": ROOT / "packages" / f"tp-{name}" / "src"
-    for name in ("context", "core", "tuple", "dp-gather", "shard", "runner", "trainer")
+    for name in ("context", "core", "launch", "tuple", "dp-gather", "shard", "runner", "trainer")
 }
 
 
 def places():
     """Every path with a package's name in it, wherever it stands in the text; those of tests are not."""
     names = re.findall(
-        r"(?<!tests/)\b(tp_(?:context|core|tuple|dp_gather|shard|runner|trainer)/[\w/]*(?:\.py)?)", TEXT
+        r"(?<!tests/)\b(tp_(?:context|core|launch|tuple|dp_gather|shard|runner|trainer)/[\w/]*(?:\.py)?)",
+        TEXT,
     )
     return sorted(set(names))
 

@@ -15,7 +15,7 @@ RUNNER, SHARD, TRAINER, LAUNCH = (
     "tests/tp_runner",
     "tests/tp_shard",
     "tests/tp_trainer",
-    "tests/tp_trainer/launch",
+    "tests/tp_launch",
 )
 KIT = "packages/tp-trainer/src/tp_trainer/testing/_conformance.py"
 SAME = f"{KIT}::test_it_leads_where_one_device_leads"
@@ -68,7 +68,7 @@ SHOWN = {
     "pipeline parallelism": ["tests/integration/pipeline_families.py"],
     "figures of GPUs": [LIMITS],
     "one host, several": [
-        f"{LAUNCH}/hosts/test_two_machines.py::test_an_elastic_job_goes_on_without_a_host_that_is_cut_off"
+        "tests/integration/launch/test_two_machines.py::test_an_elastic_job_goes_on_without_a_host_that_is_cut_off"
     ],
     "the failure that came": [
         f"{LAUNCH}/hosts/test_hosts.py::test_every_host_tells_the_cause_that_one_of_them_had"

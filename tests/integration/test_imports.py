@@ -24,6 +24,7 @@ MAY_LOAD = {
     "tp_core": {"pluggy"},
     "tp_data": {"numpy"},
     "tp_dp_gather": set(),
+    "tp_launch": {"psutil"},
     "tp_pipeline": set(),
     "tp_runner": set(),
     "tp_shard": set(),

@@ -88,8 +88,8 @@ MISTAKES = {
 def place(tmp_path_factory):
     """A folder with a run, an ended job, and files."""
     import torch
-    from tp_trainer._jobs import Status, create_job  # a job that nobody ran
-    from tp_trainer.hosting import LaunchRequest
+    from tp_launch import LaunchRequest
+    from tp_launch._jobs import Status, create_job  # a job that nobody ran
 
     folder = tmp_path_factory.mktemp("place")
     (folder / "things.py").write_text(THINGS)

@@ -26,6 +26,7 @@ SOURCES = [
         "tp-data",
         "tp-core",
         "tp-dp-gather",
+        "tp-launch",
         "tp-pipeline",
         "tp-runner",
         "tp-shard",
@@ -189,7 +190,7 @@ def test_a_step_runs_where_ddp_calls_the_module():
 
 
 def test_the_launcher_releases_agents_at_the_key_where_they_wait():
-    from tp_trainer._launch._host_watch import _BARRIER  # private: it is made of private names of torch
+    from tp_launch._host_watch import _BARRIER  # private: it is made of private names of torch
 
     assert _BARRIER == agent._TERMINAL_STATE_SYNC_ID + store._LAST_MEMBER_CHECKIN
 

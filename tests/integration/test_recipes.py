@@ -152,7 +152,7 @@ def request_of(words, environ, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     stopped = lambda **fields: made.append(fields) or _stop()  # noqa: E731 - short
-    monkeypatch.setattr("tp_trainer._launch._cli.LaunchRequest", stopped)
+    monkeypatch.setattr("tp_launch._command.LaunchRequest", stopped)
     run(["launch", *words])
     return made[0]
 

@@ -11,7 +11,8 @@ from typing import assert_type
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
-from tp_trainer import History, Step, Trainer, launch
+from tp_launch import launch
+from tp_trainer import History, Step, Trainer
 
 class Net(nn.Module):
     def encode(self, x: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import write_atomically
+from tp_launch import LaunchRequest
+from tp_launch._jobs import create_job, damaged_jobs, list_jobs  # private: two writers meet in one moment
 from tp_trainer import LogOptions, Trainer
 from tp_trainer._checkpoint._folder import verify  # private: resuming would pass over a damaged one
-from tp_trainer._jobs import create_job, damaged_jobs, list_jobs  # private: two writers meet in one moment
-from tp_trainer.hosting import LaunchRequest
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, TensorBoardLogger, read_run
 
 from tests.run_tp import run

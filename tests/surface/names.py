@@ -20,6 +20,7 @@ PACKAGES = (
     "tp_core",
     "tp_data",
     "tp_dp_gather",
+    "tp_launch",
     "tp_pipeline",
     "tp_ray",
     "tp_runner",

@@ -13,7 +13,9 @@ import tp_core.discovery
 import tp_core.errors
 import tp_core.internal
 import tp_core.jobs
+import tp_core.launching
 import tp_core.plugins
+import tp_core.secrets
 import tp_core.sessions
 import tp_core.state
 import tp_core.tensors
@@ -50,6 +52,13 @@ PUBLIC = {
         Axis CompileOptions Footprint Forecast Layout MemoryNeed ModelTraits Precision Recomputation
         StepWork Transfer replicated_memory
     """,
+    tp_core.launching: """
+        EXITED_KEY EXIT_REPORT ExitReport discard_closed_terminal has_exited read_exit_report
+        write_exit_report
+    """,
+    tp_core.secrets: """
+        MASK is_secret mask_arguments mask_text
+    """,
     tp_core.discovery: """
         CONTRACT_VERSION ENTRY_POINT_GROUP BrokenPlugin Candidate Contribution HookSpecs NameConflict
         PluginInfo PluginRegistry Selection select
@@ -62,7 +71,7 @@ PUBLIC = {
         write_safetensors write_tensors write_whole
     """,
     tp_core.internal: """
-        BUCKET_NBYTES DIGESTS EXITED_KEY INDEX KNOWN_BACKENDS Container DevicesBackend Envelope
+        BUCKET_NBYTES DIGESTS INDEX KNOWN_BACKENDS Container DevicesBackend Envelope
         FullyShardedSession NotebookOutput Ownership PerModule PerType Progress RankOutcome
         RankPool RanksBackend SampleRows Sharding Units WholeSteps all_gather_single
         atomic_part available_cores averaged_gradients call_builder call_without_attention_dropout
@@ -70,7 +79,7 @@ PUBLIC = {
         check_installed check_not_quantized check_offload check_process_count check_whole_steps compute_once
         containers describe_presharded device_of device_of_rank device_rng_state did_you_mean divisors
         dumps_by_value explain_arguments explain_init file_meant find_units
-        free_nbytes functions_named gathers_matrices has_exited hook_steps in_notebook
+        free_nbytes functions_named gathers_matrices hook_steps in_notebook
         is_array is_dtensor is_random_op is_zero_redundancy iterates_itself join_rows
         lazy_exports leave_to_others length_along load_function lock_file_of move_module
         new_process_group not_compiled_alone output_console parameter_type

@@ -100,7 +100,7 @@ def verdict(devices="cpu", model=None, **environ):
 
 
 def test_it_says_why_it_does_not_fit():
-    assert verdict().remedy == "tp launch -n 2 script.py"
+    assert verdict().remedy == "tp launch -n 2 script.py (pip install tp-launch)"
     assert "2 devices in each process" in verdict(2, **LAUNCHED).reason
     unsplit = verdict(model=nn.Linear(2, 2), **LAUNCHED)
     assert not unsplit.is_fit

@@ -35,7 +35,6 @@ def test_the_public_names_of_tp_trainer_are_these():
         "estimate",
         "find_checkpoint",
         "hosting",
-        "launch",
         "loggers",
         "planning",
         "tuning",

@@ -20,7 +20,8 @@ from torch.distributed import HashStore
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from tp_core import LaunchEnvironment
 from tp_core.data._batches import EpochBatches
-from tp_trainer import Trainer, launch
+from tp_launch import launch
+from tp_trainer import Trainer
 from tp_trainer._opening import _agreement
 
 from tests.bench._results import Results

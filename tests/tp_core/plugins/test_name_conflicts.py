@@ -145,7 +145,7 @@ def test_an_engine_and_an_adapter_of_this_project_keep_their_names(tmp_path):
 
 def test_a_command_named_launch_leaves_all_commands_where_they_are(tmp_path, capsys):
     with seen(installed(tmp_path, "aaa", COMMANDS)) as plugins:
-        assert owners(plugins.commands())["launch"] == "tp-trainer"
+        assert owners(plugins.commands())["launch"] == "tp-launch"
         assert run(["--help"]) == 0
     captured = capsys.readouterr()
     assert all(name in captured.out for name in ("launch", "jobs", "logs", "stop", "run", "unique"))
@@ -178,8 +178,8 @@ def test_a_script_that_registers_a_taken_name_is_told_at_once_and_changes_nothin
         def tp_commands(self):
             return [Command("launch", "mine", lambda: None), Command("hello", "mine", lambda: None)]
 
-    with pytest.raises(DuplicateNameError, match=r"'launch' of plugin mine is left out: tp-trainer"):
+    with pytest.raises(DuplicateNameError, match=r"'launch' of plugin mine is left out: tp-launch"):
         plugins.register(Plugin(), name="mine")
     assert "hello" not in owners(plugins.commands())
-    assert owners(plugins.commands())["launch"] == "tp-trainer"
+    assert owners(plugins.commands())["launch"] == "tp-launch"
     assert not plugins.conflicts()

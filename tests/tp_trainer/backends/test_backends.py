@@ -72,7 +72,7 @@ def test_several_devices_that_were_asked_for_do_not_fit_a_single_one():
     verdict = SingleBackend().assess(job(2))
     assert not verdict.is_fit
     assert "2 devices in one process" in verdict.reason
-    assert "tp launch -n 2 script.py, or pip install tp-tuple" in verdict.remedy
+    assert "tp launch -n 2 script.py (pip install tp-launch), or pip install tp-tuple" in verdict.remedy
 
 
 def test_several_devices_that_happen_to_be_there_are_used_in_part_and_it_says_so():
@@ -90,7 +90,7 @@ def test_several_processes_fit_ddp_and_not_single():
 def test_one_process_does_not_fit_ddp():
     verdict = DdpBackend().assess(job())
     assert not verdict.is_fit
-    assert verdict.remedy == "tp launch -n 2 script.py"
+    assert verdict.remedy == "tp launch -n 2 script.py (pip install tp-launch)"
 
 
 def test_two_devices_in_each_process_do_not_fit_ddp():

@@ -249,7 +249,7 @@ def test_one_process_has_nothing_to_shard():
     alone = Job(devices=resolve_devices("cpu"), environment=LaunchEnvironment.read({}))
     verdict = FsdpBackend().assess(alone)
     assert verdict.reason == "one process, and this takes one per device"
-    assert verdict.remedy == "tp launch -n 2 script.py"
+    assert verdict.remedy == "tp launch -n 2 script.py (pip install tp-launch)"
 
 
 def test_one_process_with_one_accelerator_may_offload():

@@ -340,8 +340,8 @@ def device_of_rank(
     )
     listed = ",".join(map(str, devices))
     remedy = (
-        f"start as many processes as there are devices (tp launch -n {len(devices)}), name "
-        f"{_count(count)}, one for each process, or write 'cpu'"
+        f"start as many processes as there are devices (tp launch -n {len(devices)}, of tp-launch), "
+        f"name {_count(count)}, one for each process, or write 'cpu'"
     )
     raise _refusal(listed, problem, remedy)
 

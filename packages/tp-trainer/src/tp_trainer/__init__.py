@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tp_trainer._checkpoint import Checkpoints as Checkpoints
     from tp_trainer._convert import convert as convert
     from tp_trainer._convert import find_checkpoint as find_checkpoint
-    from tp_trainer._launch._function import launch as launch
     from tp_trainer._memory import MemoryTable as MemoryTable
     from tp_trainer._memory import estimate as estimate
     from tp_trainer._metrics import FunctionMetric as FunctionMetric
@@ -53,7 +52,6 @@ else:
             "tp_trainer._backends": ["DdpOptions", "FsdpOptions"],
             "tp_trainer._checkpoint": ["Checkpoints"],
             "tp_trainer._convert": ["convert", "find_checkpoint"],
-            "tp_trainer._launch._function": ["launch"],
             "tp_trainer._memory": ["MemoryTable", "estimate"],
             "tp_trainer._metrics": ["FunctionMetric", "Metric", "Predictions"],
             "tp_trainer._opening._boundaries": ["Interrupted"],

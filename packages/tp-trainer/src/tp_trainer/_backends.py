@@ -51,7 +51,9 @@ class SingleBackend(Backend[NoOptions]):
             )
         if len(devices) == 1:
             return Verdict.fits(50, f"one process with one device, {devices[0]}")
-        remedy = f"to use all {len(devices)}: tp launch -n {len(devices)} script.py, or pip install tp-tuple"
+        count = len(devices)
+        launch = f"tp launch -n {count} script.py (pip install tp-launch)"
+        remedy = f"to use all {count}: {launch}, or pip install tp-tuple"
         if job.explicit_devices:
             return Verdict.unfit(f"{len(devices)} devices in one process", remedy=remedy)
         return Verdict.fits(10, f"would use {devices[0]} alone of {len(devices)} devices", remedy=remedy)

@@ -39,7 +39,7 @@ ARGUMENTS = {
     "model": "fit(model, optimizer, loader, step=step)",
     "monitor": 'EarlyStopping("val_loss")',
     "num_epochs": "fit(epochs=5)",
-    "num_nodes": "tp launch --nnodes 2",
+    "num_nodes": "tp launch --nnodes 2 (pip install tp-launch)",
     "num_train_epochs": "fit(epochs=5)",
     "output_dir": 'fit(checkpoint="run")',
     "profiler": 'fit(callbacks=[Profiler("profile")])',
@@ -63,7 +63,7 @@ ARGUMENTS = {
     "val_every_steps": "fit(validation=Validation(loader, every_steps=500))",
     "val_loader": "fit(validation=loader)",
     "val_step": "fit(validation=Validation(loader, step=step))",
-    "world_size": "tp launch -n 2",
+    "world_size": "tp launch -n 2 (pip install tp-launch)",
 }
 
 ATTRIBUTES = {

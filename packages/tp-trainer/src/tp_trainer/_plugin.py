@@ -52,18 +52,10 @@ def tp_loggers() -> Iterable[LoggerFactory]:
 def tp_commands() -> Iterable[Command]:
     return [
         Command(
-            "launch",
-            "Run a script in several processes, here or on several hosts.",
-            _late("_launch._cli", "launch_app"),
-        ),
-        Command(
             "train",
             "Run a function of a script with values from options and files.",
             _late("_train", "train_app"),
         ),
-        Command("jobs", "List the jobs that `tp launch --detach` started.", _late("_jobs", "jobs_app")),
-        Command("logs", "Show what a background job has printed.", _late("_jobs", "logs_app")),
-        Command("stop", "End a background job.", _late("_jobs", "stop_app")),
         Command(
             "report",
             "Make one HTML page of what runs have left in their folders.",

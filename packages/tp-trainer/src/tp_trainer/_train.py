@@ -137,22 +137,29 @@ def _in_one_line(error: Exception) -> str:
 # -- ``tp train`` ---------------------------------------------------------------------------------
 
 
-def _launch() -> tuple[Callable[..., None], dict[str, inspect.Parameter]]:
-    """Return the function of ``tp launch``, which the registry finds, and its options for ranks."""
-    found = {contribution.item.name: contribution.item for contribution in registry.commands()}
-    if "launch" not in found:
-        msg = "tp train starts ranks by the command tp launch, which no installed plugin has"
-        raise ConfigError(msg)
-    launch = found["launch"].load().registered_commands[0].callback
+def _find_launch() -> Callable[..., None] | None:
+    """Return the function of ``tp launch``, which tp-launch brings; None if that is not installed."""
+    for contribution in registry.commands():
+        if contribution.item.name == "launch":
+            callback: Callable[..., None] = contribution.item.load().registered_commands[0].callback
+            return callback
+    return None
+
+
+def _launch_options() -> dict[str, inspect.Parameter]:
+    """Return the options of ``tp launch`` that are for ranks of a function."""
+    launch = _find_launch()
+    if launch is None:
+        return {}
     parameters = inspect.signature(launch).parameters.values()
     options = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return launch, {name: p for name, p in options.items() if name not in ("module", "nproc_per_node")}
+    return {name: p for name, p in options.items() if name not in ("module", "nproc_per_node")}
 
 
 def train_app() -> typer.Typer:
     """Return ``tp train`` as a separate application, with the options of ``tp launch``."""
     own = [p for p in inspect.signature(_train).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters = [*own, *_launch()[1].values()]
+    parameters = [*own, *_launch_options().values()]
 
     @wraps(_train)
     def command(**options: Any) -> None:
@@ -192,7 +199,7 @@ def _train(
     values as hyperparameters, and leave a config.yaml in their folders.
     """
     call = parse_call(function, values or ())  # before any process is started
-    launch, known = _launch()
+    known = _launch_options()
     asked = {name for name, value in options.items() if value != known[name].default}
     # In a rank: PET_... variables may still be set, so only options on the command line are refused.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -202,6 +209,10 @@ def _train(
     if nproc_per_node is None and not asked:
         _run_here(call)
         return
+    launch = _find_launch()
+    if launch is None:
+        msg = "tp train starts ranks by the command tp launch, which is not installed: pip install tp-launch"
+        raise ConfigError(msg)
     launch(
         __name__,  # this module, as a process that calls the function
         [function, *(values or ())],

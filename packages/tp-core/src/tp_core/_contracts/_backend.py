@@ -285,7 +285,7 @@ class RanksBackend(Backend[OptionsT]):
             if job.environment.world_size == 1 and not self.has_use_alone(job):
                 return Verdict.unfit(
                     "one process, and this takes one per device",
-                    remedy=f"tp launch -n {max(2, len(devices))} script.py",
+                    remedy=f"tp launch -n {max(2, len(devices))} script.py (pip install tp-launch)",
                 )
             if len(devices) != 1:
                 return Verdict.unfit(f"{len(devices)} devices in each process, and this takes one")

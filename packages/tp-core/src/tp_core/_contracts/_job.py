@@ -274,7 +274,7 @@ def whole_model_arguments(job: "Job", backend: str) -> dict[str, Any]:
     if options.blocks:
         msg = (
             f"backend {backend!r} makes replicas of the model and compiles each as a whole; take "
-            "compile=True, or a process for each device: tp launch"
+            "compile=True, or a process for each device: tp launch (pip install tp-launch)"
         )
         raise ConfigError(msg)
     return options.arguments()
@@ -376,7 +376,8 @@ def replicated_memory(
         assumed=footprint.assumed,
         remedy=(
             "less is needed with a smaller batch and accumulate=, with precision='bf16-mixed', or where "
-            "several processes hold the model: tp launch -n N script.py with backend 'fsdp' or 'shard'"
+            "several processes hold the model, by backend 'fsdp' or 'shard': tp launch -n N script.py "
+            "(pip install tp-launch)"
         ),
     )
 

@@ -131,7 +131,10 @@ _TORCHRUN = partial(
         "MASTER_ADDR",
         "MASTER_PORT",
     ),
-    remedy="start the script with `tp launch -n N script.py` or torchrun, which set them all",
+    remedy=(
+        "start the script with `tp launch -n N script.py` (pip install tp-launch) or torchrun, which set "
+        "them all"
+    ),
 )
 _SLURM = partial(
     VariableReader,

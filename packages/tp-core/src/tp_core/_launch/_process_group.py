@@ -46,7 +46,7 @@ def rendezvous_store(environment: LaunchEnvironment, *, timeout_s: float = 300.0
     if environment.master_address is None or environment.master_port is None:
         msg = (
             f"{environment.world_size} processes need MASTER_ADDR and MASTER_PORT to find each "
-            "other; start them with: tp launch -n N script.py"
+            "other; start them with: tp launch -n N script.py (pip install tp-launch)"
         )
         raise LaunchEnvironmentError(msg)
     try:

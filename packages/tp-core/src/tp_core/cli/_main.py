@@ -127,6 +127,21 @@ _OWN = (
     Command("explain", "Print what an error means and what to do about it.", _load_explain),
     Command("new-plugin", "Write a package with a plugin, to begin from.", _load_new_plugin),
 )
+_KNOWN = {
+    "convert": "tp-trainer",
+    "data": "tp-data",
+    "estimate": "tp-trainer",
+    "jobs": "tp-launch",
+    "launch": "tp-launch",
+    "logs": "tp-launch",
+    "report": "tp-trainer",
+    "run": "tp-runner",
+    "shard": "tp-shard",
+    "stop": "tp-launch",
+    "train": "tp-trainer",
+    "verify": "tp-verify",
+}
+"""The distributions of commands, for those that are not installed."""
 _INTERRUPTED, _NOBODY_READS = 128 + signal.SIGINT, 128 + 13  # SIGPIPE, which not every system has
 
 
@@ -152,9 +167,12 @@ class _Tp(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments begin with; the error for an unknown one suggests others."""
         self._words = tuple(args)
-        known = {*self._waiting, *self.commands}
-        if args[0] not in known and (meant := did_you_mean(args[0], known)):
-            ctx.fail(f"no such command {args[0]!r}{meant}")
+        name = args[0]
+        installed = {*self._waiting, *self.commands}
+        if name not in installed and name in _KNOWN:
+            ctx.fail(f"no such command {name!r}: pip install {_KNOWN[name]}")
+        if name not in installed and (meant := did_you_mean(name, {*installed, *_KNOWN})):
+            ctx.fail(f"no such command {name!r}{meant}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

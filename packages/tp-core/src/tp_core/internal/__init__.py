@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from tp_core._launch._environment import available_cores, check_process_count
     from tp_core._launch._output import NotebookOutput, Progress, in_notebook, output_console, shows_progress
     from tp_core._launch._process_group import (
-        EXITED_KEY,
         all_gather_single,
-        has_exited,
         new_process_group,
         reduce_scatter_single,
         rendezvous_store,
@@ -148,9 +146,7 @@ else:
                 "shows_progress",
             ],
             "tp_core._launch._process_group": [
-                "EXITED_KEY",
                 "all_gather_single",
-                "has_exited",
                 "new_process_group",
                 "reduce_scatter_single",
                 "rendezvous_store",

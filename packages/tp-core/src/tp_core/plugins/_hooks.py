@@ -46,6 +46,7 @@ FIRST_PARTY = frozenset(
         "tp-core",
         "tp-data",
         "tp-dp-gather",
+        "tp-launch",
         "tp-pipeline",
         "tp-ray",
         "tp-runner",

@@ -15,7 +15,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from torch.optim import Optimizer
 from tp_core import LaunchEnvironment
 from tp_core.errors import DisagreementError, RankFailedError
-from tp_core.internal import has_exited, rendezvous_store
+from tp_core.internal import rendezvous_store
+from tp_core.launching import has_exited
 from tp_core.plugins import Session
 
 _MOST_SLEEP_S = 0.05  # between two looks; less at first, when most ranks arrive

@@ -20,7 +20,7 @@ from tp_core.data import StepOutput
 from tp_core.internal import rendezvous_store
 from tp_core.plugins import Session
 
-from tp_trainer._rank_exit import HardExit
+from tp_trainer._running._hard_exit import HardExit
 from tp_trainer._steps._step import RunStep, Step
 
 TIMEOUT_STATUS = 124

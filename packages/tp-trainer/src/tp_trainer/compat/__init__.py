@@ -204,7 +204,7 @@ def _check_launched(environment: LaunchEnvironment, n_gpus: int) -> None:
     if environment.launcher == "plain" and n_gpus > 1:
         msg = (
             f"synch is true and config.n_gpus is {n_gpus}, but this is one process that no "
-            f"launcher started; start it with: tp launch -n {n_gpus} script.py"
+            f"launcher started; start it with: tp launch -n {n_gpus} script.py (pip install tp-launch)"
         )
         raise ConfigError(msg)
     if n_gpus not in {environment.world_size, environment.local_world_size}:

@@ -61,7 +61,7 @@ _ELSEWHERE = {
     "min_epochs": "a callback that sets trainer.should_stop",
     "min_steps": "a callback that sets trainer.should_stop",
     "model_registry": "trainer.save_checkpoint(path)",
-    "num_nodes": "tp launch --nnodes 2",
+    "num_nodes": "tp launch --nnodes 2 (pip install tp-launch)",
     "plugins": "Trainer(precision='bf16-mixed'), or a backend",
     "profiler": "callbacks=[tp_trainer.callbacks.Profiler('profile')]",
     "reload_dataloaders_every_n_epochs": "a dataset with set_epoch, or a sampler with it",
@@ -1378,7 +1378,7 @@ def _check_devices(devices: Any, environment: LaunchEnvironment) -> None:
         wanted = int(wanted) if wanted.isdigit() else -1
     here = environment.local_world_size
     if wanted not in (-1, None, here):
-        how = f"start it with: tp launch -n {wanted} script.py"
+        how = f"start it with: tp launch -n {wanted} script.py (pip install tp-launch)"
         msg = f"devices={devices!r}, and a launcher started {here} process(es) on this host; {how}"
         raise ConfigError(msg)
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from tp_core.plugins import Logger as Logger
     from tp_core.plugins import RunInfo as RunInfo
 
-    from tp_trainer._secrets import mask_arguments as mask_arguments
     from tp_trainer.loggers._csv import CsvLogger as CsvLogger
     from tp_trainer.loggers._files import LogPlace as LogPlace
     from tp_trainer.loggers._jsonl import JsonLinesLogger as JsonLinesLogger
@@ -29,7 +28,6 @@ else:
         __name__,
         {
             "tp_core.plugins": ["Logger", "RunInfo"],
-            "tp_trainer._secrets": ["mask_arguments"],
             "tp_trainer.loggers._csv": ["CsvLogger"],
             "tp_trainer.loggers._files": ["LogPlace"],
             "tp_trainer.loggers._jsonl": ["JsonLinesLogger", "LoggedRun", "read_run"],

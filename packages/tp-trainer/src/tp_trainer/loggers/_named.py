@@ -19,8 +19,8 @@ from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
 from tp_core.internal import atomic_part
 from tp_core.plugins import Logger, LoggerFactory, RunInfo, RunStatus
+from tp_core.secrets import mask_arguments
 
-from tp_trainer._secrets import mask_arguments
 from tp_trainer.loggers._files import keep_aside
 
 LogSpec = str | Logger | Iterable[str | Logger] | None

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from tp_core.internal import check_installed
 from tp_core.plugins import Logger, RunInfo, RunStatus
-
-from tp_trainer.loggers import mask_arguments
+from tp_core.secrets import mask_arguments
 
 
 class WandbLogger(Logger):

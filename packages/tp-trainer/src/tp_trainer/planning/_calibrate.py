@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError
-from tp_core.internal import all_gather_single, device_of_rank, reduce_scatter_single
+from tp_core.internal import RankPool, all_gather_single, device_of_rank, reduce_scatter_single
 from tp_core.sessions import join_process_group
 
-from tp_trainer._launch._function import launch
 from tp_trainer._memory import Operator, OperatorLog, measure_footprint
 from tp_trainer.planning._machine import Machine
 
@@ -48,7 +47,8 @@ def calibrate(ranks: int = 2) -> Machine:
     if ranks < 2:
         msg = f"calibrate() measures what ranks exchange, and takes two of them or more, got {ranks}"
         raise ConfigError(msg)
-    return Machine(**launch(_measure, ranks)[0])
+    with RankPool(ranks) as pool:
+        return Machine(**pool.run(_measure)[0])
 
 
 def _measure() -> dict[str, Any]:

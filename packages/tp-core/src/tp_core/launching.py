@@ -1,0 +1,28 @@
+"""What a launcher and the ranks that it starts tell each other, for launchers and for trainers."""
+
+from typing import TYPE_CHECKING
+
+from tp_core._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_core._launch._process_group import EXITED_KEY as EXITED_KEY
+    from tp_core._launch._process_group import has_exited as has_exited
+    from tp_core._launch._rank_exit import EXIT_REPORT as EXIT_REPORT
+    from tp_core._launch._rank_exit import ExitReport as ExitReport
+    from tp_core._launch._rank_exit import discard_closed_terminal as discard_closed_terminal
+    from tp_core._launch._rank_exit import read_exit_report as read_exit_report
+    from tp_core._launch._rank_exit import write_exit_report as write_exit_report
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_core._launch._process_group": ["EXITED_KEY", "has_exited"],
+            "tp_core._launch._rank_exit": [
+                "EXIT_REPORT",
+                "ExitReport",
+                "discard_closed_terminal",
+                "read_exit_report",
+                "write_exit_report",
+            ],
+        },
+    )

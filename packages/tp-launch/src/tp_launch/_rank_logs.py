@@ -1,0 +1,178 @@
+"""The logs of the ranks: their temporary directory, and the copy of their lines to the launcher's streams."""
+
+import codecs
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+_PREFIX = "tp-launch-"
+_LOCK = "lock"
+_INTERVAL_S = 0.05
+_GRACE_S = 1.0  # after it an incomplete line is shown: a prompt, or a progress bar
+_CHUNK = 1 << 20
+
+
+class TemporaryLogs:
+    """Makes a directory for this launch, and removes the directories of killed launches.
+
+    Each directory has a lock, which the kernel releases at the end of the process: an unlocked directory is
+    of a launch that is gone.
+    """
+
+    def __init__(self) -> None:
+        base = Path(tempfile.gettempdir())
+        _clear(base)
+        # Renamed once it is locked: another launch that starts now would remove an unlocked one.
+        draft = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base))
+        self._lock = _lock(draft, create=True)
+        self.path = draft.rename(base / draft.name.removeprefix("."))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _clear(base: Path) -> None:
+    """Remove the directories of this user's killed launches."""
+    for path in base.glob(f"{_PREFIX}*"):
+        try:
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            lock = _lock(path, create=False)
+        except OSError:
+            continue  # its launch is alive, or another launch has just removed it
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(directory: Path, *, create: bool) -> int | None:
+    """Lock a directory for as long as the descriptor is open.
+
+    Raises:
+        OSError: Another process has locked the directory, or it has no lock.
+    """
+    import fcntl  # Windows, on which nothing is launched, has none
+
+    # O_NOFOLLOW: another user of the folder may have put a link there.
+    flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    descriptor = os.open(directory / _LOCK, flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        if not create:
+            raise
+        return None  # a file system without locks: no launch can lock the directory, and so none removes it
+    return descriptor
+
+
+@dataclass(slots=True)
+class _FollowedLog:
+    path: Path
+    prefix: str
+    out: TextIO
+    drop: str  # torch's own prefix of a traceback's lines
+    file: BinaryIO | None = None
+    pending: str = ""
+    since: float = 0.0
+    cut: bool = False  # whether an incomplete line was shown: its rest may be a bare line end
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
+
+
+class LogTail:
+    """Follows files from a thread and writes their lines, each with a prefix, to text streams.
+
+    An unbuffered ``print("x", 1)`` arrives as four writes. A line is shown when it is complete, so that the
+    lines of several ranks never mix. A line that stays incomplete is shown after a second.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[_FollowedLog] = []
+        self._lock = threading.Lock()  # `follow` adds a source while the thread goes over them
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tp-launch-tail", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def follow(self, path: Path, *, prefix: str, out: TextIO, drop: str = "") -> None:
+        """Show the lines of a file, which need not exist yet, without a leading ``drop``."""
+        with self._lock:
+            self._sources.append(_FollowedLog(path, prefix, out, drop))
+
+    def stop(self) -> None:
+        """Show the rest, and end the thread."""
+        self._stopping.set()
+        self._thread.join()
+        with self._lock:
+            for source in self._sources:
+                _pump(source, last=True)
+                if source.file is not None:
+                    source.file.close()
+            self._sources.clear()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_INTERVAL_S):
+            with self._lock:
+                for source in self._sources:
+                    _pump(source, last=False)
+
+
+def _pump(source: _FollowedLog, *, last: bool) -> None:
+    """Write the complete lines, or everything if it is the last call."""
+    if source.file is None:
+        try:
+            source.file = source.path.open("rb")
+        except OSError:
+            return
+    while True:
+        chunk = source.file.read(_CHUNK)
+        if chunk:
+            source.pending += source.decoder.decode(chunk)
+            source.since = time.monotonic()
+        lines = _take_lines(source)
+        late = source.pending and time.monotonic() - source.since > _GRACE_S
+        if source.pending and not chunk and (last or late):
+            lines.append(source.pending.removesuffix("\r"))
+            source.pending, source.cut = "", True
+        if lines:
+            _write(source, lines)
+        if len(chunk) < _CHUNK and not (last and chunk):
+            return
+
+
+def _take_lines(source: _FollowedLog) -> list[str]:
+    # Progress bars end lines with a carriage return: each state becomes a line. A last "\r" is held back, as
+    # the "\n" of a line end may follow.
+    if source.pending.endswith("\r"):
+        text, held = source.pending[:-1], "\r"
+    else:
+        text, held = source.pending, ""
+    *lines, rest = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    source.pending = rest + held
+    if lines and source.cut:
+        source.cut = False
+        if not lines[0]:
+            lines = lines[1:]
+    return lines
+
+
+def _write(source: _FollowedLog, lines: list[str]) -> None:
+    shown = (source.prefix + line.removeprefix(source.drop) for line in lines)
+    try:
+        source.out.write("".join(f"{line}\n" for line in shown))
+        source.out.flush()
+    except (OSError, ValueError):
+        return  # the reader is gone (a closed pipe); the job continues

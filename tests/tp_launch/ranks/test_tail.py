@@ -1,0 +1,63 @@
+"""Lines of a file that grows are shown whole, once, and with their rank."""
+
+import io
+
+import pytest
+from tp_launch._rank_logs import LogTail  # private: a file that grows in the midst of a line
+
+
+class _Shown(io.StringIO):
+    pass
+
+
+@pytest.fixture
+def shown():
+    return _Shown()
+
+
+def _after(path, shown, *writes: bytes, drop: str = "") -> str:
+    tail = LogTail()
+    tail.start()
+    tail.follow(path, prefix="> ", out=shown, drop=drop)
+    with path.open("ab", buffering=0) as file:
+        for data in writes:
+            file.write(data)
+    tail.stop()
+    return shown.getvalue()
+
+
+def test_pieces_of_a_line_are_put_together(tmp_path, shown):
+    pieces = [b"a", b" ", b"b", b"\n", b"\xc3", b"\xa4\n"]
+    assert _after(tmp_path / "log", shown, *pieces) == "> a b\n> ä\n"
+
+
+def test_the_rest_without_a_line_end_is_shown_at_the_end(tmp_path, shown):
+    assert _after(tmp_path / "log", shown, b"a\nb") == "> a\n> b\n"
+
+
+def test_states_of_a_progress_bar_are_lines(tmp_path, shown):
+    assert _after(tmp_path / "log", shown, b"10%\r20%\r\nend\r") == "> 10%\n> 20%\n> end\n"
+
+
+def test_a_mark_that_says_the_same_as_the_prefix_is_dropped(tmp_path, shown):
+    assert _after(tmp_path / "log", shown, b"[rank0]: x\ny\n", drop="[rank0]: ") == "> x\n> y\n"
+
+
+def test_an_incomplete_line_is_shown_after_a_second_and_not_repeated(tmp_path, shown, until):
+    tail = LogTail()
+    tail.start()
+    with (tmp_path / "log").open("wb", buffering=0) as file:
+        tail.follow(tmp_path / "log", prefix="> ", out=shown)
+        file.write(b"loading ...")
+        until(lambda: shown.getvalue() == "> loading ...\n")
+        file.write(b"\ndone\n")
+    tail.stop()
+    assert shown.getvalue() == "> loading ...\n> done\n"
+
+
+def test_a_file_that_never_appears_is_no_error(tmp_path, shown):
+    tail = LogTail()
+    tail.start()
+    tail.follow(tmp_path / "none", prefix="", out=shown)
+    tail.stop()
+    assert shown.getvalue() == ""
