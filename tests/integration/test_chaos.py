@@ -91,7 +91,7 @@ def test_a_part_that_was_damaged_after_the_kill_costs_the_steps_of_one_checkpoin
     wild = tmp_path / "wild"
     assert chaos.launch(wild, kills=1, restarts=0, more=more, **run) == 1
     newest = max((wild / "run").glob("step-*"))
-    parts = sorted((newest / "tensors").glob("*.distcp"))
+    parts = sorted((newest / "tensors").glob("*.safetensors"))
     assert len(parts) == ranks
     damage(parts)
     chaos.launch(wild, kills=1, more=[*more, "--start", "1"], **run)

@@ -130,12 +130,12 @@ def test_a_compiled_split_model_is_saved_under_plain_names(tmp_path):
 def test_a_damaged_folder_is_refused_by_a_trainer_too(tmp_path):
     model = nn.Linear(3, 2)
     ts.save_sharded(model, tmp_path)
-    (data,) = tmp_path.glob("*.distcp")
+    (data,) = tmp_path.glob("*.safetensors")
     changed = bytearray(data.read_bytes())
     changed[len(changed) // 2] ^= 1
     data.write_bytes(changed)
     with Trainer(devices="cpu", progress=False) as trainer:
-        with pytest.raises(StateError, match=r"damaged: __0_0\.distcp is not what was written"):
+        with pytest.raises(StateError, match=r"damaged: __0_0\.safetensors is not what was written"):
             trainer.load_model(model, tmp_path)
         (tmp_path / "digests.json").unlink()
         with pytest.raises(StateError, match=r"has no digests\.json"):

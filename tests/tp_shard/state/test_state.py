@@ -216,13 +216,16 @@ def damaged(folder):
         ts.load_sharded(model, folder / "not")
     if dist.is_initialized():
         dist.barrier()
-    file = max(folder.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    file = max(folder.glob("*.safetensors"), key=lambda f: f.stat().st_size)
     digests, written = folder / "digests.json", file.read_bytes()
     for change, message in [
-        (lambda: file.write_bytes(written[:-100]), r"ckpt is damaged: __\d_0.distcp has \d+ bytes of \d+"),
+        (
+            lambda: file.write_bytes(written[:-100]),
+            r"ckpt is damaged: __\d_0.safetensors has \d+ bytes of \d+",
+        ),
         (
             lambda: file.write_bytes(written[:200] + bytes([written[200] ^ 1]) + written[201:]),
-            r"ckpt is damaged: __\d_0.distcp is not what was written",
+            r"ckpt is damaged: __\d_0.safetensors is not what was written",
         ),
         (lambda: digests.write_text("["), "digests.json is damaged"),
         (digests.unlink, r"has no digests.json: ts.save_sharded\(\) was ended before its"),
@@ -388,11 +391,11 @@ def test_what_a_sharded_checkpoint_cannot_hold_or_lacks_is_named(tmp_path):
     one = nn.ModuleDict({"a": nn.Linear(2, 2)})
     with pytest.raises(StateError, match=r"has 'b\.bias', which the model lacks"):
         ts.load_sharded(one, tmp_path / "two", optimizer=torch.optim.SGD(one.parameters(), lr=0.1))
-    (tmp_path / "plain" / ".metadata").write_bytes(b"nonsense")
-    with pytest.raises(StateError, match=r"damaged: \.metadata has 8 bytes"):
+    (tmp_path / "plain" / "index.json").write_bytes(b"nonsense")
+    with pytest.raises(StateError, match=r"damaged: index\.json has 8 bytes"):
         ts.load_sharded(model, tmp_path / "plain")
     (tmp_path / "file").write_text("in the way")
-    inner = next((tmp_path / "two").glob("*.distcp"))
+    inner = next((tmp_path / "two").glob("*.safetensors"))
     inner.write_bytes(bytes(inner.stat().st_size))  # as long as it was, and nothing in it
     with pytest.raises(StateError, match="is not what was written"):
         ts.load_sharded(two, tmp_path / "two")

@@ -134,7 +134,7 @@ def sharded_checkpoint(folder):
 def test_what_ranks_have_split_is_one_file(tmp_path):
     run_ranks(sharded_checkpoint, 2, str(tmp_path / "run"), timeout_s=800.0)
     (checkpoint,) = committed(tmp_path / "run")
-    assert (checkpoint / "tensors" / ".metadata").is_file()
+    assert (checkpoint / "tensors" / "index.json").is_file()
     out = tmp_path / "model.safetensors"
     assert run(["convert", str(checkpoint), str(out)]) == 0
     expected, found = load_file(tmp_path / "expected.safetensors"), load_file(out)

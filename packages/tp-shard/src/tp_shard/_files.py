@@ -118,9 +118,9 @@ def save_sharded(
 ) -> None:
     """Write a model, and an optimizer over it, into a folder; each rank writes its own shards.
 
-    The files have the format of ``torch.distributed.checkpoint`` and the names of a trainer's checkpoint: see
-    :mod:`tp_core.state`. Of several copies of the model the first one is written. Digests of the files come
-    last: without them a folder is not loaded.
+    The files are safetensors with the names of a trainer's checkpoint, see :mod:`tp_core.state`; torch's
+    ``HuggingFaceStorageReader`` reads them, too. Of several copies of the model the first one is written.
+    Digests of the files come last: without them a folder is not loaded.
 
     Args:
         model: The model; call it on every rank.

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import Ownership
+from tp_core.internal import INDEX, Ownership
 from tp_core.state import (
     SafetensorsFiles,
     StoredTensors,
@@ -28,8 +28,6 @@ from tp_trainer._checkpoint._base import read_base
 from tp_trainer._checkpoint._folder import MANIFEST, Manifest, RunFolder, read_manifest, step_of, verify
 from tp_trainer._checkpoint._model_files import MODEL, OneOfSeveral, StateInAFile
 from tp_trainer._memory import parse_nbytes
-
-_INDEX = ".metadata"  # of tensors that several ranks have written
 
 
 def find_checkpoint(
@@ -67,9 +65,9 @@ def find_checkpoint(
         if step is not None or best is not None:
             msg = f"{source} is not the folder of a run with checkpoints, so there is none to choose"
             raise ConfigError(msg)
-        known = (source / MANIFEST, source / _INDEX)
+        known = (source / MANIFEST, source / INDEX)
         if source.is_dir() and not is_safetensors(source) and not any(path.is_file() for path in known):
-            msg = f"{source} has no checkpoint: neither step-... folders, nor {MANIFEST}, nor {_INDEX}"
+            msg = f"{source} has no checkpoint: neither step-... folders, nor {MANIFEST}, nor {INDEX}"
             raise FileNotFoundError(msg)
         return source
     if best is not None:
@@ -171,7 +169,7 @@ def open_model(path: Path, *, name: str | None) -> StoredTensors:
             raise StateError(msg)
         stored = StateInAFile(path, state)
     else:
-        if not (path / _INDEX).is_file():
+        if not (path / INDEX).is_file():
             verify(path)
             if (base := read_base(path)) is not None:
                 base.check_is_whole(path)

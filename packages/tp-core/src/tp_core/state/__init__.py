@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tp_core.tensors._digests import FileRecord as FileRecord
     from tp_core.tensors._digests import digest_of as digest_of
     from tp_core.tensors._digests import record_of as record_of
-    from tp_core.tensors._files import StoredTensors as StoredTensors
     from tp_core.tensors._files import read_tensors as read_tensors
     from tp_core.tensors._files import tensor_infos as tensor_infos
     from tp_core.tensors._files import write_tensors as write_tensors
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from tp_core.tensors._safetensors import safetensors_dtype as safetensors_dtype
     from tp_core.tensors._safetensors import split_over_files as split_over_files
     from tp_core.tensors._safetensors import write_safetensors as write_safetensors
+    from tp_core.tensors._slices import StoredTensors as StoredTensors
     from tp_core.tensors._slices import TensorInfo as TensorInfo
     from tp_core.tensors._slices import fill_from_whole as fill_from_whole
 else:
@@ -44,7 +44,7 @@ else:
         __name__,
         {
             "tp_core.tensors._digests": ["DIGEST_SIZE", "FileRecord", "digest_of", "record_of"],
-            "tp_core.tensors._files": ["StoredTensors", "read_tensors", "tensor_infos", "write_tensors"],
+            "tp_core.tensors._files": ["read_tensors", "tensor_infos", "write_tensors"],
             "tp_core.tensors._safetensors": [
                 "SafetensorsFiles",
                 "is_safetensors",
@@ -52,7 +52,7 @@ else:
                 "split_over_files",
                 "write_safetensors",
             ],
-            "tp_core.tensors._slices": ["TensorInfo", "fill_from_whole"],
+            "tp_core.tensors._slices": ["StoredTensors", "TensorInfo", "fill_from_whole"],
             "tp_core.state._files": [
                 "TENSORS_FILE",
                 "TENSORS_FOLDER",

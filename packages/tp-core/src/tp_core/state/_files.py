@@ -11,9 +11,17 @@ from torch import Tensor
 
 from tp_core.errors import StateError
 from tp_core.tensors._atomic import showing_system_errors
-from tp_core.tensors._digests import DigestingFile, FileRecord, without_checksums
-from tp_core.tensors._files import StoredTensors, check_targets, read_tensors, tensor_infos
-from tp_core.tensors._slices import TensorInfo, TensorSlice, fill_from_whole, is_dtensor
+from tp_core.tensors._digests import INDEX, DigestingFile, FileRecord, without_checksums
+from tp_core.tensors._files import read_tensors, tensor_infos
+from tp_core.tensors._slices import (
+    StoredTensors,
+    TensorInfo,
+    TensorSlice,
+    check_targets,
+    fill_from_whole,
+    is_dtensor,
+    local_parts,
+)
 
 # -- Where a tensor of a checkpoint goes: a whole one, a slice of one, this rank's part of a DTensor
 
@@ -107,14 +115,13 @@ def _parts(dtensor: Any, local: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
             "is yet to be made cannot be saved; redistribute it first"
         )
         raise StateError(msg)
-    # torch.distributed.checkpoint calls this method of DTensors; our slices have it under the same name.
-    (chunk,) = dtensor.__create_chunk_list__()
-    return [(tuple(chunk.offsets), local)] if local.numel() else []
+    ((start, _),) = local_parts(dtensor)
+    return [(start, local)] if local.numel() else []
 
 
 # -- The tensors of a state on the disk: one file, or a folder that several ranks have written together
-# Split states go through torch.distributed.checkpoint. For a whole state that takes ten times as long, and
-# half a second to import, so torch.save writes it.
+# torch.distributed.checkpoint plans who writes what of a split state. For a whole state that takes ten times
+# as long, and half a second to import, so torch.save writes it.
 
 
 TENSORS_FILE = "tensors.pt"
@@ -157,7 +164,7 @@ def open_tensors(path: str | os.PathLike[str]) -> StoredTensors:
     path = Path(path)
     if path.is_file():
         return _File(path)
-    if not (path / ".metadata").is_file():
+    if not (path / INDEX).is_file():
         if (path / TENSORS_FILE).is_file():
             return _File(path / TENSORS_FILE)
         if (path / TENSORS_FOLDER).is_dir():

@@ -33,9 +33,9 @@ from tp_core.state._optimizers import (
     steps_whole,
 )
 from tp_core.state._plain import Get, StoredTensor, from_json, joined, refs_in, split, to_json
-from tp_core.tensors._files import StoredTensors
 from tp_core.tensors._slices import (
     SHARDED_ATTRIBUTE,
+    StoredTensors,
     TensorInfo,
     TensorSlice,
     fill_from_whole,

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 DIGESTS = "digests.json"
 """The name of the file with the digests of the others in a folder of ``tp_shard.save_sharded``."""
-INDEX = ".metadata"
-"""The name that torch.distributed.checkpoint gives the index of the tensors in a folder."""
+INDEX = "index.json"
+"""The name of the index of the tensors in a folder."""
 DIGEST_SIZE = 16
 """The length of a manifest's own digest, in bytes."""
 PIECE = 16 << 20

@@ -12,15 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from tp_core.errors import ConfigError, StateError
 from tp_core.tensors._atomic import atomic_part
-from tp_core.tensors._files import StoredTensors, check_targets
-from tp_core.tensors._slices import TensorInfo, TensorSlice, fill_from_whole
+from tp_core.tensors._digests import DigestingFile
+from tp_core.tensors._slices import StoredTensors, TensorInfo, TensorSlice, check_targets, fill_from_whole
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
@@ -110,7 +111,8 @@ def write_safetensors(
     with ExitStack() as parts:
         for (file, names), tensors in zip(files.items(), streams, strict=True):
             part = parts.enter_context(atomic_part(file))
-            _write_file(part, {name: infos[name] for name in names}, tensors)
+            with part.open("wb") as opened:
+                write_file(opened, {name: infos[name] for name in names}, tensors)
         if several:  # a kill from here on leaves files without an index, and no mixture of old and new
             index.unlink(missing_ok=True)
     if not several:
@@ -124,31 +126,49 @@ def write_safetensors(
     return [*files, index]
 
 
-def _write_file(part: Path, infos: Mapping[str, TensorInfo], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def in_file_order(infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the names in the order in which their tensors lie in a file.
+
+    Large elements are first: then each tensor begins at a multiple of its element size, which readers need.
+    """
+    return sorted(infos, key=lambda name: -_encoded(infos[name]).dtype.itemsize)
+
+
+def _encoded(info: TensorInfo) -> TensorInfo:
+    """Return how a tensor is in a file: bytes, where the format lacks its dtype."""
+    return info if info.dtype in _NAMES else TensorInfo((info.nbytes,), torch.uint8)
+
+
+def write_file(
+    file: BinaryIO | DigestingFile,
+    infos: Mapping[str, TensorInfo],
+    tensors: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write tensors into one open file, as they come; a file that cannot seek gets them `in_file_order`."""
     begins: dict[str, int] = {}
     end = 0
-    # Large elements first: then each tensor begins at a multiple of its element size, which readers need.
-    for name in sorted(infos, key=lambda name: -infos[name].dtype.itemsize):
+    for name in in_file_order(infos):
         begins[name] = end
         end += infos[name].nbytes
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", "torch": torch.__version__, "tp-core": version("tp-core")}
-    }
+    versions = {"torch": torch.__version__, "tp-core": version("tp-core")}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **versions, **metadata}}
     for name, info in infos.items():
+        encoded = _encoded(info)
         header[name] = {
-            "dtype": _NAMES[info.dtype],
-            "shape": list(info.shape),
+            "dtype": _NAMES[encoded.dtype],
+            "shape": list(encoded.shape),
             "data_offsets": [begins[name], begins[name] + info.nbytes],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
-    with part.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in tensors:
-            file.seek(8 + len(text) + begins[name])
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            if flat.numel():
-                file.write(flat.view(torch.uint8).numpy().data)
+    start = file.write(len(text).to_bytes(8, "little") + text)
+    for name, tensor in tensors:
+        if not isinstance(file, DigestingFile):
+            file.seek(start + begins[name])
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            file.write(flat.view(torch.uint8).numpy().data)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -198,21 +218,49 @@ class SafetensorsFiles(StoredTensors):
 
     def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
         check_targets(targets, self.infos, self.path)
-        by_file: dict[Path, deque[str]] = {}
-        for name in targets:
-            by_file.setdefault(self._files[name], deque()).append(name)
-        for file, names in by_file.items():
-            while names:
-                # Pages that were read of a mapped file count as this process's memory until it is closed.
-                nbytes = 0
-                with _opened(file) as stored:
-                    while names and nbytes < _MAX_MAPPED_NBYTES:
-                        name = names.popleft()
-                        plain = name.removeprefix(self._prefix)
-                        is_scalar = not self.infos[name].shape
-                        value = stored.get_tensor(plain) if is_scalar else stored.get_slice(plain)
-                        fill_from_whole(targets[name], value)
-                        nbytes += self.infos[name].nbytes
+        by_file: dict[Path, dict[str, Tensor | TensorSlice]] = {}
+        for name, target in targets.items():
+            by_file.setdefault(self._files[name], {})[name.removeprefix(self._prefix)] = target
+        for file, of_file in by_file.items():
+            fill_from_file(file, of_file, {name: self.infos[self._prefix + name] for name in of_file})
+
+
+def check_file(file: Path, infos: Mapping[str, TensorInfo]) -> None:
+    """Raise unless a file has tensors of these shapes and dtypes.
+
+    Raises:
+        OSError: There is no such file, or it cannot be read.
+        StateError: It is damaged, or has others.
+    """
+    with _opened(file) as stored:
+        names = set(stored.keys())
+        for name, info in infos.items():
+            found = _info_of(stored, name, file) if name in names else None
+            if found != _encoded(info):
+                msg = f"{file} is damaged: it has {found} for {name!r}, and its index has {_encoded(info)}"
+                raise StateError(msg)
+
+
+def fill_from_file(
+    file: Path, targets: Mapping[str, Tensor | TensorSlice], infos: Mapping[str, TensorInfo]
+) -> None:
+    """Fill tensors, or slices of them, from the tensors of a file, which have these shapes and dtypes."""
+    names = deque(targets)
+    while names:
+        # Pages that were read of a mapped file count as this process's memory until it is closed.
+        nbytes = 0
+        with _opened(file) as stored:
+            while names and nbytes < _MAX_MAPPED_NBYTES:
+                name = names.popleft()
+                info = infos[name]
+                if info.dtype not in _NAMES:
+                    value = stored.get_tensor(name).clone().view(info.dtype).reshape(info.shape)
+                elif info.shape:
+                    value = stored.get_slice(name)
+                else:
+                    value = stored.get_tensor(name)
+                fill_from_whole(targets[name], value)
+                nbytes += info.nbytes
 
 
 def _info_of(stored: Any, name: str, file: Path) -> TensorInfo:

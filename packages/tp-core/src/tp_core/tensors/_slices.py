@@ -5,15 +5,17 @@ The functions that read and write are elsewhere: torch's own take half a second 
 
 import math
 import sys
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from tp_core.errors import ModelError
+from tp_core.errors import ModelError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -147,30 +149,25 @@ class TensorSlice:
         """Return the part that begins at ``offsets``."""
         return next(part for start, part in self.parts if tuple(start) == tuple(offsets))
 
-    # torch.distributed.checkpoint calls these two methods of objects that are no tensors.
-
+    # torch.distributed.checkpoint calls this method of objects that are no tensors.
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+        )
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         return [
             WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
+                index=MetadataIndex(fqn, start),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(self.part_at(chunk.offsets)),
+                    chunk=ChunkStorageMetadata(offsets=torch.Size(start), sizes=part.size()),
+                    properties=TensorProperties.create_from_tensor(part),
                     size=torch.Size(self.shape),
                 ),
             )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(start), sizes=part.size())
             for start, part in self.parts
             if part.numel()
         ]
@@ -183,7 +180,51 @@ def fill_from_whole(target: Tensor | TensorSlice, value: Tensor) -> None:
         target: The target, filled in place: a tensor of the shape of ``value``, or parts of one.
         value: The whole tensor, of any type and on any device.
     """
-    parts = target.parts if isinstance(target, TensorSlice) else [((0,) * target.dim(), target)]
-    for start, part in parts:
+    for start, part in local_parts(target):
         place = tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))
         part.copy_(value[place])
+
+
+def local_parts(tensor: Tensor | TensorSlice) -> Sequence[tuple[tuple[int, ...], Tensor]]:
+    """Return this rank's parts of a tensor: the offsets of each in the whole, and its memory."""
+    if isinstance(tensor, TensorSlice):
+        return tensor.parts
+    if not is_dtensor(tensor):
+        return [((0,) * tensor.dim(), tensor.detach())]
+    # torch.distributed.checkpoint calls this method of DTensors.
+    (chunk,) = tensor.__create_chunk_list__()
+    return [(tuple(chunk.offsets), tensor.to_local().detach())]
+
+
+class StoredTensors(ABC):
+    """Tensors by name, on the disk.
+
+    Attributes:
+        path: Their file or folder.
+        infos: The shape and dtype of each tensor, in the order of the names.
+    """
+
+    path: Path
+    infos: Mapping[str, TensorInfo]
+
+    @abstractmethod
+    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
+        """Fill whole tensors, or a rank's slices of them.
+
+        Raises:
+            StateError: A tensor is missing or has another shape, which is found before any target is
+                touched; or a file is damaged.
+        """
+
+
+def check_targets(
+    targets: Mapping[str, Tensor | TensorSlice], infos: Mapping[str, TensorInfo], place: Path
+) -> None:
+    """Check that what is to be filled is in a place with these tensors, in the same shapes."""
+    for name, target in targets.items():
+        if name not in infos:
+            msg = f"{place} lacks {name!r}; it has {', '.join(list(infos)[:5])} ..."
+            raise StateError(msg)
+        if tuple(target.shape) != infos[name].shape:
+            msg = f"{place} has {name!r} of shape {infos[name].shape}, not {tuple(target.shape)}"
+            raise StateError(msg)
