@@ -454,40 +454,6 @@ def test_state_that_differs_between_ranks_is_each_ranks_own(tmp_path):
 # -- state that would be lost ---------------------------------------------------------------------------
 
 
-def _with_an_average(folder, hook_of, **arguments):
-    from torch.optim.swa_utils import AveragedModel
-
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ema = AveragedModel(model)
-    optimizer.register_step_post_hook(hook_of(ema, model))
-    state = {"ema": ema} if arguments.pop("saved", False) else None
-    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
-        trainer.fit(model, optimizer, loader(), step=step, checkpoint=folder, state=state)
-
-
-def _closure(ema, model):
-    return lambda *_: ema.update_parameters(model)
-
-
-def _partial(ema, model):
-    def update(ema, *_):
-        ema.update_parameters(model)
-
-    return partial(update, ema)
-
-
-@pytest.mark.parametrize("hook_of", [_closure, _partial])
-def test_an_average_that_nothing_saves_is_pointed_out(tmp_path, caplog, hook_of):
-    with caplog.at_level(logging.WARNING):
-        _with_an_average(tmp_path / "a", hook_of)
-    assert "no checkpoint will have an AveragedModel that a hook of SGD updates" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        _with_an_average(tmp_path / "b", hook_of, saved=True)
-    assert not caplog.text
-
-
 def test_an_optimizer_that_nothing_saves_is_pointed_out(tmp_path, caplog):
     other = nn.Linear(1, 1)
     second = torch.optim.SGD(other.parameters(), lr=0.1)

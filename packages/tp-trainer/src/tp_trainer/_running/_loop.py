@@ -31,7 +31,6 @@ from tp_trainer._running._settings import LoopSettings, batches_per_epoch
 from tp_trainer._running._state import (
     RunState,
     Saving,
-    unsaved_averages,
     unsaved_optimizers,
 )
 from tp_trainer._steps._meter import Meter
@@ -332,10 +331,7 @@ class Loop:
         self._position.resume(state.step, state.first)
         open_.enter_context(self._requests.noted())
         if saving is not None:
-            optimizers = self.optimizers.values()
-            for words in unsaved_averages(optimizers, [*self.state.values(), *self.models.values()]):
-                log.warning("no checkpoint will have %s: name it in state={...}", words)
-            self._warn_unsaved = open_.enter_context(unsaved_optimizers(optimizers))
+            self._warn_unsaved = open_.enter_context(unsaved_optimizers(self.optimizers.values()))
         open_.enter_context(self._hooks.while_open(self))
         if self._watchdog is not None:
             self._watchdog.connect(self._session)

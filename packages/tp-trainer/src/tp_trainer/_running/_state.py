@@ -1,11 +1,9 @@
 """The state of a run as one object, which is captured into checkpoints and restored from them."""
 
 import ctypes
-import functools
 import hashlib
 import logging
 import os
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.optim.swa_utils import AveragedModel
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, StateError
 from tp_core.internal import capture_rng_state, restore_rng_state, seed_everything, seed_of, slice_of
@@ -224,44 +221,7 @@ def _digest(plain: Any, tensors: Mapping[str, Tensor | TensorSlice]) -> str:
     return digest.hexdigest()
 
 
-# -- Warnings about averages and optimizers that nothing saves ------------------------------------
-
-
-def unsaved_averages(optimizers: Iterable[Optimizer], saved: Iterable[object]) -> list[str]:
-    """Return a text about each weight average that an optimizer's hook updates and nothing saves."""
-    known = {id(value) for value in saved}
-    known |= {id(m) for value in saved if isinstance(value, nn.Module) for m in value.modules()}
-    found = {}
-    for optimizer in optimizers:
-        # Private: torch has no public list of an optimizer's hooks.
-        for hook in [
-            *optimizer._optimizer_step_post_hooks.values(),
-            *optimizer._optimizer_step_pre_hooks.values(),
-        ]:
-            for value in _reached(hook):
-                if isinstance(value, AveragedModel) and id(value) not in known:
-                    found[id(value)] = (
-                        f"an {type(value).__name__} that a hook of {type(optimizer).__name__} updates"
-                    )
-    return list(found.values())
-
-
-def _reached(hook: Callable[..., Any]) -> Iterator[Any]:
-    """Yield the objects that a function can reach: its closure, defaults, owner and globals."""
-    if isinstance(hook, functools.partial):
-        yield from [*hook.args, *hook.keywords.values()]
-        yield from _reached(hook.func)
-    elif isinstance(hook, types.MethodType):
-        yield hook.__self__
-        yield from _reached(hook.__func__)
-    elif isinstance(hook, types.FunctionType):
-        yield from hook.__defaults__ or ()
-        for cell in hook.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # not bound yet
-                continue
-        yield from (hook.__globals__[name] for name in hook.__code__.co_names if name in hook.__globals__)
+# -- Warnings about optimizers that nothing saves ------------------------------------------------
 
 
 @contextmanager
