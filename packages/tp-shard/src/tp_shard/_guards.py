@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import check_whole_steps, is_zero_redundancy
+from tp_core.internal import Mixin, check_whole_steps, is_zero_redundancy, mix_in
 
 from tp_shard._groups import _patches
 from tp_shard._groups._group import ALONE, current_data_group, current_group
@@ -100,15 +100,15 @@ def patch_ddp() -> list[_patches.Undo]:
     return [_patches.replace(DistributedDataParallel, "__init__", initialize)]
 
 
-class _AllSplit(DistributedDataParallel):
-    """A DDP around a model with nothing left for DDP to average: hooks average all of its shards.
+class _AllSplit(Mixin):
+    """A mixin for a DDP with nothing left for it to average: hooks average all shards of its model.
 
     Torch refuses to wrap such a model. Buffers are broadcast as DDP does.
 
     Collectives: a broadcast of each buffer that is not split, before each forward pass in training.
     """
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         if self.broadcast_buffers and self.require_backward_grad_sync and self.training:
             _share_buffers(self)
         return self.module(*inputs, **kwargs)
@@ -122,8 +122,7 @@ def _all_ignored(module: nn.Module) -> bool:
 
 def _wrap_all_split(ddp: Any, module: nn.Module, given: dict[str, Any]) -> None:
     group, mesh = given.get("process_group"), given.get("device_mesh")
-    # In place: this runs inside `__init__`, which cannot return another object.
-    ddp.__class__ = _AllSplit
+    mix_in(_AllSplit, ddp)  # in place: this runs inside `__init__`, which cannot return another object
     nn.Module.__init__(ddp)
     ddp.module = module
     ddp.device_mesh = mesh

@@ -3,13 +3,13 @@
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import repeated_blocks, those_known, without_cache
+from tp_core.internal import Mixin, mix_in, repeated_blocks, those_known, without_cache
 from tp_core.jobs import Recomputation
 
 Keep = Literal["inputs", "matmuls"]
@@ -22,12 +22,27 @@ _MATMULS = re.compile(
 )
 
 
-class _Checkpointed:
-    """A marker base of the classes made here."""
+class _Checkpointed(Mixin):
+    """Computes the forward pass of a module again in its backward pass."""
+
+    options: ClassVar[dict[str, Any]] = {"use_reentrant": False}
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]  # of the module's own class
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args = tuple(without_cache(self, value) for value in args)
+        kwargs = {name: without_cache(self, value) for name, value in kwargs.items()}
+        return checkpoint(forward, *args, **self.options, **kwargs)
 
 
-# One for each class: modules of one class must keep one class.
-_made: dict[tuple[type[nn.Module], Keep], type[nn.Module]] = {}
+class _CheckpointedButProducts(_Checkpointed):
+    """Keeps the results of matrix products, too."""
+
+    options: ClassVar[dict[str, Any]] = {
+        "use_reentrant": False,
+        "context_fn": lambda: create_selective_checkpoint_contexts(_policy),
+    }
 
 
 def checkpoint_activations(
@@ -77,9 +92,8 @@ def checkpoint_activations(
         raise ConfigError(msg)
     chosen = _modules_of(model, kinds) if kinds else list(repeated_blocks(model).values())
     for module in chosen[::every]:
-        # The class, and not module.forward: copies of the module, such as replicas, must have it, too.
         if not isinstance(module, _Checkpointed):
-            module.__class__ = _checkpointed(type(module), keep)
+            mix_in(_Checkpointed if keep == "inputs" else _CheckpointedButProducts, module)
 
 
 def _modules_of(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
@@ -97,26 +111,6 @@ def _modules_of(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> lis
 
 def _is_of(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     return type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind)
-
-
-def _checkpointed(kind: type[nn.Module], keep: Keep) -> type[nn.Module]:
-    """Return a subclass of ``kind`` with the same name, which computes its forward pass again in backward."""
-    if (kind, keep) in _made:
-        return _made[kind, keep]
-    options: dict[str, Any] = {"use_reentrant": False}
-    if keep == "matmuls":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return kind.forward(self, *args, **kwargs)
-        args = tuple(without_cache(self, value) for value in args)
-        kwargs = {name: without_cache(self, value) for name, value in kwargs.items()}
-        return checkpoint(kind.forward, self, *args, **options, **kwargs)
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    made = type(kind.__name__, (_Checkpointed, kind), {**names, "forward": forward})
-    return _made.setdefault((kind, keep), made)
 
 
 def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from tp_core._launch._ranks import RankOutcome, RankPool, dumps_by_value, pickled_by_value, rank_outcomes
     from tp_core._lazy import lazy_exports
+    from tp_core._mixins import Mixin, mix_in
     from tp_core._transfer import device_of, move_module, to_device
     from tp_core._trees import Container, PerType, containers
     from tp_core.compare._trial_runs import call_without_attention_dropout, functions_named
@@ -112,6 +113,7 @@ else:
             "tp_core.data._user_loaders": ["iterates_itself"],
             "tp_core.data._workers": ["start"],
             "tp_core._devices": ["device_of_rank", "free_nbytes"],
+            "tp_core._mixins": ["Mixin", "mix_in"],
             "tp_core._transfer": ["device_of", "move_module", "to_device"],
             "tp_core._trees": ["Container", "PerType", "containers"],
             "tp_core._fully_sharded._memory": [

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ModelError
+from tp_core.internal import Mixin, mix_in
 
 from tp_shard._groups._collectives import all_reduce_, copy, gather
 from tp_shard._groups._group import Group
@@ -33,7 +34,7 @@ from tp_shard._plans._modules import PartialMixin, hold
 from tp_shard._plans._styles import Column, Row, Style, Vocab
 from tp_shard._shards import ParallelLayer
 from tp_shard._split import Split
-from tp_shard.nn._convert import Mixin, base_of, mix_in
+from tp_shard.nn._convert import base_of
 from tp_shard.nn._draws import mark
 from tp_shard.nn._heads import sum_shared
 from tp_shard.nn._planned import PlannedLinear, SequenceMixin

@@ -4,6 +4,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import mix_in
 
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import RandomTracker
@@ -28,7 +29,6 @@ from tp_shard.nn._convert import (
     computes_linear,
     is_linear,
     is_transposed,
-    mix_in,
     parallel_class,
     why_not_split,
     widths,

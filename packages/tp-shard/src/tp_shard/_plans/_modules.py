@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, ModelError, TpError
+from tp_core.internal import Mixin, mix_in
 
 from tp_shard._groups._collectives import copy, reduce
 from tp_shard._groups._group import Group
@@ -19,7 +20,7 @@ from tp_shard._groups._random import RandomTracker
 from tp_shard._plans._styles import Column, Experts, Gathered, Local, Style
 from tp_shard._shards import ParallelLayer, mark_parameter
 from tp_shard._split import Split
-from tp_shard.nn._convert import Conversion, Mixin, mix_in
+from tp_shard.nn._convert import Conversion
 from tp_shard.nn._heads import Heads, section_ranges
 from tp_shard.nn._layers import ParallelLinear
 from tp_shard.nn._planned import SequenceMixin

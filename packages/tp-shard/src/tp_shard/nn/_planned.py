@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tp_core.errors import ModelError
+from tp_core.internal import Mixin
 
 from tp_shard._groups import _debug
 from tp_shard._groups._collectives import _Copy, _Scatter, copy, gather
@@ -15,7 +16,7 @@ from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._groups._random import RandomTracker
 from tp_shard._shards import check_dim, holds_shard, register_parallel_dim
 from tp_shard._split import Ranges
-from tp_shard.nn._convert import Mixin, is_transposed, widths, without_parameters
+from tp_shard.nn._convert import is_transposed, widths, without_parameters
 from tp_shard.nn._draws import SplitDraws, mark
 from tp_shard.nn._heads import Heads, parallel_attention, section_ranges, sum_shared
 from tp_shard.nn._layers import ParallelEmbedding, ParallelLinear
