@@ -81,7 +81,7 @@ default_role = "code"
 # a machine with a network could fetch, and type variables, which have no place of their own.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections|concurrent|contextlib|os|pathlib|torch|typing)\..*"),
+    ("py:.*", r"(collections|concurrent|contextlib|logging|os|pathlib|torch|typing)\..*"),
     # The same, as modules write them that import them for type checkers alone.
     ("py:class", r"DeviceMesh|Figure|Optimizer|Path|ProcessGroup|Tensor|nn\.Module|(np|pd|random)\.[\w.]+"),
     ("py:class", r"object \| ~collections\.abc\..*"),  # a union is cut at its commas
@@ -92,12 +92,14 @@ nitpick_ignore = [
     ("py:class", "tp_core._trees.Container"),
     ("py:class", "tp_core._trees.PerType"),
     ("py:class", "tp_data._order.Order"),
+    ("py:class", "tp_runner._options.Batching"),
     ("py:class", "tp_runner._options.ItemOptions"),
+    ("py:class", "tp_runner._scheduling._pool.RunnerPool"),
     ("py:class", "tp_runner._scheduling._source.MapStyle"),
     ("py:class", "tp_runner._stream.OpenRun"),
     ("py:class", "tp_shard._split.Split"),
     ("py:class", "tp_shard.nn._sequence.SequenceState"),
-    ("py:class", "tp_trainer.compat.accelerate.Loader"),
+    ("py:class", "tp_accelerate._loaders.AcceleratedLoader"),
     ("py:class", "tp_trainer.compat.lightning._LoggerView"),
     ("py:class", "tp_trainer.planning._machine.Operators"),
     ("py:class", "tp_trainer._opening._boundaries.StepBoundaries"),

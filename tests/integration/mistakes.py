@@ -11,6 +11,7 @@ import tp_tuple
 import tp_verify
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from tp_accelerate import Accelerator
 from tp_context import ContextOptions
 from tp_core import recursive_to, resolve_devices
 from tp_core.plugins import Backend, Callback, Verdict, registry
@@ -32,7 +33,6 @@ from tp_trainer import (
     loggers,
 )
 from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES  # private: the tables of theirs
-from tp_trainer.compat.accelerate import Accelerator
 from tp_trainer.compat.lightning import Trainer as LightningTrainer
 
 DATA = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))

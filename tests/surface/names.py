@@ -16,6 +16,7 @@ from types import ModuleType
 __all__ = ["PACKAGES", "package_text"]
 
 PACKAGES = (
+    "tp_accelerate",
     "tp_context",
     "tp_core",
     "tp_data",

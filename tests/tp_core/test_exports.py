@@ -40,7 +40,8 @@ PUBLIC = {
     """,
     tp_core.data: """
         CountedBatch ElasticLoader LossReduction Parts PreparedLoader SampleRows Share StepOutput
-        combine_outputs count_samples near_power_of_two read_weight restore_order split_weight
+        capture_rng_state combine_outputs count_samples near_power_of_two read_weight restore_order
+        restore_rng_state seed_everything split_weight
     """,
     tp_core.tensors: """
         SHARDED_ATTRIBUTE TensorSlice build_deferred initial_value is_deferred is_sharded materialize
@@ -64,11 +65,11 @@ PUBLIC = {
         PluginInfo PluginRegistry Selection select
     """,
     tp_core.state: """
-        DIGEST_SIZE TENSORS_FILE TENSORS_FOLDER Cut FileRecord Place SafetensorsFiles StoredTensors TensorInfo
-        collect_state collect_values digest_of fill_from_whole from_json is_safetensors load_state
-        load_whole_state named_parameters open_tensors optimizer_names plain_name plain_state read_tensors
-        record_of restore_state restore_values safetensors_dtype split_over_files tensor_infos to_json whole
-        write_safetensors write_tensors write_whole
+        DIGEST_SIZE TENSORS_FILE TENSORS_FOLDER Cut FileRecord Place SafetensorsFiles StoredTensors
+        TensorInfo atomic_part collect_state collect_values digest_of fill_from_whole from_json hook_steps
+        is_safetensors load_state load_whole_state named_parameters open_tensors optimizer_names plain_name
+        plain_state read_tensors record_of restore_state restore_values safetensors_dtype split_over_files
+        tensor_infos to_json whole write_safetensors write_tensors write_whole
     """,
     tp_core.internal: """
         BUCKET_NBYTES DIGESTS INDEX KNOWN_BACKENDS Container DevicesBackend Envelope

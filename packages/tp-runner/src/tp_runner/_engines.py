@@ -71,7 +71,7 @@ class FleetEngine(Engine):
     def open_pool(
         self, program: Any, devices: tuple[str, ...], settings: Settings, *, wait: bool = True
     ) -> RunnerPool:
-        """Start the workers; ``wait`` until they are ready, as :class:`RunnerPool` does."""
+        """Start the workers; ``wait`` until they are ready, as ``RunnerPool`` does."""
         settings = dataclasses.replace(settings, entropy=int.from_bytes(os.urandom(8)))
         return RunnerPool(self.make_fleet(program, devices, settings), settings, wait=wait)
 
@@ -193,7 +193,7 @@ class PoolFactory:
             warn_of_copied_generators(works, getattr(program, "cfg", None), stacklevel=3)
 
     def open(self, *, wait: bool = True) -> Any:
-        """Start the workers; ``wait`` until they are ready, as :class:`RunnerPool` does."""
+        """Start the workers; ``wait`` until they are ready, as ``RunnerPool`` does."""
         if isinstance(self._engine, FleetEngine):
             return self._engine.open_pool(self._program, self._devices, self._settings, wait=wait)
         import torch

@@ -333,7 +333,7 @@ _ARGUMENTS = ("devices", "engine", "init", "n_workers", "progress")  # of `map` 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The checked options of :class:`RunnerOptions`, complete before the first worker starts.
+    """The checked options of :class:`tp_runner.RunnerOptions`, complete before the first worker starts.
 
     Attributes:
         ordered: Whether results come in the order of the items.

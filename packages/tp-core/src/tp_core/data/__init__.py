@@ -1,4 +1,4 @@
-"""Batches and the outputs of steps: loaders of a rank's share, batches in parts, losses that are combined."""
+"""Batches and the outputs of steps: shares of ranks, batches in parts, combined losses, random states."""
 
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from tp_core.data._batches import count_samples as count_samples
     from tp_core.data._loader import PreparedLoader as PreparedLoader
     from tp_core.data._parts import Parts as Parts
+    from tp_core.data._seeding import capture_rng_state as capture_rng_state
+    from tp_core.data._seeding import restore_rng_state as restore_rng_state
+    from tp_core.data._seeding import seed_everything as seed_everything
     from tp_core.data._step_outputs import LossReduction as LossReduction
     from tp_core.data._step_outputs import SampleRows as SampleRows
     from tp_core.data._step_outputs import StepOutput as StepOutput
@@ -26,6 +29,7 @@ else:
             "tp_core.data._batches": ["CountedBatch", "Share", "count_samples"],
             "tp_core.data._loader": ["PreparedLoader"],
             "tp_core.data._parts": ["Parts"],
+            "tp_core.data._seeding": ["capture_rng_state", "restore_rng_state", "seed_everything"],
             "tp_core.data._step_outputs": [
                 "LossReduction",
                 "SampleRows",

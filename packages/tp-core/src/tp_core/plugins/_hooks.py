@@ -42,6 +42,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 
 FIRST_PARTY = frozenset(
     {
+        "tp-accelerate",
         "tp-context",
         "tp-core",
         "tp-data",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tp_core.state._files import open_tensors as open_tensors
     from tp_core.state._files import whole as whole
     from tp_core.state._files import write_whole as write_whole
+    from tp_core.state._optimizers import hook_steps as hook_steps
     from tp_core.state._optimizers import named_parameters as named_parameters
     from tp_core.state._optimizers import optimizer_names as optimizer_names
     from tp_core.state._optimizers import plain_name as plain_name
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tp_core.state._training import load_whole_state as load_whole_state
     from tp_core.state._training import restore_state as restore_state
     from tp_core.state._training import restore_values as restore_values
+    from tp_core.tensors._atomic import atomic_part as atomic_part
     from tp_core.tensors._digests import DIGEST_SIZE as DIGEST_SIZE
     from tp_core.tensors._digests import FileRecord as FileRecord
     from tp_core.tensors._digests import digest_of as digest_of
@@ -43,6 +45,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "tp_core.tensors._atomic": ["atomic_part"],
             "tp_core.tensors._digests": ["DIGEST_SIZE", "FileRecord", "digest_of", "record_of"],
             "tp_core.tensors._files": ["read_tensors", "tensor_infos", "write_tensors"],
             "tp_core.tensors._safetensors": [
@@ -63,7 +66,13 @@ else:
                 "whole",
                 "write_whole",
             ],
-            "tp_core.state._optimizers": ["named_parameters", "optimizer_names", "plain_name", "plain_state"],
+            "tp_core.state._optimizers": [
+                "hook_steps",
+                "named_parameters",
+                "optimizer_names",
+                "plain_name",
+                "plain_state",
+            ],
             "tp_core.state._plain": ["from_json", "to_json"],
             "tp_core.state._training": [
                 "collect_state",

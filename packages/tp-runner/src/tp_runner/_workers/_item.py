@@ -259,7 +259,7 @@ def item() -> ItemInfo | None:
 
 
 def set_current_task(task: Task, *, of_process: bool = False) -> None:
-    """Make :func:`item` use a task in this thread, or in all threads of a worker process."""
+    """Make :func:`tp_runner.item` use a task in this thread, or in all threads of a worker process."""
     global _process_task  # noqa: PLW0603 - it is about the process
     if of_process:
         _process_task = task

@@ -3,7 +3,7 @@
 ::
 
     Accelerator()     a Trainer with the backend "single", or "ddp" under a launcher
-        prepare()     model and optimizer: as Trainer.prepare; loader: Loader; scheduler: Scheduler
+        prepare()     model and optimizer: as Trainer.prepare; loaders: _loaders; schedulers: _schedulers
         backward()    Trainer.backward, of a loss divided by the batches of an optimizer step
         step()        of optimizer and scheduler: nothing, unless the batch ends an optimizer step
 
@@ -12,81 +12,37 @@ that is not full each sample counts once, where Accelerate repeats samples to fi
 """
 
 import contextlib
-import copy
 import functools
 import inspect
-import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import BatchSampler, DataLoader
-from tp_core import LaunchEnvironment, recursive_to, tree_leaves, tree_map
-from tp_core.data import PreparedLoader
+from torch.utils.data import DataLoader
+from tp_core import LaunchEnvironment, tree_leaves, tree_map
+from tp_core.data import capture_rng_state, restore_rng_state
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import (
-    atomic_part,
-    capture_rng_state,
-    did_you_mean,
-    restore_rng_state,
-    seed_everything,
-    split_evenly,
-    those_known,
-)
-from tp_core.plugins import Logger, RunInfo, registry
 from tp_core.state import load_state
+from tp_trainer import Trainer
 
-from tp_trainer import DdpOptions, Trainer
-
-__all__ = ["Accelerator", "set_seed"]
-
-_STATE_FILE = "state.pt"
-
-# What is not here, and what to write instead.
-_ELSEWHERE = {
-    "context_parallel_rank": 'Trainer(backend="context")',
-    "data_parallel_shard_rank": 'Trainer(backend="fsdp")',
-    "deepspeed_plugin": 'Trainer(backend="fsdp")',
-    "deepspeed_ulysses_dl_adapter": 'Trainer(backend="context")',
-    "dynamo_backend": "Trainer(compile=True)",
-    "dynamo_plugin": "Trainer(compile=True)",
-    "fp8_backend": 'Trainer(precision="bf16-mixed")',
-    "fsdp_plugin": 'Trainer(backend="fsdp", options=FsdpOptions(...))',
-    "lomo_backward": "trainer.backward(loss)",
-    "maybe_context_parallel": 'Trainer(backend="context")',
-    "megatron_lm_plugin": 'Trainer(backend="shard")',
-    "parallelism_config": 'Trainer(backend="fsdp"), "shard", "context" or "pipeline"',
-    "pipeline_parallel_rank": 'Trainer(backend="pipeline")',
-    "profile": 'fit(callbacks=[Profiler("profile")])',
-    "register_load_state_pre_hook": "fit(state={...})",
-    "register_save_state_pre_hook": "fit(state={...})",
-    "tensor_parallel_rank": 'Trainer(backend="shard")',
-    "torch_device_mesh": 'Trainer(backend="fsdp")',
-    "torch_tp_plugin": 'Trainer(backend="shard")',
-    "trigger_sync_in_backward": "trainer.no_sync(model)",
-    "unscale_gradients": "trainer.update(model, optimizer)",
-    "verify_device_map": "tp_shard.shard(model)",
-}
-
-
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, numpy (if it is loaded) and torch.
-
-    Args:
-        seed: The seed.
-        device_specific: Whether to add the rank to it.
-        deterministic: Whether torch is to use deterministic algorithms alone.
-    """
-    seed_everything(seed + (LaunchEnvironment.read().rank if device_specific else 0))
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
+from tp_accelerate._arguments import (
+    ELSEWHERE,
+    ddp_options,
+    first_device,
+    refuse_argument,
+    runs_in_bfloat16,
+)
+from tp_accelerate._loaders import AcceleratedLoader, batches_of_all_processes
+from tp_accelerate._schedulers import AcceleratedScheduler
+from tp_accelerate._states import STATE_FILE, StateFolders, require_folder, write
+from tp_accelerate._trackers import Trackers
 
 
 class Accelerator:
@@ -135,8 +91,10 @@ class Accelerator:
         rng_types: Any = None,  # noqa: ARG002 - the order of the data is a function of seed and epoch here
         **others: Any,
     ) -> None:
-        for name in [name for name, value in others.items() if value is not None]:
-            _refuse_argument(name)
+        for name, value in others.items():
+            if value is not None:
+                known = [p for p in inspect.signature(Accelerator).parameters if p != "others"]
+                refuse_argument(name, known)
         if not device_placement:
             msg = "device_placement=False is not here: write your own loop with trainer.session"
             raise ConfigError(msg)
@@ -153,30 +111,30 @@ class Accelerator:
         self.split_batches = bool(getattr(config, "split_batches", split_batches))
         self._is_stateful = bool(getattr(config, "use_stateful_dataloader", False))
         self.mixed_precision = mixed_precision or "no"
-        self._project = project_config
         self.project_dir = project_dir or getattr(project_config, "project_dir", None)
         self.logging_dir = getattr(project_config, "logging_dir", None) or self.project_dir
         self.save_iteration = int(getattr(project_config, "iteration", 0))
-        self._steps_with_optimizer = step_scheduler_with_optimizer
-        name, options = "single", _ddp_options(kwargs_handlers or ())
-        if LaunchEnvironment.read().is_distributed:
-            name = "ddp"
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        name = "ddp" if LaunchEnvironment.read().is_distributed else "single"
+        options = ddp_options(kwargs_handlers or ())
         self._trainer = Trainer(
             backend=name,
-            devices="cpu" if cpu else _first_device(name),
-            precision="bf16-mixed" if _precision(self.mixed_precision) else "fp32",
+            devices="cpu" if cpu else first_device(name),
+            precision="bf16-mixed" if runs_in_bfloat16(self.mixed_precision) else "fp32",
             options=options if name == "ddp" else None,
             progress=False,
         )
         self._session = self._trainer.session
-        self._log_with = log_with
-        self._trackers: list[Any] = []
+        self._trackers = Trackers(log_with, self.logging_dir, is_main=self._session.is_main)
+        self._state_folders = StateFolders(project_config, self.project_dir)
+        # What was prepared or registered, in the order of the calls.
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
-        self._schedulers: list[Scheduler] = []
-        self._loaders: list[Loader] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._loaders: list[AcceleratedLoader] = []
         self._objects: list[Any] = []
-        self._active: list[Loader] = []  # those under iteration, the innermost last
+        self._active: list[AcceleratedLoader] = []  # those under iteration, the innermost last
+        # Where an optimizer step is: whether this batch ends it, and the number of the batch.
         self.sync_gradients = True
         self.step = 0
         self._flag = False
@@ -184,8 +142,8 @@ class Accelerator:
     if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
 
         def __getattr__(self, name: str) -> Any:
-            if name in _ELSEWHERE:
-                msg = f"this Accelerator has no {name!r}; with tp, write {_ELSEWHERE[name]}"
+            if name in ELSEWHERE:
+                msg = f"this Accelerator has no {name!r}; with tp, write {ELSEWHERE[name]}"
                 raise AttributeError(msg, name=name, obj=self)
             return object.__getattribute__(self, name)  # raises the error that led here
 
@@ -326,8 +284,9 @@ class Accelerator:
         """
         values = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
         length = len(values[0])
-        part = split_evenly(length, self.num_processes)[self.process_index]
-        indices = list(range(part.start, part.stop))
+        size, extra = divmod(length, self.num_processes)  # the first ones get one more
+        begin = self.process_index * size + min(self.process_index, extra)
+        indices = list(range(begin, begin + size + (self.process_index < extra)))
         if apply_padding and length:
             most = -(-length // self.num_processes)
             indices += [length - 1] * (most - len(indices))
@@ -370,12 +329,18 @@ class Accelerator:
 
     def _prepared(self, value: Any) -> Any:
         if isinstance(value, LRScheduler | ReduceLROnPlateau):
-            scheduler = Scheduler(self, value)
+            scheduler = AcceleratedScheduler(
+                value,
+                ends_step=(lambda: self.sync_gradients) if self.step_scheduler_with_optimizer else None,
+                times=1 if self.split_batches else self.num_processes,
+            )
             self._schedulers.append(scheduler)
             return scheduler
         if isinstance(value, DataLoader):
             world = 1 if self.split_batches else self._session.data_size
-            loader = Loader(self, self._trainer.prepare(_of_all_processes(value, world)))
+            loader = AcceleratedLoader(
+                self._active, self._trainer.prepare(batches_of_all_processes(value, world))
+            )
             self._loaders.append(loader)
             return loader
         return value
@@ -517,17 +482,17 @@ class Accelerator:
 
     # -- loaders ------------------------------------------------------------------------------------
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> "Loader":
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> AcceleratedLoader:
         """Return a prepared loader that begins after ``num_batches`` batches.
 
         Raises:
             ConfigError: The loader was not prepared.
         """
-        if not isinstance(dataloader, Loader):
+        if not isinstance(dataloader, AcceleratedLoader):
             kind = type(dataloader).__name__
             msg = f"skip_first_batches() takes a loader that prepare() returned, got {kind}"
             raise ConfigError(msg)
-        return Loader(self, dataloader.prepared, skip=num_batches)
+        return AcceleratedLoader(self._active, dataloader.prepared, skip=num_batches)
 
     # -- files --------------------------------------------------------------------------------------
 
@@ -537,7 +502,7 @@ class Accelerator:
             msg = "save(safe_serialization=True) is not here; with tp, write trainer.export(model, path)"
             raise ConfigError(msg)
         if self.is_main_process:
-            _write(obj, Path(f))
+            write(obj, Path(f))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:  # noqa: ARG002 - always plain
         """Return the state of a prepared model, with the plain module's names."""
@@ -587,7 +552,10 @@ class Accelerator:
 
         Collectives: those of the models' states, a gather of random states, a barrier.
         """
-        folder = self._next_folder() if self._names_folders else _given(output_dir, "save_state(output_dir)")
+        if self._state_folders.is_automatic:
+            folder = self._state_folders.next(self.save_iteration, deletes=self.is_main_process)
+        else:
+            folder = require_folder(output_dir, "save_state(output_dir)")
         common = {
             "models": [self._session.model_state(model) for model in self._models],
             "optimizers": [one.state_dict() for one in self._optimizers],
@@ -599,7 +567,7 @@ class Accelerator:
         }
         if self.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
-            _write(common, folder / _STATE_FILE)
+            write(common, folder / STATE_FILE)
         self._session.barrier()
         self.save_iteration += 1
         return str(folder)
@@ -613,10 +581,9 @@ class Accelerator:
         Raises:
             StateError: There is no such state, or it is of other objects.
         """
-        if input_dir is None and self._names_folders:
-            folder = max(self._folders(), key=_number_of, default=None)
-            input_dir = folder
-        path = _given(input_dir, "load_state(input_dir)") / _STATE_FILE
+        if input_dir is None and self._state_folders.is_automatic:
+            input_dir = self._state_folders.newest()
+        path = require_folder(input_dir, "load_state(input_dir)") / STATE_FILE
         if not path.is_file():
             msg = (
                 f"there is no state in {path.parent}: it has no {path.name}. What Accelerate saved "
@@ -653,24 +620,6 @@ class Accelerator:
             restore_rng_state({**own, "devices": here})
         self.step = state["step"]
 
-    @property
-    def _names_folders(self) -> bool:
-        return bool(getattr(self._project, "automatic_checkpoint_naming", False))
-
-    def _folders(self) -> list[Path]:
-        return list((_given(self.project_dir, "project_dir") / "checkpoints").glob("checkpoint_*"))
-
-    def _next_folder(self) -> Path:
-        import shutil
-
-        limit = getattr(self._project, "total_limit", None)
-        if limit is not None and self.is_main_process:
-            known = sorted(self._folders(), key=_number_of)
-            for old in known[: max(0, len(known) + 1 - limit)]:
-                shutil.rmtree(old)
-        folder = _given(self.project_dir, "project_dir") / "checkpoints"
-        return folder / f"checkpoint_{self.save_iteration}"
-
     # -- trackers -----------------------------------------------------------------------------------
 
     def init_trackers(
@@ -689,36 +638,11 @@ class Accelerator:
         Raises:
             ConfigError: tp has no logger of that name.
         """
-        given = self._log_with
-        wanted = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-        factories = {found.item.name: found.item for found in registry.loggers()}
-        for one in wanted:
-            name = str(getattr(one, "value", one))
-            if not hasattr(one, "store_init_configuration") and name not in factories:
-                hint = did_you_mean(name, factories) or f"; those there are: {', '.join(sorted(factories))}"
-                msg = f"log_with has {name!r}, and tp has no logger of that name{hint}"
-                raise ConfigError(msg)
-        if not self.is_main_process:
-            return
-        folder = None if self.logging_dir is None else Path(self.logging_dir) / project_name
-        info = RunInfo(folder=folder, hyperparameters=dict(config or {}))
-        for one in wanted:
-            if hasattr(one, "store_init_configuration"):
-                one.store_init_configuration(dict(config or {}))
-                self._trackers.append(one)
-            else:
-                logger = factories[str(getattr(one, "value", one))].make()
-                logger.open(info)
-                self._trackers.append(logger)
+        self._trackers.open(project_name, config or {})
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:  # noqa: ARG002
         """Pass numbers to the trackers; on rank 0."""
-        for tracker in self._trackers:
-            if isinstance(tracker, Logger):
-                numbers = {name: float(value) for name, value in values.items()}
-                tracker.log(numbers, step=step or 0, epoch=1)
-            else:
-                tracker.log(values, step=step)
+        self._trackers.log(values, step)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # noqa: ARG002
         """Return the tracker of a name, on rank 0; elsewhere, or if there is none, one that does nothing.
@@ -726,164 +650,12 @@ class Accelerator:
         Raises:
             ConfigError: There is no such tracker.
         """
-        if not self.is_main_process:
-            return _NoTracker()
-        for tracker in self._trackers:
-            if tracker.name == name:
-                return tracker
-        msg = f"there is no tracker {name!r} in log_with; init_trackers() opens them"
-        raise ConfigError(msg)
+        return self._trackers.find(name)
 
     def end_training(self) -> None:
         """Close the trackers and the session."""
-        for tracker in self._trackers:
-            if isinstance(tracker, Logger):
-                tracker.close("finished")
-            else:
-                tracker.finish()
-        self._trackers.clear()
+        self._trackers.close()
         self._trainer.close()
-
-
-class Loader:
-    """A prepared loader: what a script of Accelerate knows of it, around tp's own.
-
-    Args:
-        accelerator: Knows which loader is under iteration.
-        prepared: tp's loader.
-        skip: How many batches iterations leave out.
-    """
-
-    def __init__(self, accelerator: Accelerator, prepared: PreparedLoader, *, skip: int = 0) -> None:
-        self._accelerator, self.prepared, self._skip = accelerator, prepared, skip
-
-    def __len__(self) -> int:
-        return len(self.prepared) - self._skip
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "prepared":
-            raise AttributeError(name)
-        return getattr(self.prepared, name)
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch that was yielded last is the last one."""
-        try:
-            return self.prepared.number + 1 >= len(self.prepared)
-        except (TypeError, ValueError):  # a stream, of which nobody knows the length
-            return not self.prepared.has_more()
-
-    @property
-    def holds_nothing(self) -> bool:
-        """Whether this process has no sample of the batch that was yielded last."""
-        return self.prepared.share is not None and self.prepared.share.samples == 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
-        self.prepared.set_epoch(epoch)
-
-    def load(self, state: Mapping[str, Any], *, within: bool) -> None:
-        """Restore a position: within the epoch, or the epoch alone, for ``skip_first_batches``."""
-        if within:
-            self.prepared.load_state_dict(state)
-            return
-        is_over = state["batches"] >= len(self.prepared)
-        begin = {"seed": state["seed"], "epoch": state["epoch"] + is_over, "batches": 0, "samples": 0}
-        self.prepared.load_state_dict({**state, **begin})
-
-    def __iter__(self) -> Iterator[Any]:
-        active, drop = self._accelerator._active, self._skip
-        size = getattr(self.prepared, "batch_size", None)
-        if drop and size is not None and self.prepared.stream is None:
-            at = {"batches": drop, "samples": drop * size, "epoch": self.prepared.next_epoch}
-            self.prepared.load_state_dict({**self.prepared.state_dict(batches=0), **at, "order": None})
-            drop = 0
-        active.append(self)
-        try:
-            for batch in self.prepared:
-                if drop:
-                    drop -= 1
-                    continue
-                yield batch
-        finally:
-            active.remove(self)
-
-
-class Scheduler:
-    """A prepared scheduler: it steps when the optimizer does, once for each process unless batches are split.
-
-    Args:
-        accelerator: Knows when the optimizer steps.
-        scheduler: The user's own.
-    """
-
-    def __init__(self, accelerator: Accelerator, scheduler: Any) -> None:
-        self._accelerator, self.scheduler = accelerator, scheduler
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_accelerator", "scheduler"):
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
-
-    def step(self, *args: Any, **options: Any) -> None:
-        """Step, if the optimizer does."""
-        accelerator, scheduler = self._accelerator, self.scheduler
-        if not accelerator._steps_with_optimizer:
-            scheduler.step(*args, **options)
-            return
-        if not accelerator.sync_gradients:
-            if isinstance(scheduler, LRScheduler):
-                scheduler._step_count += 1  # as Accelerate has it: torch warns at a count that stands still
-            return
-        for _ in range(1 if accelerator.split_batches else accelerator.num_processes):
-            if getattr(scheduler, "total_steps", math.inf) >= scheduler._step_count:
-                scheduler.step(*args, **options)
-
-
-class _NoTracker:
-    """What ``get_tracker`` returns on ranks without one: everything of it does nothing."""
-
-    name = "none"
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
-
-
-class _Joined:
-    """Makes the batches of all processes together."""
-
-    def __init__(self, inner: Any, number: int) -> None:
-        self.inner, self.number = inner, number
-        self.sampler = getattr(inner, "sampler", None)
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.inner) / self.number)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        joined: list[Any] = []
-        for count, batch in enumerate(self.inner, start=1):
-            joined += batch
-            if count % self.number == 0:
-                yield joined
-                joined = []
-        if joined:
-            yield joined
-
-
-def _of_all_processes(loader: DataLoader[Any], number: int) -> DataLoader[Any]:
-    """Return a loader with batches of ``number`` processes together; the loader's options stay."""
-    own = loader.batch_sampler
-    if number == 1 or own is None:
-        return loader
-    larger: Any = _Joined(own, number)
-    if type(own) is BatchSampler:
-        larger = BatchSampler(own.sampler, own.batch_size * number, own.drop_last)
-    copied = copy.copy(loader)
-    # Past __setattr__: DataLoader refuses to assign these once it is initialized.
-    copied.__dict__["batch_sampler"] = larger
-    if loader.batch_size is not None:
-        copied.__dict__["batch_size"] = loader.batch_size * number
-    return copied
 
 
 def _in_autocast(model: nn.Module, trainer: Trainer) -> None:
@@ -901,56 +673,6 @@ def _in_autocast(model: nn.Module, trainer: Trainer) -> None:
     model.forward = forward  # as Accelerate does
 
 
-def _refuse_argument(name: str) -> NoReturn:
-    known = [p for p in inspect.signature(Accelerator).parameters if p != "others"]
-    theirs = _ELSEWHERE.get(name)
-    hint = those_known(name, known) if theirs is None else f"; with tp, write {theirs}"
-    msg = f"this Accelerator has no argument {name!r}{hint}"
-    raise ConfigError(msg)
-
-
-def _precision(given: str) -> bool:
-    """Return whether forward runs in bfloat16."""
-    value = str(getattr(given, "value", given))
-    if value not in ("no", "bf16"):
-        msg = f"mixed_precision={value!r} is not here: 'bf16' is" + (
-            "; scaled losses are in Trainer(precision='fp16-mixed'), with trainer.update(model, optimizer)"
-            if value == "fp16"
-            else ", and 'no'"
-        )
-        raise ConfigError(msg)
-    return value == "bf16"
-
-
-def _ddp_options(handlers: Iterable[Any]) -> DdpOptions:
-    options: dict[str, Any] = {}
-    for handler in handlers:
-        kind = type(handler).__name__
-        if kind != "DistributedDataParallelKwargs":
-            msg = f"kwargs_handlers has a {kind}, which is not here; DdpOptions(...) has what tp's ddp takes"
-            raise ConfigError(msg)
-        for name in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
-            options[name] = getattr(handler, name)
-    return DdpOptions(**options)
-
-
-def _first_device(backend: str) -> Any:
-    from tp_core import available_devices
-
-    return "auto" if backend == "ddp" else available_devices()[0]
-
-
-def _given(folder: Any, what: str) -> Path:
-    if folder is None:
-        msg = f"{what} is missing: give a folder, or a project_config with automatic_checkpoint_naming=True"
-        raise ConfigError(msg)
-    return Path(folder)
-
-
-def _number_of(folder: Path) -> int:
-    return int(folder.name.rpartition("_")[2])
-
-
 def _nbytes(size: int | str) -> int:
     if isinstance(size, int):
         return size
@@ -960,8 +682,3 @@ def _nbytes(size: int | str) -> int:
         raise ConfigError(msg)
     thousands = " KMGT".index(found[2] or " ")
     return int(found[1]) * int(1000**thousands)
-
-
-def _write(value: Any, path: Path) -> None:
-    with atomic_part(path) as part, part.open("wb") as file:
-        torch.save(recursive_to(value, torch.device("cpu")), file)

@@ -7,15 +7,15 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
+import tp_accelerate
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StateError
 from tp_core.testing import run_ranks
-from tp_trainer.compat import accelerate as compat
 
-LIBRARIES = {"accelerate": "accelerate", "tp": "tp_trainer.compat.accelerate"}
+LIBRARIES = {"accelerate": "accelerate", "tp": "tp_accelerate"}
 
 
 def data(n=32, batch_size=4):
@@ -148,7 +148,7 @@ def test_and_on_two(example, tmp_path):
 
 
 def test_every_name_of_theirs_is_here_or_answered():
-    accelerator = compat.Accelerator(cpu=True)
+    accelerator = tp_accelerate.Accelerator(cpu=True)
     for name in dir(accelerate.Accelerator):
         if name.startswith("_"):
             continue
@@ -171,11 +171,11 @@ def test_every_name_of_theirs_is_here_or_answered():
 )
 def test_what_is_not_here_is_refused_by_name(arguments, said):
     with pytest.raises(ConfigError, match=said):
-        compat.Accelerator(cpu=True, **arguments)
+        tp_accelerate.Accelerator(cpu=True, **arguments)
 
 
 def test_bfloat16_forwards_return_float32():
-    accelerator = compat.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = tp_accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     seen = []
     plain = nn.Sequential(nn.Linear(3, 2))
     plain[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
@@ -185,10 +185,10 @@ def test_bfloat16_forwards_return_float32():
 
 
 def test_a_state_of_other_objects_is_refused(tmp_path):
-    accelerator = compat.Accelerator(cpu=True)
+    accelerator = tp_accelerate.Accelerator(cpu=True)
     accelerator.prepare(*parts())
     accelerator.save_state(tmp_path)
-    other = compat.Accelerator(cpu=True)
+    other = tp_accelerate.Accelerator(cpu=True)
     other.prepare(parts()[0])
     with pytest.raises(StateError, match="1 optimizers, and 0 were prepared"):
         other.load_state(tmp_path)
@@ -197,18 +197,18 @@ def test_a_state_of_other_objects_is_refused(tmp_path):
 
 
 def test_trackers_are_loggers_of_tp_and_those_of_theirs(tmp_path):
-    accelerator = compat.Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    accelerator = tp_accelerate.Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
     accelerator.init_trackers("example", config={"lr": 0.1})
     accelerator.log({"loss": torch.tensor(0.5)}, step=1)
     accelerator.end_training()
     assert '"loss"' in next((tmp_path / "example").glob("*.jsonl")).read_text()
     with pytest.raises(ConfigError, match="no logger of that name; did you mean 'tensorboard'"):
-        compat.Accelerator(cpu=True, log_with="tensorbord").init_trackers("example")
+        tp_accelerate.Accelerator(cpu=True, log_with="tensorbord").init_trackers("example")
 
 
 def test_values_are_padded_to_those_of_the_process_with_most():
     def ragged():
-        accelerator = compat.Accelerator(cpu=True)
+        accelerator = tp_accelerate.Accelerator(cpu=True)
         mine = torch.ones(1, accelerator.process_index + 1)
         padded = accelerator.pad_across_processes(mine, dim=1, pad_index=-1)
         return accelerator.gather(padded).tolist()

@@ -1,0 +1,103 @@
+"""Trackers: loggers of tp by their names, and trackers of Accelerate."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tp_core.errors import ConfigError
+from tp_core.plugins import Logger, RunInfo, registry
+
+from tp_accelerate._arguments import closest_name
+
+
+class Trackers:
+    """The trackers of ``log_with``, which are open on rank 0.
+
+    Args:
+        log_with: Names of tp's loggers, trackers of Accelerate, or both.
+        folder: The folder of their files, if there is one.
+        is_main: Whether this process is rank 0.
+    """
+
+    def __init__(self, log_with: Any, folder: Any, *, is_main: bool) -> None:
+        if log_with is None:
+            log_with = []
+        self._wanted = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+        self._folder = folder
+        self._is_main = is_main
+        self._open: list[Any] = []
+
+    def open(self, project_name: str, config: Mapping[str, Any]) -> None:
+        """Open all of them on rank 0.
+
+        Raises:
+            ConfigError: tp has no logger of a name.
+        """
+        factories = {found.item.name: found.item for found in registry.loggers()}
+        for one in self._wanted:
+            name = str(getattr(one, "value", one))
+            if not _is_tracker(one) and name not in factories:
+                meant = closest_name(name, factories)
+                hint = f"those there are: {', '.join(sorted(factories))}"
+                if meant:
+                    hint = f"did you mean {meant!r}?"
+                msg = f"log_with has {name!r}, and tp has no logger of that name; {hint}"
+                raise ConfigError(msg)
+        if not self._is_main:
+            return
+        folder = None if self._folder is None else Path(self._folder) / project_name
+        info = RunInfo(folder=folder, hyperparameters=dict(config))
+        for one in self._wanted:
+            if _is_tracker(one):
+                one.store_init_configuration(dict(config))
+                self._open.append(one)
+            else:
+                logger = factories[str(getattr(one, "value", one))].make()
+                logger.open(info)
+                self._open.append(logger)
+
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Pass numbers to all that are open."""
+        for tracker in self._open:
+            if isinstance(tracker, Logger):
+                numbers = {name: float(value) for name, value in values.items()}
+                tracker.log(numbers, step=step or 0, epoch=1)
+            else:
+                tracker.log(values, step=step)
+
+    def find(self, name: str) -> Any:
+        """Return the tracker of a name; on other ranks than 0 one that does nothing.
+
+        Raises:
+            ConfigError: There is no such tracker.
+        """
+        if not self._is_main:
+            return _NoTracker()
+        for tracker in self._open:
+            if tracker.name == name:
+                return tracker
+        msg = f"there is no tracker {name!r} in log_with; init_trackers() opens them"
+        raise ConfigError(msg)
+
+    def close(self) -> None:
+        """Close all that are open."""
+        for tracker in self._open:
+            if isinstance(tracker, Logger):
+                tracker.close("finished")
+            else:
+                tracker.finish()
+        self._open.clear()
+
+
+def _is_tracker(value: Any) -> bool:
+    """Return whether a value is a tracker of Accelerate, rather than a name."""
+    return hasattr(value, "store_init_configuration")
+
+
+class _NoTracker:
+    """What ``get_tracker`` returns on ranks without one: everything of it does nothing."""
+
+    name = "none"
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
