@@ -34,7 +34,7 @@ if settings is not None:
     settings.load_profile("default")
 
 
-RING_3 = {"tp_accelerate", "tp_ray"}
+RING_3 = {"tp_accelerate", "tp_lightning", "tp_ray"}
 """Folders of tests of packages that may break alone, with another library's release."""
 
 

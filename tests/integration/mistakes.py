@@ -16,6 +16,7 @@ from tp_context import ContextOptions
 from tp_core import recursive_to, resolve_devices
 from tp_core.plugins import Backend, Callback, Verdict, registry
 from tp_launch import launch
+from tp_lightning import Trainer as LightningTrainer
 from tp_trainer import (
     Checkpoints,
     DdpOptions,
@@ -33,7 +34,6 @@ from tp_trainer import (
     loggers,
 )
 from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES  # private: the tables of theirs
-from tp_trainer.compat.lightning import Trainer as LightningTrainer
 
 DATA = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
 

@@ -22,6 +22,7 @@ PACKAGES = (
     "tp_data",
     "tp_dp_gather",
     "tp_launch",
+    "tp_lightning",
     "tp_pipeline",
     "tp_ray",
     "tp_runner",

@@ -48,6 +48,7 @@ FIRST_PARTY = frozenset(
         "tp-data",
         "tp-dp-gather",
         "tp-launch",
+        "tp-lightning",
         "tp-pipeline",
         "tp-ray",
         "tp-runner",

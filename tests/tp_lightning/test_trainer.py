@@ -13,11 +13,11 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, StepError
 from tp_core.testing import run_ranks
+from tp_lightning import Trainer
 from tp_trainer import Callback
-from tp_trainer.compat.lightning import Trainer
 from tp_trainer.loggers import CsvLogger
 
-from tests.tp_trainer.compat import lightning_examples as examples
+from tests.tp_lightning import examples
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -168,7 +168,7 @@ def test_options_of_lightnings_callbacks_are_kept_or_refused(tmp_path):
     theirs = importlib.import_module("lightning.pytorch.callbacks")
 
     def kept(**options):
-        return make(callbacks=[theirs.ModelCheckpoint(tmp_path, **options)])._checkpoint
+        return make(callbacks=[theirs.ModelCheckpoint(tmp_path, **options)])._saving.checkpoint
 
     found = kept(monitor="val_loss", save_top_k=-1, every_n_train_steps=5)
     assert (found.every_steps, found.every_epochs, found.best) == (5, None, "val_loss")

@@ -1,0 +1,62 @@
+"""The optimizers and schedulers that ``configure_optimizers`` returns, in any of its forms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from tp_core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRateSchedule:
+    """A scheduler, and when it steps: the fields of Lightning's dict."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    on_plateau: bool = False
+    name: str | None = None
+
+
+def configured(found: Any) -> tuple[list[Optimizer], list[LearningRateSchedule]]:
+    """Return the optimizers and schedulers of what ``configure_optimizers`` returned, in any of its forms."""
+    if isinstance(found, Optimizer):
+        return [found], []
+    if isinstance(found, Mapping) and "optimizer" in found:
+        schedulers = [found["lr_scheduler"]] if found.get("lr_scheduler") is not None else []
+        return [found["optimizer"]], [_make_schedule(s, found.get("monitor")) for s in schedulers]
+    if isinstance(found, list | tuple) and found:
+        if all(isinstance(one, Optimizer) for one in found):
+            return list(found), []
+        if len(found) == 2 and all(isinstance(part, list | tuple) for part in found):
+            return list(found[0]), [_make_schedule(one) for one in found[1]]
+        if all(isinstance(one, Mapping) for one in found):
+            pairs = [configured(one) for one in found]
+            return [o for os, _ in pairs for o in os], [s for _, ss in pairs for s in ss]
+    msg = (
+        f"configure_optimizers() has returned {type(found).__name__}; return an optimizer, a list of them, "
+        "two lists, or a dict with 'optimizer' and 'lr_scheduler'"
+    )
+    raise ConfigError(msg)
+
+
+def _make_schedule(given: Any, monitor: str | None = None) -> LearningRateSchedule:
+    fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    plateau = fields.pop("reduce_on_plateau", isinstance(fields["scheduler"], ReduceLROnPlateau))
+    fields.setdefault("monitor", monitor)
+    unknown = fields.keys() - set(LearningRateSchedule.__slots__)
+    if unknown:
+        known = LearningRateSchedule.__slots__
+        msg = f"the dict of a scheduler has {', '.join(sorted(unknown))}, and may have {known}"
+        raise ConfigError(msg)
+    return LearningRateSchedule(**fields, on_plateau=plateau)
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
