@@ -15,7 +15,7 @@ import tp_shard as ts
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import FsdpOptions, Trainer
 
 from tests import adapters

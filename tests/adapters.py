@@ -28,8 +28,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tp_core.errors import TpError
 from tp_core.state import open_tensors
-from tp_core.testing import RankPool
 from tp_shard import ShardOptions
+from tp_testing import RankPool
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage
 

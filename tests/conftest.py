@@ -34,7 +34,7 @@ if settings is not None:
     settings.load_profile("default")
 
 
-RING_3 = {"tp_accelerate", "tp_lightning", "tp_ray"}
+RING_3 = {"tp_accelerate", "tp_lightning", "tp_ray", "tp_testing"}
 """Folders of tests of packages that may break alone, with another library's release."""
 
 
@@ -236,7 +236,7 @@ def memory() -> ModuleType:
 @pytest.fixture(scope="session")
 def two_ranks():
     """Two ranks for all checks that leave a process as it was: starting them costs more than a check."""
-    from tp_core.testing import RankPool
+    from tp_testing import RankPool
 
     with RankPool(2) as ranks:
         yield ranks

@@ -12,7 +12,7 @@ from tp_core.plugins import registry
 
 __all__ = ["KINDS", "doctor", "new_plugin", "run", "seen"]
 
-KINDS = ("backend", "adapter", "engine", "callback", "logger", "command")
+KINDS = ("backend", "adapter")
 
 
 def run(words):

@@ -23,11 +23,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 CORE = "tp-core"
-RING_3 = (
-    "tp-accelerate",
-    "tp-lightning",
-    "tp-ray",
-)  # they may import public names of the others, and may break alone
+# They may import public names of the others, and may break alone.
+RING_3 = ("tp-accelerate", "tp-lightning", "tp-ray", "tp-testing")
 
 _LOOK = """
 import importlib, json, sys

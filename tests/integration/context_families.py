@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import DataLoader, Dataset
 from tp_core.errors import TpError
-from tp_core.testing import RankPool
+from tp_testing import RankPool
 from tp_trainer import Trainer
 
 VOCABULARY, TOKENS, ROWS, STEPS = 61, 43, 3, 3

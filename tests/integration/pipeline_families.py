@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment
 from tp_core.errors import TpError
 from tp_core.sessions import join_process_group
-from tp_core.testing import RankPool
+from tp_testing import RankPool
 from tp_trainer import Trainer
 
 from tests.integration import context_families as families

@@ -10,7 +10,7 @@ import tp_shard as ts
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StateError
 from tp_core.state import open_tensors
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 
 pytestmark = [

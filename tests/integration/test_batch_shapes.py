@@ -19,7 +19,7 @@ from torch.nn.functional import one_hot
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, default_collate
 from tp_core.errors import TpError
-from tp_core.testing import RankPool
+from tp_testing import RankPool
 from tp_trainer import DdpOptions, Trainer
 
 N = 6

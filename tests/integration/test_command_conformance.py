@@ -2,7 +2,7 @@
 
 import pytest
 from tp_core.discovery import PluginRegistry
-from tp_core.testing import CommandConformance
+from tp_testing import CommandConformance
 
 pytestmark = pytest.mark.nightly  # further cases of what the kit's own tests hold
 

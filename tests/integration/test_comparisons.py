@@ -17,7 +17,7 @@ RUNNER, SHARD, TRAINER, LAUNCH = (
     "tests/tp_trainer",
     "tests/tp_launch",
 )
-KIT = "packages/tp-trainer/src/tp_trainer/testing/_conformance.py"
+KIT = "packages/tp-testing/src/tp_testing/_training_conformance.py"
 SAME = f"{KIT}::test_it_leads_where_one_device_leads"
 # The beginning of a row, and the test, the figures or the page that hold what it says of tp.
 SHOWN = {

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import ParallelTrainer, Trainer
 
 # torch's compiler silences this one itself, but not where several threads compile at once.

@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from tp_context import attention, gather, positions
 from tp_core.errors import DisagreementError, ModelError, StepError, TpError
-from tp_core.testing import RankPool
 from tp_data import Loader, Packed, Stream, TokenBudget
+from tp_testing import RankPool, TrainingConformance
 from tp_trainer import Checkpoints, Limits, Trainer
-from tp_trainer.testing import TrainingConformance
 
 from tests.installed import backend_class
 from tests.integration import context_families as families

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from tp_core.errors import TpError
-from tp_core.testing import RankPool
 from tp_data import Loader, Packed, Stream
+from tp_testing import RankPool
 from tp_trainer import Checkpoints, FunctionMetric, Limits, Trainer, Validation
 from tp_trainer.callbacks import ExponentialMovingAverage
 

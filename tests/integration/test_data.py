@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from tp_core.errors import LoaderError
-from tp_core.testing import RankPool
 from tp_data import BatchSize, Loader, Stream
+from tp_testing import RankPool
 from tp_trainer import Checkpoints, Limits, Trainer
 
 

@@ -13,6 +13,7 @@ from tests.wheels import CORE, PACKAGES, ROOT, project, with_siblings
 # Names that no requirement of a package brings, and why it may import them.
 ELSEWHERE = {
     "tp-core": {
+        "cloudpickle": "to start ranks from a notebook or a script; who does has it",
         "IPython": "who is in a notebook has it",
         "datasets": "looked at where a user hands one over, who has it then",
     },

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tp_core.testing import BackendConformance
-from tp_trainer.testing import TrainingConformance
+from tp_testing import BackendConformance, TrainingConformance
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "fsdp2_backend.py"
 

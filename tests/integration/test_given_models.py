@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, ModelError
-from tp_core.testing import RankPool, run_ranks
+from tp_testing import RankPool, run_ranks
 from tp_trainer import Trainer
 
 TOKENS = torch.randint(32, (12, 6), generator=torch.Generator().manual_seed(3))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "gpt.py"
 

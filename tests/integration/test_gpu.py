@@ -1,7 +1,7 @@
 """Training through the registry on a CUDA device that is named twice."""
 
 import pytest
-from tp_trainer.testing import TrainingConformance
+from tp_testing import TrainingConformance
 
 from tests.installed import backend_class
 

@@ -54,7 +54,7 @@ CALLS = {
     "doctor": ["--ranks", "0"],
     "estimate": ["things.py:build"],
     "jobs": [],
-    "new-plugin": ["callback", "acme-callback"],
+    "new-plugin": ["adapter", "acme-adapter"],
     "plan": ["things.py:with_batch"],
     "report": ["run"],
     "run": ["things.py:upper", "--input", "in.txt", "--output", "out.jsonl", "--devices", "1"],

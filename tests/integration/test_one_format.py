@@ -6,7 +6,7 @@ import tp_shard as ts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StateError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Trainer
 
 

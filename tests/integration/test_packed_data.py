@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from tp_core.errors import ModelError
-from tp_core.testing import run_ranks
 from tp_data import Loader, Packed, Stream, TokenBudget
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer
 
 

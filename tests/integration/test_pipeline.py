@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError, TpError
-from tp_core.testing import RankPool
+from tp_testing import RankPool
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage
 

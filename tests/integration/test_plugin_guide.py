@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tp_core.testing import AdapterConformance, EngineConformance, LoggerConformance
-from tp_trainer.testing import CallbackConformance
+from tp_testing import AdapterConformance, CallbackConformance, EngineConformance, LoggerConformance
 
 GUIDES = Path(__file__).parents[2] / "docs" / "plugins"
 GUIDE_OF_TESTS = GUIDES.with_name("plugin-tests.md")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer
 
 EPOCHS, N, BATCH = 2, 22, 8  # the last batch of an epoch has 6

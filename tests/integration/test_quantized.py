@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ModelError, StateError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # their own words about what is built

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 pytestmark = pytest.mark.slow
 

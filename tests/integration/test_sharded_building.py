@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.jobs import CompileOptions
 from tp_core.sessions import FullyShardOptions
-from tp_core.testing import RankPool, run_ranks
+from tp_testing import RankPool, run_ranks
 from tp_trainer import FsdpOptions, Trainer
 
 ts = pytest.importorskip("tp_shard")

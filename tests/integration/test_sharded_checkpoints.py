@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StateError
-from tp_core.testing import rank_outcomes, run_ranks
+from tp_testing import rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Trainer
 
 from tests.run_tp import run

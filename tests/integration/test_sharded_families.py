@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from tp_core.testing import RankPool
+from tp_testing import RankPool
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]

@@ -2,7 +2,7 @@
 
 import pytest
 import tp_shard
-from tp_trainer.testing import TrainingConformance
+from tp_testing import TrainingConformance
 
 from tests.installed import backend_class
 

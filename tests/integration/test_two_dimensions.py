@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, SelectionError
 from tp_core.jobs import CompileOptions
 from tp_core.sessions import FullyShardOptions
-from tp_core.testing import RankPool, run_ranks
+from tp_testing import RankPool, run_ranks
 from tp_trainer import Checkpoints, GradientRules, Trainer
 
 ts = pytest.importorskip("tp_shard")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
-from tp_core.testing import RankPool
+from tp_testing import RankPool
 from tp_trainer import FsdpOptions, Trainer
 
 ts = pytest.importorskip("tp_shard")

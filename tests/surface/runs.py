@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Limits, LogOptions, SchedulerOptions, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger

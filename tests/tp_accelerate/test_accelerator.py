@@ -13,7 +13,7 @@ from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StateError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 LIBRARIES = {"accelerate": "accelerate", "tp": "tp_accelerate"}
 

@@ -4,7 +4,7 @@ Its ``self_test_options`` keep them whole.
 """
 
 import pytest
-from tp_core.testing import BackendConformance
+from tp_testing import BackendConformance
 
 from tests.installed import backend_class
 

@@ -9,7 +9,7 @@ from torch import nn
 from tp_context import attention
 from tp_context._attention import _of_transformers, doors  # private: without a model and its check
 from tp_core.errors import StepError
-from tp_core.testing import RankPool
+from tp_testing import RankPool
 
 from tests.tp_context.cuts import activate, cuts_of
 

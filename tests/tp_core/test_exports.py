@@ -15,11 +15,11 @@ import tp_core.internal
 import tp_core.jobs
 import tp_core.launching
 import tp_core.plugins
+import tp_core.ranks
 import tp_core.secrets
 import tp_core.sessions
 import tp_core.state
 import tp_core.tensors
-import tp_core.testing
 
 from tests.surface.names import PACKAGES
 
@@ -30,7 +30,7 @@ PUBLIC = {
     """,
     tp_core.plugins: """
         Backend Callback CollateAdapter Command Engine Job Logger LoggerFactory NamedCallback NoOptions Pool
-        RunInfo RunStatus RunView Session Verdict hookimpl registry
+        RunInfo RunStatus RunView Session Verdict hookimpl lazy_exports registry
     """,
     tp_core.compare: """
         SLACK BatchSelection Bound ComputedTypes ForwardLines LocalTensor Match Recording Selections
@@ -61,9 +61,11 @@ PUBLIC = {
         MASK is_secret mask_arguments mask_text
     """,
     tp_core.discovery: """
-        CONTRACT_VERSION ENTRY_POINT_GROUP BrokenPlugin Candidate Contribution HookSpecs NameConflict
+        CONTRACT_VERSION ENTRY_POINT_GROUP FIRST_PARTY KNOWN_BACKENDS OWN_COMMANDS
+        BrokenPlugin Candidate Contribution HookSpecs NameConflict
         PluginInfo PluginRegistry Selection select
     """,
+    tp_core.ranks: "RankOutcome RankPool free_port rank_outcomes run_ranks",
     tp_core.state: """
         DIGEST_SIZE TENSORS_FILE TENSORS_FOLDER Cut FileRecord Place SafetensorsFiles StoredTensors
         TensorInfo atomic_part collect_state collect_values digest_of fill_from_whole from_json hook_steps
@@ -103,7 +105,7 @@ def test_the_public_names_are_these():
 
 
 def test_what_is_exported_exists_and_is_sorted_constants_first():
-    for module in [*PUBLIC, tp_core.errors, tp_core.testing]:
+    for module in [*PUBLIC, tp_core.errors]:
         key = lambda n: (not n.replace("_", "").isupper(), n[0].islower(), n)  # noqa: E731 - short
         assert module.__all__ == sorted(module.__all__, key=key), module
         assert [name for name in module.__all__ if not hasattr(module, name)] == [], module

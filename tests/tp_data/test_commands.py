@@ -4,8 +4,8 @@ import json
 
 import pytest
 from tp_core.plugins import registry
-from tp_core.testing import CommandConformance
 from tp_data import Loader, Stream
+from tp_testing import CommandConformance
 
 from tests.run_tp import run
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from tp_core import LaunchEnvironment
 from tp_core.plugins import Job
-from tp_core.testing import BackendConformance
 from tp_dp_gather import DataParallel
+from tp_testing import BackendConformance
 
 from tests.installed import backend_class
 

@@ -1,8 +1,8 @@
 """A compiled wrapper computes what it did before, with parameters that are shared and that are copied."""
 
 import pytest
-from tp_core.testing import WrapperConformance
 from tp_dp_gather import DataParallel
+from tp_testing import WrapperConformance
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from tp_core.testing import BackendConformance, GpuWrapperConformance
 from tp_dp_gather import DataParallel, gather, parallel_apply, replicate, scatter
+from tp_testing import BackendConformance, GpuWrapperConformance
 
 from tests.installed import backend_class
 

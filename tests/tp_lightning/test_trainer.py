@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, StepError
-from tp_core.testing import run_ranks
 from tp_lightning import Trainer
+from tp_testing import run_ranks
 from tp_trainer import Callback
 from tp_trainer.loggers import CsvLogger
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from tp_core.testing import RankPool, run_ranks
+from tp_testing import RankPool, run_ranks
 from tp_trainer import Checkpoints, Trainer
 
 WIDTH = 128  # its matrices are large enough to be deferred

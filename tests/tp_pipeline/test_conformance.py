@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tp_core.testing import BackendConformance
-from tp_trainer.testing import TrainingConformance
+from tp_testing import BackendConformance, TrainingConformance
 
 from tests.installed import backend_class
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.testing import RankPool
+from tp_testing import RankPool
 from tp_trainer import Checkpoints, Trainer, checkpoint_activations
 from tp_trainer.callbacks import ExponentialMovingAverage
 

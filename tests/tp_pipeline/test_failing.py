@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.testing import rank_outcomes
+from tp_testing import rank_outcomes
 from tp_trainer import Trainer
 
 RANKS, FAULTY = 4, 2

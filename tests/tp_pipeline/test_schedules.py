@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
-from tp_core.testing import RankPool
 from tp_pipeline import PipelineOptions
 
 # private: no public name simulates
 from tp_pipeline._schedule import COSTS, Orders, choose_schedule, idle_share, most_kept, timeline
+from tp_testing import RankPool
 from tp_trainer import Trainer
 
 SCHEDULES = [name for name in get_args(get_type_hints(PipelineOptions)["schedule"]) if name != "auto"]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment
 from tp_core.errors import TpError
 from tp_core.plugins import Job, registry
-from tp_core.testing import RankPool, rank_outcomes, run_ranks
+from tp_testing import RankPool, rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer._memory import measure_footprint  # private: a trainer's, with its own reserve
 

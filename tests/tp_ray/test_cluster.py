@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import tp_runner
 from tp_core.errors import ConfigError
-from tp_core.testing import EngineConformance
 from tp_ray import _scaling  # private: it waits for a second, and for ten, before it changes its size
 from tp_runner import (
     ItemTimeoutError,
@@ -23,6 +22,7 @@ from tp_runner import (
     WorkerError,
     worker,
 )
+from tp_testing import EngineConformance
 
 from tests.tp_runner.registered import engine_of
 

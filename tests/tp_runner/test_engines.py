@@ -6,7 +6,7 @@ import pytest
 import tp_runner
 from tp_core.errors import ConfigError
 from tp_core.plugins import Engine, Pool, Verdict, registry
-from tp_core.testing import EngineConformance
+from tp_testing import EngineConformance
 
 from tests.tp_runner.registered import engine_of
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from tp_core.testing import RankPool, run_ranks
+from tp_testing import RankPool, run_ranks
 
 
 def _join(group_size):

@@ -6,7 +6,7 @@ from torch import nn
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.jobs import Footprint
 from tp_core.plugins import Job
-from tp_core.testing import BackendConformance
+from tp_testing import BackendConformance
 
 from tests.installed import backend_class
 

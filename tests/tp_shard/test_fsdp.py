@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from tp_core.errors import ConfigError, DisagreementError, StateError
-from tp_core.testing import RankPool
+from tp_testing import RankPool
 
 pytestmark = pytest.mark.slow  # all on four ranks
 

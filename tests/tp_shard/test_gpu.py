@@ -6,12 +6,12 @@ import torch.distributed as dist
 import tp_shard as ts
 from torch import nn
 from torch.nn import functional as F
-from tp_core.testing import run_ranks
 from tp_shard.nn.functional import (
     parallel_cross_entropy,
     parallel_margin_cross_entropy,
     sample_classes,
 )
+from tp_testing import run_ranks
 
 GPU = "cuda:0"
 

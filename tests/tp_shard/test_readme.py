@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 README = Path(__file__).parents[2] / "packages" / "tp-shard" / "README.md"
 

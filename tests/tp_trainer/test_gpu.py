@@ -7,9 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job
-from tp_core.testing import BackendConformance, run_ranks
+from tp_testing import BackendConformance, TrainingConformance, run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer.testing import TrainingConformance
 
 from tests.installed import backend_class
 

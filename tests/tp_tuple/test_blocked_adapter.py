@@ -5,7 +5,7 @@ import torch
 from tp_core import LaunchEnvironment
 from tp_core.errors import PluginError
 from tp_core.plugins import Job
-from tp_core.testing import fake_distribution
+from tp_testing import fake_distribution
 from tp_tuple import TupleOptions
 
 from tests.installed import backend_class

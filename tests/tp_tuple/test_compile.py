@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from tp_core.testing import WrapperConformance
+from tp_testing import WrapperConformance
 from tp_tuple import TupleParallel
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tp_core import tree_leaves
-from tp_core.testing import AdapterConformance, BackendConformance
+from tp_testing import AdapterConformance, BackendConformance
 
 from tests.installed import adapter_class, backend_class
 

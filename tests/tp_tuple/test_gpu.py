@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from tp_core.testing import BackendConformance, GpuWrapperConformance
+from tp_testing import BackendConformance, GpuWrapperConformance
 from tp_tuple import Batch, TupleParallel, cat, recursive_cuda, tp_collate
 from tp_tuple._balance import Stopwatch, free_memory  # private: times and bytes of one device
 

@@ -19,7 +19,7 @@ from tp_context import attention
 
 # private: ways without a model, and what the option "auto" chooses
 from tp_context._ways import Size, costs
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 from tests.bench._results import Results
 from tests.tp_context.cuts import activate, cuts_of

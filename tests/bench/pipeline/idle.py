@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job, registry
-from tp_core.testing import run_ranks
 from tp_pipeline import PipelineOptions
 from tp_pipeline._schedule import Orders, idle_share, timeline  # private: no public name simulates
+from tp_testing import run_ranks
 
 from tests.bench._results import Results
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job
-from tp_core.testing import run_ranks
 from tp_pipeline import PipelineOptions
 from tp_pipeline._forecast import memory_of_ranks  # private: estimates name the fullest rank alone
+from tp_testing import run_ranks
 from tp_trainer import Trainer
 from tp_trainer._memory import measure_footprint
 

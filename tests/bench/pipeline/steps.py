@@ -21,8 +21,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job, registry
-from tp_core.testing import run_ranks
 from tp_pipeline import PipelineOptions
+from tp_testing import run_ranks
 
 from tests.bench._results import Results
 

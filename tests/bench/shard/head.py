@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
-from tp_core.testing import run_ranks
 from tp_shard.nn.functional import parallel_cross_entropy
+from tp_testing import run_ranks
 
 from tests.bench._results import Results
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 from tests.bench._results import Results
 

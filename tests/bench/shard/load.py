@@ -16,7 +16,7 @@ import torch
 import tp_shard as ts
 from safetensors.torch import load_file, save_file
 from torch import nn
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 from tests.bench._results import Results
 from tests.bench.shard.head import forget_peak, status

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 from tests.bench._results import Results
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import tp_shard as ts
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 from tests.bench._results import Results
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import FsdpOptions, Trainer
 
 from tests.bench._results import Results

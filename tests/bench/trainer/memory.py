@@ -18,7 +18,7 @@ import torch
 import tp_shard as ts
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import FsdpOptions, Trainer
 
 from tests.bench._results import Results

@@ -29,7 +29,7 @@ from tp_core import LaunchEnvironment
 from tp_core.internal import averaged_gradients
 from tp_core.jobs import Layout, StepWork
 from tp_core.plugins import Job, registry
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Trainer
 from tp_trainer.planning import Links, Machine, calibrate, plan
 from tp_trainer.planning._machine import Operators

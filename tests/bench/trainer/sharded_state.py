@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from tp_core.state import collect_state
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Trainer
 
 from tests.bench._results import Results

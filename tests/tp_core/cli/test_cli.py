@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pytest
 from tp_core.discovery import PluginRegistry
 from tp_core.plugins import registry
-from tp_core.testing import fake_distribution
+from tp_testing import fake_distribution
 
 from tests.run_tp import doctor, run, seen
 

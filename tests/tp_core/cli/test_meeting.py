@@ -9,7 +9,7 @@ import os
 import time
 
 import pytest
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 from tests.run_tp import run
 

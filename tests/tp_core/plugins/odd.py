@@ -2,7 +2,7 @@
 
 from textwrap import dedent
 
-from tp_core.testing import fake_distribution
+from tp_testing import fake_distribution
 
 HEAD = """
     from tp_core.plugins import Backend, Command, Session, Verdict, hookimpl

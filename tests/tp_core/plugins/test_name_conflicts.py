@@ -4,7 +4,7 @@ import pytest
 from tp_core.discovery import PluginRegistry
 from tp_core.errors import DuplicateNameError
 from tp_core.plugins import Command, hookimpl, registry
-from tp_core.testing import fake_distribution
+from tp_testing import fake_distribution
 
 from tests.run_tp import doctor, run, seen
 

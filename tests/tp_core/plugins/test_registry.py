@@ -9,7 +9,7 @@ from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.discovery import PluginRegistry
 from tp_core.errors import ContractError, DuplicateNameError, PluginError
 from tp_core.plugins import Backend, Command, Job, Session, Verdict, hookimpl
-from tp_core.testing import fake_distribution
+from tp_testing import fake_distribution
 
 
 class Mine(Backend):

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from tp_core.errors import StateError
 from tp_core.state import collect_state, load_whole_state, open_tensors, restore_state, whole, write_tensors
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 SHAPE = (5, 3)  # which no number of ranks here divides
 PLACEMENTS = {

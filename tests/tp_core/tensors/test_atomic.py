@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from tp_core.internal import write_atomically
-from tp_core.testing import rank_outcomes
+from tp_testing import rank_outcomes
 
 
 def write_text(path, text="new"):

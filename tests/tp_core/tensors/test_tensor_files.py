@@ -14,7 +14,7 @@ from tp_core.errors import StateError
 from tp_core.internal import split_evenly
 from tp_core.state import read_tensors, record_of, tensor_infos, write_tensors
 from tp_core.tensors import TensorSlice
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 TENSORS = {
     "a": torch.arange(12.0).reshape(3, 4),

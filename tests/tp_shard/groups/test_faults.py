@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tp_shard as ts
-from tp_core.testing import rank_outcomes
+from tp_testing import rank_outcomes
 
 
 def one_is_killed():

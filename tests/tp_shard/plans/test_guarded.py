@@ -9,7 +9,7 @@ import tp_shard as ts
 from torch import nn
 from torch.nn import functional as F
 from tp_core.errors import ConfigError, ModelError
-from tp_core.testing import rank_outcomes
+from tp_testing import rank_outcomes
 
 
 class Attention(nn.Module):

@@ -8,9 +8,8 @@ from torch import nn
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, DisagreementError, StepError
 from tp_core.plugins import Job
-from tp_core.testing import BackendConformance, make_job, run_ranks
+from tp_testing import BackendConformance, TrainingConformance, make_job, run_ranks
 from tp_trainer import DdpOptions
-from tp_trainer.testing import TrainingConformance
 
 from tests.installed import backend_class
 

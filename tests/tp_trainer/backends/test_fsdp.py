@@ -1,8 +1,7 @@
 """The backend over ``fully_shard`` does what every backend must do."""
 
 import pytest
-from tp_core.testing import BackendConformance
-from tp_trainer.testing import TrainingConformance
+from tp_testing import BackendConformance, TrainingConformance
 
 from tests.installed import backend_class
 

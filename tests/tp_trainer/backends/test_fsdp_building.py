@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.testing import RankPool, run_ranks
+from tp_testing import RankPool, run_ranks
 from tp_trainer import Trainer
 
 WIDTH, BLOCKS = 192, 3

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import TpError
 from tp_core.jobs import CompileOptions
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, FsdpOptions, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
 

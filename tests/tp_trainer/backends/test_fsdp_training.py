@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, ModelError, StepError
-from tp_core.testing import RankPool, run_ranks
+from tp_testing import RankPool, run_ranks
 from tp_trainer import Callback, FsdpOptions, GradientRules, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Callback, Interrupted, Trainer, Validation
 from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.state import write_whole
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer, Validation
 
 from tests.cases import first_fast

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from tp_core.testing import rank_outcomes, run_ranks
+from tp_testing import rank_outcomes, run_ranks
 
 from tests.tp_trainer import small_run
 from tests.tp_trainer.small_run import names, same, train

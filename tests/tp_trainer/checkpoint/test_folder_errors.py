@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 from tp_core.errors import StateError
 from tp_core.state import write_whole
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 
 from tests.cases import first_fast
 from tests.tp_trainer import small_run

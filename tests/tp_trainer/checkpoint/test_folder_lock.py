@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError
 from tp_core.internal import Ownership
 from tp_core.state import write_whole
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 
 from tests.cases import first_fast

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from tp_core.errors import StateError
 from tp_core.state import load_state
-from tp_core.testing import rank_outcomes
+from tp_testing import rank_outcomes
 from tp_trainer import Trainer
 
 

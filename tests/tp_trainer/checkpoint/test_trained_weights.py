@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, ModelError, StateError
 from tp_core.tensors import TensorSlice
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer, convert, find_checkpoint
 from tp_trainer._checkpoint import _base  # a digest that depends on the split is seen on many splits alone
 from tp_trainer.callbacks import ExponentialMovingAverage

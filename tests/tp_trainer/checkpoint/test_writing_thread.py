@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from tp_core.tensors import TensorSlice
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer._checkpoint import _checkpointer  # its waits and its thread are no part of a run's surface
 

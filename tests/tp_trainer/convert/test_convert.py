@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from tp_core.errors import ConfigError, StateError
 from tp_core.state import StoredTensors, TensorInfo, write_tensors
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer, convert, find_checkpoint
 from tp_trainer._convert import write_model  # private: a source that counts what is in memory, or fails
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from tp_core.errors import ConfigError, StateError
-from tp_core.testing import LoggerConformance
+from tp_testing import LoggerConformance
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, read_run
 
 

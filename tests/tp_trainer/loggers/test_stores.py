@@ -7,7 +7,7 @@ import time
 
 import pytest
 from tp_core.errors import ConfigError
-from tp_core.testing import LoggerConformance
+from tp_testing import LoggerConformance
 from tp_trainer.loggers import MlflowLogger, RunInfo, TensorBoardLogger, WandbLogger
 
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.testing import rank_outcomes, run_ranks
+from tp_testing import rank_outcomes, run_ranks
 from tp_trainer import Trainer
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StepError
-from tp_core.testing import RankPool, run_ranks
+from tp_testing import RankPool, run_ranks
 from tp_trainer import FunctionMetric, Trainer
 
 SAMPLES = 83  # 5 batches of 16 and one of 3: uneven over 2 ranks, too few for 4

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import FunctionMetric, Trainer
 
 # A signal between two rounds of a gather cannot be sent from outside.

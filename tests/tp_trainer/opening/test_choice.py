@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, ModelError, SelectionError
 from tp_core.plugins import Backend, Session, Verdict, hookimpl
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import ParallelTrainer, Trainer
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, ModelError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import (
     FsdpOptions,
     Trainer,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import NamedCallback, hookimpl
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Callback, Checkpoints, Interrupted, Limits, Trainer, Validation
 
 X = torch.arange(20.0).reshape(20, 1) / 20

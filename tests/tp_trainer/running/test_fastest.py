@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Trainer
 
 SAMPLES = TensorDataset(torch.arange(48.0).reshape(12, 4) / 48, torch.arange(12) % 3)

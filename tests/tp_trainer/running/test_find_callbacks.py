@@ -8,7 +8,7 @@ import torch
 from tp_core.discovery import PluginRegistry
 from tp_core.errors import ConfigError, PluginError
 from tp_core.plugins import NamedCallback, hookimpl
-from tp_core.testing import fake_distribution
+from tp_testing import fake_distribution
 from tp_trainer import Callback, Trainer
 
 CALLED = []

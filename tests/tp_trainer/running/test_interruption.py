@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from tp_core.testing import free_port, run_ranks
+from tp_testing import free_port, run_ranks
 from tp_trainer import Interrupted, Trainer
 
 PROGRAM = """

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.plugins import Logger
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Interrupted, LogOptions, Trainer
 from tp_trainer.loggers import JsonLinesLogger, read_run
 

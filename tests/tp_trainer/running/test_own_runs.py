@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StateError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer, Validation
 
 N, BATCH = 24, 8

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StepError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 
 IN_ONE_PROCESS = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.plugins import Callback
-from tp_core.testing import rank_outcomes, run_ranks
+from tp_testing import rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Interrupted, Limits, Trainer, Validation
 
 FAST = 30

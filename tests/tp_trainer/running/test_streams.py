@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from tp_core.errors import LoaderError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Limits, Trainer, Validation
 
 from tests.own_words import own_words

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 from tp_core.discovery import PluginRegistry
-from tp_core.testing import fake_distribution
+from tp_testing import fake_distribution
 from tp_trainer import _self_test  # private: a backend of others that is wrong in one number
 
 from tests.run_tp import run

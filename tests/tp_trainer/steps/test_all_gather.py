@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StepError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Trainer
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 from tp_core.errors import DisagreementError, StepError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Trainer
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as Sampler
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, DeviceError, LaunchEnvironmentError, ModelError
-from tp_core.testing import free_port, run_ranks
+from tp_testing import free_port, run_ranks
 from tp_trainer import Parallel_Trainer, ParallelTrainer
 
 CPU = {"n_gpus": 2, "device": "cpu"}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tp_core import LaunchEnvironment
 from tp_core.plugins import Session
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import History, Limits, SchedulerOptions, Trainer
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 from tp_core.errors import StateError
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import SchedulerOptions, Trainer
 from tp_trainer.tuning import dry_run
 

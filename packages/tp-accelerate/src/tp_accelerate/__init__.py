@@ -5,16 +5,20 @@
     from tp_accelerate import Accelerator, set_seed
 """
 
-from tp_accelerate._accelerator import Accelerator
-from tp_accelerate._states import set_seed
+from typing import TYPE_CHECKING
 
-__all__ = ["Accelerator", "set_seed"]
+from tp_core.plugins import lazy_exports
 
+if TYPE_CHECKING:
+    from tp_accelerate._accelerator import Accelerator as Accelerator
+    from tp_accelerate._states import set_seed as set_seed
 
-def __getattr__(name: str) -> str:
-    if name != "__version__":
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    from importlib.metadata import version
-
-    return version("tp-accelerate")
+    __version__: str
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_accelerate._accelerator": ["Accelerator"],
+            "tp_accelerate._states": ["set_seed"],
+        },
+    )

@@ -6,6 +6,8 @@ from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from tp_core.plugins._hooks import CONTRACT_VERSION as CONTRACT_VERSION
+    from tp_core.plugins._hooks import FIRST_PARTY as FIRST_PARTY
+    from tp_core.plugins._hooks import OWN_COMMANDS as OWN_COMMANDS
     from tp_core.plugins._hooks import BrokenPlugin as BrokenPlugin
     from tp_core.plugins._hooks import Contribution as Contribution
     from tp_core.plugins._hooks import HookSpecs as HookSpecs
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from tp_core.plugins._registry import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
     from tp_core.plugins._registry import NameConflict as NameConflict
     from tp_core.plugins._registry import PluginRegistry as PluginRegistry
+    from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
     from tp_core.plugins._select import Candidate as Candidate
     from tp_core.plugins._select import Selection as Selection
     from tp_core.plugins._select import select as select
@@ -22,12 +25,14 @@ else:
         {
             "tp_core.plugins._hooks": [
                 "CONTRACT_VERSION",
+                "FIRST_PARTY",
+                "OWN_COMMANDS",
                 "BrokenPlugin",
                 "Contribution",
                 "HookSpecs",
                 "PluginInfo",
             ],
             "tp_core.plugins._registry": ["ENTRY_POINT_GROUP", "NameConflict", "PluginRegistry"],
-            "tp_core.plugins._select": ["Candidate", "Selection", "select"],
+            "tp_core.plugins._select": ["KNOWN_BACKENDS", "Candidate", "Selection", "select"],
         },
     )

@@ -13,15 +13,18 @@ Nothing is imported from Lightning: any module with these methods is trained. A 
 as everywhere in tp, so that any number of devices gives the numbers of one.
 """
 
-from tp_lightning._trainer import Trainer
+from typing import TYPE_CHECKING
 
-__all__ = ["Trainer"]
+from tp_core.plugins import lazy_exports
 
+if TYPE_CHECKING:
+    from tp_lightning._trainer import Trainer as Trainer
 
-def __getattr__(name: str) -> str:
-    if name != "__version__":
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    from importlib.metadata import version
-
-    return version("tp-lightning")
+    __version__: str
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "tp_lightning._trainer": ["Trainer"],
+        },
+    )

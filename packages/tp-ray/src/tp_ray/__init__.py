@@ -10,13 +10,13 @@
     _actor        RayWorker: the worker's program on a node of the cluster
 """
 
-__all__: list[str] = []
+from typing import TYPE_CHECKING
 
+from tp_core.plugins import lazy_exports
 
-def __getattr__(name: str) -> str:
-    if name != "__version__":
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    from importlib.metadata import version
+if TYPE_CHECKING:
+    from tp_ray._engine import RayEngine as RayEngine
 
-    return version("tp-ray")
+    __version__: str
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, {"tp_ray._engine": ["RayEngine"]})

@@ -76,7 +76,7 @@ def verify(
         step: ``step(model, batch)`` returns the loss, or a dict with "loss" and the "weight" that it is a
             mean over. It runs on the plain model and on the parallel one.
         optimizer: A function from a model to its optimizer.
-        ranks: The number of processes, or a pool of them (`tp_core.testing.RankPool`) that is used again.
+        ranks: The number of processes, or a pool of them (`tp_core.ranks.RankPool`) that is used again.
         micro: The micro-batches into which each rank cuts its share of a batch.
         max_norm: The global norm to which gradients are clipped; by default they are not.
         dtype: The type in which the ranks compute; ``None`` for the model's own. The reference is in float64,

@@ -2,8 +2,7 @@
 
 import pytest
 from tp_core.errors import ConfigError
-from tp_core.testing import BackendConformance, PluginConformance, make_job
-from tp_trainer.testing import TrainingConformance
+from tp_testing import BackendConformance, PluginConformance, TrainingConformance, make_job
 
 from accelerate_for_tp.backend import AccelerateBackend, AccelerateOptions
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GCNConv, global_add_pool
-from tp_core.testing import AdapterConformance, PluginConformance
+from tp_testing import AdapterConformance, PluginConformance
 from tp_trainer import Trainer
 
 from graphs_for_tp.adapter import GraphAdapter, graph_cost

@@ -150,7 +150,13 @@ if TYPE_CHECKING:
     Pipe: TypeAlias = Connection[Any, Any]
 
 # torch._dynamo takes a second to import, which every rank would spend at its first optimizer step.
-_PRELOAD = ["torch", "torch.distributed.checkpoint", "tp_core.testing", "torch._dynamo"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "tp_core._contracts._process_group_session",
+    "tp_core.data._loader",
+    "torch._dynamo",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,22 @@
 
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from tp_core.discovery import PluginRegistry
+
+__all__ = ["build_app", "main"]
+
+
+def build_app(plugins: "PluginRegistry") -> Any:
+    """Return ``tp`` as a command of click, with the commands of a registry: for tests of commands.
+
+    A command that fails to load is left out with a line on stderr; the others work.
+    """
+    from tp_core.cli._main import build_app as build
+
+    return build(plugins)
 
 
 def main() -> None:

@@ -116,16 +116,9 @@ def _load_explain() -> Any:
     return app
 
 
-def _load_new_plugin() -> Any:
-    from tp_core.cli._new_plugin import app
-
-    return app
-
-
 _OWN = (
     Command("doctor", "Show what is here, what is broken, and which backend would run.", _load_doctor),
     Command("explain", "Print what an error means and what to do about it.", _load_explain),
-    Command("new-plugin", "Write a package with a plugin, to begin from.", _load_new_plugin),
 )
 _KNOWN = {
     "convert": "tp-trainer",

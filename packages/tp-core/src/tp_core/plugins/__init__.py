@@ -8,7 +8,7 @@ hook implementations. A script joins by ``registry.register(...)``. Helpers are 
 
 from typing import TYPE_CHECKING
 
-from tp_core._lazy import lazy_exports
+from tp_core import _lazy
 
 if TYPE_CHECKING:
     from tp_core._contracts._backend import Backend as Backend
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
     from tp_core._contracts._logger import RunInfo as RunInfo
     from tp_core._contracts._logger import RunStatus as RunStatus
     from tp_core._contracts._session import Session as Session
+    from tp_core._lazy import lazy_exports as lazy_exports
     from tp_core.plugins._hooks import Command as Command
     from tp_core.plugins._hooks import hookimpl as hookimpl
     from tp_core.plugins._registry import registry as registry
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(
+    __getattr__, __dir__, __all__ = _lazy.lazy_exports(
         __name__,
         {
+            "tp_core._lazy": ["lazy_exports"],
             "tp_core._contracts._backend": ["Backend", "NoOptions", "Verdict"],
             "tp_core._contracts._callback": ["Callback", "NamedCallback", "RunView"],
             "tp_core._contracts._collate": ["CollateAdapter"],

@@ -53,6 +53,7 @@ FIRST_PARTY = frozenset(
         "tp-ray",
         "tp-runner",
         "tp-shard",
+        "tp-testing",
         "tp-trainer",
         "tp-tuple",
         "tp-verify",
@@ -140,7 +141,7 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__} with a message that cannot be read ({type(other).__name__})"
 
 
-OWN_COMMANDS = frozenset({"doctor", "new-plugin"})
+OWN_COMMANDS = frozenset({"doctor", "explain"})
 """Sub-commands that `tp` has without any plugin; a plugin's command cannot have their names."""
 
 
