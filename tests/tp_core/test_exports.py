@@ -34,9 +34,10 @@ PUBLIC = {
     """,
     tp_core.compare: """
         SLACK BatchSelection Bound ComputedTypes ForwardLines LocalTensor Match Recording Selections
-        TensorPlace WithoutDropout coarsest copied copy_of cut_dim difference_in_words difference_on_ranks
-        distance dropout_rates first_difference first_token idle_lines_in_words joined_parts mapped merged
-        named_tensors norm_of nudged other_batches relate relative_error selected undisturbed watched_tables
+        TensorPlace WithoutDropout assert_same coarsest copied copy_of cut_dim difference_in_words
+        difference_on_ranks distance dropout_rates first_difference first_token idle_lines_in_words
+        joined_parts mapped merged named_tensors norm_of nudged other_batches relate relative_error
+        selected undisturbed watched_tables
     """,
     tp_core.data: """
         CountedBatch ElasticLoader LossReduction Parts PreparedLoader SampleRows Share StepOutput

@@ -5,6 +5,7 @@ import torch
 from tp_core.compare import (
     Bound,
     ComputedTypes,
+    assert_same,
     coarsest,
     difference_in_words,
     distance,
@@ -70,6 +71,18 @@ def test_the_first_difference_is_named_in_words():
     assert first_difference(exact, {**exact, "b": 2 * exact["b"]}, bound=bound, near=near) is None
     said = difference_in_words(torch.ones(2), torch.ones(3), 1.0)
     assert said == "it has the shape (3,), and not (2,)"
+
+
+def test_tensors_are_asserted_to_be_the_same():
+    one = {"a": torch.ones(4, dtype=F64)}
+    assert_same({"a": one["a"] + 1e-10}, one)
+    assert_same({"a": one["a"] + 1e-3}, one, dtypes=[BF16])
+    with pytest.raises(AssertionError, match="a: it differs by 1e-08 of its norm, beyond Bound"):
+        assert_same({"a": one["a"] + 1e-8}, one)
+    with pytest.raises(AssertionError, match="the names are"):
+        assert_same({}, one)
+    with pytest.raises(AssertionError, match=r"a: its type is torch\.float32, and not torch\.float64"):
+        assert_same({"a": one["a"].float()}, one)
 
 
 class Mixed(torch.nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported
 from torch.utils.data import DataLoader
+from tp_core.compare import Bound, assert_same, relative_error
 from tp_core.data import PreparedLoader
 from tp_core.jobs import MemoryNeed
 from tp_core.plugins import Verdict
@@ -17,7 +18,6 @@ from tp_core.ranks import RankPool, run_ranks
 from tp_testing import _backend_checks as checks
 from tp_testing._kit import (
     ConformanceKit,
-    assert_same,
     batch_loss,
     data,
     loss_of,
@@ -28,6 +28,9 @@ from tp_testing._kit import (
 # Here and not on the classes: these are pickled for the ranks, and a pool cannot be.
 _pools: dict[type, RankPool] = {}
 _exchanged: dict[type, list[Any]] = {}
+
+SAME = Bound.of([torch.float64])
+"""The bound of losses: kits compute in float64."""
 
 
 class BackendConformance(ConformanceKit):
@@ -96,7 +99,7 @@ class BackendConformance(ConformanceKit):
         loss_of(batch_loss()(model, data(8, torch.float32).tensors)).backward()
         expected = checks.gradients(model)
         for gradients in self.everywhere(checks.single_precision):
-            assert_same(gradients, expected, rtol=1e-4, atol=1e-6)
+            assert_same(gradients, expected)
 
     def test_parameters_of_several_types_have_the_gradients_of_one_device(self) -> None:
         model = checks.of_several_types(self.make_reference())
@@ -104,7 +107,7 @@ class BackendConformance(ConformanceKit):
         expected = checks.gradients(model)
         assert len({grad.dtype for grad in expected.values()}) == 2
         for gradients in self.everywhere(checks.several_types):
-            assert_same(gradients, expected, rtol=1e-5, atol=1e-7)
+            assert_same(gradients, expected)
 
     @pytest.mark.parametrize(("samples", "batch_size"), [(11, 4), (7, 3), (9, 8)])
     def test_uneven_batches_weigh_by_their_samples(self, samples: int, batch_size: int) -> None:
@@ -140,7 +143,8 @@ class BackendConformance(ConformanceKit):
         reduced = checks.reference_gradients(self, samples=8, batch_size=8)
         for data_size, held in self.everywhere(checks.held_gradients):
             are_reduced = sorted(held) == sorted(reduced) and all(
-                held[n].shape == g.shape and torch.allclose(held[n], g, rtol=1e-9) for n, g in reduced.items()
+                held[n].shape == g.shape and relative_error(g, held[n]) <= SAME.rtol
+                for n, g in reduced.items()
             )
             assert data_size == 1 or not are_reduced
 
@@ -176,16 +180,15 @@ class BackendConformance(ConformanceKit):
         reference = checks.reference(self)
         norm = nn.utils.clip_grad_norm_(reference.parameters(), 1e-3, norm_type)
         for found, gradients in self.everywhere(checks.clipped, norm_type):
-            torch.testing.assert_close(found, norm)
-            assert_same(gradients, checks.gradients(reference), rtol=1e-7)
+            assert_same({"norm": found}, {"norm": norm})
+            assert_same(gradients, checks.gradients(reference))
 
     @pytest.mark.parametrize("norm_type", checks.NORMS)
     def test_the_global_norm_is_returned_and_nothing_is_scaled(self, norm_type: float) -> None:
         expected = checks.gradients(checks.reference(self))
         norm = nn.utils.get_total_norm(list(expected.values()), norm_type)
         for found, clipped, gradients in self.everywhere(checks.norms, norm_type):
-            torch.testing.assert_close(found, norm)
-            torch.testing.assert_close(clipped, norm)
+            assert_same({"norm": found, "clipped": clipped}, {"norm": norm, "clipped": norm})
             assert_same(gradients, expected)
 
     def test_gradients_are_scaled(self) -> None:
@@ -289,7 +292,7 @@ class BackendConformance(ConformanceKit):
             expected = self.make_reference()(data(8).tensors[0])
         for state, outputs in self.everywhere(checks.evaluated_frozen):
             assert_same(state, self.make_reference().state_dict())
-            torch.testing.assert_close(sorted_rows(outputs), sorted_rows(expected), rtol=1e-9, atol=1e-11)
+            assert_same({"outputs": sorted_rows(outputs)}, {"outputs": sorted_rows(expected)})
 
     # -- Modes, random generators, settings of the process, and nested batches --
 
@@ -339,8 +342,7 @@ class BackendConformance(ConformanceKit):
             dtype = torch.float64  # a mean of integers is no integer
         for size, found in self.everywhere(checks.reduced, op, dtype):
             values = torch.stack([checks.of_rank(rank, dtype) for rank in range(size)])
-            rtol = 1e-6 if dtype == torch.float32 else 1e-12
-            torch.testing.assert_close(found, checks.REDUCTIONS[op](values), rtol=rtol, atol=0.0)
+            assert_same({op: found}, {op: checks.REDUCTIONS[op](values)}, depth="sum")
 
     def test_reduce_keeps_its_argument(self) -> None:
         assert all(self.everywhere(checks.kept_argument))
@@ -442,7 +444,7 @@ class BackendConformance(ConformanceKit):
             expected = loss_of(batch_loss()(self.make_reference(), data(samples).tensors)).item()
         for found, loss in self.everywhere(checks.evaluated, samples, 2):
             assert found == samples
-            assert loss == pytest.approx(expected, rel=1e-9)
+            assert loss == pytest.approx(expected, rel=SAME.rtol)
 
     def test_ranks_may_evaluate_different_numbers_of_batches_of_their_own(self) -> None:
         for size, found, loss in self.everywhere(checks.evaluated_unevenly):
@@ -452,7 +454,7 @@ class BackendConformance(ConformanceKit):
             samples = [len(part[0]) for part in parts]
             assert found == sum(samples)
             total = sum(n * mean for n, mean in zip(samples, means, strict=True))
-            assert loss == pytest.approx(total / sum(samples), rel=1e-9)
+            assert loss == pytest.approx(total / sum(samples), rel=SAME.rtol)
 
     def test_a_loader_that_is_split_already_is_taken_as_it_is(self) -> None:
         x = data(checks.SAMPLES).tensors[0]
@@ -464,7 +466,7 @@ class BackendConformance(ConformanceKit):
             expected = loss_of(batch_loss()(self.make_reference(), data(11).tensors)).item()
         for samples, loss in self.everywhere(checks.evaluated, 11, 5):
             assert samples == 11
-            assert loss == pytest.approx(expected, rel=1e-9)
+            assert loss == pytest.approx(expected, rel=SAME.rtol)
 
     # -- States, with the names of the user's own module --
 

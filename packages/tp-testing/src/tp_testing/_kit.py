@@ -259,23 +259,6 @@ def on_cpu(state: Mapping[str, Tensor]) -> State:
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
-def assert_same(
-    found: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    *,
-    rtol: float = 1e-9,
-    atol: float = 1e-11,
-) -> None:
-    """Assert that tensors have the same names and, up to rounding, the same values."""
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        try:
-            torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol)
-        except AssertionError as error:
-            error.add_note(f"in {name}")
-            raise
-
-
 def sorted_rows(rows: Tensor) -> Tensor:
     """Return rows in the order of their first column: a backend may give its parts samples in any order."""
     return rows[rows[:, 0].argsort()]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.compare import Bound, assert_same
 from tp_core.data import StepOutput
 from tp_core.discovery import PluginRegistry
 from tp_core.jobs import CompileOptions
@@ -455,6 +456,7 @@ def trained_in_own_loop(kit: ConformanceKit) -> tuple[State, Tensor]:
 
 EXACT = [name for name, way in WAYS.items() if way.dtype == torch.float64]
 ROUGH = [name for name in WAYS if name not in EXACT]
+SAME = Bound.of([torch.float64], depth="training")
 STOPS = [1, 4, 7, 11]  # batches; every second one is in the middle of an accumulation of two
 DEADLINE_S = 600.0  # long, for a busy machine; then a hanging rank is ended
 
@@ -490,11 +492,11 @@ class TrainingConformance(ConformanceKit):
         expected = by_hand(self, WAYS[way])
         for outcomes in self.trained():
             found = outcomes[way]
-            _assert_close(found.state, expected.state, rtol=1e-8, atol=1e-10)
+            assert_same(found.state, expected.state, depth="training")
             for record, wanted in zip(found.epochs, expected.epochs, strict=True):
                 assert record["samples"] == wanted["samples"], "a sample was dropped or counted twice"
-                assert record["train"] == pytest.approx(wanted["train"], rel=1e-8)
-                assert record["val"] == pytest.approx(wanted["val"], rel=1e-8)
+                assert record["train"] == pytest.approx(wanted["train"], rel=SAME.rtol)
+                assert record["val"] == pytest.approx(wanted["val"], rel=SAME.rtol)
 
     @pytest.mark.parametrize("way", ROUGH)
     def test_lower_precision_leads_close_to_it(self, way: str) -> None:
@@ -504,7 +506,7 @@ class TrainingConformance(ConformanceKit):
             found = outcomes[way].state
             assert {tensor.dtype for tensor in found.values() if tensor.is_floating_point()} == {dtype}
             same_type = {n: t.to(expected.state[n].dtype) for n, t in found.items()}
-            _assert_close(same_type, expected.state, rtol=0.0, atol=0.03)
+            assert_same(same_type, expected.state, dtypes=[torch.bfloat16], depth="training")
             # All ranks must skip the same steps, and so have the same weights.
             _assert_equal(found, self.trained()[0][way].state)
 
@@ -524,7 +526,7 @@ class TrainingConformance(ConformanceKit):
                 resume="auto",
             )
         expected = by_hand(self, WAYS["plain"])
-        _assert_close(found.state, expected.state, rtol=1e-8, atol=1e-10)
+        assert_same(found.state, expected.state, depth="training")
         assert [r["samples"] for r in found.epochs] == [r["samples"] for r in expected.epochs]
 
     def test_a_signal_to_one_rank_ends_all_saved_at_the_same_step(self, tmp_path: Path) -> None:
@@ -557,12 +559,12 @@ class TrainingConformance(ConformanceKit):
         expected = weighted_by_hand(self, WEIGHTED_WAYS[way])
         for outcomes in self.weighed():
             found = outcomes[way]
-            _assert_close(found.state, expected.state, rtol=1e-8, atol=1e-10)
+            assert_same(found.state, expected.state, depth="training")
             for record, wanted in zip(found.epochs, expected.epochs, strict=True):
                 assert record["samples"] == wanted["samples"]
                 for part in ("train", "val"):
                     for name, mean in wanted[part].items():
-                        assert record[part][name] == pytest.approx(mean, rel=1e-8), (part, name)
+                        assert record[part][name] == pytest.approx(mean, rel=SAME.rtol), (part, name)
 
     def test_a_resumed_run_with_weights_is_the_uninterrupted_one_bit_for_bit(self, tmp_path: Path) -> None:
         for expected, found in self.everywhere(resumed_by_weights, str(tmp_path), [3, 5, 8]):
@@ -582,8 +584,8 @@ class TrainingConformance(ConformanceKit):
         with torch.no_grad():
             scores = model(masked_data(9).tensors[0])
         for state, gathered in self.everywhere(trained_in_own_loop):
-            _assert_close(state, dict(model.state_dict()), rtol=1e-8, atol=1e-10)
-            torch.testing.assert_close(gathered, scores, rtol=1e-8, atol=1e-10)
+            assert_same(state, dict(model.state_dict()), depth="training")
+            assert_same({"scores": gathered}, {"scores": scores}, depth="training")
 
 
 def _assert_same_run(found: Outcome, expected: Outcome) -> None:
@@ -595,13 +597,3 @@ def _assert_equal(found: State, expected: State) -> None:
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-
-
-def _assert_close(found: State, expected: State, **tolerance: Any) -> None:
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        try:
-            torch.testing.assert_close(found[name], tensor, **tolerance)
-        except AssertionError as error:
-            error.add_note(f"in {name}")
-            raise

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tp_core.compare._bounds import SLACK as SLACK
     from tp_core.compare._bounds import Bound as Bound
     from tp_core.compare._bounds import ComputedTypes as ComputedTypes
+    from tp_core.compare._bounds import assert_same as assert_same
     from tp_core.compare._bounds import coarsest as coarsest
     from tp_core.compare._bounds import difference_in_words as difference_in_words
     from tp_core.compare._bounds import distance as distance
@@ -51,6 +52,7 @@ else:
                 "SLACK",
                 "Bound",
                 "ComputedTypes",
+                "assert_same",
                 "coarsest",
                 "difference_in_words",
                 "distance",

@@ -177,6 +177,41 @@ def first_difference(
     return None
 
 
+def assert_same(
+    found: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    *,
+    dtypes: Iterable[torch.dtype] = (),
+    depth: Depth = "pass",
+) -> None:
+    """Assert that tensors have the same names, types and, up to rounding, the same values.
+
+    Args:
+        found: The tensors.
+        exact: What they have to be.
+        dtypes: The types in which either side computes, beside those of the tensors.
+        depth: What lies between the two: see :meth:`Bound.of`.
+
+    Raises:
+        AssertionError: They are not; the first that differs is named.
+
+    Example:
+        >>> assert_same({"loss": torch.tensor(0.25)}, {"loss": torch.tensor(0.25 + 1e-8)})
+    """
+    if sorted(found) != sorted(exact):
+        msg = f"the names are {sorted(found)}, and not {sorted(exact)}"
+        raise AssertionError(msg)
+    for name, tensor in exact.items():
+        if found[name].dtype != tensor.dtype:
+            msg = f"{name}: its type is {found[name].dtype}, and not {tensor.dtype}"
+            raise AssertionError(msg)
+    bound = Bound.of([*dtypes, *(tensor.dtype for tensor in exact.values())], depth=depth)
+    difference = first_difference(exact, found, bound=bound)
+    if difference is not None:
+        msg = f"{': '.join(difference)}, beyond {bound}"
+        raise AssertionError(msg)
+
+
 def difference_in_words(exact: Tensor, other: Tensor, limit: float) -> str:
     """Return how a tensor differs from the exact one; empty within the limit."""
     if exact.shape != other.shape:
