@@ -43,7 +43,6 @@ NOWHERE = {
     "run": ["nowhere:Runner", "--input", "nowhere.txt", "--output", "out.jsonl"],
     "shard verify": ["nowhere.py:build"],
     "stop": ["nowhere"],
-    "test": ["--backend", "nowhere"],
     "train": ["nowhere.py"],
 }
 # Names with a typo, and what was meant.
@@ -66,7 +65,6 @@ TYPOS = {
     "launch thigns.py": "things.py",
     "run things:biuld --input things.py --output o.jsonl": "build",
     "run things:build --input thing.py --output o.jsonl": "things.py",
-    "test --backend sigle": "single",
     "train things.py:mian": "main",
     "train things.py:main --rat 1": "--rate",
 }

@@ -60,7 +60,6 @@ CALLS = {
     "run": ["things.py:upper", "--input", "in.txt", "--output", "out.jsonl", "--devices", "1"],
     "shard verify": ["things.py:build"],
     "stop": ["last"],
-    "test": ["--backend", "single"],
     "verify": ["things.py:cases"],
 }
 # What is wrong with a call, its status, and the page that explains it.
@@ -79,7 +78,6 @@ MISTAKES = {
     "run things:uper --input in.txt --output o.csv": (2, "ConfigError", "'upper'", "errors#config-error"),
     "shard verfy": (2, "UsageError", "Did you mean 'verify'?", None),
     "stop nobody": (2, "ConfigError", "there is no job 'nobody'", "errors#config-error"),
-    "test --backend sigle": (2, "SelectionError", "did you mean 'single'?", "errors#selection-error"),
     "verify --dtyp float32": (2, "NoSuchOption", "--dtype", None),
 }
 
@@ -157,7 +155,7 @@ def keys_of(value, named=("versions", "brings", "backends", "compared")):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("report", "test", "verify") else ())
+        pytest.param(name, marks=pytest.mark.slow if name in ("report", "verify") else ())
         for name in sorted(CALLS)
     ],
 )

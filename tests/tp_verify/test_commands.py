@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tp_verify._preload import imports_of
-from tp_verify._script import Run, Trials, _compared
+from tp_verify._script import Run, Trials, compare_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -181,7 +181,7 @@ def test_a_run_that_hangs_is_a_finding(tmp_path):
     (tmp_path / "train.py").write_text("import time\n\ntime.sleep(1000)\n")
     # Private: the command has one deadline for all its runs, also for those that have to train.
     hung = Trials(tmp_path / "train.py", [], tmp_path, steps=2, timeout_s=3.0).run("ddp", "ddp")
-    report = _compared(Run([]), Run([]), hung, "ddp", 1, 2)
+    report = compare_runs(Run([]), Run([]), hung, "ddp", 1, 2)
     assert not report.ok
     assert report.finding.said == "it had not ended after 3 s"
 
@@ -212,7 +212,7 @@ def record(**changes):
 
 def test_where_a_script_names_its_own_backend_nothing_is_claimed():
     # Private, as the two below: a script has to be wrong on one backend alone, at a known step.
-    report = _compared(*[Run([record()])] * 2, Run([record(backend="tuple")]), "ddp", 2, 3)
+    report = compare_runs(*[Run([record()])] * 2, Run([record(backend="tuple")]), "ddp", 2, 3)
     assert (report.ok, report.compared) == (True, {})
     assert report.not_covered == ["the script itself names a backend, 'tuple'"]
 
@@ -225,19 +225,21 @@ def test_the_first_step_with_another_weight_is_named():
         norms={1: {"a.weight": 1.0}, 2: {"a.weight": 1.1}, 3: {"a.weight": 1.2}},
     )
     first, last = Run([whole]), Run([other])
-    finding = _compared(first, first, last, "ddp", 1, 3).finding
+    finding = compare_runs(first, first, last, "ddp", 1, 3).finding
     assert str(finding) == "step 2: the weight of a.weight: rank 0: its norm is 1.1, and not 1"
     # Where a rounding of the first weights grows as far, this is one, too.
-    report = _compared(first, last, last, "ddp", 1, 3)
+    report = compare_runs(first, last, last, "ddp", 1, 3)
     assert report.ok
     assert report.not_covered == ["less than 1 of a weight: one rounding at the start grows to 0.2"]
 
 
 def test_ranks_that_share_samples_have_those_of_one_device():
     whole, first = [Run([record()])] * 2, record(backend="ddp", rows=[[2.0]] * 3)
-    report = _compared(*whole, Run([first, record(backend="ddp", rows=[[1.0]] * 3)]), "ddp", 2, 3)
+    report = compare_runs(*whole, Run([first, record(backend="ddp", rows=[[1.0]] * 3)]), "ddp", 2, 3)
     assert (report.ok, report.compared["batches"]) == (True, 3)
-    report = _compared(*whole, Run([first, record(backend="ddp", rows=[[1.0], [3.0], [1.0]])]), "ddp", 2, 3)
+    report = compare_runs(
+        *whole, Run([first, record(backend="ddp", rows=[[1.0], [3.0], [1.0]])]), "ddp", 2, 3
+    )
     assert (report.finding.what, report.finding.step) == ("the order of samples", 2)
 
 

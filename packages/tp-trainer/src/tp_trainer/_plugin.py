@@ -65,11 +65,6 @@ def tp_commands() -> Iterable[Command]:
             "convert", "Write the model of a checkpoint as safetensors.", _late("_commands", "convert_app")
         ),
         Command(
-            "test",
-            "Train a small model on every installed backend; compare the numbers.",
-            _late("_self_test", "test_app"),
-        ),
-        Command(
             "estimate",
             "Print what training a model needs on each device.",
             _late("_commands", "estimate_app"),

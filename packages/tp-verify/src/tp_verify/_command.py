@@ -36,7 +36,9 @@ class _Command(TyperCommand):
 
 @app.command("verify", cls=_Command)
 def verify_command(
-    program: Annotated[str, typer.Argument(help="file.py:function, or a script of tp.")],
+    program: Annotated[
+        str | None, typer.Argument(help="file.py:function, or a script of tp; without it a small model.")
+    ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="The script's own arguments; its options follow --.")
     ] = None,
@@ -60,30 +62,45 @@ def verify_command(
 
     A function takes no arguments. It returns a dict with "build", "batches", "step" and "parallel", and any
     other argument of tp_verify.verify(); or a list of such dicts. The exit status is 0 only if all are equal.
+
+    Without a program, a small model is trained on every installed backend of tp, wherever on this host it
+    fits; then the exit status is 0 only if one could be tried, too.
     """
     types = dtype or ["float64"]
     unknown = [name for name in types if name not in _TYPES]
     if unknown:
         msg = f"--dtype is one of {', '.join(_TYPES)}, got {unknown[0]!r}"
         raise ConfigError(msg)
-    is_script = ":" not in program
-    if is_script and not Path(program).is_file():
+    if program is None and (dtype or steps):
+        msg = "--dtype and --steps are for a program; without one, a small model is trained in float64"
+        raise ConfigError(msg)
+    script = None if program is None or ":" in program else Path(program)
+    if script is not None and not script.is_file():
         msg = f"there is no script {program!r}; a function is written file.py:function"
         raise ConfigError(msg)
-    if arguments and not is_script:
+    if arguments and script is None:
         msg = f"{arguments[0]!r} follows a function, which takes no arguments"
         raise ConfigError(msg)
+    reports: Sequence[Report]
+    text = ""
     with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the report
-        if is_script:
+        if program is None:
+            from tp_verify._installed_backends import as_table, verify_backends
+
+            tried = verify_backends(ranks=ranks, timeout_s=timeout_s)
+            reports, text = tried, as_table(tried)
+        elif script is not None:
             from tp_verify._script import verify_script
 
-            reports = verify_script(Path(program), arguments or [], steps=steps, timeout_s=timeout_s)
+            reports = verify_script(script, arguments or [], steps=steps, timeout_s=timeout_s)
         else:
             reports = _verify_cases(program, ranks, types)
     ok = all(report.ok for report in reports)
+    if program is None:
+        ok = ok and any(report.compared for report in reports)
     if page is not None:
         page.write_text(as_page(reports))
-    text = "\n\n".join(map(str, reports))
+    text = text or "\n\n".join(map(str, reports))
     if as_json:
         facts = {"ok": ok, "text": text, "reports": [r.to_dict() for r in reports]}
         typer.echo(json.dumps(facts, indent=2))

@@ -24,7 +24,8 @@ from tp_verify._recorder import INPUTS, MOST_STEPS, run_script, steps_beyond
 from tp_verify._report import Finding, Report
 
 _SAVED = 128 + 15  # the exit status of a run that a SIGTERM has ended
-_AT_ONCE = 2  # runs at the same time
+AT_ONCE = 2  # runs at the same time
+_CPU = torch.device("cpu")
 # A rounding mostly grows little, but much where it turns the largest of a pool or the sign before a ReLU. One
 # run often meets none of these.
 _NUDGES = (1, 2, 3)
@@ -61,6 +62,7 @@ class Trials:
         folder: The folder of all records and checkpoints.
         steps: The optimizer steps of each run; 0 for those that follow from the length of an epoch.
         timeout_s: The deadline of each run.
+        example: The name of the run on one device that saves what the model gets, for backends that split it.
     """
 
     script: Path
@@ -68,6 +70,7 @@ class Trials:
     folder: Path
     steps: int
     timeout_s: float
+    example: str = "stopped"
 
     def run(
         self,
@@ -75,7 +78,7 @@ class Trials:
         backend: str = "single",
         *,
         ranks: int = 1,
-        devices: int = 1,
+        devices: Sequence[torch.device] = (_CPU,),
         stops: bool = False,
         resumes: str = "",
         plain: bool = False,
@@ -87,7 +90,7 @@ class Trials:
             label: The name of the run.
             backend: The backend.
             ranks: The number of processes.
-            devices: The number of devices of each process.
+            devices: The devices of the only process, or one for each.
             stops: Whether it gets a SIGTERM after two fifths of its steps.
             resumes: The name of the run that it resumes.
             plain: Whether dropout and the statistics of batches are left out.
@@ -106,11 +109,11 @@ class Trials:
                     "steps": self.steps,
                     "plain": plain,
                     "nudge": nudge,
-                    "inputs": "" if backend == "single" else str(self.folder / "stopped" / INPUTS),
+                    "inputs": "" if backend == "single" else str(self.folder / self.example / INPUTS),
                 }
             ),
             "TP_BACKEND": backend,
-            "TP_DEVICES": ",".join(["cpu"] * devices),
+            "TP_DEVICES": ",".join(map(str, devices)),
             "TP_MAX_STEPS": str(self.steps or MOST_STEPS),
             "TP_CHECKPOINT": str(saved),
         }
@@ -157,7 +160,7 @@ def verify_script(
     with (
         tempfile.TemporaryDirectory(prefix="tp-verify-") as folder,
         preloading(script),
-        ThreadPoolExecutor(_AT_ONCE) as pool,
+        ThreadPoolExecutor(AT_ONCE) as pool,
     ):
         trials = Trials(script, arguments, Path(folder), steps or 0, timeout_s)
         # First the run that is stopped: it sees how long an epoch is, and what the model gets.
@@ -166,26 +169,30 @@ def verify_script(
         trials = replace(trials, steps=steps or steps_beyond(seen["epoch_steps"]))
         first = pool.submit(trials.run, "whole")
         if stopped.failed:
-            _trained(first.result(), script)
+            check_trained(first.result(), script)
         continued = pool.submit(trials.run, "resumed", resumes="stopped")
         # What parts of a batch do otherwise than the whole is left out, where there is any.
         again = pool.submit(trials.run, "plain", plain=True) if seen["is_drawn"] else first
         pushed = [pool.submit(trials.run, f"nudged {n}", plain=True, nudge=n) for n in _NUDGES]
         others = {
-            backend: pool.submit(trials.run, backend, backend, ranks=ranks, devices=devices, plain=True)
+            backend: pool.submit(
+                trials.run, backend, backend, ranks=ranks, devices=[_CPU] * devices, plain=True
+            )
             for backend, (ranks, devices) in layouts.items()
         }
-        whole = _trained(first.result(), script)
+        whole = check_trained(first.result(), script)
         steps = whole.records[0]["step"]
         reports = [_resumed(whole, stopped, continued.result(), steps)]
-        plain = _trained(again.result(), script)
-        near = max((_trained(run.result(), script) for run in pushed), key=lambda run: _grown(plain, run))
+        plain = check_trained(again.result(), script)
+        near = max(
+            (check_trained(run.result(), script) for run in pushed), key=lambda run: _grown(plain, run)
+        )
         for backend, other in others.items():
-            reports.append(_compared(plain, near, other.result(), backend, layouts[backend][0], steps))
+            reports.append(compare_runs(plain, near, other.result(), backend, layouts[backend][0], steps))
     return reports
 
 
-def _trained(run: Run, script: Path) -> Run:
+def check_trained(run: Run, script: Path) -> Run:
     """Return a run on one device, which has to train to its end."""
     if run.failed:
         msg = f"{script} does not train on the backend 'single': {run.failed}"
@@ -197,7 +204,7 @@ def _layout_of(backend: Backend[Any]) -> tuple[int, int] | None:
     """Return the ranks and the devices of each for a trial on the CPU; ``None`` for one device alone."""
     for ranks, devices in ((1, 2), (2, 1)):
         job = Job(
-            devices=(torch.device("cpu"),) * devices,
+            devices=(_CPU,) * devices,
             environment=LaunchEnvironment(world_size=ranks, local_world_size=ranks),
             explicit_devices=True,
         )
@@ -284,7 +291,7 @@ def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
     )
 
 
-def _compared(plain: Run, near: Run, other: Run, backend: str, ranks: int, steps: int) -> Report:
+def compare_runs(plain: Run, near: Run, other: Run, backend: str, ranks: int, steps: int) -> Report:
     """Compare a run on another backend with the one on one device, up to rounding.
 
     How far a rounding can grow in this training is what ``near`` has: its first weights differed by one.

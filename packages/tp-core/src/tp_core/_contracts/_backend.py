@@ -122,7 +122,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         name: The name by which users choose this backend.
         options_type: A frozen dataclass of the backend's options and their defaults; by
             default one without fields.
-        self_test_options: The options for batches of plain rows of features, as ``tp test`` and the
+        self_test_options: The options for batches of plain rows of features, as ``tp verify`` and the
             conformance kits have them. For a backend that expects other batches by default; by default none.
         shares_samples: Whether its session takes `Job.ranks_per_sample`, as `ProcessGroupSession` does.
             Another backend may then open this one for the weights, and split each sample over ranks.
@@ -197,9 +197,9 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def adapt_model(self, model: "nn.Module", inputs: object) -> "nn.Module":  # noqa: ARG002 - its contract
         """Return a plain model in the form that this backend trains; by default as it is.
 
-        ``tp test`` calls it on every rank before it trains its own small model, and ``tp verify`` before it
-        trains a script's. A backend for models of another form, for example with layers that are split over
-        ranks, converts the model here, in place where it can.
+        ``tp verify`` calls it on every rank before it trains a script's model, or its own small one. A
+        backend for models of another form, for example with layers that are split over ranks, converts the
+        model here, in place where it can.
 
         Args:
             model: The model, with the same values on all ranks.
