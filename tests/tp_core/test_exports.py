@@ -51,8 +51,8 @@ PUBLIC = {
         FullyShardOptions ProcessGroupSession ReduceOp SessionWrapper join_process_group new_process_group
     """,
     tp_core.jobs: """
-        Axis CompileOptions Footprint Forecast Layout MemoryNeed ModelTraits Precision Recomputation
-        StepWork Transfer replicated_memory
+        Axis CompileOptions Footprint Layout MemoryNeed ModelTraits Precision Recomputation
+        replicated_memory
     """,
     tp_core.launching: """
         EXITED_KEY EXIT_REPORT ExitReport discard_closed_terminal has_exited read_exit_report
@@ -78,9 +78,9 @@ PUBLIC = {
         BUCKET_NBYTES DIGESTS INDEX KNOWN_BACKENDS Container DevicesBackend Envelope
         FullyShardedSession NotebookOutput Ownership PerModule PerType Progress RankOutcome
         RankPool RanksBackend SampleRows Sharding Units WholeSteps all_gather_single
-        atomic_part available_cores averaged_gradients call_builder call_without_attention_dropout
+        atomic_part available_cores call_builder call_without_attention_dropout
         capture_rng_state cat_rows check_above_zero check_backend_name check_call check_initialized
-        check_installed check_not_quantized check_offload check_process_count check_whole_steps compute_once
+        check_installed check_not_quantized check_offload check_process_count check_whole_steps
         containers describe_presharded device_of device_of_rank device_rng_state did_you_mean divisors
         dumps_by_value explain_arguments explain_init file_meant find_units
         free_nbytes functions_named gathers_matrices hook_steps in_notebook
@@ -91,8 +91,8 @@ PUBLIC = {
         read_digests reduce_scatter_single reduction_type rendezvous_store repeated_blocks reshard
         resolve_options restore_rng_state row_count run_in seed_everything seed_of seed_torch seeded
         set_device_rng_state
-        sharded_memory sharded_transfers showing_system_errors shows_progress slice_of split_evenly
-        split_rows start step_identity sync_folder those_known to_device total_shard_norm unchanged_models
+        sharded_memory showing_system_errors shows_progress slice_of split_evenly
+        split_rows start step_identity sync_folder those_known to_device total_shard_norm
         whole_matrix_optimizer whole_model_arguments without_cache write_atomically
         zero_backward
     """,

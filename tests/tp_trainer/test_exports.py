@@ -36,7 +36,6 @@ def test_the_public_names_of_tp_trainer_are_these():
         "find_checkpoint",
         "hosting",
         "loggers",
-        "planning",
         "tuning",
         "write_report",
     ]

@@ -21,15 +21,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job
 from tp_pipeline import PipelineOptions
-from tp_pipeline._forecast import memory_of_ranks  # private: estimates name the fullest rank alone
+from tp_pipeline._stage_memory import memory_of_ranks  # private: estimates name the fullest rank alone
 from tp_testing import run_ranks
 from tp_trainer import Trainer
 from tp_trainer._memory import measure_footprint
 
 from tests.bench._results import Results
 from tests.bench.pipeline.steps import WIDTH, Block
+from tests.bench.trainer.layout_memory import LEAST_WORDS, deep, gpt2
 from tests.bench.trainer.memory import MIB, resident, word_loss
-from tests.bench.trainer.plan import LEAST_WORDS, deep, gpt2
 
 WORDS, TOKENS, ROWS, BLOCKS, PARTS = 4000, 128, 32, 8, 8
 

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import RanksBackend, averaged_gradients, divisors
-from tp_core.jobs import Axis, Footprint, Forecast, Layout, MemoryNeed, StepWork, Transfer, replicated_memory
+from tp_core.internal import RanksBackend, divisors
+from tp_core.jobs import Axis, Footprint, Layout, MemoryNeed, replicated_memory
 from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_context._options import ContextOptions
@@ -67,8 +67,15 @@ class ContextBackend(RanksBackend[ContextOptions]):
         return replicated_memory(job, job.footprint, keeps_gradients=True)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
-        """Return each number of ranks that share a sequence, with each backend that can hold the weights."""
-        size = job.environment.world_size
+        """Yield each number of ranks that share a sequence, with each backend that can hold the weights.
+
+        Raises:
+            ConfigError: The step has no attention of torch's, of which ranks would exchange keys and values.
+        """
+        size, footprint = job.environment.world_size, job.footprint
+        if footprint is not None and footprint.activations is not None and not footprint.attentions:
+            msg = "the step calls no attention of torch, whose keys and values the ranks would exchange"
+            raise ConfigError(msg)
         for context in divisors(size):
             options = {"context": {"context": context, "weights": "whole"}}
             yield Layout(axes={"data": size // context, "context": context}, options=options)
@@ -78,48 +85,6 @@ class ContextBackend(RanksBackend[ContextOptions]):
             with suppress(ModelError):  # of a model without blocks, as that backend says itself
                 for inner in found.item.layouts(replace(job, ranks_per_sample=-1)):
                     yield from _around(found.item.name, inner)
-
-    def forecast(self, job: Job, layout: Layout) -> Forecast | None:
-        """Return slices of each sequence, and the exchanges of keys and values of all."""
-        options, footprint = self.parse_options(job), job.footprint
-        if footprint is None or not footprint.attentions:
-            return None
-        from tp_context._slices import TOGETHER
-
-        context, tensor, stages = (layout.axes.get(axis, 1) for axis in ("context", "tensor", "pipeline"))
-        # A rank has a stage's part of the attentions, and runs them for each micro-batch.
-        parts = cast("int", layout.options.get(options.weights, {}).get("microbatches", 1))
-        attentions = parts * math.ceil(footprint.attentions / stages)
-        sliced = _sliced(replace(footprint, part=1 / context), context, options.attention)
-        if options.weights == "whole":
-            need = replicated_memory(job, sliced, keeps_gradients=True)
-            inner: Forecast | None = Forecast(
-                memory=need, work=StepWork(transfers=averaged_gradients(need.gradients, layout.ranks))
-            )
-        else:
-            weights, _ = self._weights(job)
-            inner = None if weights is None else weights.forecast(replace(job, footprint=sliced), layout)
-        if inner is None:
-            return None
-        both = footprint.keys // footprint.attentions // tensor // parts
-        pieces = 1 if both <= TOGETHER else 2  # keys and values, together or apart
-        gathers = Transfer(
-            kind="all-gather",
-            nbytes=both // pieces,
-            ranks=context,
-            stride=tensor * stages,
-            times=2 * pieces * attentions,  # in forward, and again in backward
-            is_packed=True,
-        )
-        sums = replace(gathers, kind="all-to-all", times=pieces * attentions)
-        # Before each batch ranks compare its numbers, and after each part they join their losses.
-        numbers = replace(gathers, nbytes=256 * context, times=1 + parts, is_packed=False)
-        work = replace(
-            inner.work,
-            operations=inner.work.operations / context,
-            transfers=(*inner.work.transfers, gathers, sums, numbers),
-        )
-        return Forecast(memory=inner.memory, work=work)
 
     def open(self, job: Job) -> "ContextSession":
         """Join the process group, unless the script has done so, and form the groups.
@@ -170,7 +135,7 @@ def _around(weights: str, inner: Layout) -> Iterable[Layout]:
     for context in divisors(inner.axes.get(axis, 1)):
         axes: dict[Axis, int] = {**inner.axes, axis: inner.axes[axis] // context, "context": context}
         options = {**inner.options, "context": {"context": context, "weights": weights}}
-        yield Layout(axes=axes, options=options, setup=inner.setup)
+        yield replace(inner, axes=axes, options=options)
 
 
 def _sliced(footprint: Footprint, context: int, attention: str) -> Footprint:
@@ -201,7 +166,7 @@ def _sliced(footprint: Footprint, context: int, attention: str) -> Footprint:
             name: [sliced(nbytes, casts) + gathered for nbytes in both]
             for name, both in footprint.timeline.items()
         },
-        part=1.0,
+        part=footprint.part * context / samples,
     )
 
 

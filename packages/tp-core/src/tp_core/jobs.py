@@ -1,4 +1,4 @@
-"""What a backend reads of a job and says of its layouts: traits, precision, memory, work of a rank."""
+"""What a backend reads of a job, and says of its layouts: traits, precision, memory."""
 
 from typing import TYPE_CHECKING
 
@@ -8,14 +8,11 @@ if TYPE_CHECKING:
     from tp_core._contracts._job import Axis as Axis
     from tp_core._contracts._job import CompileOptions as CompileOptions
     from tp_core._contracts._job import Footprint as Footprint
-    from tp_core._contracts._job import Forecast as Forecast
     from tp_core._contracts._job import Layout as Layout
     from tp_core._contracts._job import MemoryNeed as MemoryNeed
     from tp_core._contracts._job import ModelTraits as ModelTraits
     from tp_core._contracts._job import Precision as Precision
     from tp_core._contracts._job import Recomputation as Recomputation
-    from tp_core._contracts._job import StepWork as StepWork
-    from tp_core._contracts._job import Transfer as Transfer
     from tp_core._contracts._job import replicated_memory as replicated_memory
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -25,14 +22,11 @@ else:
                 "Axis",
                 "CompileOptions",
                 "Footprint",
-                "Forecast",
                 "Layout",
                 "MemoryNeed",
                 "ModelTraits",
                 "Precision",
                 "Recomputation",
-                "StepWork",
-                "Transfer",
                 "replicated_memory",
             ],
         },

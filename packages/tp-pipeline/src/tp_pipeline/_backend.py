@@ -5,9 +5,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, ModelError
 from tp_core.internal import RanksBackend
-from tp_core.jobs import Axis, Forecast, Layout, MemoryNeed
+from tp_core.jobs import Axis, Layout, MemoryNeed
 from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_pipeline._options import PipelineOptions
@@ -48,14 +49,23 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
         """Return what the fullest rank needs; until the first step, each has the weights of all stages."""
-        from tp_pipeline._forecast import estimate
+        from tp_pipeline._stage_memory import estimate, with_split_tensors
 
         options, size = self.parse_options(job), job.environment.world_size
-        weights, _ = self._weights(job)
+        weights, inner = self._weights(job)
         split = 1 if weights is None else weights.ranks_per_model(job)
         shared = max(job.ranks_per_sample, 1)
         ranks = size // (split * shared) if options.ranks == -1 else options.ranks
-        return estimate(job, ranks, options, split=split)
+        need = estimate(job, ranks, options, split=split)
+        is_plain = job.traits is not None and not job.traits.has_sharded_parameters
+        if need is None or job.footprint is None or weights is None or not is_plain:
+            return need
+        # Tensors of a plain model are whole here: the backend that splits them says how much is left.
+        of_group = job.footprint.with_batch_of(split * ranks * job.footprint.part)
+        environment = LaunchEnvironment(world_size=split, local_world_size=split)
+        footprint = replace(of_group, part=1 / split)
+        group = weights.estimate_memory(replace(inner, footprint=footprint, environment=environment))
+        return None if group is None else with_split_tensors(need, group, of_group)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
         """Yield numbers of ranks that hold a model together, schedules, and numbers of micro-batches.
@@ -65,7 +75,7 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         Raises:
             ModelError: The model has no blocks to cut between.
         """
-        from tp_pipeline._forecast import list_layouts
+        from tp_pipeline._stage_memory import list_layouts
 
         model, size = job.model, job.environment.world_size
         if model is None or size == 1:
@@ -85,19 +95,6 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
                     for layout in list_layouts(model, inner.axes["data"]):
                         axes = {**layout.axes, "tensor": inner.axes["tensor"]}
                         yield _around(layout, axes, {"weights": "shard"}, inner)
-
-    def forecast(self, job: Job, layout: Layout) -> Forecast | None:
-        """Return the stages of the fullest rank, the bubble, and what neighbors send each other."""
-        from tp_pipeline._forecast import forecast
-
-        weights, inner = self._weights(job)
-        split = None
-        if weights is not None:
-            tensors = Layout(axes={"tensor": layout.axes["tensor"]}, options=layout.options)
-            split = weights.forecast(replace(inner, footprint=job.footprint), tensors)
-            if split is None:
-                return None
-        return forecast(job, layout, self.parse_options(job), split)
 
     def open(self, job: Job) -> "PipelineSession":
         """Join the process group, unless the script has done so, and form the groups.
@@ -154,9 +151,8 @@ def _around(
 ) -> Layout:
     """Return a layout of stages with other axes, more options, and those of the layout of its weights."""
     stages = {"pipeline": {**layout.options["pipeline"], **more}}
-    if inner is None:
-        return Layout(axes=axes, options=stages)
-    return Layout(axes=axes, options={**inner.options, **stages}, setup=inner.setup)
+    options, setup = ({}, "") if inner is None else (inner.options, inner.setup)
+    return replace(layout, axes=axes, options={**options, **stages}, setup=setup)
 
 
 def ranks_of_a_model(options: PipelineOptions, size: int, shared: int = 1) -> int:

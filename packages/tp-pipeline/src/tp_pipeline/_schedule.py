@@ -64,15 +64,12 @@ COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """About how long each kind of work takes: backward has two products for each one of forward."""
 
 
-def timeline(
-    order: Mapping[int, Sequence[Work]], last_stage: int, sizes: Sequence[float] | None = None
-) -> list[Span]:
+def timeline(order: Mapping[int, Sequence[Work]], last_stage: int) -> list[Span]:
     """Return when each rank would compute what, where sending takes no time, by `COSTS`.
 
     Args:
         order: The work of each rank.
         last_stage: The last stage.
-        sizes: How many times as long the work of each stage takes; by default it is the same for all.
     """
     left = {rank: [w for w in works if w.kind in COSTS] for rank, works in order.items()}
     ended: dict[Work, float] = {}
@@ -91,8 +88,7 @@ def timeline(
                 if any(n not in ended for n in needs):
                     break
                 begin = max([clock[rank], *(ended[n] for n in needs)])
-                size = 1.0 if sizes is None else sizes[stage]
-                clock[rank] = ended[work] = begin + COSTS[kind] * size
+                clock[rank] = ended[work] = begin + COSTS[kind]
                 spans.append(Span(rank, work, begin, clock[rank]))
                 works.pop(0)
     return spans
@@ -103,23 +99,6 @@ def idle_share(spans: Sequence[Span]) -> float:
     whole = max(s.end for s in spans) - min(s.begin for s in spans)
     ranks = len({s.rank for s in spans})
     return 1.0 - sum(s.end - s.begin for s in spans) / (ranks * whole)
-
-
-def computing_together(spans: Sequence[Span], ranks: int) -> tuple[float, ...]:
-    """Return the times for which one, two, ... of the ranks compute at once.
-
-    Example:
-        >>> work = Work("F", 0, 0)
-        >>> computing_together([Span(0, work, 0.0, 2.0), Span(1, work, 1.0, 3.0)], 2)
-        (2.0, 1.0)
-    """
-    changes = sorted(change for s in spans for change in ((s.begin, 1), (s.end, -1)))
-    found = [0.0] * (ranks + 1)
-    active, now = 0, 0.0
-    for moment, change in changes:
-        found[active] += moment - now
-        active, now = active + change, moment
-    return tuple(found[1:])
 
 
 def most_kept(order: Sequence[Work]) -> int:

@@ -39,12 +39,12 @@ from tp_core.sessions import ProcessGroupSession, join_process_group, new_proces
 from tp_core.state import load_whole_state, plain_state
 from tp_core.tensors import TensorSlice, initial_value, is_deferred, materialize
 
-from tp_pipeline._forecast import stages_by_order
 from tp_pipeline._options import PipelineOptions, ScheduleName
 from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
 from tp_pipeline._run import BatchRun, Exchange, StandIn, weigh_output
 from tp_pipeline._schedule import Orders, Span, choose_schedule, idle_share
 from tp_pipeline._shards import Pieces, Rows, buckets, can_be_shared
+from tp_pipeline._stage_memory import stages_by_order
 
 log = logging.getLogger("tp_pipeline")
 

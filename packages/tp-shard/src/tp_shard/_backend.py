@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tp_core.errors import ConfigError
 from tp_core.internal import RanksBackend, check_above_zero, explain_init
-from tp_core.jobs import Footprint, Forecast, Layout, MemoryNeed, replicated_memory
+from tp_core.jobs import Footprint, Layout, MemoryNeed, ModelTraits, replicated_memory
 from tp_core.plugins import Job, Verdict
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
@@ -100,18 +100,31 @@ class ShardBackend(RanksBackend[ShardOptions]):
         return f"; shards are fully sharded over the copies{units}"
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
-        """Return the memory of each rank: for its shards, and for the batch of all ranks of its copy."""
+        """Return the memory of each rank: for its shards, and for the batch of all ranks of its copy.
+
+        A plain model is split as proven plans of transformers do it, in groups of the option ``group_size``.
+        """
         if job.footprint is None:
             return None
+        if job.model is not None and _is_plain(job.model):
+            return self._memory_of_plain(job, job.footprint, job.model)
         options = self._fully_sharded(job)
         if options is None:
             return self._need_of_ddp(job, job.footprint)
         from tp_core.internal import sharded_memory
 
         together, copies = self._ranks(job)
-        footprint = job.footprint.with_batch_of(together)
+        footprint = job.footprint.with_batch_of(together * job.footprint.part)
         ranks = max(1, copies // options.replicas)
         return sharded_memory(replace(job, footprint=footprint), options, ranks=ranks)
+
+    def _memory_of_plain(self, job: Job, footprint: Footprint, model: "nn.Module") -> MemoryNeed | None:
+        from tp_shard._split_memory import plain_memory
+
+        options, size = self.parse_options(job), job.environment.world_size
+        ranks = size if options.group_size == -1 else options.group_size
+        of_group = footprint.with_batch_of(ranks * footprint.part)
+        return plain_memory(job, of_group, model, ranks, options.fully_sharded)
 
     def ranks_per_model(self, job: Job) -> int:
         """Return the ranks of a group, which is formed or asked for."""
@@ -119,22 +132,15 @@ class ShardBackend(RanksBackend[ShardOptions]):
 
     def layouts(self, job: Job) -> Iterable[Layout]:
         """Return numbers of ranks that split tensors, and ways for the copies."""
-        from tp_shard._forecast import list_layouts
+        from tp_shard._split_memory import list_layouts
 
         size = job.environment.world_size
         return [] if job.model is None or size == 1 else list_layouts(job.model, size)
 
-    def forecast(self, job: Job, layout: Layout) -> Forecast | None:
-        """Return what a rank needs by the form of proven plans: the model is still plain."""
-        from tp_shard._forecast import forecast
-
-        return forecast(job, layout, self.parse_options(job).fully_sharded)
-
     def _need_of_ddp(self, job: Job, footprint: Footprint) -> MemoryNeed:
         together, copies = self._ranks(job)
-        return replicated_memory(
-            job, footprint.with_batch_of(together), keeps_gradients=job.accumulate > 1 or copies > 1
-        )
+        of_group = footprint.with_batch_of(together * footprint.part)
+        return replicated_memory(job, of_group, keeps_gradients=job.accumulate > 1 or copies > 1)
 
     def _ranks(self, job: Job) -> tuple[int, int]:
         """Return the number of ranks that hold a copy of the model together, and the number of copies."""
@@ -211,6 +217,11 @@ class ShardBackend(RanksBackend[ShardOptions]):
             find_unused_parameters=options.find_unused_parameters,
             bucket_cap_mb=options.bucket_cap_mb,
         )
+
+
+def _is_plain(model: "nn.Module") -> bool:
+    traits = ModelTraits.of(model)
+    return not (traits.has_sharded_parameters or traits.has_dtensors)
 
 
 def _is_fully_sharded(model: "nn.Module | None") -> bool:

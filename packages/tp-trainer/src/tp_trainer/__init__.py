@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from tp_trainer import compat as compat
     from tp_trainer import hosting as hosting
     from tp_trainer import loggers as loggers
-    from tp_trainer import planning as planning
     from tp_trainer import tuning as tuning
     from tp_trainer._activations import checkpoint_activations as checkpoint_activations
     from tp_trainer._backends import DdpOptions as DdpOptions
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from tp_trainer._checkpoint import Checkpoints as Checkpoints
     from tp_trainer._convert import convert as convert
     from tp_trainer._convert import find_checkpoint as find_checkpoint
+    from tp_trainer._layouts import estimate as estimate
     from tp_trainer._memory import MemoryTable as MemoryTable
-    from tp_trainer._memory import estimate as estimate
     from tp_trainer._metrics import FunctionMetric as FunctionMetric
     from tp_trainer._metrics import Metric as Metric
     from tp_trainer._metrics import Predictions as Predictions
@@ -47,12 +46,13 @@ else:
         __name__,
         {
             "tp_core.plugins": ["Callback", "RunView"],
-            "tp_trainer": ["callbacks", "compat", "hosting", "loggers", "planning", "tuning"],
+            "tp_trainer": ["callbacks", "compat", "hosting", "loggers", "tuning"],
             "tp_trainer._activations": ["checkpoint_activations"],
             "tp_trainer._backends": ["DdpOptions", "FsdpOptions"],
             "tp_trainer._checkpoint": ["Checkpoints"],
             "tp_trainer._convert": ["convert", "find_checkpoint"],
-            "tp_trainer._memory": ["MemoryTable", "estimate"],
+            "tp_trainer._layouts": ["estimate"],
+            "tp_trainer._memory": ["MemoryTable"],
             "tp_trainer._metrics": ["FunctionMetric", "Metric", "Predictions"],
             "tp_trainer._opening._boundaries": ["Interrupted"],
             "tp_trainer._report": ["write_report"],

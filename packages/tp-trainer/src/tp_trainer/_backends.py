@@ -9,7 +9,6 @@ from torch import nn
 from tp_core.errors import ConfigError
 from tp_core.internal import (
     RanksBackend,
-    averaged_gradients,
     check_above_zero,
     check_offload,
     divisors,
@@ -18,9 +17,8 @@ from tp_core.internal import (
     move_module,
     resolve_options,
     sharded_memory,
-    sharded_transfers,
 )
-from tp_core.jobs import Forecast, Layout, MemoryNeed, StepWork, replicated_memory
+from tp_core.jobs import Layout, MemoryNeed, replicated_memory
 from tp_core.plugins import Backend, Job, NoOptions, Session, Verdict
 from tp_core.sessions import FullyShardOptions, ProcessGroupSession, join_process_group
 
@@ -66,10 +64,6 @@ class SingleBackend(Backend[NoOptions]):
 
     def layouts(self, job: Job) -> Iterable[Layout]:
         return [Layout(axes={})] if job.environment.world_size == 1 else []
-
-    def forecast(self, job: Job, layout: Layout) -> Forecast | None:  # noqa: ARG002 - there is one
-        need = self.estimate_memory(job)
-        return None if need is None else Forecast(memory=need, work=StepWork())
 
     def open(self, job: Job) -> Session:
         """Open a plain session: its defaults are for one device in one process."""
@@ -143,19 +137,6 @@ class DdpBackend(RanksBackend[DdpOptions]):
         # Gradients are views of the buckets, or are copied into them.
         buckets = 0 if options.gradient_as_bucket_view else job.footprint.gradients
         return replicated_memory(job, job.footprint, keeps_gradients=True, communication=buckets)
-
-    def layouts(self, job: Job) -> Iterable[Layout]:
-        size = job.environment.world_size
-        return [Layout(axes={"data": size})] if size > 1 else []
-
-    def forecast(self, job: Job, layout: Layout) -> Forecast | None:
-        """Return a copy of everything, and all-reduces of gradients."""
-        need = self.estimate_memory(job)
-        if need is None:
-            return None
-        return Forecast(
-            memory=need, work=StepWork(transfers=averaged_gradients(need.gradients, layout.ranks))
-        )
 
     def open(self, job: Job) -> "DdpSession":
         return DdpSession(job, self.parse_options(job))
@@ -285,7 +266,7 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
         return sharded_memory(job, options, ranks=job.environment.world_size // options.replicas)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
-        """Return each number of copies, with parameters that are gathered twice for a batch or once."""
+        """Return each number of copies, with parameters that are gathered once for a batch or twice."""
         size, model = job.environment.world_size, job.model
         if model is not None and size > 1:
             find_units(model, self.parse_options(job).units)  # which refuses some models
@@ -302,18 +283,8 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
                 },
             )
             for shards in divisors(size)
-            for again in (True, False)
+            for again in (False, True)
         ]
-
-    def forecast(self, job: Job, layout: Layout) -> Forecast | None:
-        """Return shards and whole units, and their all-gathers and reduce-scatters."""
-        options = self.parse_options(job)
-        ranks = layout.ranks // options.replicas
-        need = sharded_memory(job, options, ranks=ranks)
-        if need is None:
-            return None
-        transfers = sharded_transfers(job, options, ranks=ranks)
-        return Forecast(memory=need, work=StepWork(is_sharded=True, transfers=transfers))
 
     def open(self, job: Job) -> "FsdpSession":
         """Join the process group, unless the script has, and leave it when the session is closed.

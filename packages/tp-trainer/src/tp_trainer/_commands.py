@@ -1,4 +1,4 @@
-"""The commands that are faces of a public function: ``tp convert``, ``estimate``, ``plan``, ``report``."""
+"""The commands that are faces of a public function: ``tp convert``, ``estimate``, ``report``."""
 
 import json
 import sys
@@ -78,10 +78,10 @@ def _estimate(
     accumulate: Annotated[int, typer.Option(min=1, help="Batches of one optimizer step.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
-    """Print what training a model needs on each device, under every installed backend.
+    """Print the layouts of all installed backends that fit, by their memory, and what to write for each.
 
     The builder takes no arguments and returns a model, or a dict with "model" and any of "optimizer", "batch"
-    and "step". It is built without memory, and nothing is computed. The exit status is 0 if a backend fits.
+    and "step". It is built without memory, and nothing is computed. The exit status is 0 if a layout fits.
     """
     with redirect_stdout(sys.stderr):  # the output of the user's code is not part of the table
         built = _built(builder)
@@ -96,89 +96,7 @@ def _estimate(
     typer.echo(json.dumps(table.to_dict(), indent=2) if as_json else str(table))
     if built.get("batch") is None and not as_json:
         typer.echo('activations are known where the builder returns {"model": model, "batch": batch}')
-    raise typer.Exit(0 if table.best is not None else 1)
-
-
-def _plan(
-    builder: Annotated[str, typer.Argument(help="model.py:build, or package.module:build.")] = "",
-    *,
-    devices: Annotated[int, typer.Option(min=1, max=_MOST, help="How many devices there would be.")] = 1,
-    memory: Annotated[str, typer.Option(help="What each of them has free: 80GB.")] = "",
-    links: Annotated[
-        str, typer.Option(help="Devices of a host and their rate, and between hosts: see the example.")
-    ] = "",
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of an optimizer step; as built by default.")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sample; as built by default.")
-    ] = None,
-    precision: Annotated[str, typer.Option(help="As of the trainer.")] = "bf16-mixed",
-    speed: Annotated[str, typer.Option(help="Operations of a device in a second: 400T.")] = "",
-    rates: Annotated[Path | None, typer.Option(help="A file of measured rates.")] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine first, with --devices ranks.")
-    ] = False,
-    rows: Annotated[int, typer.Option(min=1, help="The layouts to show.")] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
-) -> None:
-    """Print which layouts a job fits in, the fastest first, and how to start them.
-
-    For example: tp plan model.py:build --devices 64 --memory 80GB --links node=8x450GB/s,between=50GB/s
-    --batch 1024 --length 8192. The builder is as for tp estimate. Nothing is computed, and the devices need
-    not exist. The exit status is 0 if a layout fits.
-    """
-    planning = tp_trainer.planning
-    if calibrate:
-        rates = rates or Path("rates.json")
-        with redirect_stdout(sys.stderr):  # which ranks print on
-            planning.calibrate(max(2, devices)).write(rates)
-        typer.echo(f"measured rates are in {rates}", err=True)
-        if not builder:
-            if as_json:
-                typer.echo(rates.read_text("utf-8"))
-            return
-    if not builder:
-        msg = "name a builder, as in tp plan model.py:build, or measure this machine with --calibrate"
-        raise ConfigError(msg)
-    with redirect_stdout(sys.stderr):  # the output of the user's code is not part of the table
-        built = _built(builder)
-        machine = planning.Machine() if rates is None else planning.Machine.read(rates)
-        if speed:
-            machine = machine.with_speed(speed)
-        made = {"step": _plain_step, **built}
-        made["batch"] = _token_batch(made["model"]) if made.get("batch") is None else made["batch"]
-        if made["batch"] is None:
-            msg = (
-                f"{builder} returns a model without a batch, and tp can make none for it; return "
-                '{"model": model, "batch": batch, "step": step}, where step(model, batch) returns the loss'
-            )
-            raise ConfigError(msg)
-        found = planning.plan(
-            **made,
-            devices=devices,
-            links=links or None,
-            memory=memory or None,
-            samples=batch,
-            length=length,
-            precision=cast(Any, precision),  # which is checked there
-            machine=machine,
-        )
-    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else found.table(rows=rows))
-    raise typer.Exit(0 if found.best is not None else 1)
-
-
-def _token_batch(model: "nn.Module") -> dict[str, Any] | None:
-    """Return tokens with labels for a model of transformers that takes both; ``None`` for another one."""
-    import inspect
-
-    import torch
-
-    known = inspect.signature(model.forward).parameters
-    if not hasattr(model, "config") or not {"input_ids", "labels"} <= set(known):
-        return None
-    tokens = torch.zeros(1, 128, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens.clone()}
+    raise typer.Exit(0 if table.fitting else 1)
 
 
 def _built(name: str) -> dict[str, Any]:
@@ -244,4 +162,4 @@ def _app(command: Callable[..., None]) -> typer.Typer:
 
 
 convert_app, estimate_app = partial(_app, _convert), partial(_app, _estimate)
-plan_app, report_app = partial(_app, _plan), partial(_app, _report)
+report_app = partial(_app, _report)

@@ -7,8 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,83 +16,18 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
-from tp_core import LaunchEnvironment, resolve_devices, tree_leaves, tree_map
+from tp_core import LaunchEnvironment, tree_leaves, tree_map
 from tp_core.data import StepOutput
 from tp_core.discovery import Contribution, Selection
 from tp_core.errors import ConfigError
 from tp_core.internal import call_without_attention_dropout, capture_rng_state, free_nbytes, restore_rng_state
 from tp_core.jobs import Footprint, Precision, Recomputation
-from tp_core.plugins import Backend, Job, Verdict, registry
+from tp_core.plugins import Backend, Job, Verdict
 from tp_core.tensors import is_sharded
 
 from tp_trainer._activations import recomputations, recompute
-from tp_trainer._checks import check_known, check_model, check_positive
 from tp_trainer._opening._agreement import agree_at_start
-from tp_trainer._steps._step import LOWER, Step, in_precision, loss_of
-
-
-class Operator(NamedTuple):
-    """What an operator does: floating-point operations, and the bytes that it reads and writes."""
-
-    flops: float
-    nbytes: float
-
-
-class OperatorLog:
-    """The operators of one step in their order, and the keys of its attentions.
-
-    Attributes:
-        forward: The operators of the forward pass.
-        backward: Those of the backward pass, with what it computes again.
-        update: Those of an optimizer step.
-        keys: The bytes of keys and values of all calls of torch's attention in the forward pass.
-        attentions: The number of these calls.
-    """
-
-    def __init__(self) -> None:
-        self.forward: list[Operator] = []
-        self.backward: list[Operator] = []
-        self.update: list[Operator] = []
-        self.keys = self.attentions = 0
-        self.phase = self.forward
-
-    def note(self, operator: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Add an operator; one that returns a view, or asks for a tensor's device, takes no time."""
-        if operator.is_view or operator.namespace == "prim" or _only_allocates(operator):
-            return
-        name = str(operator)
-        moved = sum(t.numel() * t.element_size() for t in _tensors((args, outputs)))
-        if "scaled_dot_product" not in name:
-            from torch.utils.flop_counter import flop_registry
-
-            count = flop_registry.get(operator.overloadpacket)
-            flops = 0 if count is None else count(*args, **kwargs, out_val=outputs)
-            self.phase.append(Operator(flops, moved))
-            return
-        is_backward = "backward" in name
-        query, key, value = args[1:4] if is_backward else args[:3]
-        is_causal = kwargs.get("is_causal", any(a is True for a in args))
-        pairs = query.shape[:-1].numel() * key.shape[-2] * (0.5 if is_causal else 1.0)
-        products = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
-        self.phase.append(Operator(products * (2.5 if is_backward else 1.0), moved))
-        if self.phase is self.forward:
-            self.attentions += 1
-            self.keys += sum(t.numel() * t.element_size() for t in (key, value))
-
-
-@cache
-def _only_allocates(operator: Any) -> bool:
-    names = ("aten.empty", "aten.new_empty", "aten.detach", "aten.lift", "aten._unsafe_view")
-    return str(operator).startswith(names)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
-
+from tp_trainer._steps._step import LOWER, in_precision, loss_of
 
 # -- The memory of one training step, measured on fake tensors, which have no memory ---------------
 
@@ -196,7 +130,6 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         known: Tensors that existed before, and are not counted.
-        operators: Where to log the operators; ``None`` for nowhere.
 
     Attributes:
         values: The current bytes of values.
@@ -206,11 +139,15 @@ class LiveBytes(TorchDispatchMode):
         highest: The peak of values since :meth:`reset`.
         highest_with_gradients: The peak of both together since then.
         timeline: See :class:`tp_core.jobs.Footprint`.
+        is_forward: Whether attentions are counted: those that the backward pass computes again are not.
+        keys: The bytes of keys and values of all calls of torch's attention.
+        attentions: The number of these calls.
     """
 
-    def __init__(self, known: Iterable[Tensor], operators: OperatorLog | None = None) -> None:
+    def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
-        self._operators = operators
+        self.is_forward = True
+        self.keys = self.attentions = 0
         self.values = self.gradients = self.casts = 0
         self.highest = self.highest_with_gradients = self.highest_alone = self._making = 0
         self.timeline: dict[str, list[int]] = {}
@@ -225,8 +162,9 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """Run an operator, and count the storages of its outputs."""
         outputs = operator(*args, **(kwargs or {}))
-        if self._operators is not None:
-            self._operators.note(operator, args, kwargs or {}, outputs)
+        if self.is_forward and "scaled_dot_product" in str(operator):
+            self.attentions += 1
+            self.keys += sum(t.numel() * t.element_size() for t in args[1:3])
         is_cast = operator is torch.ops.aten._to_copy.default and _address(args[0]) in self._known
         for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
             if isinstance(output, Tensor):
@@ -318,7 +256,6 @@ def measure_footprint(
     precision: Precision = "fp32",
     device: torch.device | None = None,
     recomputation: Recomputation | None = None,
-    operators: OperatorLog | None = None,
 ) -> Footprint:
     """Return the memory that training a model takes, by one step on copies; the arguments do not change.
 
@@ -330,7 +267,6 @@ def measure_footprint(
         precision: As for the trainer.
         device: The device of the training; the copies are on the CPU if torch is not built for it.
         recomputation: What the backward pass computes again.
-        operators: Where to log the operators of the step; ``None`` for nowhere.
 
     If the model cannot be copied, or the step needs values, the reason is in ``unknown``.
     """
@@ -349,16 +285,14 @@ def measure_footprint(
             log.debug("a model could not be copied", exc_info=True)
             return replace(found, unknown=f"the model cannot be copied: {_short(error)}")
         trained = [p for p in copied.parameters() if p.requires_grad]
-        logged = operators or OperatorLog()
-        live = LiveBytes([*copied.parameters(), *copied.buffers()], logged)
+        live = LiveBytes([*copied.parameters(), *copied.buffers()])
         if batch is not None and step is not None:
             try:
                 if any(map(is_sharded, model.parameters())):
                     _exchange_nothing()
                 values = stand_ins.of_batch(batch)
                 with stand_ins.mode:
-                    found = _run_step(found, live, copied, values, step, precision, logged)
-                found = replace(found, keys=logged.keys, attentions=logged.attentions)
+                    found = _run_step(found, live, copied, values, step, precision)
                 if precision in LOWER:
                     found = _with_lower(found, model, batch, step, precision, device, recomputation)
             except Exception as error:
@@ -369,8 +303,7 @@ def measure_footprint(
         try:
             using = stand_ins.of_optimizer(optimizer)
             with stand_ins.mode:
-                logged.phase = logged.update
-                return _run_update(found, trained, using, logged)
+                return _run_update(found, trained, using)
         except Exception as error:
             log.debug("an optimizer could not be run on tensors without memory", exc_info=True)
             return replace(found, unknown=f"{type(optimizer).__name__} needs values: {_short(error)}")
@@ -396,7 +329,6 @@ def _run_step(
     batch: Any,
     step: Callable[[Any, Any], StepOutput],
     precision: Precision,
-    operators: OperatorLog,
 ) -> Footprint:
     kept: dict[str, int] = {}
     passed: dict[str, int] = {}
@@ -419,7 +351,7 @@ def _run_step(
             live.gradient_shapes = {
                 tuple(sorted(p.shape)) for p in model.parameters() if p.requires_grad and p.dim() > 1
             }
-            operators.phase = operators.backward
+            live.is_forward = False
             loss.backward()
             del loss
     return replace(
@@ -432,6 +364,8 @@ def _run_step(
         kept=kept,
         passed=passed,
         timeline=live.timeline,
+        keys=live.keys,
+        attentions=live.attentions,
         unknown="",
     )
 
@@ -453,7 +387,7 @@ def _with_lower(
     values = stand_ins.of_batch(batch)
     try:
         with stand_ins.mode:
-            lower = _run_step(found, live, copied, values, step, precision, OperatorLog())
+            lower = _run_step(found, live, copied, values, step, precision)
     except Exception:  # a step may ask for the dtype of a parameter
         log.debug("a step could not be run with parameters in the lower dtype", exc_info=True)
         return replace(found, alone=max(0, found.alone - found.casts))
@@ -482,20 +416,17 @@ def _watch(
     return _Both()
 
 
-def _run_update(
-    found: Footprint, trained: list[nn.Parameter], optimizer: Optimizer, operators: OperatorLog
-) -> Footprint:
+def _run_update(found: Footprint, trained: list[nn.Parameter], optimizer: Optimizer) -> Footprint:
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     before = list(_state_of(optimizer))
-    live = LiveBytes([*owned, *(p.grad for p in owned if p.grad is not None), *before], operators)
+    live = LiveBytes([*owned, *(p.grad for p in owned if p.grad is not None), *before])
     with live:
         optimizer.step()
         live.keep(_state_of(optimizer))
         live.reset()
-        operators.update.clear()  # the first step makes the state
         optimizer.step()
     return replace(found, optimizer=nbytes_of(list(_state_of(optimizer))), update=live.highest)
 
@@ -789,58 +720,6 @@ def estimate_job(
         if table.best is not None or footprint.activations is None:
             break
     return table
-
-
-def estimate(
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    batch: Any = None,
-    step: Step | None = None,
-    *,
-    devices: int = 1,
-    memory: int | str | None = None,
-    samples: int | None = None,
-    precision: Precision = "fp32",
-    accumulate: int = 1,
-) -> MemoryTable:
-    """Return the memory that training needs on each of some CUDA devices, which need not exist here.
-
-    For what a trainer of this program needs on its own devices there is :meth:`tp_trainer.Trainer.estimate`.
-
-    Args:
-        model: The plain model; it may be on the meta device.
-        optimizer: Its optimizer. Without it, two values per parameter are assumed, as for Adam.
-        batch: A batch of one device. Without it the activations are unknown.
-        step: As for :meth:`tp_trainer.Trainer.fit`.
-        devices: The number of devices.
-        memory: The free memory of each: bytes, or text such as "80GiB"; by default it is unknown.
-        samples: The samples of the batch: its first ones, repeated if needed; by default all.
-        precision: As of the trainer.
-        accumulate: The batches of one optimizer step.
-
-    Raises:
-        ConfigError: An argument has a wrong value.
-
-    Example:
-        >>> print(estimate(torch.nn.Linear(4, 4), devices=8, memory="80GiB"))  # doctest: +SKIP
-    """
-    check_model("estimate()", model)
-    check_known("estimate()", model, optimizer, step)
-    check_positive("devices", devices)
-    job = Job(
-        devices=resolve_devices("cpu"),
-        environment=LaunchEnvironment(),
-        model=model,
-        precision=precision,
-        accumulate=accumulate,
-        free_nbytes=parse_nbytes(memory) if isinstance(memory, str) else memory,
-    )
-    share = batch if samples is None else resized(batch, samples)
-    found = measure_footprint(
-        model, optimizer, share, step, precision=precision, device=torch.device("cuda", 0)
-    )
-    job = replace(job, footprint=found)
-    return table_of(job, registry.backends(), devices=devices, kind="cuda")
 
 
 def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None:

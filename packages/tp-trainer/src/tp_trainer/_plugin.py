@@ -66,12 +66,7 @@ def tp_commands() -> Iterable[Command]:
         ),
         Command(
             "estimate",
-            "Print what training a model needs on each device.",
+            "Print the layouts that fit, by the memory of a device.",
             _late("_commands", "estimate_app"),
-        ),
-        Command(
-            "plan",
-            "Print which layouts a job fits in, the fastest first.",
-            _late("_commands", "plan_app"),
         ),
     ]

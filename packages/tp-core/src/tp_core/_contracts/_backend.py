@@ -25,7 +25,7 @@ from tp_core.errors import ConfigError, ModelError, those_known
 if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
     from torch import nn
 
-    from tp_core._contracts._job import Forecast, Job, Layout, MemoryNeed
+    from tp_core._contracts._job import Job, Layout, MemoryNeed
     from tp_core._contracts._session import Session
 
 
@@ -149,7 +149,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """
 
     def estimate_memory(self, job: "Job") -> "MemoryNeed | None":
-        """Return the memory that ``job`` needs on each device: cheap, and without side effects.
+        """Return the memory that ``job`` needs on the fullest device: cheap, and without side effects.
 
         The default is right where each device holds a copy of everything and gets its share of each batch.
         A backend that splits the model, or has communication buffers of its own, overrides it with its own
@@ -170,29 +170,22 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """
         return 1
 
-    def layouts(self, job: "Job") -> "Iterable[Layout]":  # noqa: ARG002 - its contract
+    def layouts(self, job: "Job") -> "Iterable[Layout]":
         """Return the ways in which this backend can put ``job`` on its ranks: cheap, without side effects.
 
-        ``tp plan`` compares them. The job has a plain model, which may be on the meta device, and its
-        environment says how many ranks there would be. By default there is none to compare.
+        ``tp estimate`` lists those that fit. It asks :meth:`estimate_memory` for each, with its options, and
+        with a footprint of the samples of one of its readers, of which `Footprint.part` is a device's share.
+        Of layouts with the same axes it shows the first that fits: the fastest comes first. The job has a
+        plain model, which may be on the meta device, and its environment says how many ranks there would be.
+        By default each device has a copy of the model.
 
         Raises:
             ConfigError: The backend cannot make any of this model; the message is shown.
+            ModelError: The same.
         """
-        return ()
+        from tp_core._contracts._job import Layout
 
-    def forecast(self, job: "Job", layout: "Layout") -> "Forecast | None":  # noqa: ARG002 - its contract
-        """Return the memory and the work of a rank in one of the `layouts`: cheap, without side effects.
-
-        Args:
-            job: The job, with the options of the layout. Its footprint is measured for the whole model, with
-                the samples that one reader of the layout gets of a batch.
-            layout: The layout.
-
-        Returns:
-            The forecast; ``None`` where the model or its footprint says too little.
-        """
-        return None
+        return [Layout(axes={"data": job.environment.world_size * len(job.devices)})]
 
     def adapt_model(self, model: "nn.Module", inputs: object) -> "nn.Module":  # noqa: ARG002 - its contract
         """Return a plain model in the form that this backend trains; by default as it is.

@@ -392,17 +392,11 @@ def _beyond_states(footprint: Footprint, *, keeps_gradients: bool) -> int | None
     return max(highest, footprint.update) + footprint.batch
 
 
-# -- What a backend says of its layouts before anything starts: its axes, its work and its collectives
-# A layout puts a job on ranks. A backend lists those that it can make of this many ranks, and forecasts for
-# each the memory of the fullest rank and what a rank does in a step. It says sizes; links and rates, which
-# make seconds of them, belong to the machine.
+# -- Layouts: which ranks hold what ------------------------------------------------------------------
 
 
 Axis = Literal["data", "fsdp", "context", "pipeline", "tensor"]
 """The axes of a mesh, the outermost first: ranks of the last one are neighbors."""
-
-CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
-Phase = Literal["forward", "backward", ""]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,7 +406,8 @@ class Layout:
     Attributes:
         axes: The number of ranks along each axis; an axis that is left out has one.
         options: The options of backends by name, as a trainer takes them.
-        setup: The line that a script needs before it makes the trainer's model; empty for none.
+        setup: The lines that a script needs before the trainer gets the model; empty for none.
+        microbatches: The number of equal parts of a reader's samples, as stages compute one after the other.
 
     Raises:
         ConfigError: An axis has another name, or fewer ranks than one.
@@ -425,6 +420,7 @@ class Layout:
     axes: Mapping[Axis, int]
     options: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: MappingProxyType({}))
     setup: str = ""
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
         known = get_args(Axis)
@@ -449,70 +445,6 @@ class Layout:
         return self.axes.get("data", 1) * self.axes.get("fsdp", 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """Collectives of one kind in what a rank does for a batch.
-
-    Attributes:
-        kind: The kind.
-        nbytes: The bytes of the whole tensor: of what is reduced, gathered, exchanged or sent.
-        ranks: The number of ranks that take part.
-        stride: The distance between neighbors among them: 1 for consecutive ranks.
-        times: How many there are.
-        hidden_by: The pass that runs meanwhile, all of its operators but one; empty for none.
-        per_step: Whether they come once for an optimizer step, and not for each batch of it.
-        is_packed: Whether tensors are copied into the one that is exchanged, or out of it.
-        in_step: The ranks of which the slowest is waited for, if more than take part: those meet others in
-            turn.
-    """
-
-    kind: CollectiveKind
-    nbytes: int
-    ranks: int
-    stride: int = 1
-    times: int = 1
-    hidden_by: Phase = ""
-    per_step: bool = False
-    is_packed: bool = False
-    in_step: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
-    """What a rank does for a batch, beside a device that computes the samples of one reader alone.
-
-    Attributes:
-        operations: The part of the operations that the fullest rank computes.
-        starts: The part of the operators that it starts; above 1 where it computes in smaller pieces.
-        together: For ranks that wait for each other, as stages do: the times for which one, two, ... of them
-            compute at once, as parts of the time that the fullest one computes. Empty: all compute at once.
-        is_sharded: Whether the optimizer steps DTensors.
-        transfers: Its collectives.
-    """
-
-    operations: float = 1.0
-    starts: float = 1.0
-    together: tuple[float, ...] = ()
-    is_sharded: bool = False
-    transfers: tuple[Transfer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """What a layout needs.
-
-    Attributes:
-        memory: The memory of the fullest rank.
-        work: What a rank does for a batch.
-    """
-
-    memory: MemoryNeed
-    work: StepWork
-
-
-# -- What several backends say alike ----------------------------------------------------------------
-
-
 BUCKET_NBYTES = 25 * 2**20
 """The size of a bucket of gradients, as torch's DistributedDataParallel has it."""
 
@@ -525,22 +457,3 @@ def divisors(ranks: int, *, least: int = 2) -> list[int]:
         [2, 3, 4, 6, 12]
     """
     return [n for n in range(least, ranks + 1) if ranks % n == 0]
-
-
-def averaged_gradients(nbytes: int, ranks: int, *, stride: int = 1) -> tuple[Transfer, ...]:
-    """Return the all-reduces of gradients in buckets, during the last backward pass of a step."""
-    if ranks == 1 or not nbytes:
-        return ()
-    buckets = -(-nbytes // BUCKET_NBYTES)
-    size = nbytes // buckets
-    return (
-        Transfer(
-            kind="all-reduce",
-            nbytes=size,
-            ranks=ranks,
-            stride=stride,
-            times=buckets,
-            hidden_by="backward",
-            per_step=True,
-        ),
-    )

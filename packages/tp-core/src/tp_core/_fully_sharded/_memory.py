@@ -10,51 +10,22 @@
 The backward pass is followed gradient by gradient, with the activations that are left then.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from tp_core._contracts._job import Footprint, Job, MemoryNeed, Transfer
+from tp_core._contracts._job import Footprint, Job, MemoryNeed
 from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type, remedy
 from tp_core._fully_sharded._units import find_units
 
 OptionsT = TypeVar("OptionsT", bound=FullyShardOptions)
-T = TypeVar("T")
 
 _SAFE = 0.9
 """The part of the free memory that must be enough before "auto" takes more memory than necessary."""
-
-
-_Units = tuple["_Unit", list["_Unit"]]
-# A plan asks for thousands of forecasts of one model, each of which would walk through all its modules.
-_cache: ContextVar[dict[tuple[object, ...], Any] | None] = ContextVar("_cache", default=None)
-
-
-@contextmanager
-def unchanged_models() -> Iterator[None]:
-    """Have :func:`compute_once` cache in a ``with`` block, in which models must not change."""
-    token = _cache.set({})
-    try:
-        yield
-    finally:
-        _cache.reset(token)
-
-
-def compute_once(key: tuple[object, ...], compute: Callable[[], T]) -> T:
-    """Return what ``compute`` returns; in a block of :func:`unchanged_models` call it once for each key."""
-    cache = _cache.get()
-    if cache is None:
-        return compute()
-    if key not in cache:
-        cache[key] = compute()
-    found: T = cache[key]
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,59 +64,6 @@ def sharded_memory(job: Job, options: FullyShardOptions, *, ranks: int) -> Memor
     if job.footprint is None or job.model is None:
         return None
     return _need(job, resolve_options(job, options, ranks=ranks), job.footprint, job.model, ranks)
-
-
-def sharded_transfers(
-    job: Job, options: FullyShardOptions, *, ranks: int, stride: int = 1, part: float = 1.0
-) -> tuple[Transfer, ...]:
-    """Return the collectives of a rank for a batch.
-
-    Args:
-        job: The job, with its model.
-        options: The options, without "auto" for `FullyShardOptions.reshard_after_forward`.
-        ranks: The number of ranks that hold the model together.
-        stride: The distance between two of them.
-        part: The part of each parameter that they hold together.
-    """
-    if job.model is None:
-        return ()
-    rest, inner = _gathered(job, options, job.model, padded_for=ranks)
-    units = [unit for unit in [rest, *inner] if unit.whole]
-    count = max(1, len(units))
-    whole = int(part * sum(unit.whole for unit in units)) // count
-    sums = int(part * sum(unit.reduced for unit in units)) // count
-    found: list[Transfer] = []
-    if ranks > 1:
-        gather = Transfer(
-            kind="all-gather",
-            nbytes=whole,
-            ranks=ranks,
-            stride=stride,
-            times=count,
-            hidden_by="forward",
-            is_packed=True,
-            in_step=ranks * options.replicas,
-        )
-        found.append(gather)
-        if options.reshard_after_forward is not False and inner:
-            # Parameters in no unit stay gathered.
-            again = int(part * sum(unit.whole for unit in inner)) // len(inner)
-            found.append(replace(gather, nbytes=again, times=len(inner), hidden_by="backward"))
-        # Batches that only accumulate keep whole gradients.
-        found.append(replace(gather, kind="reduce-scatter", nbytes=sums, hidden_by="backward", per_step=True))
-    if options.replicas > 1:
-        between = Transfer(
-            kind="all-reduce",
-            nbytes=sums // ranks,
-            ranks=options.replicas,
-            stride=stride * ranks,
-            times=count,
-            hidden_by="backward",
-            per_step=True,
-            in_step=ranks * options.replicas,
-        )
-        found.append(between)
-    return tuple(found)
 
 
 def _usual(options: OptionsT) -> OptionsT:
@@ -299,22 +217,9 @@ def _activations(
     return found
 
 
-def _gathered(job: Job, options: FullyShardOptions, model: nn.Module, *, padded_for: int = 1) -> _Units:
-    """Return the bytes of parameters in no unit, and of each unit; with rows for as many ranks alike."""
+def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_Unit, list[_Unit]]:
+    """Return the bytes of parameters in no unit, and of each unit."""
     low, reduced = parameter_type(options, job), reduction_type(options, job)
-    key = (model, repr(options.units), job.precision, low, reduced, padded_for)
-    return compute_once(key, lambda: _measured(job, options, model, low, reduced, padded_for))
-
-
-def _measured(
-    job: Job,
-    options: FullyShardOptions,
-    model: nn.Module,
-    low: torch.dtype | None,
-    reduced: torch.dtype | None,
-    padded_for: int,
-) -> _Units:
-    units = find_units(model, options.units).modules
     left = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def measured(name: str, module: nn.Module) -> _Unit:
@@ -324,8 +229,7 @@ def _measured(
             path = left.pop(id(parameter), None)
             if path is None:
                 continue
-            rows = parameter.shape[0] if parameter.dim() else 1
-            n = parameter.numel() // max(1, rows) * -(-rows // padded_for) * padded_for
+            n = parameter.numel()
             size = n * (low.itemsize if low and parameter.is_floating_point() else _size_of(job, parameter))
             whole += size
             if parameter.requires_grad:
@@ -334,8 +238,9 @@ def _measured(
         return _Unit(name, whole, sizes, sums)
 
     # Inner units first: a parameter belongs to the innermost unit around it.
-    of_units = [measured(name, module) for name, module in reversed(list(units.items()))]
-    return measured("", model), of_units[::-1]
+    units = list(find_units(model, options.units).modules.items())
+    inner = [measured(name, module) for name, module in reversed(units)]
+    return measured("", model), inner[::-1]
 
 
 def _size_of(job: Job, parameter: nn.Parameter) -> int:

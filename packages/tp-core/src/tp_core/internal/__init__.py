@@ -12,16 +12,10 @@ if TYPE_CHECKING:
     from tp_core._calls import check_call, explain_arguments, explain_init
     from tp_core._contracts._backend import DevicesBackend, RanksBackend, check_above_zero
     from tp_core._contracts._blocks import repeated_blocks, without_cache
-    from tp_core._contracts._job import BUCKET_NBYTES, averaged_gradients, divisors, whole_model_arguments
+    from tp_core._contracts._job import BUCKET_NBYTES, divisors, whole_model_arguments
     from tp_core._contracts._session import PerModule
     from tp_core._devices import device_of_rank, free_nbytes
-    from tp_core._fully_sharded._memory import (
-        compute_once,
-        resolve_options,
-        sharded_memory,
-        sharded_transfers,
-        unchanged_models,
-    )
+    from tp_core._fully_sharded._memory import resolve_options, sharded_memory
     from tp_core._fully_sharded._optimizers import (
         WholeSteps,
         check_whole_steps,
@@ -84,7 +78,6 @@ else:
             "tp_core._contracts._backend": ["DevicesBackend", "RanksBackend", "check_above_zero"],
             "tp_core._contracts._job": [
                 "BUCKET_NBYTES",
-                "averaged_gradients",
                 "divisors",
                 "whole_model_arguments",
             ],
@@ -116,13 +109,7 @@ else:
             "tp_core._mixins": ["Mixin", "mix_in"],
             "tp_core._transfer": ["device_of", "move_module", "to_device"],
             "tp_core._trees": ["Container", "PerType", "containers"],
-            "tp_core._fully_sharded._memory": [
-                "compute_once",
-                "resolve_options",
-                "sharded_memory",
-                "sharded_transfers",
-                "unchanged_models",
-            ],
+            "tp_core._fully_sharded._memory": ["resolve_options", "sharded_memory"],
             "tp_core._fully_sharded._optimizers": [
                 "WholeSteps",
                 "check_whole_steps",

@@ -7,30 +7,28 @@ and what each micro-batch that is on its way keeps of them, by the order of its 
     last rank    one micro-batch, and the head with its logits, the largest values
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import get_args
 
 from torch import nn
 from tp_core.errors import TpError
-from tp_core.internal import BUCKET_NBYTES, averaged_gradients, compute_once, divisors
-from tp_core.jobs import Footprint, Forecast, Layout, MemoryNeed, StepWork, Transfer, replicated_memory
+from tp_core.internal import BUCKET_NBYTES, divisors
+from tp_core.jobs import Axis, Footprint, Layout, MemoryNeed, replicated_memory
 from tp_core.plugins import Job
 from tp_core.tensors import is_deferred
 
 from tp_pipeline._options import PipelineOptions, ScheduleName, depth_of
 from tp_pipeline._plan import find_units, smallest_largest
-from tp_pipeline._schedule import Orders, Work, choose_schedule, computing_together, timeline
+from tp_pipeline._schedule import Orders, Work
 
 _PARTS = (2, 4, 8)
 """The micro-batches of a batch for each rank: more of them wait less, and keep more."""
 
-_SIMULATED = 8
-"""The most ranks to choose a schedule for; for more of them, the same one waits least."""
+_SCHEDULES: tuple[ScheduleName, ...] = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+"""The schedules of the layouts, from the fewest stages on a rank to the least waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,93 +47,22 @@ def list_layouts(model: nn.Module, size: int) -> Iterator[Layout]:
         ModelError: The model has no blocks to cut between.
     """
     _, starts = find_units(model, None)
-    names = [name for name in get_args(ScheduleName) if name != "auto"]
     for ranks in divisors(size):
-        few = min(ranks, _SIMULATED)
-        auto, _ = choose_schedule(names, few, 2 * few, len(starts) * few // ranks)
-        for schedule in dict.fromkeys(("1F1B", "Interleaved1F1B", auto)):
+        axes: dict[Axis, int] = {"data": size // ranks, "pipeline": ranks}
+        for schedule in _SCHEDULES:
             if ranks * depth_of(schedule) > len(starts):
                 continue
-            for each in _PARTS:
-                options = {"ranks": ranks, "schedule": schedule, "microbatches": each * ranks}
-                axes = {"data": size // ranks, "pipeline": ranks}
-                yield Layout(axes=axes, options={"pipeline": options})  # type: ignore[arg-type]  # of names
+            orders = _orders(schedule, ranks, depth_of(schedule), is_v=False)
+            for parts in (each * ranks for each in _PARTS):
+                if orders.is_made_of(parts):
+                    options = {"ranks": ranks, "schedule": schedule, "microbatches": parts}
+                    yield Layout(axes=axes, options={"pipeline": options}, microbatches=parts)
 
 
-def forecast(
-    job: Job, layout: Layout, options: PipelineOptions, split: Forecast | None = None
-) -> Forecast | None:
-    """Return the memory of the fullest rank, the work of the one with the most parameters, and idle time.
-
-    ``split`` is the forecast of the whole model on a group that splits its tensors, if stages have one.
-    """
-    footprint, model = job.footprint, job.model
-    if footprint is None or model is None or footprint.activations is None:
-        return None
-    ranks, parts = layout.axes["pipeline"], options.microbatches
-    orders = _orders(options.schedule, ranks, options.depth, options.is_v)
-    if not orders.is_made_of(parts):
-        return None
-    stages = stages_by_order(model, orders.stages, options.cuts)
-    of_rank = [[s for i, s in enumerate(stages) if orders.rank_of(i) == r] for r in range(ranks)]
-    multiplied = [sum(stage.multiplied for stage in own) for own in of_rank]
-    share = max(multiplied) / max(1, sum(multiplied))
-    crossing = max((footprint.passed.get(name, 0) for s in stages for name in s.blocks), default=0)
-    sends = Transfer(kind="send", nbytes=crossing // parts, ranks=ranks, times=2 * parts * options.depth)
-    gradients = max(_nbytes(job, own, trained=True) for own in of_rank)
-    tensor = layout.axes.get("tensor", 1)
-    copies, stride = layout.ranks // (ranks * tensor), ranks * tensor
-    need = max(memory_of_ranks(job, ranks, options, split=tensor), key=lambda need: need.total)
-    within: list[Transfer] = []
-    if split is not None:
-        need = _split_need(need, split.memory, footprint)
-        gradients = need.gradients
-        within = [
-            replace(t, nbytes=t.nbytes // parts, times=parts * math.ceil(share * t.times))
-            for t in split.work.transfers
-        ]
-    averages = averaged_gradients(gradients, copies, stride=stride)
-    if options.data == "fsdp":
-        weights = max(_nbytes(job, own) for own in of_rank)
-        gathers = Transfer(kind="all-gather", nbytes=weights, ranks=copies, stride=stride, is_packed=True)
-        averages = (gathers, replace(gathers, kind="reduce-scatter", nbytes=gradients))
-    work = StepWork(
-        operations=share * (1.0 if split is None else split.work.operations),
-        starts=share * parts,
-        together=_together(orders, parts, tuple(s.multiplied for s in stages)),
-        transfers=(replace(sends, stride=tensor), *within, *averages),
-    )
-    return Forecast(memory=need, work=work)
-
-
-# A plan asks for one layout with many batches, one after the other: torch takes seconds for large orders.
+# Torch takes seconds for a large order, and layouts of one differ in what is around their stages.
 @lru_cache(maxsize=8)
-def _orders(schedule: str, ranks: int, depth: int, is_v: bool) -> Orders:
+def _orders(schedule: str, ranks: int, depth: int, *, is_v: bool) -> Orders:
     return Orders(schedule, ranks, depth, is_v=is_v)
-
-
-@lru_cache(maxsize=64)
-def _together(orders: Orders, parts: int, sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """Return how long how many ranks compute at once, as parts of what the fullest of them computes."""
-    spans = timeline(orders.learning(parts), orders.stages - 1, [max(1, size) for size in sizes])
-    computed = [0.0] * orders.ranks
-    for span in spans:
-        computed[span.rank] += span.end - span.begin
-    return tuple(seconds / max(computed) for seconds in computing_together(spans, orders.ranks))
-
-
-def _split_need(need: MemoryNeed, whole: MemoryNeed, footprint: Footprint) -> MemoryNeed:
-    """Return what a stage needs, as split as the whole model on one group is."""
-    part = whole.weights / max(1, footprint.weights)
-    kept = (whole.activations or 0) / max(1, footprint.activations or 0)
-    return replace(
-        need,
-        weights=int(part * need.weights),
-        gradients=int(part * need.gradients),
-        optimizer=int(part * need.optimizer),
-        communication=int(part * need.communication),
-        activations=int(min(1.0, kept) * (need.activations or 0)),
-    )
 
 
 # -- Memory -----------------------------------------------------------------------------------------
@@ -166,12 +93,33 @@ def estimate(job: Job, ranks: int, options: PipelineOptions, *, split: int = 1) 
     return max(needs, key=lambda need: need.total)
 
 
+def with_split_tensors(need: MemoryNeed, group: MemoryNeed, footprint: Footprint) -> MemoryNeed:
+    """Return the need of stages of whole tensors as it is where a group splits these.
+
+    Args:
+        need: What the fullest rank needs with whole tensors.
+        group: What a rank needs of the whole model on such a group.
+        footprint: The memory of a device with the whole model, for the batch of the group.
+    """
+    part = group.weights / max(1, footprint.weights)
+    kept = (group.activations or 0) / max(1, footprint.activations or 0)
+    activations = None if need.activations is None else int(min(1.0, kept) * need.activations)
+    return replace(
+        need,
+        weights=int(part * need.weights),
+        gradients=int(part * need.gradients),
+        optimizer=int(part * need.optimizer),
+        communication=int(part * need.communication),
+        activations=activations,
+    )
+
+
 def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions, *, split: int = 1) -> list[MemoryNeed]:
     """Return what each rank with other stages needs, for a footprint of their batch; see `estimate`."""
     footprint, model = job.footprint, job.model
     if footprint is None or model is None:
         return []
-    orders = _orders(options.schedule, ranks, options.depth, options.is_v)
+    orders = _orders(options.schedule, ranks, options.depth, is_v=options.is_v)
     parts = options.microbatches or 4 * ranks
     stages = stages_by_order(model, orders.stages, options.cuts)
     order = orders.learning(parts)
@@ -273,7 +221,9 @@ def _need(
     optimizer = int(footprint.optimizer_nbytes * part)
     updated = part
     model = job.model or nn.Module()
-    largest, deferred = compute_once((model, "parameters"), lambda: _largest_and_deferred(model))
+    parameters = list(model.parameters())
+    largest = max((p.nbytes for p in parameters if p.requires_grad), default=1)
+    deferred = {id(p): p.nbytes for p in parameters if is_deferred(p)}
     if footprint.update < footprint.gradients:  # of a parameter at a time
         updated = max((p.nbytes for p in _parameters(own) if p.requires_grad), default=0) / largest / shared
     activations = max(activations, int(footprint.update * updated)) + footprint.batch
@@ -299,23 +249,11 @@ def _need(
     )
 
 
-def _largest_and_deferred(model: nn.Module) -> tuple[int, dict[int, int]]:
-    """Return the bytes of the largest trained parameter, and of those not built yet, by their ids."""
-    parameters = list(model.parameters())
-    largest = max((p.nbytes for p in parameters if p.requires_grad), default=1)
-    return largest, {id(p): p.nbytes for p in parameters if is_deferred(p)}
-
-
 def stages_by_order(model: nn.Module, count: int, cuts: Sequence[str] | None) -> list[_Stage]:
     """Cut a model by hand, or so that the largest stage is as small as can be; see `make_plan`.
 
     Units are taken in the model's order; a step shows in which order it calls them.
     """
-    key = (model, "stages", count, None if cuts is None else tuple(cuts))
-    return compute_once(key, lambda: _cut(model, count, cuts))
-
-
-def _cut(model: nn.Module, count: int, cuts: Sequence[str] | None) -> list[_Stage]:
     units, starts = find_units(model, cuts)
     names = list(units)
     places = [i for i, name in enumerate(names) if name in starts]

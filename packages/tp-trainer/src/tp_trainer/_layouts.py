@@ -1,0 +1,400 @@
+"""The layouts of a job over devices that need not exist, by the memory that each needs: ``tp estimate``."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from tp_core import LaunchEnvironment
+from tp_core.discovery import Contribution
+from tp_core.errors import ConfigError, ModelError
+from tp_core.internal import KNOWN_BACKENDS
+from tp_core.jobs import Axis, Layout, MemoryNeed, Precision, Recomputation
+from tp_core.plugins import Backend, Job, registry
+
+from tp_trainer._activations import recomputations
+from tp_trainer._checks import check_known, check_model, check_positive
+from tp_trainer._footprints import StepFootprints
+from tp_trainer._memory import parse_nbytes, row_count_of
+from tp_trainer._steps._step import Step
+
+_SPLITTING = ("context", "pipeline", "shard")
+"""Backends in packages of their own, which are named where they are missing."""
+
+_CHECKPOINTS: Mapping[Recomputation, str] = {
+    "all but matmuls": 'checkpoint_activations(model, keep="matmuls")',
+    "every 2nd block": "checkpoint_activations(model, every=2)",
+    "every block": "checkpoint_activations(model)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutNeed:
+    """A layout with the memory of its fullest rank.
+
+    Attributes:
+        backend: The backend's name.
+        layout: Its axes and options.
+        is_launched: Whether each rank is a process; else one process has all devices.
+        recomputation: What the backward pass computes again.
+        memory: The memory of the fullest rank.
+    """
+
+    backend: str
+    layout: Layout
+    is_launched: bool
+    recomputation: Recomputation
+    memory: MemoryNeed
+
+    @property
+    def name(self) -> str:
+        """The axes with more than one rank."""
+        return _name_of(self.layout)
+
+    @property
+    def backends(self) -> str:
+        """The names of the backend, and of the one that holds its weights."""
+        return _backends_of(self.backend, self.layout)
+
+    def lines(self, *, accumulate: int, precision: Precision) -> list[str]:
+        """Return what starts it: the command, and the lines of the script."""
+        lines = [f"tp launch -n {self.layout.ranks} train.py" if self.is_launched else "python train.py"]
+        lines += self.layout.setup.splitlines()
+        if self.recomputation in _CHECKPOINTS:
+            lines.append(_CHECKPOINTS[self.recomputation])
+        arguments = [f'backend="{self.backend}"']
+        if precision != "fp32":
+            arguments.append(f'precision="{precision}"')
+        if accumulate > 1:
+            arguments.append(f"accumulate={accumulate}")
+        if self.layout.options:
+            arguments.append(f"options={_written(self.layout.options)}")
+        return [*lines, f"Trainer({', '.join(arguments)})"]
+
+
+def _name_of(layout: Layout) -> str:
+    sizes = {axis: layout.axes.get(axis, 1) for axis in get_args(Axis)}
+    return " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if ranks > 1) or "one device"
+
+
+def _backends_of(backend: str, layout: Layout) -> str:
+    return " + ".join([backend, *(name for name in layout.options if name != backend)])
+
+
+def _written(value: object) -> str:
+    """Return a value as it is written in a script; an object of options by the fields that differ."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f'"{key}": {_written(v)}' for key, v in value.items()) + "}"
+    if isinstance(value, str):
+        return f'"{value}"'
+    if is_dataclass(value) and not isinstance(value, type):
+        arguments = [
+            f"{field.name}={_written(getattr(value, field.name))}"
+            for field in fields(value)
+            if field.default is MISSING or getattr(value, field.name) != field.default
+        ]
+        return f"{type(value).__name__}({', '.join(arguments)})"
+    return repr(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutTable:
+    """The layouts of a job with what each needs; ``str()`` returns a table.
+
+    Attributes:
+        layouts: For each backend and axes the first options that fit, from the least memory to the most;
+            then those of which no options fit, from the one that lacks least.
+        left_out: The reason why a backend has no layout here, by its name.
+        devices: The number of devices.
+        samples: The samples of each device in a batch; ``None`` where they are not known.
+        precision: As of the trainer.
+        accumulate: The batches of an optimizer step.
+        free_nbytes: The free bytes of each device; ``None`` if unknown.
+        unknown: The reason why something is not known; empty if all is.
+    """
+
+    layouts: tuple[LayoutNeed, ...]
+    left_out: Mapping[str, str]
+    devices: int
+    samples: int | None
+    precision: Precision
+    accumulate: int
+    free_nbytes: int | None
+    unknown: str
+
+    @property
+    def fitting(self) -> list[LayoutNeed]:
+        """The layouts that fit."""
+        return [found for found in self.layouts if found.memory.fits]
+
+    def __str__(self) -> str:
+        totals = [found.memory.total for found in self.layouts]
+        unit, size = ("GiB", 2**30) if max([*totals, self.free_nbytes or 0]) >= 2**30 else ("MiB", 2**20)
+        head = f"{self.devices} device{'s' * (self.devices != 1)}"
+        if self.samples is not None:
+            head += f", {self.samples} sample{'s' * (self.samples != 1)} on each"
+        head += f", {self.precision}"
+        if self.free_nbytes is not None:
+            head += f", {self.free_nbytes / size:.1f} {unit} free"
+        lines = [f"{head}; {unit} of the fullest device, the least first", *self._rows(size)]
+        lacking = [found for found in self.layouts if not found.memory.fits]
+        if lacking:
+            lines.append("do not fit:")
+        for found in lacking:
+            again = "" if found.recomputation == "nothing" else f", {found.recomputation} again"
+            lines.append(f"  {found.name} ({found.backends}{again}): {found.memory}")
+        remedies = [found.memory.remedy for found in lacking if found.memory.remedy]
+        lines += [f"  {remedy}" for remedy in dict.fromkeys(remedies)]
+        lines += [f"left out: {name}: {reason}" for name, reason in self.left_out.items()]
+        if self.unknown:
+            lines.append(f"not known: {self.unknown}")
+        return "\n".join(lines)
+
+    def _rows(self, size: int) -> Iterator[str]:
+        """Yield a row for each layout that fits, and what starts it."""
+        if not self.fitting:
+            yield "  none fits"
+            return
+        parts = ("weights", "grads", "optim", "comm", "activations")
+        table: list[tuple[str, ...]] = [("total", *parts, "again", "layout", "backend")]
+        for found in self.fitting:
+            need = found.memory
+            sizes = (need.total, need.weights, need.gradients, need.optimizer, need.communication)
+            shown = [f"{nbytes / size:.1f}" for nbytes in sizes]
+            shown.append("?" if need.activations is None else f"{need.activations / size:.1f}")
+            table.append((*shown, found.recomputation, found.name, found.backends))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for number, cells in enumerate(table):
+            numbers = [cell.rjust(width) for cell, width in zip(cells[:6], widths[:6], strict=True)]
+            words = [cell.ljust(width) for cell, width in zip(cells[6:], widths[6:], strict=True)]
+            yield "  ".join(["", *numbers, *words]).rstrip()
+            if number:
+                command, *script = self._start(self.fitting[number - 1])
+                yield f"    {command}"
+                yield from (f"        {line}" for line in script)
+
+    def _start(self, found: LayoutNeed) -> list[str]:
+        return found.lines(accumulate=self.accumulate, precision=self.precision)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as values for JSON."""
+        return {
+            "devices": self.devices,
+            "samples": self.samples,
+            "precision": self.precision,
+            "accumulate": self.accumulate,
+            "free_bytes": self.free_nbytes,
+            "unknown": self.unknown,
+            "left_out": dict(self.left_out),
+            "layouts": [
+                {
+                    "backend": found.backend,
+                    "axes": dict(found.layout.axes),
+                    "recomputation": found.recomputation,
+                    "fits": found.memory.fits,
+                    "memory": found.memory.to_dict(),
+                    "start": self._start(found),
+                }
+                for found in self.layouts
+            ],
+        }
+
+
+# -- The table of a job -----------------------------------------------------------------------------
+
+
+def estimate(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    batch: Any = None,
+    step: Step | None = None,
+    *,
+    devices: int = 1,
+    memory: int | str | None = None,
+    samples: int | None = None,
+    precision: Precision = "fp32",
+    accumulate: int = 1,
+) -> LayoutTable:
+    """Return the layouts of training on some CUDA devices, which need not exist here, by their memory.
+
+    These are the layouts of every installed backend: for each of its axes the first options that fit, with
+    as little as possible computed again in the backward pass. No weights are loaded and nothing is computed:
+    a step runs on tensors without memory. What a trainer of this program needs on its own devices, with its
+    options, :meth:`tp_trainer.Trainer.estimate` says.
+
+    Args:
+        model: The plain model; it may be on the meta device.
+        optimizer: Its optimizer. Without it, two values per parameter are assumed, as for Adam.
+        batch: A batch of one device. Without it the activations are unknown.
+        step: As for :meth:`tp_trainer.Trainer.fit`.
+        devices: The number of devices.
+        memory: The free memory of each: bytes, or text such as "80GiB"; by default it is unknown.
+        samples: The samples of the batch: its first ones, repeated if needed; by default all.
+        precision: As of the trainer.
+        accumulate: The batches of one optimizer step.
+
+    Raises:
+        ConfigError: An argument has a wrong value.
+
+    Example:
+        >>> print(estimate(torch.nn.Linear(4, 4), devices=8, memory="80GiB"))  # doctest: +SKIP
+    """
+    check_model("estimate()", model)
+    check_known("estimate()", model, optimizer, step)
+    check_positive("devices", devices)
+    if samples is not None:
+        check_positive("samples", samples)
+    rows = row_count_of(batch)
+    each = None if rows is None else samples or rows
+    job = Job(
+        devices=(torch.device("cuda", 0),),
+        environment=LaunchEnvironment(),
+        model=model,
+        precision=precision,
+        accumulate=accumulate,
+        free_nbytes=parse_nbytes(memory) if isinstance(memory, str) else memory,
+        recomputation="nothing",
+    )
+    footprints = StepFootprints(model, optimizer, batch, step, precision, job.devices[0])
+    first = footprints.measure(each or 1, "nothing")
+    rows, left_out = _list_candidates(replace(job, footprint=first), registry.backends(), devices, each)
+    recomputed: list[Recomputation] = ["nothing"] if first.activations is None else recomputations(model)
+    layouts: list[LayoutNeed] = []
+    for candidates in rows:
+        name = candidates[0].backend.name
+        try:
+            found = _first_that_fits(candidates, footprints, recomputed)
+        except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+            left_out[name] = f"its estimate raised {type(error).__name__}: {error}"
+            continue
+        if found is None:
+            left_out[name] = "it estimates no memory"
+        else:
+            layouts.append(found)
+    return LayoutTable(
+        layouts=tuple(sorted(layouts, key=lambda found: (not found.memory.fits, found.memory.total))),
+        left_out=left_out,
+        devices=devices,
+        samples=each,
+        precision=precision,
+        accumulate=accumulate,
+        free_nbytes=job.free_nbytes,
+        unknown=first.unknown or footprints.unknown,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A layout of a backend, the job of one of its ranks, and the samples that one of its readers gets."""
+
+    backend: Backend[Any]
+    layout: Layout
+    job: Job
+    samples: int | None
+
+
+def _list_candidates(
+    job: Job, backends: Iterable[Contribution[Backend[Any]]], devices: int, samples: int | None
+) -> tuple[list[list[_Candidate]], dict[str, str]]:
+    """Return the layouts of all backends that can take the job, and the reasons why others have none.
+
+    Layouts of a backend that differ in options alone are together, in the backend's order.
+    """
+    names = tuple(torch.device("cuda", i) for i in range(devices))
+    jobs = [replace(job, environment=LaunchEnvironment(), devices=names)]
+    if devices > 1:
+        processes = LaunchEnvironment(world_size=devices, local_world_size=devices)
+        jobs.insert(0, replace(job, environment=processes, devices=names[:1]))
+    batch = None if samples is None else samples * devices
+    rows: dict[tuple[str, str], list[_Candidate]] = {}
+    left_out: dict[str, str] = {}
+    asked: set[str] = set()
+    for contribution in backends:
+        backend = contribution.item
+        asked.add(backend.name)
+        found: list[_Candidate] = []
+        reasons: list[str] = []
+        for of_rank in jobs:
+            try:
+                for layout in backend.layouts(of_rank):
+                    candidate = _candidate(backend, layout, of_rank, batch)
+                    reason = _refusal(candidate)
+                    if reason:
+                        reasons.append(reason)
+                    else:
+                        found.append(candidate)
+            except (ConfigError, ModelError) as error:
+                reasons.append(str(error))
+            except Exception as error:  # noqa: BLE001 - a plugin may raise anything
+                reasons.append(f"its layouts raised {type(error).__name__}: {error}")
+        for candidate in found:
+            key = (_backends_of(backend.name, candidate.layout), _name_of(candidate.layout))
+            rows.setdefault(key, []).append(candidate)
+        if not found:
+            left_out[backend.name] = reasons[0] if reasons else _reason_of_none(backend, jobs[0])
+    missing = [name for name in _SPLITTING if name not in asked]
+    left_out |= {name: f"it is not installed: pip install {KNOWN_BACKENDS[name]}" for name in missing}
+    return list(rows.values()), left_out
+
+
+def _candidate(backend: Backend[Any], layout: Layout, job: Job, batch: int | None) -> _Candidate:
+    # One process has a device for each of its ranks; a process of several has one.
+    devices = job.devices[: layout.ranks]
+    of_layout = replace(job, devices=devices, options={**job.options, **layout.options})
+    return _Candidate(backend, layout, of_layout, None if batch is None else batch // layout.readers)
+
+
+def _refusal(candidate: _Candidate) -> str:
+    """Return why a layout cannot take its samples, or this model; empty if it can."""
+    layout, job, samples = candidate.layout, candidate.job, candidate.samples
+    if samples is not None and samples % layout.microbatches:
+        return f"{samples} samples do not divide into {layout.microbatches} micro-batches"
+    if layout.setup:  # which makes of the plain model what the backend takes
+        return ""
+    verdict = candidate.backend.assess(replace(job, footprint=None))
+    if verdict.is_fit:
+        return ""
+    return verdict.reason + (f"; {verdict.remedy}" if verdict.remedy else "")
+
+
+def _reason_of_none(backend: Backend[Any], job: Job) -> str:
+    verdict = backend.assess(job)
+    return f"it has no layout on {job.environment.world_size} ranks" if verdict.is_fit else verdict.reason
+
+
+def _first_that_fits(
+    candidates: Sequence[_Candidate], footprints: StepFootprints, recomputed: Sequence[Recomputation]
+) -> LayoutNeed | None:
+    """Return the first candidate that fits, with the least recomputation; else the one that lacks least."""
+    found: list[LayoutNeed] = []
+    for what in recomputed:
+        for candidate in candidates:
+            need = _need(candidate, footprints, what)
+            if need is None:
+                continue
+            if need.memory.fits:
+                return need
+            found.append(need)
+    return min(found, key=lambda need: need.memory.total, default=None)
+
+
+def _need(candidate: _Candidate, footprints: StepFootprints, what: Recomputation) -> LayoutNeed | None:
+    layout, job = candidate.layout, candidate.job
+    footprint = footprints.measure(candidate.samples or 1, what)
+    if what != "nothing" and footprint.activations is None:  # such a step cannot be run without memory
+        return None
+    if candidate.samples is not None:
+        # Ranks that read the same samples have a part of them each.
+        footprint = replace(footprint, part=layout.readers / layout.ranks)
+    memory = candidate.backend.estimate_memory(replace(job, footprint=footprint, recomputation=what))
+    if memory is None:
+        return None
+    return LayoutNeed(
+        backend=candidate.backend.name,
+        layout=layout,
+        is_launched=job.environment.world_size > 1,
+        recomputation=what,
+        memory=memory,
+    )
