@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 from tp_core import testing
-from tp_launch import _jobs  # private: what a test left behind is ended without a wait
+from tp_launch._jobs import list_jobs  # private, both: what a test left behind is ended without a wait
+from tp_launch._supervisor import stop_job
 
 from tests.run_tp import run
 
@@ -102,8 +103,8 @@ class Tp:
             shutil.rmtree(self.tmp, ignore_errors=True)
 
     def _end(self) -> None:
-        for job in _jobs.list_jobs():  # a test that failed half-way leaves its job running
-            _jobs.stop_job(job, grace_s=0)
+        for job in list_jobs():  # a test that failed half-way leaves its job running
+            stop_job(job, grace_s=0)
         for process in self.started:
             if process.poll() is None:
                 for child in psutil.Process(process.pid).children(recursive=True):

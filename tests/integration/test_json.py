@@ -87,7 +87,7 @@ def place(tmp_path_factory):
     """A folder with a run, an ended job, and files."""
     import torch
     from tp_launch import LaunchRequest
-    from tp_launch._jobs import Status, create_job  # a job that nobody ran
+    from tp_launch._jobs import JobStatus, create_job  # a job that nobody ran
 
     folder = tmp_path_factory.mktemp("place")
     (folder / "things.py").write_text(THINGS)
@@ -106,8 +106,8 @@ def place(tmp_path_factory):
             checkpoint=Checkpoints("run"),
             log=JsonLinesLogger("run"),
         )
-        job = create_job(LaunchRequest(script="things.py"), command=("things.py",))
-        job.write_status(Status(state="finished", pid=1, process="", started=0, ended=1, code=0))
+        job = create_job(LaunchRequest(script="things.py"))
+        job.write_status(JobStatus(state="finished", pid=1, process="", started=0, ended=1, code=0))
     return folder
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -151,8 +152,8 @@ def request_of(words, environ, monkeypatch):
     made = []
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    stopped = lambda **fields: made.append(fields) or _stop()  # noqa: E731 - short
-    monkeypatch.setattr("tp_launch._command.LaunchRequest", stopped)
+    stopped = lambda request: made.append(asdict(request)) or _stop()  # noqa: E731 - short
+    monkeypatch.setattr("tp_launch._local_run.execute", stopped)
     run(["launch", *words])
     return made[0]
 

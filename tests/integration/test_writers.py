@@ -159,9 +159,7 @@ def check_fit(folder, ended):
 
 def start_job(folder, tag):
     os.environ["TP_STATE_DIR"] = str(folder / "state")
-    create_job(
-        LaunchRequest(script="x.py", name="same", args=("--token=hunter2",)), command=("x", "--token=hunter2")
-    )
+    create_job(LaunchRequest(script="x.py", name="same", args=("--token=hunter2",)))
     time.sleep(0.3)  # it is running
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
-from tp_launch._host_watch import HostHeartbeats  # private: the clock is the test's
+from tp_launch._addresses import Endpoint
+from tp_launch._host_watch import HostHeartbeats, HostLoss, JobHost  # private: the clock is the test's
 
 
 class Clock:
@@ -25,13 +26,15 @@ def clock() -> Clock:
 @pytest.fixture
 def hosts(clock: Clock) -> list[HostHeartbeats]:
     """Three hosts of one job; the first serves."""
-    return [
-        HostHeartbeats("job", name=name, serves=name == "a", timeout_s=10, clock=clock)
+    endpoint = Endpoint("127.0.0.1", 0)
+    hosts = [
+        JobHost(endpoint=endpoint, run_id="job", name=name, serves=name == "a", timeout_s=10)
         for name in ("a", "b", "c")
     ]
+    return [HostHeartbeats(host, clock=clock) for host in hosts]
 
 
-def _pass(clock: Clock, store: Any, alive: list[HostHeartbeats], *, seconds: int) -> list[tuple[str, int]]:
+def _pass(clock: Clock, store: Any, alive: list[HostHeartbeats], *, seconds: int) -> list[HostLoss]:
     """What the last one of those that are alive hears in so many seconds."""
     heard = []
     for _ in range(seconds):
@@ -51,7 +54,7 @@ def test_a_silent_host_is_lost_once_and_all_others_hear_of_it(clock, hosts):
     _pass(clock, store, hosts, seconds=5)
     assert _pass(clock, store, hosts[::2], seconds=9) == []
     heard = _pass(clock, store, hosts[::2], seconds=30)
-    assert heard == [("host b was lost: it has not been heard of for 10 s", 2)]
+    assert heard == [HostLoss("host b was lost: it has not been heard of for 10 s", 2)]
 
 
 def test_a_host_that_leaves_is_not_missed(clock, hosts):

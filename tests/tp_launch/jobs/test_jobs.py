@@ -4,23 +4,20 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from tp_core.errors import ConfigError, StateError
 from tp_launch import LaunchRequest
+from tp_launch._job_commands import elapsed, log_chunks
 from tp_launch._jobs import (  # private: jobs as other processes and versions leave them
-    Job,
-    Status,
+    DetachedJob,
+    JobStatus,
     create_job,
-    elapsed,
     find_job,
-    identity,
-    is_running,
     list_jobs,
     load_job,
-    log_chunks,
-    read_request,
+    process_identity,
     state_dir,
 )
 
@@ -115,9 +112,9 @@ def jobs(tmp_path, monkeypatch):
     monkeypatch.setenv("TP_STATE_DIR", str(tmp_path))
     ids = iter(("aa11", "aa22", "bb33"))
     monkeypatch.setattr("uuid.uuid4", lambda: _Id(next(ids)))
-    made = [create_job(LaunchRequest(script=f"{n}.py"), command=(n,)) for n in ("x", "y", "x")]
+    made = [create_job(LaunchRequest(script=f"{n}.py")) for n in ("x", "y", "x")]
     for job in made:
-        job.write_status(Status(state="finished", pid=1, process="", started=0, ended=1, code=0))
+        job.write_status(JobStatus(state="finished", pid=1, process="", started=0, ended=1, code=0))
     monkeypatch.undo()
     monkeypatch.setenv("TP_STATE_DIR", str(tmp_path))
     return made
@@ -129,7 +126,7 @@ class _Id:
 
 
 def _running(job, **changed) -> None:
-    job.write_status(replace(Status.of_this_process("running"), **changed))
+    job.write_status(replace(JobStatus.of_this_process("running"), **changed))
 
 
 def test_a_job_is_found_by_id_prefix_name_and_last(jobs):
@@ -148,8 +145,8 @@ def test_an_ambiguous_or_unknown_job_lists_those_there_are(jobs):
 
 def test_a_reused_process_id_is_not_the_job(jobs):
     _running(jobs[0])
-    assert is_running(jobs[0])
-    _running(jobs[0], process=identity(1))
+    assert jobs[0].is_running()
+    _running(jobs[0], process=process_identity(1))
     assert jobs[0].status().state == "lost"
 
 
@@ -167,10 +164,7 @@ _JOB = {
     "created": [None, "now", True, -1, 1e300, [0]],
     "cwd": [None, 3],
     "command": [None, "x", [1], {}],
-    "request": [
-        *(None, [], "x", {}, {"script": 1}, {"script": "x", "max_restarts": -1}, {"script": "x", "args": 3}),
-        *({"script": "x", "grace_s": "1"}, {"script": "x", "rdzv_conf": {"a": 1}}),
-    ],
+    "grace_s": [None, "1", True, 1e999],
 }
 _STATUS = {
     "": ["{", "", "[]", "null", "{}"],
@@ -254,20 +248,20 @@ def test_a_job_without_a_log_is_said_to_have_none(jobs, here):
 def test_a_name_is_given_to_one_of_many_that_start_at_once(jobs):
     def create(_):
         try:
-            return create_job(LaunchRequest(script="s.py", name="one"), command=())
+            return create_job(LaunchRequest(script="s.py", name="one"))
         except ConfigError as error:
             return str(error)
 
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(create, range(8)))
-    assert sum(isinstance(job, Job) for job in made) == 1
+    assert sum(isinstance(job, DetachedJob) for job in made) == 1
     assert sum("a job named 'one' is running" in text for text in made if isinstance(text, str)) == 7
 
 
 @pytest.mark.parametrize("name", ["last", " ", "a\nb", "\x1b[31mred"])
 def test_a_name_that_means_something_else_or_controls_the_terminal_is_refused(jobs, name):
     with pytest.raises(ConfigError, match="cannot be used; a name has printable char"):
-        create_job(LaunchRequest(script="s.py", name=name), command=())
+        create_job(LaunchRequest(script="s.py", name=name))
 
 
 def test_what_controls_a_terminal_is_shown_escaped(jobs, here):
@@ -295,7 +289,7 @@ def test_a_state_directory_that_cannot_be_used_is_named(tmp_path, monkeypatch, h
 def test_nobody_else_sees_the_ids_of_jobs(jobs):
     directory = state_dir() / "jobs"
     directory.chmod(0o755)  # as an earlier version left it
-    create_job(LaunchRequest(script="s.py"), command=())
+    create_job(LaunchRequest(script="s.py"))
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
@@ -321,9 +315,3 @@ def test_the_last_lines_of_a_log(jobs, lines, shown):
 
 def test_elapsed_time_reads_like_a_clock():
     assert [elapsed(s) for s in (5, 75.9, 3661, 90061)] == ["0:05", "1:15", "1:01:01", "1d 1:01:01"]
-
-
-def test_a_request_survives_a_file():
-    request = LaunchRequest(script="s.py", args=("-n", "5"), rdzv_conf={"timeout": "3"})
-    again = read_request({**json.loads(json.dumps(asdict(request))), "newer": 1})
-    assert again == request

@@ -30,7 +30,8 @@ class Endpoint:
 def parse_endpoint(text: str, *, option: str = "--rdzv-endpoint") -> Endpoint:
     """Return ``host``, ``host:port`` or ``[v6 address]:port`` as an endpoint."""
     text = text.strip()
-    host, port = text, str(_DEFAULT_PORT)
+    host = text
+    port = str(_DEFAULT_PORT)
     if text.startswith("["):
         host, _, tail = text[1:].partition("]")
         port = tail.removeprefix(":") or port
@@ -45,20 +46,20 @@ def parse_endpoint(text: str, *, option: str = "--rdzv-endpoint") -> Endpoint:
 def resolve(host: str) -> list[str]:
     """Return the addresses of a host, none when its name is unknown here."""
     try:
-        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+        entries = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError):
         return []
-    return [str(entry[4][0]).partition("%")[0] for entry in found]
+    return [str(entry[4][0]).partition("%")[0] for entry in entries]  # without the zone of an IPv6 address
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that owns an address of this machine, or None."""
+    """Return the network interface of this machine that has an address, or None."""
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:  # a name, which may resolve to several addresses
         return None
-    for name, owned in psutil.net_if_addrs().items():
-        for entry in owned:
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
             if entry.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             if ipaddress.ip_address(entry.address.partition("%")[0]) == wanted:
@@ -92,7 +93,8 @@ def wait_for_endpoint(endpoint: Endpoint, *, timeout_s: float, log: Callable[[st
 
     torch's own wait runs in native code, ignores Ctrl-C, and prints nothing.
     """
-    start, is_logged = time.monotonic(), False
+    start = time.monotonic()
+    is_logged = False
     while True:
         try:
             socket.create_connection((endpoint.host, endpoint.port), timeout=1.0).close()

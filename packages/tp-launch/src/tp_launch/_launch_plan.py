@@ -38,8 +38,8 @@ class LaunchRequest:
         nproc_per_node: Processes on this host; "auto" is one per accelerator, or one.
         nnodes: Hosts of the job: "2", or "1:4" for at least one and at most four.
         node_rank: The number of this host, for the static rendezvous.
-        rdzv_backend: How hosts find each other; None is "static" if a node rank or a master address is
-            given, and "c10d" otherwise.
+        rdzv_backend: How hosts find each other; None is "static" with a node rank or a master address, and
+            "c10d" otherwise.
         rdzv_endpoint: ``host:port`` of the rendezvous.
         rdzv_id: The name of the job, the same on all its hosts.
         rdzv_conf: Further options of the rendezvous, as torch names them.
@@ -48,7 +48,7 @@ class LaunchRequest:
         max_restarts: How often to restart all processes after a failure.
         monitor_interval_s: Seconds between two looks at the processes.
         log_dir: The directory to keep the ranks' logs in; None removes them after the run.
-        local_addr: The address of this host for the other hosts; None finds it out.
+        local_addr: The address of this host for the other hosts; None looks for it.
         bind_addr: The only address of this host at which its stores listen.
         grace_s: Seconds between asking the processes to end and killing them.
         host_timeout_s: Seconds after which a silent host of the job counts as lost.
@@ -104,13 +104,11 @@ class LaunchRequest:
             msg = f"--node-rank must be 0 or more, got {self.node_rank}"
             raise ConfigError(msg)
 
-    def check(self) -> None:
-        """Find every mistake before a process starts.
-
-        Raises:
-            ConfigError: Names the option, the given value and a valid one.
-        """
-        make_plan(self)
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words after ``python``: the script, or ``-m`` and the module, and the arguments."""
+        program = ("-m", self.script) if self.module else (self.script,)
+        return program + self.args
 
 
 def parse_rdzv_conf(text: str) -> dict[str, str]:
@@ -160,8 +158,8 @@ class LaunchPlan:
 
 def make_plan(request: LaunchRequest) -> LaunchPlan:
     """Fill in the defaults of a request, and refuse one that cannot work."""
-    nproc = _processes(request.nproc_per_node)
-    min_nodes, max_nodes = _nodes(request.nnodes)
+    nproc = _process_count(request.nproc_per_node)
+    min_nodes, max_nodes = _node_counts(request.nnodes)
     _check_script(request)
     if request.log_dir is not None and Path(request.log_dir).is_file():
         msg = f"--log-dir must be a directory; {request.log_dir!r} is a file"
@@ -170,7 +168,7 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
     endpoint = _endpoint(request, backend=backend, max_nodes=max_nodes)
     if backend == "static":
         _check_static(request, min_nodes=min_nodes, max_nodes=max_nodes)
-    is_host, may_follow = _role(request, backend=backend, endpoint=endpoint)
+    is_host, may_follow = _rendezvous_role(request, backend=backend, endpoint=endpoint)
     bind = _bind(request, endpoint=endpoint)
     if max_nodes == 1 and backend in ("c10d", "static"):
         if is_host is False:
@@ -221,12 +219,12 @@ def _check_script(request: LaunchRequest) -> None:
     top = request.script.partition(".")[0]
     sys.path.insert(0, "")  # as for ``python -m``; the console script ``tp`` does not have it
     try:
-        found = importlib.util.find_spec(top) is not None
+        is_importable = importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):
-        found = False
+        is_importable = False
     finally:
         sys.path.remove("")
-    if not found:
+    if not is_importable:
         msg = (
             f"there is no module {request.script!r}: {top!r} was found neither in {Path.cwd()} nor "
             "among the installed packages; leave -m out to run a file"
@@ -234,7 +232,7 @@ def _check_script(request: LaunchRequest) -> None:
         raise ConfigError(msg)
 
 
-def _nodes(text: str) -> tuple[int, int]:
+def _node_counts(text: str) -> tuple[int, int]:
     parts = text.split(":")
     if len(parts) > 2 or not all(part.isdigit() for part in parts):
         msg = f"--nnodes must be a number or MIN:MAX, such as 2 or 1:4; got {text!r}"
@@ -246,18 +244,19 @@ def _nodes(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _processes(given: int | str) -> int:
-    if given == "auto":
+def _process_count(requested: int | str) -> int:
+    if requested == "auto":
         import torch
 
-        available = torch.accelerator.is_available()
-        return max(1, torch.accelerator.device_count()) if available else 1
+        if not torch.accelerator.is_available():
+            return 1
+        return max(1, torch.accelerator.device_count())
     try:
-        count = int(given)
+        count = int(requested)
     except ValueError:
         count = 0
     if count < 1:
-        msg = f"-n/--nproc-per-node must be 1 or more processes, or 'auto'; got {given!r}"
+        msg = f"-n/--nproc-per-node must be 1 or more processes, or 'auto'; got {requested!r}"
         raise ConfigError(msg)
     check_process_count("-n/--nproc-per-node", count)
     return count
@@ -330,7 +329,9 @@ def _check_static(request: LaunchRequest, *, min_nodes: int, max_nodes: int) -> 
         raise ConfigError(msg)
 
 
-def _role(request: LaunchRequest, *, backend: str, endpoint: Endpoint | str) -> tuple[bool | None, bool]:
+def _rendezvous_role(
+    request: LaunchRequest, *, backend: str, endpoint: Endpoint | str
+) -> tuple[bool | None, bool]:
     """Return whether this host serves the rendezvous, and whether it may become a client instead."""
     if not isinstance(endpoint, Endpoint):
         return None, False
@@ -338,12 +339,12 @@ def _role(request: LaunchRequest, *, backend: str, endpoint: Endpoint | str) -> 
         return (request.node_rank or 0) == 0, False
     if backend != "c10d":
         return None, False
-    given = request.rdzv_conf.get("is_host")
-    if given is not None:
-        if given.lower() not in _TRUE | _FALSE:
-            msg = f"--rdzv-conf is_host must be 0 or 1; got {given!r}"
+    is_host = request.rdzv_conf.get("is_host")
+    if is_host is not None:
+        if is_host.lower() not in _TRUE | _FALSE:
+            msg = f"--rdzv-conf is_host must be 0 or 1; got {is_host!r}"
             raise ConfigError(msg)
-        return given.lower() in _TRUE, False
+        return is_host.lower() in _TRUE, False
     return own_address(endpoint.host) is not None, endpoint.port != 0
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tp_core.internal import available_cores
 
 from tp_launch._addresses import Endpoint, wait_for_endpoint
-from tp_launch._host_watch import FailureBroadcast
+from tp_launch._host_watch import FailureBroadcast, JobHost
 from tp_launch._launch_plan import LaunchPlan, LaunchRequest, make_plan
 from tp_launch._outcome import (
     LaunchOutcome,
@@ -111,19 +111,22 @@ class LocalRun:
         self, plan: LaunchPlan, *, log_dir: Path, on_unresponsive: Callable[[LaunchOutcome], None]
     ) -> None:
         self._plan = plan
+        self._log_dir = log_dir
         self._on_unresponsive = on_unresponsive
         self._over = threading.Event()
-        self._log_dir = log_dir
+        # The ranks of this host, by local rank, and those who watch them.
         self._ranks: dict[int, Rank] = {}
-        self._serves = bool(plan.is_host)
-        self._broadcast: FailureBroadcast | None = None
-        own = socket.gethostname()
-        self._name = f"{own} ({plan.local_addr})" if plan.local_addr else own
-        self._loss = ""  # the message about a lost host, if that ended the ranks
-        self._tail = LogTail()
         self._failure_grace_s = min(plan.request.grace_s, _FAILURE_GRACE_S)
         self._watch = RankWatch(failure_grace_s=self._failure_grace_s)
         self._exited_ranks = ExitedRanks(self._watch.deaths)
+        self._tail = LogTail()
+        # The other hosts: whether this one serves their rendezvous, and the message about a lost one.
+        self._serves = bool(plan.is_host)
+        self._broadcast: FailureBroadcast | None = None
+        self._loss = ""  # set if the loss ended the ranks
+        self._name = socket.gethostname()
+        if plan.local_addr:
+            self._name += f" ({plan.local_addr})"
         self._tail.start()
         self._watch.start()
 
@@ -186,7 +189,9 @@ class LocalRun:
             return LaunchOutcome(1, message=str(error))
         except Exception as error:  # noqa: BLE001 - torch's agent raises many kinds
             return LaunchOutcome(1, message=self._loss or self._explain(error))
-        return self._outcome_of(failures) if failures else LaunchOutcome(0)
+        if not failures:
+            return LaunchOutcome(0)
+        return self._outcome_of(failures)
 
     def _start(self) -> "list[ProcessFailure]":
         from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
@@ -219,7 +224,7 @@ class LocalRun:
                 "machine has that address: where one should, say --rdzv-conf is_host=1"
             )
             raise _NoRendezvousError(msg)
-        from tp_launch._elastic import answers
+        from tp_launch._rendezvous import answers
 
         if not answers(endpoint, timeout_s=min(timeout_s, _ANSWER_S), log=print_line):
             msg = (
@@ -229,54 +234,63 @@ class LocalRun:
             raise _NoRendezvousError(msg)
 
     def _on_attempt(self, attempt: Attempt, ranks: list[Rank]) -> None:
-        restart, nodes = attempt.number, attempt.nodes
-        if restart and self._ranks:
-            cause = "" if self._loss else self._cause()
-            hosts = "" if self._plan.max_nodes == 1 else f", on {nodes} host{'s' * (nodes > 1)}"
-            print_line(f"{cause}restart {restart} of {self._plan.request.max_restarts}{hosts}")
+        if attempt.number and self._ranks:
+            self._print_restart(attempt)
         self._loss = ""
         self._ranks = {rank.local_rank: rank for rank in ranks}
         self._watch.follow(ranks)
         self._exited_ranks.follow(attempt, self._ranks)
         for rank in ranks:
-            prefix, own = f"[rank{rank.rank}] ", f"[rank{rank.rank}]: "
+            prefix = f"[rank{rank.rank}] "
+            own = f"[rank{rank.rank}]: "  # torch's prefix of a traceback's lines
             self._tail.follow(rank.stdout, prefix=prefix, out=sys.stdout)
             self._tail.follow(rank.stderr, prefix=prefix, out=sys.stderr, drop=own)
-        self._listen(nodes)
+        self._join_broadcast(attempt.nodes)
+
+    def _print_restart(self, attempt: Attempt) -> None:
+        cause = "" if self._loss else self._cause()
+        line = f"{cause}restart {attempt.number} of {self._plan.request.max_restarts}"
+        if self._plan.max_nodes > 1:
+            line += f", on {attempt.nodes} {'host' if attempt.nodes == 1 else 'hosts'}"
+        print_line(line)
 
     def _cause(self) -> str:
         """Return the start of a sentence about the rank that ended an attempt; empty if unknown."""
         self._watch.check()
         deaths = sorted(self._watch.deaths().items(), key=lambda item: item[1].order)
-        known = [f"rank {self._ranks[n].rank} failed with {code_name(d.code)}, " for n, d in deaths if d.code]
-        unseen = [f"rank {self._ranks[n].rank} failed, " for n, d in deaths if d.code is None]
-        if known:
-            return known[0]
-        return unseen[0] if len(unseen) == 1 else ""  # torch collected the status first, and hides it
+        for local_rank, death in deaths:
+            if death.code:
+                return f"rank {self._ranks[local_rank].rank} failed with {code_name(death.code)}, "
+        # torch collected these statuses first, and hides them.
+        unknown = [local_rank for local_rank, death in deaths if death.code is None]
+        if len(unknown) == 1:
+            return f"rank {self._ranks[unknown[0]].rank} failed, "
+        return ""
 
-    def _listen(self, nodes: int) -> None:
+    def _join_broadcast(self, nodes: int) -> None:
         plan = self._plan
         if plan.max_nodes == 1 or plan.is_host is None or not isinstance(plan.endpoint, Endpoint):
             return
         if self._broadcast is None:
-            self._broadcast = FailureBroadcast(
-                plan.endpoint,
+            host = JobHost(
+                endpoint=plan.endpoint,
                 run_id=plan.run_id,
-                serves=self._serves,
                 name=self._name,
+                serves=self._serves,
                 timeout_s=plan.request.host_timeout_s,
-                on_report=self._watch.end_all,
-                on_loss=self._end_after_loss,
+            )
+            self._broadcast = FailureBroadcast(
+                host, on_report=self._watch.end_all, on_loss=self._end_after_loss
             )
         self._broadcast.start(nodes=nodes)
 
-    def _end_after_loss(self, text: str, can_go_on: bool) -> None:
+    def _end_after_loss(self, message: str, can_continue: bool) -> None:
         """End the ranks, which wait for ranks of a lost host; torch may restart them without that host."""
-        self._loss = text
-        print_line(f"{text}; the processes of this host are ended")
+        self._loss = message
+        print_line(f"{message}; the processes of this host are ended")
         self._watch.end_all()
-        if not can_go_on and not self._over.wait(self._failure_grace_s + _UNRESPONSIVE_S):
-            self._on_unresponsive(LaunchOutcome(1, message=text))
+        if not can_continue and not self._over.wait(self._failure_grace_s + _UNRESPONSIVE_S):
+            self._on_unresponsive(LaunchOutcome(1, message=message))
 
     def _outcome_of(self, failures: "list[ProcessFailure]") -> LaunchOutcome:
         if self._loss:

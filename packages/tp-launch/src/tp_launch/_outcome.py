@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from tp_core.launching import ExitReport, read_exit_report
 
@@ -151,25 +151,28 @@ class RankFailure:
     def __str__(self) -> str:
         """Return the block that ends the launch's output."""
         name = code_name(self.code)
-        names = f"rank{'s' * (len(self.exited) > 1)} {', '.join(map(str, self.exited))}"
+        noun = "ranks" if len(self.exited) > 1 else "rank"
+        exited = f"{noun} {', '.join(map(str, self.exited))}"
         # A rank that only reports a lost peer is not the cause if a peer has exited.
-        is_missing = bool(self.exited) and self.is_consequence
-        which = f"{names} left first, with exit code 0; then rank" if is_missing else "rank"
-        first = "" if is_missing else " first"
+        is_peer_missing = bool(self.exited) and self.is_consequence
+        if is_peer_missing:
+            title = f"{exited} left first, with exit code 0; then rank {self.rank} failed"
+        else:
+            title = f"rank {self.rank} failed first"
         lines = [
             "=" * 72,
-            f"{which} {self.rank} failed{first}: {name}, status {self.status}",
+            f"{title}: {name}, status {self.status}",
             f"  where   host {self.host}, local rank {self.local_rank}, pid {self.pid}",
         ]
         hint = _HINTS.get("exit" if _THREADS_LEFT in self.text else name)
         if hint and _HEAD not in self.text:  # a traceback explains more than the hint
             lines.append(f"  hint    {hint}")
-        if is_missing:
+        if is_peer_missing:
             lines.append(
-                f"  cause   likely the end of {names}: look for what ends a process in mid-run there"
+                f"  cause   likely the end of {exited}: look for what ends a process in mid-run there"
             )
         elif self.exited:
-            lines.append(f"  before  {names} had ended with exit code 0")
+            lines.append(f"  before  {exited} had ended with exit code 0")
         if self.others:
             lines.append(f"  others  {self.others}")
         if self.log is not None:
@@ -211,7 +214,7 @@ def first_failure(
         # Ranks that the launcher ended, or that only report that a peer is gone, come after the others.
         ended_by_us = local in killed or codes[local][1] == -signal.SIGTERM
         order = deaths[local].order if local in deaths else len(ranks)
-        return ended_by_us, tails[local][2], order, list(codes).index(local)
+        return ended_by_us, tails[local].is_consequence, order, list(codes).index(local)
 
     local = min(codes, key=lateness)
     pid, code = codes[local]
@@ -221,16 +224,16 @@ def first_failure(
         n for n, death in deaths.items() if death.code == 0 or (death.code is None and n not in codes)
     }
     exited = sorted(ranks[n].rank for n in succeeded if deaths[n].order < end)
-    text, is_traceback, is_consequence = tails[local]
+    tail = tails[local]
     return RankFailure(
         rank=ranks[local].rank,
         local_rank=local,
         pid=pid,
         host=socket.gethostname(),
         code=code,
-        text=text,
-        is_traceback=is_traceback,
-        is_consequence=is_consequence,
+        text=tail.text,
+        is_traceback=tail.is_traceback,
+        is_consequence=tail.is_consequence,
         others=_others(codes, ranks=ranks, killed=killed, first=local),
         exited=tuple(exited),
         log=str(ranks[local].stderr) if keep_logs else None,
@@ -255,8 +258,15 @@ def last_traceback(text: str) -> str:
     return "\n".join(lines[start:end])
 
 
-def _stderr_tail(rank: Rank, code: int) -> tuple[str, bool, bool]:
-    """Return the tail of a rank's stderr, whether it is a traceback, and whether it blames another rank."""
+class _StderrTail(NamedTuple):
+    """The end of a rank's stderr: its traceback, if it has one, and whether that blames another rank."""
+
+    text: str
+    is_traceback: bool = False
+    is_consequence: bool = False
+
+
+def _stderr_tail(rank: Rank, code: int) -> _StderrTail:
     try:
         with rank.stderr.open("rb") as file:
             # Only the end: days of logs may be gigabytes.
@@ -267,20 +277,21 @@ def _stderr_tail(rank: Rank, code: int) -> tuple[str, bool, bool]:
     own = f"[rank{rank.rank}]: "  # torch's prefix on the lines of a traceback
     text = "\n".join(line.removeprefix(own) for line in text.splitlines()).strip("\n")
     if code > 0:
-        found = last_traceback(text)
+        stack = last_traceback(text)
     elif code == -signal.SIGABRT:
         # An uncaught exception ends in an abort if threads of a collective are still alive.
-        found = last_traceback(text) or _native_stack(text, before=_TAIL_LINES)
+        stack = last_traceback(text) or _native_stack(text, before=_TAIL_LINES)
     else:
         # A killed rank prints nothing: a traceback in its log is of an exception that it survived.
-        found = _native_stack(text)
-    if found:
-        exception = _exception_of(found)
+        stack = _native_stack(text)
+    if stack:
+        exception = _exception_of(stack)
         if exception.startswith("tp_core.errors.DisagreementError"):
-            return exception, True, False  # which line it was is shown above, and any rank's would do
-        return _shortened(found), True, bool(_CONSEQUENCE.search(exception))
-    tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
-    return tail, False, False
+            # The traceback of one rank is shown above, and all ranks have the same.
+            return _StderrTail(exception, is_traceback=True)
+        is_consequence = _CONSEQUENCE.search(exception) is not None
+        return _StderrTail(_shortened(stack), is_traceback=True, is_consequence=is_consequence)
+    return _StderrTail("\n".join(text.splitlines()[-_TAIL_LINES:]))
 
 
 def _native_stack(text: str, *, before: int = 0) -> str:

@@ -26,18 +26,18 @@ def _load_launch() -> Any:
 
 
 def _load_jobs() -> Any:
-    from tp_launch._jobs import jobs_app
+    from tp_launch._job_commands import jobs_app
 
     return jobs_app()
 
 
 def _load_logs() -> Any:
-    from tp_launch._jobs import logs_app
+    from tp_launch._job_commands import logs_app
 
     return logs_app()
 
 
 def _load_stop() -> Any:
-    from tp_launch._jobs import stop_app
+    from tp_launch._job_commands import stop_app
 
     return stop_app()

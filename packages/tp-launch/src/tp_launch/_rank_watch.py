@@ -56,13 +56,14 @@ class RankWatch:
         # Reentrant: a signal handler calls `signal` in the main thread, which may hold the lock already.
         self._lock = threading.RLock()
         self._stopping = threading.Event()
+        # Of the current attempt, by local rank; process ids and their descriptors are known once ranks run.
         self._ranks: dict[int, Rank] = {}
-        self._pids: dict[int, int] = {}  # local rank to process id
+        self._pids: dict[int, int] = {}
+        self._pidfds: dict[int, int] = {}
         self._deaths: dict[int, RankDeath] = {}
         self._killed: set[int] = set()
-        self._kill_at: float | None = None
-        self._signum: int | None = None  # a signal for every rank, also for those found later
-        self._pidfds: dict[int, int] = {}  # local rank to descriptor
+        self._kill_at: float | None = None  # when the ranks that still run are killed
+        self._signum: int | None = None  # a signal for every rank, also for those that start later
         self._thread = threading.Thread(target=self._run, name="tp-launch-watch", daemon=True)
 
     def start(self) -> None:
@@ -144,7 +145,7 @@ class RankWatch:
             if fds and complete:
                 # Wakes at the first end: of two deaths within a tick, the first is the cause. Without the
                 # lock, so that a signal handler need not wait for it. If another thread closes a descriptor
-                # meanwhile, the wait only ends early.
+                # during the wait, that only ends early.
                 poller = select.poll()
                 for fd in fds:
                     poller.register(fd, select.POLLIN)
@@ -165,13 +166,13 @@ class RankWatch:
 
     def _see_deaths(self) -> None:
         ended: list[tuple[bool, int, int | None]] = []
-        for local_rank, pid in list(self._pids.items()):  # a copy: a signal handler may add a rank meanwhile
+        for local_rank, pid in list(self._pids.items()):  # a copy: a signal handler may add a rank
             if local_rank in self._deaths:
                 continue
             is_over, code = _ended(pid)
             if is_over:
-                # Of two found together, the one that a signal ended comes first: the other one may have
-                # ended as a consequence.
+                # Of two that end within one look, the one that a signal ended comes first: the other one may
+                # have ended as a consequence.
                 ended.append((code is None or code >= 0, local_rank, code))
         for _, local_rank, code in sorted(ended):
             self._deaths[local_rank] = RankDeath(len(self._deaths), code)
@@ -195,8 +196,12 @@ class RankWatch:
     def _reset(self) -> None:
         for fd in self._pidfds.values():
             os.close(fd)
-        self._ranks, self._pids, self._pidfds = {}, {}, {}
-        self._deaths, self._killed, self._kill_at = {}, set(), None
+        self._ranks = {}
+        self._pids = {}
+        self._pidfds = {}
+        self._deaths = {}
+        self._killed = set()
+        self._kill_at = None
 
 
 def _ended(pid: int) -> tuple[bool, int | None]:
@@ -258,8 +263,10 @@ class ExitedRanks:
 
     def follow(self, attempt: Attempt, ranks: Mapping[int, Rank]) -> None:
         with self._lock:  # otherwise the thread could announce a rank of the last attempt for this one
-            self._attempt, self._ranks = attempt, dict(ranks)
-            self._checks, self._announced = Counter(), set()
+            self._attempt = attempt
+            self._ranks = dict(ranks)
+            self._checks = Counter()
+            self._announced = set()
         if self._thread.ident is None:
             self._thread.start()
 
@@ -271,7 +278,8 @@ class ExitedRanks:
     def _run(self) -> None:
         while not self._ending.wait(_CHECK_S):
             with self._lock:
-                attempt, ranks = self._attempt, self._ranks
+                attempt = self._attempt
+                ranks = self._ranks
                 deaths = self._deaths()
                 self._checks.update(local for local, death in deaths.items() if not death.code)
                 # Seen twice: ranks that end together need no announcement. If torch has collected the

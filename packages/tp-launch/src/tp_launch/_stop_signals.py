@@ -33,7 +33,7 @@ class StopSignals:
 
     Args:
         on_stop: Called with the signal, before the exception: ends the ranks, which takes time.
-        on_hurry: Called at a second Ctrl-C meanwhile.
+        on_hurry: Called at a second Ctrl-C.
         on_unresponsive: Called with the signal, from another thread, if the main thread is stuck in native
             code, where Python runs no handler, or has not left the context in time.
         grace_s: How long the main thread may take to leave the context.
@@ -51,9 +51,10 @@ class StopSignals:
         self._on_hurry = on_hurry
         self._on_unresponsive = on_unresponsive
         self._grace_s = grace_s
+        self._received = threading.Event()  # the first signal has come
+        self._left = threading.Event()  # the main thread has left the context, or is about to
+        # What the context restores: the handlers, and the wakeup descriptor; and the pipe that replaces that.
         self._before: dict[int, Any] = {}
-        self._received = threading.Event()
-        self._left = threading.Event()
         self._wake_before = -1
         self._write_fd = -1
 
@@ -85,7 +86,7 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Restore the handlers; torch may have replaced some meanwhile."""
+        """Restore the handlers, also those that torch has replaced since."""
         self._left.set()
         if self._write_fd >= 0:
             signal.set_wakeup_fd(self._wake_before)

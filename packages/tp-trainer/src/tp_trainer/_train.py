@@ -227,7 +227,8 @@ def _check_launched(context: typer.Context, names: Iterable[str]) -> None:
     sources = {name: context.get_parameter_source(name) for name in sorted(names)}
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        spellings = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+        options = ", ".join(spellings[name] for name in given)
         msg = (
             f"tp train was given {options} in rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, which "
             "a launcher has started; leave that out, or start tp train without a launcher"
