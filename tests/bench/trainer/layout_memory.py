@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment
 from tp_core.jobs import Axis, Layout, MemoryNeed, Recomputation
 from tp_core.plugins import Job, registry
-from tp_core.testing import run_ranks
+from tp_testing import run_ranks
 from tp_trainer import Trainer
 from tp_trainer._footprints import StepFootprints  # private: `estimate` adds the choice of options
 
