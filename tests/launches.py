@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tp_core import testing
+import tp_testing
 from tp_launch._jobs import list_jobs  # private, both: what a test left behind is ended without a wait
 from tp_launch._supervisor import stop_job
 
@@ -182,7 +182,7 @@ def until() -> Callable[..., None]:
 
 @pytest.fixture
 def free_port() -> int:
-    return testing.free_port()
+    return tp_testing.free_port()
 
 
 @pytest.fixture(autouse=True)

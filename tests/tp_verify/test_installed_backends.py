@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from tp_core.discovery import PluginRegistry
-from tp_core.testing import fake_distribution
+from tp_testing import fake_distribution
 from tp_verify._installed_backends import find_trials  # private: the devices are this host's
 from tp_verify._small_training import MAX_NORM, STEPS, train_by_hand
 

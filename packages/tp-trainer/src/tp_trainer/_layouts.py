@@ -259,10 +259,10 @@ def estimate(
     )
     footprints = StepFootprints(model, optimizer, batch, step, precision, job.devices[0])
     first = footprints.measure(each or 1, "nothing")
-    rows, left_out = _list_candidates(replace(job, footprint=first), registry.backends(), devices, each)
+    by_layout, left_out = _list_candidates(replace(job, footprint=first), registry.backends(), devices, each)
     recomputed: list[Recomputation] = ["nothing"] if first.activations is None else recomputations(model)
     layouts: list[LayoutNeed] = []
-    for candidates in rows:
+    for candidates in by_layout:
         name = candidates[0].backend.name
         try:
             found = _first_that_fits(candidates, footprints, recomputed)
