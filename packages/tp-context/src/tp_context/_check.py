@@ -29,6 +29,7 @@ from tp_core.compare import (
 )
 from tp_core.data import StepOutput
 from tp_core.errors import ModelError
+from tp_core.internal import preserve_rng_state
 
 from tp_context._attention import doors
 from tp_context._inputs import Way, splitting, ways_of, windows_of
@@ -132,7 +133,6 @@ def prove(
     _mask_ends(short)
     with undisturbed(model), doors(drops=False):
         run = partial(_run, step, model, gradients=compares_gradients)
-        state = torch.get_rng_state()
         try:
             whole = run(short, _as_it_is)
             failed = ""
@@ -150,12 +150,10 @@ def prove(
         dtypes = frozenset[torch.dtype]().union(*(found for _, found in said))
         whole = near = whole._replace(dtypes=dtypes)
         if coarsest(dtypes) != torch.float64:
-            torch.set_rng_state(state)
             near = run(short, _as_it_is, nudge=coarsest(dtypes))
         best = (-1, "")
         has_positions = any("position_ids" in name for name, _ in _named_tensors(batch))
         for way in ways_of(model, has_positions=has_positions):
-            torch.set_rng_state(state)
             progress, problem = _try(run, model, short, where, whole, near, way, ranks, join)
             if not problem:
                 return way
@@ -257,7 +255,14 @@ def _run(
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     dtypes = {p.dtype for p in model.parameters()}
     rounding = nullcontext() if nudge is None else nudged(model, nudge)
-    with rounding, Recording(model) as recording, ComputedTypes() as computed:
+    # All runs draw the same: numbers of numpy's, as wav2vec2's masks, would be taken for rounding.
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    with (
+        preserve_rng_state(devices),
+        rounding,
+        Recording(model) as recording,
+        ComputedTypes() as computed,
+    ):
         output = join(step(model, batch))
     values = output if isinstance(output, Mapping) else {"loss": output}
     returned = {
