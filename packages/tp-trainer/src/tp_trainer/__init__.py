@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tp_trainer._checkpoint import Checkpoints as Checkpoints
     from tp_trainer._convert import convert as convert
     from tp_trainer._convert import find_checkpoint as find_checkpoint
-    from tp_trainer._layouts import estimate as estimate
+    from tp_trainer._layout_table import estimate as estimate
     from tp_trainer._memory import MemoryTable as MemoryTable
     from tp_trainer._metrics import FunctionMetric as FunctionMetric
     from tp_trainer._metrics import Metric as Metric
@@ -51,7 +51,7 @@ else:
             "tp_trainer._backends": ["DdpOptions", "FsdpOptions"],
             "tp_trainer._checkpoint": ["Checkpoints"],
             "tp_trainer._convert": ["convert", "find_checkpoint"],
-            "tp_trainer._layouts": ["estimate"],
+            "tp_trainer._layout_table": ["estimate"],
             "tp_trainer._memory": ["MemoryTable"],
             "tp_trainer._metrics": ["FunctionMetric", "Metric", "Predictions"],
             "tp_trainer._opening._boundaries": ["Interrupted"],

@@ -85,9 +85,9 @@ class Preparation:
     def selection(self) -> Selection:
         return self._lazy.selection
 
-    def choose(self, model: nn.Module) -> Selection:
-        """Return the selection for a model, without opening anything."""
-        return self._lazy.choice(model)
+    def choose(self, model: nn.Module, work: "Work") -> Selection:
+        """Return the selection for a model by the memory of its steps, without opening anything."""
+        return self._lazy.choice(model, lambda job: _with_memory(job, work))
 
     def require(self, backend: str, reason: str) -> None:
         """Choose the backend that was timed as the fastest."""

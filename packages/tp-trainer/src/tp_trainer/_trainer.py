@@ -98,8 +98,9 @@ class Trainer:
 
     Args:
         backend: The name of the backend, or "auto" for the best that fits. With "auto" the variable
-            ``TP_BACKEND`` takes precedence. "fastest" has :meth:`fit` time a few steps of the best three, on
-            copies of model and optimizer, which leave no trace, and keep the fastest.
+            ``TP_BACKEND`` takes precedence. "fastest" has :meth:`fit` time six steps of up to three
+            backends on copies of model and optimizer, which leave no trace, and keep the fastest: those that
+            fit by memory, and that "auto" would choose first.
         devices: The devices, as for :func:`tp_core.resolve_devices`. Under a launcher they are the
             devices of one host, one for each of its processes.
         seed: Seeds Python, numpy (if it is loaded) and torch now, and orders the data. ``None``

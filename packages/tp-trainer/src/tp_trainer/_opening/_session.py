@@ -291,9 +291,9 @@ class LazySession:
         """The selection of the backend; before the session is open, the one for an unspecified model."""
         return choose(self._job, self.plugins, self._backend) if self._selection is None else self._selection
 
-    def choice(self, model: nn.Module) -> Selection:
-        """Return the selection for a model, without opening anything."""
-        return choose(replace(self._job, model=model), self.plugins, self._backend)
+    def choice(self, model: nn.Module, estimate: Callable[[Job], Iterable[Job]]) -> Selection:
+        """Return the selection for a model, without opening anything; ``estimate`` is as for :meth:`open`."""
+        return self._select([model], estimate)[0]
 
     def require(self, backend: str, why: str) -> None:
         """Choose the backend before the session is open; the selection names the reason."""
@@ -343,20 +343,8 @@ class LazySession:
     ) -> Session:
         if self._job.environment.is_distributed:
             _end_after_failure()
-        seed = torch.initial_seed() if self._seed is None else self._seed
-        job = replace(self._job, model=joined(models), seed=seed)
-        jobs: Iterable[Job] = [job]
-        # Every rank knows the size without an exchange; for a small model a measurement is not worth it.
-        is_small = job.traits is None or job.traits.nbytes < MEASURED_NBYTES
-        if estimate is not None and job.traits and not (is_small and job.recomputation is None):
-            jobs = estimate(job)
-        for job in jobs:
-            selection = choose(job, self.plugins, self._backend)
-            if self._asked_by:
-                selection = replace(selection, asked_by=self._asked_by)
-            verdict = selection.chosen.verdict
-            if not verdict.lacks_memory:
-                break
+        selection, job = self._select(models, estimate)
+        verdict = selection.chosen.verdict
         if verdict.lacks_memory and job.environment.is_main:
             msg = (
                 f"backend {selection.chosen.name!r} ({selection.asked_by}) {verdict.reason}; {verdict.remedy}"
@@ -375,3 +363,22 @@ class LazySession:
         session = open_session(selection, job, facts)
         self._selection, self.current, self._opened_by = selection, session, by
         return session
+
+    def _select(
+        self, models: Sequence[nn.Module], estimate: Callable[[Job], Iterable[Job]] | None
+    ) -> tuple[Selection, Job]:
+        """Return the selection for models, and the job with what the backward pass computes again."""
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        job = replace(self._job, model=joined(models), seed=seed)
+        jobs: Iterable[Job] = [job]
+        # Every rank knows the size without an exchange; for a small model a measurement is not worth it.
+        is_small = job.traits is None or job.traits.nbytes < MEASURED_NBYTES
+        if estimate is not None and job.traits and not (is_small and job.recomputation is None):
+            jobs = estimate(job)
+        for job in jobs:
+            selection = choose(job, self.plugins, self._backend)
+            if self._asked_by:
+                selection = replace(selection, asked_by=self._asked_by)
+            if not selection.chosen.verdict.lacks_memory:
+                break
+        return selection, job

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from tp_core.errors import ConfigError, ModelError, StepError
 from tp_core.internal import capture_rng_state, restore_rng_state
 
+from tp_trainer._memory import Work
 from tp_trainer._preparation import Preparation
 from tp_trainer._running._settings import FitSettings
 from tp_trainer._steps._step import Step
@@ -20,7 +21,7 @@ from tp_trainer._steps._step import Step
 log = logging.getLogger("tp_trainer")
 
 _MOST = 3
-"""The backends that are timed."""
+"""The backends that are timed: those that fit by memory, and that "auto" would choose first."""
 _FIRST, _STEPS = 2, 6
 """The steps that do not count, in which libraries and allocators warm up, and all steps."""
 
@@ -60,7 +61,10 @@ def _find_fastest(
 
     Collectives: those of a session of each backend, and a gather of objects for each.
     """
-    names = [c.name for c in preparation.choose(model).candidates if c.verdict.is_fit][:_MOST]
+    work = Work(optimizer, settings.train_loader, settings.step)
+    selection = preparation.choose(model, work)
+    fitting = [c.name for c in selection.candidates if c.verdict.is_fit][:_MOST]
+    names = fitting or [selection.chosen.name]  # which the environment names
     if len(names) == 1:
         return names[0], f"fastest: only {names[0]!r} fits"
     batches = _first_batches(settings.train_loader)
