@@ -224,7 +224,7 @@ def test_a_decoder_on_slices_equals_one_device(two_ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "way"),
+    ("model", "algorithm"),
     [
         ((Encoder,), "all-gather"),
         ((Encoder, True), "all-gather"),
@@ -241,10 +241,45 @@ def test_a_decoder_on_slices_equals_one_device(two_ranks):
         ((Decoder, 0.4, True), "ulysses"),
     ],
 )
-def test_every_door_on_slices_equals_one_device(two_ranks, model, way):
+def test_attention_by_every_function_equals_one_device(two_ranks, model, algorithm):
     expected = train("single", make(*model))
-    for found in two_ranks.run(lambda: train("context", make(*model), options={"attention": way})):
+    for found in two_ranks.run(lambda: train("context", make(*model), options={"attention": algorithm})):
         assert_same(found, expected)
+
+
+class Pooled(Decoder):
+    """Makes a vector of each sequence, as wide as a slice is long."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.places(self.number(tokens))
+        vector = gather(x + self.attend(x), 1).mean(1)
+        return self.dropout(vector), self.head(self.dropout(vector))
+
+
+def pooled(backend):
+    torch.set_num_threads(1)
+    model, loader = make(Pooled, 0.4), DataLoader(Samples(2 * WIDTH), batch_size=ROWS)
+
+    def step(model, batch):
+        vector, scores = model(batch["tokens"])
+        return {"loss": (scores.square().mean() + vector.mean()), "weight": len(scores)}
+
+    def predict(model, batch):
+        return {"vector": model(batch["tokens"])[0]}
+
+    with Trainer(backend=backend, devices="cpu", seed=3, progress=False) as trainer:
+        (record,) = trainer.fit(
+            model, torch.optim.SGD(model.parameters(), lr=0.5), loader, step=step, epochs=1
+        )
+        vectors = trainer.predict(model, loader, step=predict).collect()["vector"]
+        return record.train["loss"], vectors, trainer.session.model_state(model)
+
+
+def test_a_width_as_long_as_a_slice_is_not_taken_for_one(two_ranks):
+    expected = pooled("single")
+    assert expected[1].shape == (6, WIDTH)
+    for found in two_ranks.run(pooled, "context"):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
 class Weighing(Encoder):
@@ -740,7 +775,7 @@ BAD = {  # options, the number of tokens, a model, and what is said
     ),
     "compiled": ({"compiles": True}, 8, Decoder, "compile=True does not go with backend 'context'"),
     "a mask of the wrong shape": ({}, 16, Masked, "an attention mask has shape"),
-    "attention past every door": ({}, 8, ByHand, r"'head' \(Linear\) computes something else"),
+    "attention by hand": ({}, 8, ByHand, r"'head' \(Linear\) computes something else"),
 }
 
 

@@ -7,8 +7,8 @@ import torch
 from tp_context import ContextOptions, attention, gather, positions
 
 # private, both: cuts of ranks that need not be started
-from tp_context._slices import Cut, Cuts, activate, find_sequences, map_sequences, work_of
-from tp_context._ways import Exchange, Inputs, Rules, _blocks, _choose, _ring_blocks
+from tp_context._algorithms import Exchange, Inputs, Rules, _blocks, _choose, _ring_blocks
+from tp_context._slices import Cut, Cuts, find_sequences, map_sequences, work_of
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, StepError
 from tp_core.internal import step_identity
@@ -16,6 +16,7 @@ from tp_core.plugins import Job
 from tp_trainer import Trainer
 
 from tests.installed import backend_class
+from tests.tp_context.cuts import activate
 
 
 @pytest.mark.parametrize(("length", "size"), [(16, 2), (13, 2), (3, 3), (43, 4), (5, 1)])
@@ -44,10 +45,10 @@ WORK = {
 }
 
 
-def computed(cut, mask, way):
+def computed(cut, mask, algorithm):
     """Return the pairs of a query and a key of which a rank's attention computes the product."""
     q = torch.zeros(1, 1, cut.tokens, 1)
-    if way == "ring":
+    if algorithm == "ring":
         blocks = [b for s in range(cut.size) for b in _ring_blocks(cut.take(mask, 0), Exchange(cut, cut), s)]
     else:
         k = torch.zeros(1, 1, cut.length, 1)
@@ -73,9 +74,9 @@ def test_ranks_have_equal_work_where_documents_and_windows_hide_keys(name, size)
     at = torch.arange(4096)
     begins = at - batch.get("position_ids", at[None])[0]
     mask = (at[:, None] >= at) & (at >= begins[:, None]) & (at[:, None] - at < (windows or [4096])[0])
-    for way in ("all-gather", "ring"):
-        found = torch.tensor([float(computed(cut, mask, way)) for cut in cuts])
-        assert float(found.max() / found.mean()) < 1.05, (way, found)
+    for algorithm in ("all-gather", "ring"):
+        found = torch.tensor([float(computed(cut, mask, algorithm)) for cut in cuts])
+        assert float(found.max() / found.mean()) < 1.05, (algorithm, found)
 
 
 def test_a_sequence_shorter_than_the_ranks_is_refused():
@@ -212,8 +213,8 @@ class Attending(LongRows):
         return torch.nn.functional.scaled_dot_product_attention(x[:, None], keys, keys.square()).mean()
 
 
-def activations(way):
-    batch, options = torch.zeros(1, 4096, 8), {"context": {"attention": way}}
+def activations(algorithm):
+    batch, options = torch.zeros(1, 4096, 8), {"context": {"attention": algorithm}}
     with Trainer(backend="context", devices="cpu", progress=False, options=options) as trainer:
         found = trainer.estimate(Attending(), None, batch, lambda m, x: m(x), devices=4).verdicts
     return found["ddp"].memory.activations, found["context"].memory.activations
@@ -228,17 +229,17 @@ def test_the_keys_that_ranks_exchange_are_in_the_estimate():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "way"),
+    ("tokens", "heads", "algorithm"),
     [(512, (4, 4), "all-gather"), (8192, (4, 4), "ulysses"), (8192, (8, 2), "all-gather")],
 )
-def test_the_cheapest_way_of_attention_is_chosen_and_logged_once(tokens, heads, way, caplog):
+def test_the_cheapest_algorithm_of_attention_is_chosen_and_logged_once(tokens, heads, algorithm, caplog):
     cut = Cut(tokens, 0, 2, None)
     query, key = (torch.empty(1, count, cut.tokens, 32) for count in heads)
     with caplog.at_level("INFO", "tp_context"):
         for _ in range(2):
-            assert _choose(Inputs(query, key, key), Rules(cut, cut, is_causal=True), cut) == way
+            assert _choose(Inputs(query, key, key), Rules(cut, cut, is_causal=True), cut) == algorithm
     assert [r.getMessage().split(" (")[0] for r in caplog.records] == [
-        f"attention over {tokens} tokens on 2 ranks by {way}"
+        f"attention over {tokens} tokens on 2 ranks by {algorithm}"
     ]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tp_context import attention
 
 # private: ways without a model, and what the option "auto" chooses
-from tp_context._ways import Size, costs
+from tp_context._algorithms import Size, costs
 from tp_testing import run_ranks
 
 from tests.bench._results import Results
@@ -63,7 +63,7 @@ def times(tokens: int, heads: int, key_heads: int, rounds: int) -> dict[str, lis
     dist.init_process_group("gloo")
     size, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
-    cuts = {way: cuts_of(tokens, rank=rank, size=size, way=way) for way in WAYS}
+    cuts = {way: cuts_of(tokens, rank=rank, size=size, algorithm=way) for way in WAYS}
     own = cuts[WAYS[0]].of_whole(tokens).tokens
     shapes = [(1, n, own, FEATURES) for n in (heads, key_heads, key_heads)]
     inputs = [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]

@@ -7,8 +7,8 @@ from tp_core.internal import lazy_exports
 if TYPE_CHECKING:
     from tp_context._attention import attention as attention
     from tp_context._options import ContextOptions as ContextOptions
-    from tp_context._slices import gather as gather
-    from tp_context._slices import positions as positions
+    from tp_context._split_state import gather as gather
+    from tp_context._split_state import positions as positions
 
     __version__: str
 else:
@@ -17,6 +17,6 @@ else:
         {
             "tp_context._attention": ["attention"],
             "tp_context._options": ["ContextOptions"],
-            "tp_context._slices": ["gather", "positions"],
+            "tp_context._split_state": ["gather", "positions"],
         },
     )

@@ -6,7 +6,7 @@ of attention is found (convolutions, state-space layers, norms over the sequence
 and what cannot be proved is refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from tp_core import tree_leaves
 from tp_core.compare import (
     Bound,
     ComputedTypes,
@@ -27,13 +28,23 @@ from tp_core.compare import (
     relative_error,
     undisturbed,
 )
-from tp_core.data import StepOutput
+from tp_core.data import SampleRows, StepOutput
 from tp_core.errors import ModelError
 from tp_core.internal import preserve_rng_state
 
-from tp_context._attention import doors
-from tp_context._inputs import Way, splitting, ways_of, windows_of
-from tp_context._slices import Cut, Cuts, Found, _named_tensors, map_sequences, take_slices, work_of
+from tp_context._inputs import InputScheme, input_schemes, splitting, windows_of
+from tp_context._patches import patched
+from tp_context._slices import (
+    Cut,
+    Cuts,
+    Found,
+    _named_tensors,
+    differing_dim,
+    map_sequences,
+    take_slices,
+    work_of,
+)
+from tp_context._split_state import split_states
 
 Step = Callable[[nn.Module, Any], StepOutput]
 Join = Callable[[Any, Cuts], Any]
@@ -48,7 +59,7 @@ class Ranks(NamedTuple):
         size: Their number.
         together: The ranks that run a step together, as each holds parts of others' weights: all that decide
             alike. ``None`` for all.
-        attention: The way of attention, as `ContextOptions.attention` names it.
+        attention: The algorithm of attention, as `ContextOptions.attention` names it.
     """
 
     group: ProcessGroup | None
@@ -93,12 +104,42 @@ class _Sketch(NamedTuple):
 
 
 class _StepRun(NamedTuple):
-    """The results of a step: outputs as modules end, the returned numbers, gradients, the types inside."""
+    """The results of a step.
+
+    Attributes:
+        outputs: Those of modules, in the order in which they end.
+        returned: The numbers that the step returns.
+        gradients: Sketches of the gradients.
+        dtypes: The types in which the step computes.
+        shapes: Those of tensors that the step returns, before slices are joined.
+        dropout_shapes: Those of what dropout gets, in the order of calls.
+    """
 
     outputs: dict[TensorPlace, Tensor]
     returned: dict[str, float]
     gradients: dict[str, _Sketch]
     dtypes: frozenset[torch.dtype]
+    shapes: Mapping[tuple[str, int], torch.Size]
+    dropout_shapes: Sequence[torch.Size]
+
+
+class Proof(NamedTuple):
+    """What the check has found of a model that it proves.
+
+    Attributes:
+        scheme: What the model is given of whole sequences.
+        dims_of_dropout: As `Cuts.dims_of_dropout`.
+        dims_of_outputs: As `Cuts.dims_of_outputs`.
+    """
+
+    scheme: InputScheme
+    dims_of_dropout: Mapping[int, int | None]
+    dims_of_outputs: Mapping[tuple[str, int], int | None]
+
+    def mark(self, cuts: Cuts) -> None:
+        """Let the cuts of a batch know the dimensions."""
+        cuts.dims_of_dropout = self.dims_of_dropout
+        cuts.dims_of_outputs = self.dims_of_outputs
 
 
 def prove(
@@ -111,8 +152,8 @@ def prove(
     tokens: int,
     join: Join,
     compares_gradients: bool = True,
-) -> Way | str:
-    """Return the first way by which the split model is proved, or the sentence that says why there is none.
+) -> Proof | str:
+    """Return the proof by the first scheme that has one, or the sentence that says why none has.
 
     All ranks that run the step together return the same.
 
@@ -131,13 +172,13 @@ def prove(
     """
     short, where = shorten(batch, found, tokens or 8 * ranks.size + 5, ranks.size)
     _mask_ends(short)
-    with undisturbed(model), doors(drops=False):
+    with undisturbed(model), patched(drops=False):
         run = partial(_run, step, model, gradients=compares_gradients)
         try:
             whole = run(short, _as_it_is)
             failed = ""
         except Exception as error:  # noqa: BLE001 - whatever the user's step raises
-            whole, failed = _StepRun({}, {}, {}, frozenset()), f"{type(error).__name__}: {error}"
+            whole, failed = _StepRun({}, {}, {}, frozenset(), {}, []), f"{type(error).__name__}: {error}"
         said = ranks.all_gather((failed, whole.dtypes))
         failures = [failure for failure, _ in said if failure]
         if failures:
@@ -153,10 +194,12 @@ def prove(
             near = run(short, _as_it_is, nudge=coarsest(dtypes))
         best = (-1, "")
         has_positions = any("position_ids" in name for name, _ in _named_tensors(batch))
-        for way in ways_of(model, has_positions=has_positions):
-            progress, problem = _try(run, model, short, where, whole, near, way, ranks, join)
+        for scheme in input_schemes(model, has_positions=has_positions):
+            cuts = ranks.cuts(model, short, where, partial(_compare_exchanges, ranks))
+            slices = take_slices(short, where, cuts)
+            progress, problem = _try(run, model, slices, whole, near, scheme, cuts, ranks, join)
             if not problem:
-                return way
+                return Proof(scheme, cuts.dims_of_dropout, cuts.dims_of_outputs)
             best = max(best, (progress, problem), key=lambda pair: pair[0])
     return best[1]
 
@@ -165,36 +208,44 @@ def _as_it_is(output: Any) -> Any:
     return output
 
 
+def _compare_exchanges(ranks: Ranks, what: object) -> None:
+    """Raise unless ranks of a sequence are about to exchange the same: one of them may have failed."""
+    everyones = ranks.all_gather((ranks.sequence, what))
+    ended = [said for kind, said in everyones if kind == "end"]
+    if ended:
+        problems = [said for said in ended if said[1]]
+        raise _OthersEndedError(problems[0] if problems else (0, _UNEVEN))
+    of_one: dict[int, object] = {}  # by sequence; others may be shorter
+    for sequence, said in everyones:
+        if of_one.setdefault(sequence, said) != said:
+            problem = f"ranks exchange different tensors: {of_one[sequence]} and {said}"
+            raise _OthersEndedError((0, problem))
+
+
 def _try(
     run: Callable[..., _StepRun],
     model: nn.Module,
-    batch: Any,
-    found: Found,
+    slices: Any,
     whole: _StepRun,
     near: _StepRun,
-    way: Way,
+    scheme: InputScheme,
+    cuts: Cuts,
     ranks: Ranks,
     join: Join,
 ) -> tuple[int, str]:
-    """Run the step on slices; return how far it went, and the problem or nothing, alike on all ranks."""
+    """Run the step on slices; return how far it went, and the problem or nothing, alike on all ranks.
 
-    def before(what: object) -> None:
-        everyones = ranks.all_gather((ranks.sequence, what))
-        ended = [said for kind, said in everyones if kind == "end"]
-        if ended:
-            problems = [said for said in ended if said[1]]
-            raise _OthersEndedError(problems[0] if problems else (0, _UNEVEN))
-        of_one: dict[int, object] = {}  # by sequence; others may be shorter
-        for sequence, said in everyones:
-            if of_one.setdefault(sequence, said) != said:
-                problem = f"ranks exchange different tensors: {of_one[sequence]} and {said}"
-                raise _OthersEndedError((0, problem))
+    The cuts then know the dimensions in which what dropout gets, and outputs, differ from those of the whole.
+    """
 
-    cuts = ranks.cuts(model, batch, found, before)
-    sliced = take_slices(batch, found, cuts)
+    def join_slices(output: Any) -> Any:
+        cuts.dims_of_outputs = _dims_of_outputs(whole.shapes, _shapes(output))
+        return join(output, cuts)
+
     try:
-        with splitting(model, cuts, way), _announced(model, cuts):
-            part = run(sliced, lambda output: join(output, cuts))
+        with splitting(model, cuts, scheme), _announced(model, cuts):
+            part = run(slices, join_slices)
+        cuts.dims_of_dropout = _dims_of_dropout(whole.dropout_shapes, part.dropout_shapes)
         verdict = _compare(model, whole, near, part, cuts)
     except _OthersEndedError as error:
         return _verdict(error.args[0])
@@ -220,9 +271,43 @@ def _verdict(said: Any) -> tuple[int, str]:
 _UNEVEN = "ranks exchange a different number of tensors"
 
 
+def _shapes(output: Any) -> dict[tuple[str, int], torch.Size]:
+    """Return the shapes of what a step returns, by name and the number of the value under it."""
+    shapes: dict[tuple[str, int], torch.Size] = {}
+    values = output if isinstance(output, Mapping) else {"loss": output}
+    for name, value in values.items():
+        pieces = value.pieces if isinstance(value, SampleRows) else value
+        for number, leaf in enumerate(tree_leaves(pieces)):
+            if isinstance(leaf, Tensor):
+                shapes[name, number] = leaf.shape
+    return shapes
+
+
+def _dims_of_outputs(
+    whole: Mapping[tuple[str, int], torch.Size], part: Mapping[tuple[str, int], torch.Size]
+) -> dict[tuple[str, int], int | None]:
+    """Return the dimension of the sequence in each tensor that a step returns."""
+    both = [key for key in whole if key in part and len(whole[key]) == len(part[key])]
+    return {key: differing_dim(whole[key], part[key]) for key in both}
+
+
+def _dims_of_dropout(whole: Sequence[torch.Size], part: Sequence[torch.Size]) -> dict[int, int | None]:
+    """Return the dimension of the sequence in what dropout gets, by the number of dimensions.
+
+    Tensors of as many dimensions may have it in several, and the runs may call dropout differently: then
+    nothing is said.
+    """
+    if [len(shape) for shape in whole] != [len(shape) for shape in part]:
+        return {}
+    seen: dict[int, set[int | None]] = {}
+    for one, other in zip(whole, part, strict=True):
+        seen.setdefault(len(one), set()).add(differing_dim(one, other))
+    return {count: dims.pop() for count, dims in seen.items() if len(dims) == 1}
+
+
 @contextmanager
 def _announced(model: nn.Module, cuts: Cuts) -> Iterator[None]:
-    """Announce meanwhile that units of sharded weights will be gathered: another rank may have failed."""
+    """Announce that units of sharded weights will be gathered: another rank may have failed."""
     handles = [
         module.register_forward_pre_hook(partial(_announce, cuts, name), prepend=True)
         for name, module in model.named_modules()
@@ -255,6 +340,7 @@ def _run(
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     dtypes = {p.dtype for p in model.parameters()}
     rounding = nullcontext() if nudge is None else nudged(model, nudge)
+    dropout_shapes: list[torch.Size] = []
     # All runs draw the same: numbers of numpy's, as wav2vec2's masks, would be taken for rounding.
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     with (
@@ -263,7 +349,10 @@ def _run(
         Recording(model) as recording,
         ComputedTypes() as computed,
     ):
-        output = join(step(model, batch))
+        with split_states.changed(dropout_shapes=dropout_shapes):
+            raw = step(model, batch)
+        shapes = _shapes(raw)
+        output = join(raw)
     values = output if isinstance(output, Mapping) else {"loss": output}
     returned = {
         name: float(value.detach() if isinstance(value, Tensor) else value)
@@ -277,7 +366,7 @@ def _run(
             found[name] = _sketched(grad, len(found))
     # No numbers: a loss of this rank's tokens is joined only later.
     outputs = {place: one.tensor for place, one in recording.outputs.items() if one.tensor.dim()}
-    return _StepRun(outputs, returned, found, frozenset(dtypes | computed.dtypes))
+    return _StepRun(outputs, returned, found, frozenset(dtypes | computed.dtypes), shapes, dropout_shapes)
 
 
 _PIECE = 2**20

@@ -1,8 +1,8 @@
 """What a split model is given beside its slices: positions, labels that are shifted before the cut.
 
 A model that counts positions from 0, or shifts labels within the slice, would be wrong at every seam. So the
-forward of the model gets them made from the whole sequence. There are several ways to number positions; the
-check before the first step takes the first that it can prove.
+forward of the model gets them made from the whole sequence. Models number positions differently; the check
+before the first step takes the first scheme that it can prove.
 """
 
 import inspect
@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tp_context._attention import NAME, doors, register_with_transformers
-from tp_context._slices import Cut, Cuts, Loss, activate
+from tp_context._attention import NAME, register_with_transformers
+from tp_context._patches import patched
+from tp_context._slices import Cut, Cuts, Loss
+from tp_context._split_state import split_states
 
 _IGNORED = -100  # torch's and transformers' number of a label that does not count
 
@@ -25,8 +27,8 @@ _IGNORED = -100  # torch's and transformers' number of a label that does not cou
 Positions = Literal["range", "mask", "tokens", "modules", "own"]
 
 
-class Way(NamedTuple):
-    """One way to give a model what it needs of whole sequences.
+class InputScheme(NamedTuple):
+    """What a model is given of whole sequences beside its slices.
 
     Attributes:
         positions: The numbers of ``position_ids``: from 0 ("range"); of tokens that the mask of padding shows
@@ -41,8 +43,8 @@ class Way(NamedTuple):
     packs: bool = True
 
 
-def ways_of(model: nn.Module, *, has_positions: bool) -> list[Way]:
-    """Return the ways to try for a model, the likeliest first; ``has_positions``: the batch has its own."""
+def input_schemes(model: nn.Module, *, has_positions: bool) -> list[InputScheme]:
+    """Return the schemes to try, the likeliest first; ``has_positions``: the batch has its own."""
     called = _called(model)
     takes = {name for each in called for name in _parameters_of(each)}
     numbers: list[Positions] = ["modules", "own"] if any(_numbered_modules(model)) else ["own"]
@@ -54,39 +56,40 @@ def ways_of(model: nn.Module, *, has_positions: bool) -> list[Way]:
             numbers.insert(0, "tokens")
     shifts = [True, False] if "labels" in takes and any(map(_takes_more, called)) else [False]
     packs = [True, False] if has_positions and _pretrained(model) else [False]
-    return [Way(n, s, p) for n in dict.fromkeys(numbers) for p in packs for s in shifts]
+    return [InputScheme(n, s, p) for n in dict.fromkeys(numbers) for p in packs for s in shifts]
 
 
 @contextmanager
-def splitting(model: nn.Module, cuts: Cuts, way: Way) -> Iterator[None]:
-    """Run ``model`` on slices meanwhile: with attention to whole sequences, positions, and shifted labels."""
+def splitting(model: nn.Module, cuts: Cuts, scheme: InputScheme) -> Iterator[None]:
+    """Context in which ``model`` runs on slices: with whole attention, positions and shifted labels."""
     with ExitStack() as stack:
         for inner in _pretrained(model):
             stack.enter_context(_attending(inner))
         for module in model.modules():
             if callable(getattr(module, "compute_bias", None)) and hasattr(module, "relative_attention_bias"):
                 stack.enter_context(_whole_bias(module, cuts))
-        if way.positions == "modules":
+        if scheme.positions == "modules":
             for module in _numbered_modules(model):
                 hook = module.register_forward_pre_hook(partial(_number, cuts), with_kwargs=True)
                 stack.callback(hook.remove)
         for called in _called(model):
-            before = called.register_forward_pre_hook(_Given(cuts, way), with_kwargs=True)
+            before = called.register_forward_pre_hook(_ForwardArguments(cuts, scheme), with_kwargs=True)
             stack.callback(before.remove)
         stack.callback(model.register_forward_hook(_NoGradient(cuts)).remove)
-        stack.enter_context(activate(cuts))
-        stack.enter_context(doors())
+        stack.enter_context(split_states.changed(cuts=cuts))
+        stack.enter_context(patched())
         yield
 
 
 # -- The arguments of the forward -------------------------------------------------------------------
 
 
-class _Given:
+class _ForwardArguments:
     """A hook that completes the arguments of a model's forward."""
 
-    def __init__(self, cuts: Cuts, way: Way) -> None:
-        self.cuts, self.way = cuts, way
+    def __init__(self, cuts: Cuts, scheme: InputScheme) -> None:
+        self.cuts = cuts
+        self.scheme = scheme
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -102,7 +105,7 @@ class _Given:
             self._shift(model, given, kwargs)
             return args, kwargs
         self.cuts.packed = self._documents(model, given, cut)
-        is_ours = self.way.positions not in {"modules", "own"} and "position_ids" in names
+        is_ours = self.scheme.positions not in {"modules", "own"} and "position_ids" in names
         if is_ours and given.get("position_ids") is None:
             kwargs["position_ids"] = self._positions(given, cut, inputs, model)
         has_numbers = given.get("position_ids") is not None or "position_ids" in kwargs
@@ -116,11 +119,11 @@ class _Given:
         """Return this rank's position numbers: (batch, tokens)."""
         rows = inputs.size(0)
         mask = given.get("attention_mask")
-        if self.way.positions == "mask" and isinstance(mask, Tensor) and mask.dim() == 2:
+        if self.scheme.positions == "mask" and isinstance(mask, Tensor) and mask.dim() == 2:
             whole = cut.gather(mask, 1) if mask.size(1) == cut.tokens else mask
             numbers = whole.long().cumsum(1) * whole.long() - 1
             return cut.take(numbers, 1)
-        if self.way.positions == "tokens" and given.get("input_ids") is not None:
+        if self.scheme.positions == "tokens" and given.get("input_ids") is not None:
             number, padding = _numbering_of(model) or (None, 0)
             if number is not None:
                 return cut.take(number(cut.gather(given["input_ids"], 1), padding), 1)
@@ -137,7 +140,7 @@ class _Given:
         caches = given.get("use_cache")
         caches = getattr(getattr(model, "config", None), "use_cache", False) if caches is None else caches
         if (
-            not self.way.packs
+            not self.scheme.packs
             or not isinstance(numbers, Tensor)
             or numbers.dim() != 2
             or numbers.size(1) != cut.tokens
@@ -163,7 +166,7 @@ class _Given:
         make_inputs = getattr(model, "prepare_decoder_input_ids_from_labels", None)
         if callable(make_inputs) and given.get("decoder_input_ids") is None:
             kwargs["decoder_input_ids"] = cut.take(make_inputs(labels=cut.gather(labels, 1)), 1)
-        if self.way.shifts and given.get("shift_labels") is None:
+        if self.scheme.shifts and given.get("shift_labels") is None:
             labels = cut.take(F.pad(cut.gather(labels, 1), (0, 1), value=_IGNORED)[:, 1:], 1)
             kwargs["shift_labels"] = labels
         elif given.get("shift_labels") is not None:
@@ -259,7 +262,7 @@ def _numbering_of(model: nn.Module) -> tuple[Callable[[Tensor, int], Tensor], in
     return None
 
 
-# -- What changes in a model of transformers meanwhile ----------------------------------------------
+# -- Changes of a model of transformers while it runs on slices -------------------------------------
 
 
 def _pretrained(model: nn.Module) -> list[Any]:
@@ -279,7 +282,7 @@ def _pretrained(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def _attending(model: Any) -> Iterator[None]:
-    """Let a model of transformers call our attention meanwhile, by its own public switch."""
+    """Context in which a model of transformers calls our attention, by its own public switch."""
     if not model._can_set_attn_implementation():  # as its switch asks, which would log a warning in each step
         yield
         return
@@ -299,7 +302,7 @@ def _attending(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _whole_bias(module: Any, cuts: Cuts) -> Iterator[None]:
-    """Let T5's and its like's bias by position have this rank's rows, and the columns of all keys."""
+    """Slice T5-style relative position bias to this rank's queries; it keeps the columns of all keys."""
     compute = module.compute_bias
 
     def of_whole(query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Tensor:

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from tp_core.errors import ConfigError
 from tp_core.internal import check_above_zero, explain_init
 
-WAYS = ("all-gather", "ulysses", "ring", "auto")
+AttentionAlgorithm = Literal["all-gather", "ulysses", "ring", "auto"]
+"""What computes attention over slices: one of the algorithms of `tp_context._algorithms`, or the cheapest."""
 
 
 @explain_init
@@ -27,7 +28,7 @@ class ContextOptions:
             whole. ``None`` finds them. An empty mapping keeps all of the batch whole, on each rank.
         check_tokens: The number of tokens of the check before the first step: it compares the split model
             with the whole one on a short piece of the batch. 0 chooses the number.
-        attention: The way by which queries reach the keys of other ranks: ``"all-gather"`` of keys and
+        attention: The algorithm by which queries reach the keys of other ranks: ``"all-gather"`` of keys and
             values, for any mask; ``"ulysses"``, which changes tokens for heads; ``"ring"``, in which no rank
             has all keys, for boolean and causal masks; or ``"auto"``, which costs least by the sizes.
         find_unused_parameters: For models that do not use every parameter in every step.
@@ -42,7 +43,7 @@ class ContextOptions:
     weights: str = "whole"
     sequence: Mapping[str, int] | None = None
     check_tokens: int = 0
-    attention: Literal["all-gather", "ulysses", "ring", "auto"] = "all-gather"
+    attention: AttentionAlgorithm = "all-gather"
     find_unused_parameters: bool = False
     bucket_cap_mb: float | None = None
     timeout_s: float = 600.0
@@ -52,8 +53,10 @@ class ContextOptions:
         if self.context != -1 and self.context < 1:
             msg = f"ContextOptions(context=...) must be -1 for all ranks, or their number, got {self.context}"
             raise ConfigError(msg)
-        if self.attention not in WAYS:
-            msg = f"ContextOptions(attention=...) must be one of {', '.join(WAYS)}, got {self.attention!r}"
+        algorithms = get_args(AttentionAlgorithm)
+        if self.attention not in algorithms:
+            names = ", ".join(algorithms)
+            msg = f"ContextOptions(attention=...) must be one of {names}, got {self.attention!r}"
             raise ConfigError(msg)
         if self.check_tokens < 0:
             msg = f"ContextOptions(check_tokens=...) must not be negative, got {self.check_tokens}"

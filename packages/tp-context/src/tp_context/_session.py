@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from numbers import Real
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -17,10 +18,19 @@ from tp_core.internal import step_identity
 from tp_core.plugins import Job, Session
 from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_group, new_process_group
 
-from tp_context._check import Ranks, prove, refuse
-from tp_context._inputs import Way, splitting
+from tp_context._check import Proof, Ranks, prove, refuse
+from tp_context._inputs import splitting
 from tp_context._options import ContextOptions
-from tp_context._slices import Cut, Cuts, Found, Loss, find_sequences, map_sequences, take_slices
+from tp_context._slices import (
+    Cut,
+    Cuts,
+    Found,
+    Loss,
+    find_sequences,
+    find_slice,
+    map_sequences,
+    take_slices,
+)
 
 
 class WholeWeights(ProcessGroupSession):
@@ -87,9 +97,9 @@ class ContextSession(SessionWrapper):
             inner.sample_group, inner.sample_rank, inner.sample_size, together, options.attention
         )
         self._splits = inner.sample_size > 1 and options.sequence != {}
-        self._ways: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Way]] = WeakKeyDictionary()
+        self._proofs: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Proof]] = WeakKeyDictionary()
         # The runs that a backward pass may follow, by the cuts of their sequences.
-        self._runs: dict[tuple[Cut, ...], tuple[nn.Module, Cuts, Way]] = {}
+        self._runs: dict[tuple[Cut, ...], tuple[nn.Module, Cuts, Proof]] = {}
         self._unsynced = 0
         self._has_accumulated = False
 
@@ -155,24 +165,25 @@ class ContextSession(SessionWrapper):
         decodes = bool(getattr(getattr(plain, "config", None), "is_encoder_decoder", False))
         found = find_sequences(batch, self.options.sequence, decodes=decodes)
         self._check_same_batch(batch, found)
-        way = self._way(step, plain, batch, found)
+        proof = self._proof(step, plain, batch, found)
         cuts = self.ranks.cuts(plain, batch, found)
+        proof.mark(cuts)
         sliced = take_slices(batch, found, cuts)
-        with splitting(plain, cuts, way):
+        with splitting(plain, cuts, proof.scheme):
             if self.inner.runs_step_in_parts:
                 # Of a step that was not compared, rows of whole sequences are still right.
                 key = step_identity(step, unwraps=True)
-                is_compared = any(known[0] == key for known in self._ways[plain])
+                is_compared = any(known[0] == key for known in self._proofs[plain])
                 run = partial(self._run_part, step, cuts, is_compared)
                 return _as_returned(self.inner.run(run, models[0], sliced))
             output = self.inner.run(step, models[0], sliced)
         if torch.is_grad_enabled():
-            self._runs[tuple(cuts)] = plain, cuts, way
+            self._runs[tuple(cuts)] = plain, cuts, proof
         joined: StepOutput = self._joined(output, cuts)
         return joined
 
-    def _way(self, step: Callable[..., StepOutput], model: nn.Module, batch: Any, found: Found) -> Way:
-        """Return how the model is split, after a check where it is not known yet.
+    def _proof(self, step: Callable[..., StepOutput], model: nn.Module, batch: Any, found: Found) -> Proof:
+        """Return what is proved of the model, after a check where it is not known yet.
 
         Raises:
             ModelError: It is not proved.
@@ -185,20 +196,20 @@ class ContextSession(SessionWrapper):
             len(found.lengths),
             names,
         )
-        ways = self._ways.setdefault(model, {})
+        proofs = self._proofs.setdefault(model, {})
         if self.inner.cuts_models:  # so training is compared for evaluation, too
             key = step_identity(step, unwraps=True), len(found.lengths), names
-            alike = next((known for known in ways if known[1:] == key[1:]), None)
-            if ways and alike is None:
+            alike = next((known for known in proofs if known[1:] == key[1:]), None)
+            if proofs and alike is None:
                 msg = (
                     "backend 'context' compares slices with the whole model before the first step, and with "
                     f"weights={self.options.weights!r} no rank has it later: give batches with the names of "
-                    f"the first one, {sorted(known[2] for known in ways)}, got {names}"
+                    f"the first one, {sorted(known[2] for known in proofs)}, got {names}"
                 )
                 raise StepError(msg)
             key = key if alike is None else alike
-        way = ways.get(key)
-        if way is None:
+        proof = proofs.get(key)
+        if proof is None:
             self._check_batch(step, model, batch)
             grads = torch.is_grad_enabled() or self.inner.cuts_models
             with self._gradients_of_a_check(model) as compares, torch.set_grad_enabled(grads):
@@ -218,8 +229,8 @@ class ContextSession(SessionWrapper):
             for other in everyones:
                 if isinstance(other, str):
                     raise refuse(other)
-            way = ways[key] = cast("Way", proved)  # it is among those looked at above
-        return way
+            proof = proofs[key] = cast("Proof", proved)  # it is among those looked at above
+        return proof
 
     def _run_part(
         self, step: Callable[..., StepOutput], cuts: Cuts, is_compared: bool, model: nn.Module, part: Any
@@ -403,8 +414,8 @@ class ContextSession(SessionWrapper):
         )
         raise StepError(msg)
 
-    def _rows(self, name: str, value: Any, cuts: Cuts) -> Any:
-        """Return a value with rows, of whole sequences.
+    def _rows(self, name: str, value: Any, cuts: Cuts, number: int = 0) -> Any:
+        """Return a value with rows, of whole sequences: the one of this number under its name.
 
         Raises:
             StepError: It is no tensor, or has no dimension of the slices and differs between ranks.
@@ -412,19 +423,22 @@ class ContextSession(SessionWrapper):
         if value is None:
             return None
         if isinstance(value, SampleRows):
-            return SampleRows(
-                tuple(tree_map(lambda v: self._rows(name, v, cuts), piece) for piece in value.pieces)
-            )
+            numbers = count()
+
+            def joined(leaf: Any) -> Any:
+                return self._rows(name, leaf, cuts, next(numbers))
+
+            return SampleRows(tuple([tree_map(joined, piece) for piece in value.pieces]))
         if not isinstance(value, Tensor):
             msg = (
                 f"the step's {name!r} is of type {type(value).__name__}, and of a part of each sequence: on "
                 "backend 'context' return numbers and tensors"
             )
             raise StepError(msg)
-        for dim in (1, *range(2, value.dim()), 0):
-            cut = cuts.of_slice(value.size(dim)) if dim < value.dim() else None
-            if cut is not None:
-                return cut.gather(value.detach(), dim)
+        place = find_slice(value, cuts, cuts.dims_of_outputs, (name, number))
+        if place is not None:
+            dim, cut = place
+            return cut.gather(value.detach(), dim)
         cuts.announce(("rows", name))
         alike = self._gather_numbers(value.detach().double().sum()[None].cpu())
         if any(not torch.allclose(alike[0], other, equal_nan=True) for other in alike):
@@ -444,11 +458,12 @@ class ContextSession(SessionWrapper):
         runs = list(self._runs.values())
         with ExitStack() as stack:
             if runs:  # layers that are recomputed see slices again, of whichever run
-                model, _, way = runs[-1]
+                model, _, proof = runs[-1]
                 own = {c: c for _, each, _ in runs for c in each}
                 cuts = Cuts(own.values(), self.options.attention, of_runs=True)
                 cuts.loss.counts = any(each.loss.counts for _, each, _ in runs)
-                stack.enter_context(splitting(model, cuts, way))
+                proof.mark(cuts)
+                stack.enter_context(splitting(model, cuts, proof.scheme))
             self.inner.backward(loss, share, **graph)
         if not any(graph.values()):
             self._runs.clear()

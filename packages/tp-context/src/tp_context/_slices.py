@@ -11,9 +11,8 @@ gets as many of them, of as much work.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import combinations
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,8 @@ from tp_core import tree_map
 from tp_core.data import CountedBatch
 from tp_core.errors import StepError
 from tp_core.internal import all_gather_single
+
+K = TypeVar("K")
 
 TOGETHER = 2**20
 """The most bytes of whole tensors in one message: larger ones need memory beside each other."""
@@ -192,7 +193,7 @@ def resized(shape: torch.Size, dim: int, tokens: int) -> torch.Size:
 
 
 def views(flat: Tensor, shapes: Iterable[torch.Size]) -> list[Tensor]:
-    """Return views of consecutive parts of a flat tensor; what is left at its end belongs to none."""
+    """Return views of consecutive parts of a flat tensor; trailing elements are padding."""
     at, found = 0, []
     for shape in shapes:
         found.append(flat[at : at + shape.numel()].view(shape))
@@ -253,7 +254,7 @@ class _SumAndTake(torch.autograd.Function):
         return _Gather.apply(grad, ctx.cut, ctx.dim), None, None  # type: ignore[no-untyped-call]  # torch's
 
 
-# -- The cut that holds at present ------------------------------------------------------------------
+# -- The cuts of a batch ----------------------------------------------------------------------------
 
 
 class Loss:
@@ -276,7 +277,10 @@ class Cuts:
         loss: What is known of the loss of the run of the step.
         packed: For models of transformers that pack documents into a row: the whole position numbers, and the
             number of the document at each position, both (batch, tokens). ``None`` for one document a row.
-        attention: The way of attention, as `ContextOptions.attention` names it.
+        attention: The algorithm of attention, as `ContextOptions.attention` names it.
+        dims_of_dropout: The dimension of the sequence in what dropout gets, by the number of its dimensions,
+            as the check has seen it; ``None`` for what has none.
+        dims_of_outputs: The same of what the step returns, by name and the number of the value under it.
     """
 
     def __init__(
@@ -287,6 +291,8 @@ class Cuts:
         self._by_length = {cut.length: cut for cut in cuts}
         self.loss = Loss()
         self.packed: tuple[Tensor, Tensor] | None = None
+        self.dims_of_dropout: Mapping[int, int | None] = {}
+        self.dims_of_outputs: Mapping[tuple[str, int], int | None] = {}
         # Of several runs before one backward pass: an error only for what is recomputed in it.
         # Alike on all ranks, though on this one they may differ.
         self._unclear = any(one.is_like(other) for one, other in combinations(cuts, 2))
@@ -325,83 +331,33 @@ class Cuts:
         return self._by_length.get(length)
 
 
-_active: Cuts | None = None
-"""One for the process, not for the thread: autograd runs recomputed forwards in threads of its own."""
+def find_slice(tensor: Tensor, cuts: Cuts, dims: Mapping[K, int | None], key: K) -> tuple[int, Cut] | None:
+    """Return the dimension of a tensor that has this rank's slice, and its cut; ``None`` if there is none.
 
-
-def active() -> Cuts | None:
-    """Return the cuts of the batch of the running step; ``None`` where sequences are whole."""
-    return _active
-
-
-@contextmanager
-def activate(cuts: Cuts | None) -> Iterator[None]:
-    """Make ``cuts`` those of the running step."""
-    global _active  # noqa: PLW0603 - see there
-    before, _active = _active, cuts
-    try:
-        yield
-    finally:
-        _active = before
-
-
-def gather(slices: Tensor, dim: int = 1) -> Tensor:
-    """Return whole sequences from each rank's slices, in a step that the backend ``context`` runs.
-
-    For what needs all positions and is not attention, such as a mean over the sequence. Elsewhere sequences
-    are whole, and the tensor comes back as it is.
+    A dimension of another meaning may be as long as a slice. So what the check has seen counts, and the
+    length only where it has seen nothing like it.
 
     Args:
-        slices: A tensor with the slice along ``dim``, for example (batch, tokens, features).
-        dim: The dimension of the sequence.
-
-    Returns:
-        The whole, equal on all ranks that share it. Gradients of all these ranks are added.
-
-    Raises:
-        StepError: The dimension has another length than the slices of the batch.
-
-    Collectives: an all-gather in forward, a sum in backward, over the ranks of a sequence.
-
-    Example:
-        >>> gather(torch.ones(1, 3)).shape
-        torch.Size([1, 3])
+        tensor: The tensor.
+        cuts: The cuts of the batch.
+        dims: The dimensions that the check has seen.
+        key: The tensor's key there.
     """
-    cuts = active()
-    if cuts is None:
-        return slices
-    cut = cuts.of_slice(slices.size(dim))
-    if cut is None:
-        msg = (
-            f"gather() got a tensor of shape {tuple(slices.shape)}; its dimension {dim} is no slice of the "
-            f"batch's sequences: these have {sorted(cuts._by_tokens)} tokens here"
-        )
-        raise StepError(msg)
-    return cut.gather(slices, dim)
+    places: Sequence[int] = (1, *range(2, tensor.dim()), 0)
+    if key in dims:
+        seen = dims[key]
+        places = () if seen is None else (seen,)
+    for dim in places:
+        cut = cuts.of_slice(tensor.size(dim)) if dim < tensor.dim() else None
+        if cut is not None:
+            return dim, cut
+    return None
 
 
-def positions(tokens: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Return the positions in the whole sequence of the tokens that this rank has.
-
-    Use it in place of ``torch.arange(tokens)`` for position embeddings. Where sequences are whole it is the
-    same.
-
-    Args:
-        tokens: The number of tokens that the model sees here.
-        device: The device of the result.
-
-    Returns:
-        The positions, as a tensor of shape (tokens,).
-
-    Example:
-        >>> positions(3)
-        tensor([0, 1, 2])
-    """
-    cuts = active()
-    cut = None if cuts is None else cuts.of_slice(tokens)
-    if cut is None:
-        return torch.arange(tokens, device=device)
-    return cut.index(torch.device("cpu") if device is None else torch.device(device))
+def differing_dim(whole: torch.Size, part: torch.Size) -> int | None:
+    """Return the first dimension in which a tensor of a slice differs from the one of the whole."""
+    differing = (dim for dim, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b)
+    return next(differing, None)
 
 
 # -- The sequences of a batch -----------------------------------------------------------------------

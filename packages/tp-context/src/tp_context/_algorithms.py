@@ -1,4 +1,4 @@
-"""Three ways by which this rank's queries reach the keys of whole sequences, and what each of them costs.
+"""Three context-parallel attention algorithms: all-gather, Ulysses, ring; and what each of them costs.
 
 all-gather
     Each rank gathers keys and values of all ranks, and computes the rows of its own queries. Any mask is
@@ -11,7 +11,7 @@ ring
     their log-sum-exps; no rank ever has whole keys. Sources: Liu et al., "Ring Attention with Blockwise
     Transformers", 2023; balanced as Brandon et al., "Striped Attention", 2023, and zig-zag rings are.
 
-All keep slices alone for the backward pass. All can be differentiated twice: the second time by all-gathers.
+All save only this rank's slices for the backward pass. The second backward pass always uses all-gathers.
 """
 
 import logging
@@ -30,7 +30,7 @@ from tp_context._slices import Cut, resized, views
 
 _log = logging.getLogger("tp_context")
 
-# As it is before `doors` replaces it.
+# As it is before `_patches.patched` replaces it.
 plain_attention = F.scaled_dot_product_attention
 
 _BLOCK = 256
@@ -88,13 +88,13 @@ class Exchange(NamedTuple):
     keys: Cut
 
 
-def attend(inputs: Inputs, rules: Rules, way: str) -> Tensor:
+def attend(inputs: Inputs, rules: Rules, algorithm: str) -> Tensor:
     """Return the attention of this rank's queries to the keys of whole sequences: as `Inputs.query`.
 
     Raises:
-        StepError: The way cannot do it.
+        StepError: The algorithm cannot do it.
 
-    Collectives: those of the way, in forward and in backward.
+    Collectives: those of the algorithm, in forward and in backward.
     """
     device, shape = inputs.query.device, inputs.query.shape
     if torch.is_autocast_enabled(device.type):
@@ -102,21 +102,24 @@ def attend(inputs: Inputs, rules: Rules, way: str) -> Tensor:
         cast = [t if t is None or not _is_cast(t) else t.to(dtype) for t in inputs[:5]]
         inputs = Inputs(*cast, inputs.sinks)  # type: ignore[arg-type,call-arg]  # as they were given
     inputs = _with_batch(inputs)
-    exchange = None if rules.rows is None or rules.keys is None else Exchange(rules.rows, rules.keys)
+    exchange = None
+    if rules.rows is not None and rules.keys is not None:
+        exchange = Exchange(rules.rows, rules.keys)
     if exchange is None:
-        way = "all-gather"  # each rank has all queries
-    elif way == "auto":
-        way = _choose(inputs, rules, exchange.keys)
-    problem = "" if exchange is None else refusal(way, inputs, rules, exchange.keys.size)
+        algorithm = "all-gather"  # each rank has all queries
+    elif algorithm == "auto":
+        algorithm = _choose(inputs, rules, exchange.keys)
+    problem = "" if exchange is None else refusal(algorithm, inputs, rules, exchange.keys.size)
     if problem:
         msg = (
-            f"attention={way!r} of backend 'context' cannot do this attention: {problem}; choose 'all-gather'"
+            f"attention={algorithm!r} of backend 'context' cannot do this attention: {problem}; choose "
+            "'all-gather'"
         )
         raise StepError(msg)
     with torch.autocast(device.type, enabled=False):
-        if exchange is not None and way == "ulysses":
+        if exchange is not None and algorithm == "ulysses":
             mixed = _ulysses(inputs, rules, exchange)
-        elif exchange is not None and way == "ring":
+        elif exchange is not None and algorithm == "ring":
             mixed = _Ring.apply(rules, exchange, *inputs)  # type: ignore[no-untyped-call]  # torch's
         else:
             noise = _Noise(inputs, rules) if rules.dropout else None
@@ -145,12 +148,12 @@ def _with_batch(inputs: Inputs) -> Inputs:
     return Inputs(query, key, value, mask, bias, sinks)
 
 
-def refusal(way: str, inputs: Inputs, rules: Rules, ranks: int) -> str:
-    """Return why a way cannot do an attention; nothing if it can."""
+def refusal(algorithm: str, inputs: Inputs, rules: Rules, ranks: int) -> str:
+    """Return why an algorithm cannot do an attention; nothing if it can."""
     query, _, _, mask, bias, sinks = inputs
-    if way == "ulysses" and query.size(1) < ranks:
+    if algorithm == "ulysses" and query.size(1) < ranks:
         return f"it splits the heads, and there are {query.size(1)} for {ranks} ranks"
-    if way == "ring":
+    if algorithm == "ring":
         if rules.dropout:
             return "dropout of attention weights is not in it"
         if bias is not None or sinks is not None or rules.softcap is not None:
@@ -198,9 +201,9 @@ def _mix(inputs: Inputs, rules: Rules, noise: Tensor | None, *, is_causal: bool)
 
 
 class _Noise:
-    """Which weights dropout keeps: drawn for whole sequences, as one device does, of which ranks take a part.
+    """Dropout mask: every rank draws that of whole sequences and takes its part, so it matches one device.
 
-    It is drawn again for the backward pass, so that it need not be kept.
+    It is drawn again for the backward pass, so that it need not be saved.
     """
 
     def __init__(self, inputs: Inputs, rules: Rules, heads: tuple[slice, int] | None = None) -> None:
@@ -268,32 +271,53 @@ class _Block(NamedTuple):
 
 
 def _blocks(inputs: Inputs, rules: Rules) -> Iterator[_Block]:
-    """Yield blocks of rows that do all the work; each has the keys alone that one of its rows sees."""
-    count, length = inputs.query.size(-2), inputs.key.size(-2)
-    device, mask = inputs.query.device, inputs.mask
+    """Return blocks of rows that do all the work; each has the keys alone that one of its rows sees."""
+    mask = inputs.mask
+    # Scores in memory are of few rows at a time, whatever the mask.
     in_memory = rules.by_hand or rules.dropout > 0
     if rules.is_causal:
-        own, at = [(0, count)] if rules.rows is None else rules.rows.own, 0
-        for begin, end in own:
-            if begin == 0 and end and not in_memory:
-                yield _Block(0, end, 0, end, None, is_causal=True)
-                at = end
-                continue
-            for first in range(begin, end, _BLOCK):
-                last = min(first + _BLOCK, end)
-                sees = torch.arange(first, last, device=device)[:, None] >= torch.arange(last, device=device)
-                yield _Block(at, at + last - first, 0, last, sees)
-                at += last - first
-        return
-    has_rows = mask is not None and mask.dim() > 1 and mask.size(-2) > 1
-    step = _BLOCK if has_rows or in_memory else max(count, 1)
-    for first, last in _steps(rules.rows if has_rows else None, count, step):
+        return _causal_blocks(inputs, rules, in_memory=in_memory)
+    if mask is not None and mask.dim() > 1 and mask.size(-2) > 1:
+        return _masked_blocks(inputs, mask, rules)
+    return _plain_blocks(inputs, in_memory=in_memory)
+
+
+def _causal_blocks(inputs: Inputs, rules: Rules, *, in_memory: bool) -> Iterator[_Block]:
+    """Yield rows that see the keys up to their own: those at the beginning of the sequence as one block."""
+    device = inputs.query.device
+    ranges = [(0, inputs.query.size(-2))] if rules.rows is None else rules.rows.own
+    at = 0
+    for begin, end in ranges:
+        if begin == 0 and end and not in_memory:
+            yield _Block(0, end, 0, end, None, is_causal=True)
+            at = end
+            continue
+        for first in range(begin, end, _BLOCK):
+            last = min(first + _BLOCK, end)
+            sees = torch.arange(first, last, device=device)[:, None] >= torch.arange(last, device=device)
+            yield _Block(at, at + last - first, 0, last, sees)
+            at += last - first
+
+
+def _masked_blocks(inputs: Inputs, mask: Tensor, rules: Rules) -> Iterator[_Block]:
+    """Yield neighbors in the sequence, with the keys from the first to the last that one of them sees."""
+    count, length = inputs.query.size(-2), inputs.key.size(-2)
+    for first, last in _steps(rules.rows, count, _BLOCK):
+        begin, end = 0, length
+        if mask.size(-1) > 1:
+            begin, end = _seen_keys(mask[..., first:last, :])
+        block = _Block(first, last, begin, end, None)
+        yield block._replace(sees=block.part(mask))
+
+
+def _plain_blocks(inputs: Inputs, *, in_memory: bool) -> Iterator[_Block]:
+    """Yield rows that see the same keys: all, or those that a mask of one row shows."""
+    count, length = inputs.query.size(-2), inputs.key.size(-2)
+    step = _BLOCK if in_memory else max(count, 1)
+    for first, last in _steps(None, count, step):
         block = _Block(first, last, 0, length, None)
-        if mask is not None:
-            if has_rows and mask.size(-1) > 1:
-                begin, end = _seen(mask[..., block.first : block.last, :])
-                block = block._replace(begin=begin, end=end)
-            block = block._replace(sees=block.part(mask))
+        if inputs.mask is not None:
+            block = block._replace(sees=block.part(inputs.mask))
         yield block
 
 
@@ -306,8 +330,11 @@ def _steps(rows: Cut | None, count: int, step: int) -> Iterator[tuple[int, int]]
         at += length
 
 
-def _seen(mask: Tensor) -> tuple[int, int]:
-    """Return the first and the last key that rows see; all if a row sees none: that may be a mean."""
+def _seen_keys(mask: Tensor) -> tuple[int, int]:
+    """Return the range of keys that rows see.
+
+    If a row is fully masked, it is the range of all keys: the softmax over them may be uniform.
+    """
     sees = mask if mask.dtype is torch.bool else mask.detach() > torch.finfo(mask.dtype).min / 2
     sees = sees.reshape(-1, sees.size(-1))
     if not bool(sees.any(-1).all()):
@@ -509,7 +536,7 @@ def _whole(inputs: Inputs, rules: Rules) -> Inputs:
 def _twice(
     grad: Tensor, inputs: Inputs, rules: Rules, noise: _Noise | None, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return gradients that can be differentiated, whichever way the forward went.
+    """Compute gradients with ``create_graph=True``, by the all-gathers of any algorithm.
 
     Collectives: all-gathers of keys and values, and their sums; the other way round in the next backward.
     """

@@ -1,4 +1,4 @@
-"""Each way of attention on slices equals torch's function on whole sequences, or is refused by name."""
+"""Each algorithm of attention on slices equals torch's function on whole sequences, or is refused by name."""
 
 from functools import partial
 from unittest.mock import patch
@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 from tp_context import attention
-from tp_context._attention import _of_transformers, doors  # private: without a model and its check
+
+# private, both: without a model and its check
+from tp_context._attention import _of_transformers
+from tp_context._patches import patched
 from tp_core.errors import StepError
 from tp_testing import RankPool
 
@@ -111,12 +114,12 @@ REFUSED = {
 }
 
 
-def compared(tensors, call, way, mask=None):
+def compared(tensors, call, algorithm, mask=None):
     """Return the largest differences of the output, of gradients, and of a penalty's gradients."""
     import torch.distributed as dist
 
     lengths = [tensors[0].size(-2), tensors[1].size(-2)]
-    cuts = cuts_of(*lengths, rank=dist.get_rank(), size=dist.get_world_size(), way=way)
+    cuts = cuts_of(*lengths, rank=dist.get_rank(), size=dist.get_world_size(), algorithm=algorithm)
     rows, keys = (cuts.of_whole(n) for n in lengths)
     own_mask = mask if mask is None or mask.size(-2) == 1 else rows.take(mask, -2)
     parts = [c.take(t, -2).requires_grad_() for t, c in zip(tensors, (rows, keys, keys), strict=True)]
@@ -132,7 +135,7 @@ def compared(tensors, call, way, mask=None):
         wanted = torch.autograd.grad(expected, whole, grad, create_graph=True)
         twice = torch.autograd.grad(sum(t.square().sum() for t in wanted), whole)
     torch.manual_seed(4)
-    with activate(cuts), doors():
+    with activate(cuts), patched():
         found = call(*parts, attn_mask=own_mask)
         once = torch.autograd.grad(found, parts, rows.take(grad, -2), retain_graph=True)
         again = torch.autograd.grad(found, parts, rows.take(grad, -2), create_graph=True)
@@ -143,19 +146,19 @@ def compared(tensors, call, way, mask=None):
     return worst
 
 
-def table(ways, names):
+def table(algorithms, names):
     """Return what is seen of each case, as far as there are heads for all ranks."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        return {(way, name): outcome(way, name) for way in ways for name in names}
+        return {(algorithm, name): outcome(algorithm, name) for algorithm in algorithms for name in names}
     finally:
         dist.destroy_process_group()
 
 
-def outcome(way, name):
+def outcome(algorithm, name):
     """Return the largest differences of a case, or the refusal."""
     sizes, mask, causal = CASES[name]
     sizes = dict(sizes)
@@ -172,12 +175,12 @@ def outcome(way, name):
         call = partial(in_transformers, **SCORES[name])
     try:
         with patch.object(torch, "float32", torch.float64):  # transformers' type of weights
-            return compared(tensors, call, way, mask)
+            return compared(tensors, call, algorithm, mask)
     except StepError as error:
         return str(error)
 
 
-WAYS = ("all-gather", "ulysses", "ring")
+ALGORITHMS = ("all-gather", "ulysses", "ring")
 
 
 def check(results):
@@ -193,12 +196,12 @@ def check(results):
 
 
 @pytest.mark.parametrize("names", [["causal", "documents"], pytest.param([*CASES], marks=pytest.mark.slow)])
-def test_each_way_equals_attention_on_one_device(two_ranks, names):
-    check(two_ranks.run(table, WAYS, names))
+def test_each_algorithm_equals_attention_on_one_device(two_ranks, names):
+    check(two_ranks.run(table, ALGORITHMS, names))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.nightly)])
-def test_each_way_on_more_ranks_equals_attention_on_one_device(size):
+def test_each_algorithm_on_more_ranks_equals_attention_on_one_device(size):
     with RankPool(size) as ranks:
-        check(ranks.run(table, WAYS, [*CASES]))
+        check(ranks.run(table, ALGORITHMS, [*CASES]))
