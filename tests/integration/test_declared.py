@@ -25,6 +25,7 @@ ELSEWHERE = {
     "tp-shard": {"typer": "its command is loaded by tp alone, which cannot start without it"},
     "tp-verify": {
         "accelerate": "whoever verifies it has it",
+        "tp_trainer": "the built-in script runs as a user's does, and says so where it is missing",
         "deepspeed": "whoever verifies it has it",
         "megatron": "whoever verifies it has it",
         "pytest": "pytest alone loads its plugin",

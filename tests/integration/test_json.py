@@ -139,7 +139,7 @@ def test_every_command_has_it_or_there_is_a_reason():
         assert re.search(rf"`tp {name}`[^.]* {re.escape(reason)}", text)
 
 
-def keys_of(value, named=("versions", "brings", "backends", "compared")):
+def keys_of(value, named=("versions", "brings", "left_out", "compared")):
     """Yield the keys of a document, but those that are names of things."""
     if isinstance(value, dict):
         for key, below in value.items():
@@ -192,7 +192,9 @@ def test_what_goes_wrong_is_one_object_on_the_last_line_of_stderr(words, tp):
 def test_results_that_are_not_good_are_a_document_with_status_1(tp):
     status, out, _ = tp("estimate", "things.py:build", "--memory", "100", "--json")
     assert status == 1
-    assert not any(backend["fits"] for backend in json.loads(out)["backends"].values())
+    layouts = json.loads(out)["layouts"]
+    assert layouts
+    assert not any(layout["fits"] for layout in layouts)
     assert tp("estimate", "things.py:build", "--memory", "100")[0] == 1
 
 

@@ -55,6 +55,8 @@ def needs_of(name, model, tokens):
     )
     found = {}
     for layout in backend.layouts(job):
+        if "fsdp" in layout.axes:  # which shares the weights of stages over data ranks
+            continue
         footprint = replace(job.footprint, part=layout.readers / layout.ranks)
         need = backend.estimate_memory(replace(job, options=layout.options, footprint=footprint))
         found[tuple(ranks for ranks in layout.axes.values() if ranks > 1)] = need

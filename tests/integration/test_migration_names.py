@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import tp_core
+import tp_launch
 import tp_trainer
 from tp_core.errors import ConfigError
 from tp_trainer import Callback, Loop, Trainer, callbacks, loggers, tuning
@@ -59,7 +60,13 @@ class _Names(ast.NodeVisitor):
     """Resolves every name, attribute and keyword of an expression, and raises where one does not exist."""
 
     def __init__(self):
-        self.roots = {"trainer": Trainer, "loop": Loop, "torch": torch, "tp_trainer": tp_trainer}
+        self.roots = {
+            "trainer": Trainer,
+            "loop": Loop,
+            "torch": torch,
+            "tp_trainer": tp_trainer,
+            "tp_launch": tp_launch,
+        }
         self.roots |= {"tp_core": tp_core, "Trainer": Trainer, "fit": Trainer.fit, "Callback": Callback}
         for module in (tp_trainer, callbacks, loggers):
             self.roots |= {name: getattr(module, name) for name in module.__all__}

@@ -76,7 +76,7 @@ PUBLIC = {
     """,
     tp_core.internal: """
         BUCKET_NBYTES DIGESTS INDEX KNOWN_BACKENDS Container DevicesBackend Envelope
-        FullyShardedSession NotebookOutput Ownership PerModule PerType Progress RankOutcome
+        FullyShardedSession Mixin NotebookOutput Ownership PerModule PerType Progress RankOutcome
         RankPool RanksBackend SampleRows Sharding Units WholeSteps all_gather_single
         atomic_part available_cores call_builder call_without_attention_dropout
         capture_rng_state cat_rows check_above_zero check_backend_name check_call check_initialized
@@ -85,7 +85,7 @@ PUBLIC = {
         dumps_by_value explain_arguments explain_init file_meant find_units
         free_nbytes functions_named gathers_matrices hook_steps in_notebook
         is_array is_dtensor is_random_op is_zero_redundancy iterates_itself join_rows
-        lazy_exports leave_to_others length_along load_function lock_file_of move_module
+        lazy_exports leave_to_others length_along load_function lock_file_of mix_in move_module
         new_process_group not_compiled_alone output_console parameter_type
         pickled_by_value preserve_rng_state presharded_mesh quantized_parts raised_where rank_outcomes
         read_digests reduce_scatter_single reduction_type rendezvous_store repeated_blocks reshard

@@ -64,7 +64,10 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         of_group = job.footprint.with_batch_of(split * ranks * job.footprint.part)
         environment = LaunchEnvironment(world_size=split, local_world_size=split)
         footprint = replace(of_group, part=1 / split)
-        group = weights.estimate_memory(replace(inner, footprint=footprint, environment=environment))
+        try:
+            group = weights.estimate_memory(replace(inner, footprint=footprint, environment=environment))
+        except ModelError:  # without blocks that repeat, the tensors are those that the user has split
+            return need
         return None if group is None else with_split_tensors(need, group, of_group)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
