@@ -53,7 +53,9 @@ def cases():
         if found := commands(page):
             some = [found[n] for n in SOME[page.stem]] if page.stem in SOME else found
             if some:
-                yield pytest.param(page, some, id=page.stem, marks=pytest.mark.slow)
+                # A cluster of Ray's starts when the machine lets it, as in tests/tp_ray.
+                mark = pytest.mark.nightly if page.stem == "ray" else pytest.mark.slow
+                yield pytest.param(page, some, id=page.stem, marks=mark)
             if some != found:
                 yield pytest.param(page, found, id=f"{page.stem}-all", marks=pytest.mark.nightly)
 
