@@ -286,7 +286,7 @@ class Trainer:
 
     @property
     def gradient_clip_algorithm(self) -> str:
-        """The way to clip: "norm", "value" or "None"."""
+        """How gradients are clipped, by "norm" or by "value"; "None" if they are not."""
         return self._run.gradients.algorithm
 
     @property

@@ -35,7 +35,7 @@ def write_atomically(
 
 @contextmanager
 def atomic_part(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Path]:
-    """Yield the temporary file that replaces ``path`` after the block; see :func:`write_atomically`."""
+    """Yield the temporary file that replaces ``path`` after the block; see ``write_atomically``."""
     path = Path(path)
     _delete_abandoned(path)
     with _new_part(path, mode) as part:
