@@ -74,6 +74,9 @@ def test_the_command_proves_and_names(tmp_path):
         assert said in tp_verify(tmp_path, f"mine.py:{name}").stderr
     done = tp_verify(tmp_path, "mine.py:cases", "--dtype", "int8")
     assert "--dtype is one of float64, float32, bfloat16, got 'int8'" in done.stderr
+    (tmp_path / "script.py").write_text("raise SystemExit('it ran')")
+    done = tp_verify(tmp_path, "script.py", "--dtype", "float32")
+    assert "--dtype is for file.py:function; a script makes its model in a type of its own" in done.stderr
 
 
 TEST = """

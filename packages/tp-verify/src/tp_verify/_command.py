@@ -75,6 +75,9 @@ def verify_command(
         msg = "--dtype and --steps are for a program; without one, a small model is trained in float64"
         raise ConfigError(msg)
     script = None if program is None or ":" in program else Path(program)
+    if script is not None and dtype:
+        msg = "--dtype is for file.py:function; a script makes its model in a type of its own"
+        raise ConfigError(msg)
     if script is not None and not script.is_file():
         msg = f"there is no script {program!r}; a function is written file.py:function"
         raise ConfigError(msg)

@@ -62,6 +62,11 @@ class BackendTrial:
         return (self.backend, self.devices) == ("single", (_CPU,))
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type of the training, as ``scripts/small.py`` chooses it: mps has no float64."""
+        return torch.float32 if any(device.type == "mps" for device in self.devices) else torch.float64
+
+    @property
     def layout(self) -> str:
         """The processes and their devices, in words."""
         names = [str(device) for device in self.devices]
@@ -73,7 +78,7 @@ class BackendTrial:
         """Return a report with what it is of."""
         values = {field.name: getattr(found, field.name) for field in fields(Report)}
         values["name"] = f"backend {self.backend} of {self.origin}"
-        values["dtype"] = "float64"
+        values["dtype"] = str(self.dtype).removeprefix("torch.")
         return BackendReport(**values, backend=self.backend, origin=self.origin, layout=self.layout)
 
 
@@ -111,9 +116,12 @@ def verify_backends(*, ranks: int, timeout_s: float) -> list[BackendReport]:
                 found = Report("", 1, "", None, {}, [], [trial.unfit])
             elif trial.is_reference:
                 by_hand = Run([train_by_hand()])
-                found = compare_runs(by_hand, near, whole, trial.backend, 1, STEPS)
+                found = compare_runs(by_hand, near, whole, trial.backend, 1, STEPS, computed=[trial.dtype])
             else:
-                found = compare_runs(whole, near, others[trial].result(), trial.backend, trial.ranks, STEPS)
+                other = others[trial].result()
+                found = compare_runs(
+                    whole, near, other, trial.backend, trial.ranks, STEPS, computed=[trial.dtype]
+                )
             reports.append(trial.report(found))
     return reports
 

@@ -26,6 +26,8 @@ from tp_verify._report import Finding, Report
 _SAVED = 128 + 15  # the exit status of a run that a SIGTERM has ended
 AT_ONCE = 2  # runs at the same time
 _CPU = torch.device("cpu")
+_INSIDE = (torch.float32,)
+"""What a script's model may compute in, whatever the type of its weights: a norm layer in float32, say."""
 # A rounding mostly grows little, but much where it turns the largest of a pool or the sign before a ReLU. One
 # run often meets none of these.
 _NUDGES = (1, 2, 3)
@@ -291,10 +293,28 @@ def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
     )
 
 
-def compare_runs(plain: Run, near: Run, other: Run, backend: str, ranks: int, steps: int) -> Report:
+def compare_runs(
+    plain: Run,
+    near: Run,
+    other: Run,
+    backend: str,
+    ranks: int,
+    steps: int,
+    *,
+    computed: Sequence[torch.dtype] = _INSIDE,
+) -> Report:
     """Compare a run on another backend with the one on one device, up to rounding.
 
     How far a rounding can grow in this training is what ``near`` has: its first weights differed by one.
+
+    Args:
+        plain: The run on one device.
+        near: The same from first weights that differ by a rounding.
+        other: The run on the backend.
+        backend: Its name.
+        ranks: Its number of processes.
+        steps: The steps of each run.
+        computed: The types in which the training computes, beside those of weights and optimizer states.
     """
     name = f"backend {backend}"
     if other.is_refused:
@@ -303,7 +323,8 @@ def compare_runs(plain: Run, near: Run, other: Run, backend: str, ranks: int, st
         failure = Finding("the run", "", 0, other.failed)
         return Report(name, ranks, "its own", failure, {}, [], [])
     first, nudged = plain.records[0], near.records[0]
-    bound = _bound(first)
+    dtypes = {tensor.dtype for kind in ("weights", "states") for tensor in first[kind].values()}
+    bound = Bound.of([*computed, *dtypes], depth="training")
     if (first["backend"], other.records[0]["backend"]) != ("single", backend):
         own = f"the script itself names a backend, {other.records[0]['backend']!r}"
         return Report(name, ranks, "its own", None, {}, [], [own])
@@ -339,15 +360,6 @@ def _grown(plain: Run, near: Run) -> float:
     """Return how far a rounding has grown, as the largest share of a weight."""
     weights, nudged = plain.records[0]["weights"], near.records[0]["weights"]
     return max((relative_error(tensor, nudged[name]) for name, tensor in weights.items()), default=0.0)
-
-
-def _bound(record: Mapping[str, Any]) -> Bound:
-    """Return what rounding explains after a training, beside what grows of the first weights' own.
-
-    It is never below float32: a script's model may compute in it inside, whatever the type of its weights.
-    """
-    dtypes = {tensor.dtype for kind in ("weights", "states") for tensor in record[kind].values()}
-    return Bound.of([torch.float32, *dtypes], depth="training")
 
 
 def _hidden(grown: float, bound: Bound) -> list[str]:
