@@ -108,6 +108,27 @@ def test_a_run_that_was_cut_continues_to_the_same_numbers(tmp_path):
     assert resumed["metrics"]["val_loss"] == whole["metrics"]["val_loss"]
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_and_callbacks_may_be_set_later(algorithm):
+    class Ends:
+        def on_fit_end(self, trainer, module):
+            self.ended = True
+
+    def weight(trainer):
+        module = Line()
+        trainer.fit(module, batches())
+        return module.weight.item()
+
+    ends = Ends()
+    given = make(max_epochs=1, gradient_clip_val=0.1, gradient_clip_algorithm=algorithm, callbacks=[ends])
+    changed = make(max_epochs=1)
+    changed.gradient_clip_val, changed.gradient_clip_algorithm = 0.1, algorithm
+    changed.callbacks = [other := Ends()]
+    assert weight(changed) == weight(given) != weight(make(max_epochs=1))
+    assert ends.ended
+    assert other.ended
+
+
 class Line(Plain):
     def __init__(self):
         super().__init__()

@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,22 @@ class Trainer:
 
     Raises:
         ConfigError: An argument has a wrong value, or is not here.
+
+    Example:
+        >>> class Line(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(1, 1)
+        ...
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch).square().mean()
+        ...
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> trainer = Trainer(max_epochs=2, enable_checkpointing=False, enable_progress_bar=False)
+        >>> trainer.fit(Line(), torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=2))
+        >>> trainer.global_step
+        4
     """
 
     def __init__(
@@ -244,6 +261,10 @@ class Trainer:
         """The callbacks with Lightning's hooks."""
         return self._run.callbacks
 
+    @callbacks.setter
+    def callbacks(self, callbacks: list[Any]) -> None:
+        self._run.callbacks = callbacks
+
     @property
     def checkpoint_callback(self) -> Any:
         """Lightning's ``ModelCheckpoint``, if one was given."""
@@ -284,10 +305,18 @@ class Trainer:
         """The largest norm of the gradients, or element of them."""
         return self._run.gradients.clip
 
+    @gradient_clip_val.setter
+    def gradient_clip_val(self, limit: float | None) -> None:
+        self._run.gradients = replace(self._run.gradients, clip=limit)
+
     @property
     def gradient_clip_algorithm(self) -> str:
         """How gradients are clipped, by "norm" or by "value"; "None" if they are not."""
         return self._run.gradients.algorithm
+
+    @gradient_clip_algorithm.setter
+    def gradient_clip_algorithm(self, algorithm: str) -> None:
+        self._run.gradients = replace(self._run.gradients, algorithm=algorithm)
 
     @property
     def log_every_n_steps(self) -> int:
