@@ -442,8 +442,8 @@ def _compare(
     )
     return len(whole.outputs), (
         f"the step returns {values} if its batch is split, though all modules compute the same: it uses "
-        "tokens of "
-        "other ranks after the model, or is a mean over something else than the 'weight' that it returns"
+        "tokens of other ranks after the model, or is a mean over something else than the 'weight' that it "
+        "returns"
     )
 
 
@@ -554,8 +554,6 @@ def refuse(problem: str) -> ModelError:
     """Return the error of a model that is not proved."""
     return ModelError(
         f"backend 'context' cannot split the sequences of this model: {problem}. Reach attention by torch's "
-        "or "
-        "transformers' functions or tp_context.attention(), take positions from tp_context.positions(), "
-        "gather "
-        "what needs all tokens with tp_context.gather(), or choose another backend"
+        "or transformers' functions or tp_context.attention(), take positions from tp_context.positions(), "
+        "gather what needs all tokens with tp_context.gather(), or choose another backend"
     )

@@ -63,8 +63,7 @@ class Cut:
         if length < size:
             msg = (
                 f"a sequence of {length} token(s) cannot be split over {size} ranks; give longer sequences, "
-                "or "
-                "set the option context of backend 'context' to fewer ranks"
+                "or set the option context of backend 'context' to fewer ranks"
             )
             raise StepError(msg)
         self.length, self.rank, self.size, self.group, self.before = length, rank, size, group, before
