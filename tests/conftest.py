@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "nightly" in item.keywords:
             item.add_marker("slow")
-        if item.path.relative_to(Path(__file__).parent).parts[0] in RING_3:
+        if not RING_3.isdisjoint(item.path.parts):
             item.add_marker("ring3")
     if config.args_source is config.ArgsSource.TESTPATHS:
         items.sort(key=lambda item: item.path)  # alike in all workers, which collect in orders of their own
