@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from tp_core.errors import ModelError
 from tp_core.replicas import Replicas
-from tp_core.replicas._random import Caller, on_streams  # private: streams of devices that cannot be had here
+from tp_core.replicas._caller import Caller, on_streams  # private: streams of devices that cannot be had here
 
 X = [torch.ones(2, 3), torch.full((2, 3), 2.0), torch.full((2, 3), 3.0)]
 VARIABLE = contextvars.ContextVar("VARIABLE", default="nothing")

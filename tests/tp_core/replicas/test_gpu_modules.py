@@ -5,6 +5,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from tp_core.errors import ModelError
 from tp_core.replicas import Replicas
 
 pytestmark = pytest.mark.gpu
@@ -71,16 +73,33 @@ def test_dropout_on_a_gpu_follows_from_the_seed(second):
     assert not torch.equal(first[0], first[1].cuda(0))
 
 
-def test_checkpoints_on_one_gpu_draw_in_backward_what_they_drew_in_forward():
-    from torch.utils.checkpoint import checkpoint
+def draw_in_checkpoints(devices, forward):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16)).cuda()
+    replicas = Replicas(model, devices)
+    outputs = replicas.run(forward, [torch.ones(4, 16, device=d) for d in devices])
+    torch.cat([y.to("cuda:0") for y in outputs]).square().sum().backward()
+    return [p.grad for p in model.parameters()]
 
-    def gradient(forward):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16)).cuda()
-        replicas = Replicas(model, ["cuda:0", "cuda:0"])
-        x = torch.ones(4, 16, device="cuda:0")
-        torch.cat(replicas.run(forward, [x, x])).square().sum().backward()
-        return [p.grad for p in model.parameters()]
 
-    plain = gradient(lambda r, p: r(p))
-    torch.testing.assert_close(gradient(lambda r, p: checkpoint(r, p, use_reentrant=False)), plain)
+def plain(replica, x):
+    return replica(x)
+
+
+def checkpointed(replica, x):
+    return checkpoint(replica, x, use_reentrant=False)
+
+
+def test_draws_in_checkpoints_of_replicas_on_one_gpu_are_refused():
+    with pytest.raises(ModelError, match="on 'cuda:0', whose generator several replicas share"):
+        draw_in_checkpoints(["cuda:0", "cuda:0"], checkpointed)
+
+
+def test_checkpoints_of_a_replica_alone_on_its_gpu_draw_in_backward_what_they_drew_in_forward():
+    devices = ["cuda:0", "cpu"]
+
+    def on_the_gpu_alone(replica, x):
+        return checkpointed(replica, x) if x.is_cuda else replica(x)
+
+    expected = draw_in_checkpoints(devices, plain)
+    torch.testing.assert_close(draw_in_checkpoints(devices, on_the_gpu_alone), expected)

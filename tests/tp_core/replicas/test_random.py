@@ -131,88 +131,102 @@ def test_every_function_that_draws_is_known():
     assert set(unknown) <= NEVER
 
 
-class Deep(nn.Module):
-    """Layers with dropout, each of them within a checkpoint, or not."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4))
-        self.how = how
-
-    def forward(self, x):
-        if self.how == "nested":
-            return checkpoint(self.in_pairs, x, use_reentrant=False)
-        for layer in self.layers:
-            x = (
-                layer(x)
-                if self.how == "plain"
-                else checkpoint(layer, x, use_reentrant=self.how == "reentrant")
-            )
-        return x
-
-    def in_pairs(self, x):
-        for i in (0, 2):
-            x = checkpoint(nn.Sequential(*self.layers[i : i + 2]), x, use_reentrant=False)
-        return nn.functional.dropout(x, 0.25)
+LAYER = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
 
 
-def gradients(how, force_copies):
-    torch.manual_seed(0)
-    model = Deep(how)
-    replicas = Replicas(model, ["cpu"] * 3, force_copies=force_copies)
-    x = torch.randn(3, 4, 6)
-    for _ in range(2):
-        outputs = torch.stack(replicas.run(lambda r, p: r(p.clone().requires_grad_()), x))
-        outputs.square().sum().backward()
-    return [p.grad for p in model.parameters()]
+class OwnFunction(torch.autograd.Function):
+    """Stands for another library's checkpoint: a function whose forward may run again in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return F.dropout(x, 0.5)
 
 
-@pytest.mark.parametrize(("how", "force_copies"), [("not reentrant", False), ("reentrant", True)])
-def test_checkpoints_draw_in_backward_what_they_drew_in_forward(how, force_copies):
-    expected = gradients("plain", force_copies)
-    for _ in range(10):
-        torch.testing.assert_close(gradients(how, force_copies), expected)
+def twice(x):
+    """Layers in a checkpoint within a checkpoint, with hooks of the program's own between them."""
+    with torch.autograd.graph.save_on_cpu():
+        return checkpoint(LAYER, x, use_reentrant=True)
 
 
-def test_checkpoints_within_checkpoints_do_so_too():
-    class Twice(Deep):
-        """The same layers and numbers without the checkpoints."""
+CHECKPOINTS = {
+    "not reentrant": lambda x: checkpoint(LAYER, x, use_reentrant=False),
+    "reentrant": lambda x: checkpoint(LAYER, x, use_reentrant=True),
+    "nested": lambda x: checkpoint(twice, x, use_reentrant=False),
+    "without gradients inside": lambda x: checkpoint(torch.no_grad()(LAYER), x, use_reentrant=False),
+    "another library's": OwnFunction.apply,
+}
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return nn.functional.dropout(x, 0.25)
 
-    def run(make):
+def inputs():
+    return [torch.ones(4, 6, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("drawing", [0, 2])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_draws_in_a_checkpoint_over_a_shared_generator_are_refused(replicas, name, drawing):
+    def call(replica, numbered):
+        number, x = numbered
+        return CHECKPOINTS[name](x) if number == drawing else F.dropout(x, 0.5)
+
+    before = torch.get_rng_state()
+    words = (
+        r"within an activation checkpoint .* 'cpu', whose generator .* give each replica a device of its own"
+    )
+    with pytest.raises(ModelError, match=words) as caught:
+        replicas.run(call, list(enumerate(inputs())))
+    assert caught.value.__notes__[-1] == f"in part {drawing} of 3, on device cpu"
+    torch.set_rng_state(before)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpoints_that_draw_nothing_or_beside_draws_are_right(is_reentrant):
+    def gradients(run):
         torch.manual_seed(0)
-        model = make("nested")
-        x = torch.randn(3, 4, 6)
+        model = nn.Linear(6, 6)
         replicas = Replicas(model, ["cpu"] * 3)
-        torch.stack(replicas.run(lambda r, p: r(p), x)).square().sum().backward()
+        outputs = replicas.run(lambda r, x: F.dropout(run(r, F.dropout(x, 0.5)), 0.25), inputs())
+        torch.stack(outputs).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
-    torch.testing.assert_close(run(Deep), run(Twice))
+    expected = gradients(lambda replica, x: replica(x))
+    found = gradients(lambda replica, x: checkpoint(replica, x, use_reentrant=is_reentrant))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_a_checkpoint_that_keeps_no_state_is_left_alone():
-    layer = nn.Dropout(0.5)
-    replicas = Replicas(layer, ["cpu"] * 2)
-    x = torch.ones(4, 6, requires_grad=True)
-    outputs = replicas.run(
-        lambda r, p: checkpoint(r, x, use_reentrant=False, preserve_rng_state=False), [0, 1]
-    )
-    torch.cat(outputs).sum().backward()
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpoint_around_the_whole_call_computes_again_what_it_computed(is_reentrant, dropout):
+    def gradients(run):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 6))
+        replicas = Replicas(model, ["cpu"] * 3)
+        whole = lambda x: torch.stack(replicas.run(lambda r, part: r(part), x.chunk(3)))  # noqa: E731
+        run(whole, torch.arange(36.0).view(6, 6).requires_grad_() / 36).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients(lambda whole, x: whole(x))
+    found = gradients(lambda whole, x: checkpoint(whole, x, use_reentrant=is_reentrant))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-# torch 2.11 cannot close a checkpoint that failed half-way: its own generator raises as it is collected.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_checkpoint_whose_state_is_not_found_is_an_error(monkeypatch):
-    monkeypatch.setattr("torch.get_rng_state", lambda: None)
-    monkeypatch.setattr("torch.random.get_rng_state", lambda: None)
-    replicas = Replicas(nn.Dropout(0.5), ["cpu"] * 2)
-    x = torch.ones(4, 6, requires_grad=True)
-    with pytest.raises(ModelError, match="does not keep a checkpoint's random state in 'fwd_cpu_state'"):
-        replicas.run(lambda r, p: checkpoint(r, x, use_reentrant=False), [0, 1])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.0), nn.Dropout(0.5).eval()], ids=["rate 0", "evaluation"])
+def test_dropout_that_drops_nothing_may_be_in_a_checkpoint(replicas, dropout, is_reentrant):
+    outputs = replicas.run(lambda r, x: checkpoint(dropout, x, use_reentrant=is_reentrant), inputs())
+    assert torch.equal(torch.stack(outputs), torch.ones(3, 4, 6))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_draws_without_gradients_are_not_refused(replicas, mode):
+    with mode():
+        assert len(replicas.run(lambda r, x: CHECKPOINTS["reentrant"](x), inputs())) == 3
+
+    def call(replica, x):
+        with mode():
+            noise = torch.rand(6)
+        return x + noise
+
+    assert len(replicas.run(call, inputs())) == 3
 
 
 @pytest.mark.slow

@@ -20,17 +20,18 @@ from tests.tp_trainer.callback_run import BACKENDS, data, step
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, dropout=0.3):
         super().__init__()
-        self.inner, self.outer, self.drop = nn.Linear(4, 16), nn.Linear(16, 4), nn.Dropout(0.3)
+        self.inner, self.outer, self.drop = nn.Linear(4, 16), nn.Linear(16, 4), nn.Dropout(dropout)
 
     def forward(self, x, *, scale=1.0):
         return x + scale * self.outer(self.drop(torch.tanh(self.inner(x))))
 
 
-def network():
+def network(dropout=0.3):
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), Block(), Block(), nn.Linear(4, 1)).double()
+    blocks = Block(dropout), Block(dropout)
+    return nn.Sequential(nn.Linear(3, 4), *blocks, nn.Linear(4, 1)).double()
 
 
 def kept_elements(model):
@@ -47,9 +48,9 @@ def kept_elements(model):
     return sum(counts)
 
 
-def trained(backend, *, policy=None, options=None):
+def trained(backend, *, policy=None, options=None, dropout=0.3):
     """Return weights after two epochs, with or without computing again."""
-    model = network()
+    model = network(dropout)
     if policy is not None:
         checkpoint_activations(model, **policy)
     if backend == "shard":
@@ -67,9 +68,11 @@ def trained(backend, *, policy=None, options=None):
 POLICIES = ({}, {"every": 2}, {"keep": "matmuls"})
 
 
-def compare(backend, options=None, policies=POLICIES):
+def compare(backend, options=None, policies=POLICIES, dropout=0.3):
     """Return whether all policies lead to the same weights as none, bit for bit."""
-    plain, *others = (trained(backend, policy=policy, options=options) for policy in (None, *policies))
+    plain, *others = (
+        trained(backend, policy=policy, options=options, dropout=dropout) for policy in (None, *policies)
+    )
     return all(
         plain.keys() == other.keys() and all(torch.equal(plain[name], other[name]) for name in plain)
         for other in others
@@ -79,7 +82,15 @@ def compare(backend, options=None, policies=POLICIES):
 @pytest.mark.parametrize("backend", ["single", "tuple", "dp-gather"])
 def test_the_numbers_are_the_same_on_devices_of_one_process(backend):
     pytest.importorskip("tp_tuple" if backend == "tuple" else "tp_dp_gather")
-    assert compare(backend)
+    assert compare(backend, dropout=0.3 if backend == "single" else 0.0)
+
+
+@pytest.mark.parametrize("backend", ["tuple", "dp-gather"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_dropout_in_blocks_of_replicas_that_share_a_generator_is_refused(backend, policy):
+    pytest.importorskip("tp_tuple" if backend == "tuple" else "tp_dp_gather")
+    with pytest.raises(ModelError, match="drawn within an activation checkpoint"):
+        trained(backend, policy=policy)
 
 
 @pytest.mark.slow

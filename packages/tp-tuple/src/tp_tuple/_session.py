@@ -92,9 +92,9 @@ class PartGather:
         """
         if self._in_turn:
             msg = (
-                "all_gather() cannot bring the parts of the batch together within a TorchFunctionMode or "
-                "TorchDispatchMode, in which they run one after the other; leave the mode, or take another "
-                "backend: Trainer(backend='dp-gather')"
+                "all_gather() cannot bring the parts of the batch together within a TorchFunctionMode, a "
+                "TorchDispatchMode or hooks for saved tensors, in which they run one after the other; leave "
+                "these, or take another backend: Trainer(backend='dp-gather')"
             )
             raise StepError(msg)
         number, time = _part.number, _part.times

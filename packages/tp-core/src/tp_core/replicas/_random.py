@@ -1,96 +1,21 @@
-"""Random streams of replicas, and the caller's per-thread settings in the replicas' threads."""
+"""Random streams of replicas, and the functions of torch that draw random numbers."""
 
 import hashlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import Context, copy_context
-from functools import lru_cache, partial
-from types import FrameType, GeneratorType
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, Self, cast
 
 import torch
-import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tp_core.errors import ModelError
-from tp_core.replicas._compiler import not_compiled_alone
-
-# -- Random numbers in activation checkpoints -----------------------------------------------------
-# ``torch.utils.checkpoint`` saves the generator's state before a forward, to draw the same numbers again
-# when it repeats that forward in backward. A replica that shares the generator has a state of its own,
-# which is in the generator only while it draws. So the saved state is replaced by the replica's own, when
-# the replica first draws inside of the checkpoint. torch keeps it in a local variable of functions on the
-# stack; where it no longer does, we raise an error: the gradients would be wrong.
-#
-# Backward must come after the replicas' call, as it does in training. A backward inside of a replica's own
-# call would draw at the same time as other replicas, without any lock.
-
-
-_FILE = torch.utils.checkpoint.__file__
-_ASKED = "preserve_rng_state"
-
-
-def correct_checkpoints(generator: torch.Generator) -> None:
-    """Put the generator's state into the enclosing checkpoints that do not have it yet."""
-    frame: FrameType | None = sys._getframe(1)
-    is_found = False  # the state that the checkpoint saved, in a frame that it called
-    while frame is not None:
-        if frame.f_code.co_filename == _FILE:
-            noted = _noted_by(frame)
-            if noted is not None:
-                _correct(noted, generator)
-            is_found = is_found or noted is not None
-            if frame.f_code.co_name == "checkpoint":
-                if not is_found:
-                    raise _moved(_ASKED)
-                is_found = False
-        frame = frame.f_back
-
-
-def _noted_by(frame: FrameType) -> dict[str, Any] | None:
-    """Return the values that a checkpoint's function saved before the forward, by their names in torch."""
-    variables = frame.f_locals
-    if frame.f_code.co_name == "forward" and "ctx" in variables:
-        noted: dict[str, Any] = vars(variables["ctx"])
-        return noted
-    steps = variables.get("gen")  # a local of whichever function runs the checkpoint's generator
-    if isinstance(steps, GeneratorType) and steps.gi_frame is not None and steps.gi_code.co_filename == _FILE:
-        return steps.gi_frame.f_locals
-    return None
-
-
-def _correct(noted: dict[str, Any], generator: torch.Generator) -> None:
-    if _ASKED not in noted:
-        raise _moved(_ASKED)
-    if not noted[_ASKED]:
-        return
-    device = generator.device
-    key = "fwd_cpu_state"
-    states: list[Any] = [noted.get(key)]
-    if device.type != "cpu":
-        key = "fwd_device_states"
-        pairs = zip(noted.get("fwd_devices", ()), noted.get(key, ()), strict=True)
-        states = [state for index, state in pairs if index == device.index]
-    for state in states:
-        if not isinstance(state, Tensor):
-            raise _moved(key)
-        if not hasattr(state, "tp_is_corrected"):
-            state.copy_(generator.get_state())
-            state.tp_is_corrected = True  # type: ignore[attr-defined]
-
-
-def _moved(key: str) -> ModelError:
-    return ModelError(
-        f"this version of torch ({torch.__version__}) does not keep a checkpoint's random state in "
-        f"{key!r}, and replicas on one device would draw other numbers in backward; use one device"
-    )
-
+from tp_core.replicas._compiler import not_compiled_alone, untraced
 
 # -- Torch's functions that draw random numbers ---------------------------------------------------
 
@@ -173,7 +98,11 @@ def _is_random_inside(function: Callable[..., Any]) -> bool:
 # torch has one default generator per device, shared by all threads. Where a replica is alone on its
 # accelerator, that generator is seeded during the call. Where replicas share one (the CPU's is always
 # shared), each drawing function runs alone, under a lock, with the replica's state in the generator.
-# Activation checkpoints get that state, to draw from it again in backward.
+#
+# An activation checkpoint saves the generator's state before its forward, and draws from it again in
+# backward. That is right for a replica that is alone on its device. A shared generator has another state
+# between the draws than the replica's: the checkpoint would save that one, and draw other numbers. So
+# draws within a checkpoint are refused there.
 
 
 _CPU = torch.device("cpu")
@@ -188,16 +117,17 @@ class Streams:
     """
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
+        self._devices = devices
         self._home = _generator(devices[0])
         self._start: Tensor | None = None
         self._is_shared = _are_shared(devices)
         if not all(self._is_shared):
             self.note_start()  # a replica alone on its device draws without the lock: it needs the start now
         self.lock = _drawing_lock()
-        self._devices = devices
         self.has_drawn = False
 
     def of(self, number: int) -> AbstractContextManager[Any]:
+        """Return the context in which a replica draws from its stream."""
         generator = _generator(self._devices[number])
         if generator is None:
             return nullcontext()
@@ -233,6 +163,12 @@ class SerializedRng(TorchFunctionMode):
         self._number = number
         self._state: Tensor | None = None
 
+    def __enter__(self) -> Self:
+        self._is_recording = torch.is_grad_enabled()  # without gradients nothing runs again
+        self._hooks, self._is_within_function = saving_hooks(), _is_within_function()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        return self
+
     @not_compiled_alone
     def __torch_function__(
         self,
@@ -241,15 +177,14 @@ class SerializedRng(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not is_random_op(func, args, kwargs):
-            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        generator = self._generator
+        if not is_random_op(func, args, kwargs):
+            return func(*args, **kwargs)
         with self._streams.lock:
             self._streams.note_start()
             if self._number == 0:
-                correct_checkpoints(generator)
-                return func(*args, **kwargs)
+                return self._draw(func, args, kwargs)
+            generator = self._generator
             saved = generator.get_state()
             if self._state is None:
                 generator.manual_seed(self._streams.seed(self._number))
@@ -257,11 +192,55 @@ class SerializedRng(TorchFunctionMode):
             else:
                 generator.set_state(self._state)
             try:
-                correct_checkpoints(generator)
-                return func(*args, **kwargs)
+                return self._draw(func, args, kwargs)
             finally:
                 self._state = generator.get_state()
                 generator.set_state(saved)
+
+    def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not (self._is_recording and self._may_run_again(func)):
+            return func(*args, **kwargs)
+        generator = self._generator
+        began = generator.get_state()
+        result = func(*args, **kwargs)
+        # By the state: dropout draws nothing in evaluation, or at a rate of 0.
+        if not torch.equal(began, generator.get_state()):
+            raise ModelError(_no_checkpoint(generator.device))
+        return result
+
+    @untraced
+    def _may_run_again(self, func: Callable[..., Any]) -> bool:
+        """Return whether backward may run this part of forward again, as that of an activation checkpoint.
+
+        One with ``use_reentrant=False`` saves tensors by hooks of its own. Others, those of other libraries
+        too, are the forward of a ``torch.autograd.Function``.
+        """
+        if self._hooks != saving_hooks():
+            return True
+        # torch.distributions draws it in a function of its own, which does not run again.
+        is_exempt = func is torch._sample_dirichlet
+        return not is_exempt and _is_within_function() is not self._is_within_function
+
+
+def saving_hooks() -> Any:
+    """Return the innermost hooks for saved tensors in this thread, or ``None``."""
+    # Private, and so is the next: torch has public ways to set both, and none to ask for them.
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _is_within_function() -> bool:
+    """Return whether this thread is in the forward of a ``torch.autograd.Function``."""
+    # torch turns forward-mode gradients off there and in inference mode, and leaves them on under no_grad().
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _no_checkpoint(device: torch.device) -> str:
+    return (
+        "random numbers are drawn within an activation checkpoint (or another autograd function, or hooks "
+        f"for saved tensors) on {str(device)!r}, whose generator several replicas share: backward would draw "
+        "other numbers; give each replica a device of its own, take a process for each ('ddp'), draw outside "
+        "of the checkpoint, or leave it away on these devices"
+    )
 
 
 class OwnRng:
@@ -317,157 +296,3 @@ def _generator(device: torch.device) -> torch.Generator | None:
         return None
     generator: torch.Generator = generators[device.index]
     return generator
-
-
-# -- Settings of the caller's thread --------------------------------------------------------------
-
-
-class Caller(NamedTuple):
-    """The settings that torch and Python keep per thread, of the thread that calls the replicas.
-
-    Attributes:
-        grad: Whether gradients are recorded.
-        inference: Whether inference mode is on.
-        num_threads: Threads of one operation on the CPU.
-        variables: The context variables.
-        has_modes: Whether a mode or a transform of torch.func is active in this thread: `has_modes`.
-        contexts: Functions from a replica's device to a context for its call; empty where no other
-            setting is in use.
-    """
-
-    grad: bool
-    inference: bool
-    num_threads: int
-    variables: Context
-    has_modes: bool
-    contexts: Sequence[Callable[[torch.device], AbstractContextManager[Any]]]
-
-    @classmethod
-    def capture(cls, devices: tuple[torch.device, ...], types: tuple[str, ...]) -> "Caller":
-        """Read the settings of this thread."""
-        contexts: list[Callable[[torch.device], AbstractContextManager[Any]]] = []
-        if types != ("cpu",):
-            streams = {d: torch.accelerator.current_stream(d) for d in devices if d.type != "cpu"}
-            contexts.append(partial(on_streams, streams))
-        inference = torch.is_inference_mode_enabled()
-        if inference:
-            contexts.append(lambda _: torch.inference_mode())
-        for kind in types:
-            if torch.is_autocast_enabled(kind):
-                contexts.append(_autocast(kind))
-        # Private: torch has public ways to set these hooks and modes, and none to ask for them.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None:
-            contexts.append(lambda _: saved_tensors_hooks(*hooks))
-        refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-        if refusal is not None:
-            contexts.append(lambda _: disable_saved_tensors_hooks(refusal))
-        has_function_modes = torch._C._len_torch_function_stack() > 0
-        if has_function_modes:  # a default device is one
-            default = torch.empty(0).device  # torch.get_default_device() takes four times as long
-            if default.type != "cpu":
-                # The caller's own device becomes the replica's; any other stays.
-                contexts.append(lambda device: device if default == devices[0] else default)
-        return cls(
-            torch.is_grad_enabled(),
-            inference,
-            torch.get_num_threads(),
-            copy_context(),
-            has_modes(),
-            contexts,
-        )
-
-    def call(
-        self,
-        function: Callable[[nn.Module, Any], Any],
-        replica: nn.Module,
-        part: Any,
-        *,
-        device: torch.device,
-        rng: AbstractContextManager[Any],
-    ) -> Any:
-        """Return ``function(replica, part)``, run in this thread with the caller's settings."""
-        # These two stay set in our threads between calls: a context for each call would cost more.
-        if torch.is_grad_enabled() is not self.grad:
-            torch.set_grad_enabled(self.grad)
-        if torch.get_num_threads() != self.num_threads:
-            torch.set_num_threads(self.num_threads)
-        variables = self.variables.copy()  # a context cannot be entered twice at once
-        if not self.contexts:
-            with rng:
-                return variables.run(function, replica, part)
-        with rng, ExitStack() as stack:
-            for context in self.contexts:
-                stack.enter_context(context(device))
-            return variables.run(function, replica, part)
-
-
-def _autocast(kind: str) -> Callable[[torch.device], AbstractContextManager[Any]]:
-    """Return a function that makes contexts with this thread's autocast of a device type."""
-    dtype = torch.get_autocast_dtype(kind)
-    return lambda _: _in_autocast(kind, dtype)
-
-
-@contextmanager
-def _in_autocast(kind: str, dtype: torch.dtype) -> Iterator[None]:
-    """Run a block under autocast without its cache of lowered weights, which all threads share.
-
-    Replicas that share weights would use an entry that another one made, and ``torch.autocast`` empties
-    the cache at its end. The rounding of gradients would depend on the threads' timing. Weights that are
-    copies never enter the cache.
-    """
-    enabled, before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_enabled(kind, True)
-    torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(False)
-    torch.autocast_increment_nesting()  # else the end of a module's own autocast would empty the cache
-    try:
-        yield
-    finally:
-        torch.autocast_decrement_nesting()
-        torch.set_autocast_cache_enabled(cached)
-        torch.set_autocast_dtype(kind, before)
-        torch.set_autocast_enabled(kind, enabled)
-
-
-@contextmanager
-def on_streams(streams: Mapping[torch.device, Any], device: torch.device) -> Iterator[None]:
-    """Run a block on a device with the caller's streams: the thread of a replica starts on the default ones.
-
-    On the default stream a replica would read its part before the caller's stream has made it.
-    """
-    with ExitStack() as stack:
-        for other, stream in streams.items():
-            # A part may come from another device: its transfer must run after the work that makes it.
-            if other != device and stream.stream_id != 0:
-                stack.enter_context(stream)
-        if device.type != "cpu":
-            stack.enter_context(on_device(device))
-            stack.enter_context(streams[device])
-        yield
-
-
-def has_modes() -> bool:
-    """Return whether this thread is in a TorchFunctionMode, a TorchDispatchMode or a transform of torch.func.
-
-    Modes belong to one thread. The parts of a call then run in this thread, one after the other.
-    """
-    # Private: torch has no public way to ask for active modes; without the check they would be ignored
-    # in the replicas' threads.
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return True
-    if not torch._C._len_torch_function_stack():
-        return False
-    from torch.utils._device import DeviceContext  # torch loads it when it is first needed
-
-    # A default device is such a mode, too, and so is our own for random operations: neither counts.
-    return any(
-        not isinstance(torch._C._get_function_stack_at(i), DeviceContext | SerializedRng)
-        for i in range(torch._C._len_torch_function_stack())
-    )
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    context: AbstractContextManager[Any] = torch.accelerator.device_index(device.index)
-    return context
