@@ -54,6 +54,7 @@ REASONS = {
     "torch._C._len_torch_function_stack": "whether the caller is in a mode",
     "torch._C._is_fwd_grad_enabled": "whether a draw is in the forward of a function, as a checkpoint's is",
     "torch._sample_dirichlet": "the one draw that torch itself makes in the forward of a function",
+    "torch.autograd._is_checkpoint_valid": "a forked process makes its engine anew here",
     "torch._C._current_graph_task_id": "whether a forward runs within a backward pass, for a checkpoint",
     "torch._C._dynamo.eval_frame": "what a mode does to an operator is not compiled by itself",
     "torch._C._nn": "random operators that have no public name",

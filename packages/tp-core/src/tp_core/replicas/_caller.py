@@ -75,7 +75,9 @@ class Caller(NamedTuple):
         rng: AbstractContextManager[Any],
     ) -> Any:
         """Return ``function(replica, part)``, run in this thread with the caller's settings."""
-        # These two stay set in our threads between calls: a context for each call would cost more.
+        # These two stay set in our threads between calls: a context for each call would cost more. To ask for
+        # the number also makes torch's pool of threads anew in a forked process. That is not safe by itself,
+        # in an operation, but here each thread holds the interpreter's lock.
         if torch.is_grad_enabled() is not self.grad:
             torch.set_grad_enabled(self.grad)
         if torch.get_num_threads() != self.num_threads:

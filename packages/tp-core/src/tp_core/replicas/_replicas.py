@@ -277,8 +277,8 @@ def _watch_optimizers(cache: ReplicaCache) -> None:
 # -- The order in which a backward pass goes through the nodes of replicas ------------------------
 # Autograd runs the node with the largest number first, of those that are ready. It numbers nodes as they are
 # made, in each thread on its own, from 0. So how the nodes of a replica's thread stand to the caller's would
-# follow from what both threads did before, and from whether the part ran inline. Sums of three and more
-# gradients would be rounded differently from run to run. So each part but the first numbers its nodes again:
+# follow from what both threads did before. Sums of three and more gradients would be rounded differently from
+# run to run. So each part but the first numbers its nodes again:
 # by call, part and place. These numbers are larger than any that torch gives.
 
 _CALL_BITS, _PART_BITS = 32, 24
@@ -360,9 +360,12 @@ class Replicas:
     Replica 0 is the module itself and runs in the caller's thread. The others have buffers of their own,
     and the module's attributes as they are when a call begins. Their parameters are copied only when they
     changed since the last call; replicas on the module's own device share its parameters. The gradients
-    of all replicas add up in the module's parameters. On CPUs all parts run serially in the caller's
-    thread while they take less time than waking a thread. In both cases backward adds the gradients of what
-    parts return, in tensors and containers, in the same order: equal runs are equal bit for bit.
+    of all replicas add up in the module's parameters. Backward adds the gradients of what parts return, in
+    tensors and containers, in the same order each time: equal runs are equal bit for bit.
+
+    Replicas on devices of their own draw from the generators of these. Replicas that share a generator (on
+    the CPU, or on a device that is named twice) draw one at a time, each from a state of its own, but not
+    within activation checkpoints. In both cases the numbers follow from the caller's seed.
 
     A version counter does not count some changes (``parameter.data.add_(1)``). They are noticed if an
     optimizer's step makes them, or if ``module.train()`` or ``module.eval()`` changes the mode after them.
@@ -513,10 +516,6 @@ class Replicas:
         parts: Sequence[Any],
         modules: Sequence[nn.Module] | None,
     ) -> list[Any]:
-        if self._threads.is_stuck:
-            # A thread may still write to the cached replicas: this call must not share them with it.
-            self._threads.leave()
-            self._cache = self._fresh_cache(self._cache.compile_options)
         count = len(parts)
         caller = Caller.capture(self.devices[:count], self._types)
         grad = caller.grad and not caller.inference
