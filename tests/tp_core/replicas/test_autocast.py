@@ -1,11 +1,13 @@
 """Gradients of a mixed precision do not depend on which replica's thread was first."""
 
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import nn
 from tp_core.replicas import Replicas
+from tp_core.replicas._caller import autocasts  # private: types of devices that cannot be had here
 
 WAIT_S = 20
 
@@ -69,3 +71,40 @@ def twice(end_between):
 def test_the_lowered_weights_of_the_callers_replica_stay_until_its_end():
     expected = gradients(twice(False), force_copies=True)
     torch.testing.assert_close(gradients(twice(True), force_copies=True), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("entered", "expected"),
+    [
+        ({"cpu": torch.bfloat16}, {"cpu": torch.bfloat16, "cuda": torch.bfloat16}),
+        ({"cpu": torch.bfloat16, "cuda": torch.float16}, {"cpu": torch.bfloat16, "cuda": torch.float16}),
+        ({"cuda": torch.float16}, {"cuda": torch.float16}),
+        ({}, {}),
+    ],
+    ids=["the first device's", "both", "the other's", "none"],
+)
+def test_devices_of_another_type_compute_in_the_precision_of_the_first(entered, expected):
+    found = {}
+
+    def thread(contexts):
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context(torch.device("cpu")))
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    found[kind] = torch.get_autocast_dtype(kind)
+
+    before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in entered}
+    try:
+        for kind, dtype in entered.items():
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, dtype)
+        contexts = autocasts(("cpu", "cuda"))
+    finally:
+        for kind, (enabled, dtype) in before.items():
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+    other = threading.Thread(target=thread, args=(contexts,))
+    other.start()
+    other.join(800)
+    assert found == expected

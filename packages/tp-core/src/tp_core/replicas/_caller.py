@@ -43,9 +43,7 @@ class Caller(NamedTuple):
         inference = torch.is_inference_mode_enabled()
         if inference:
             contexts.append(lambda _: torch.inference_mode())
-        for kind in types:
-            if torch.is_autocast_enabled(kind):
-                contexts.append(_autocast(kind))
+        contexts += autocasts(types)
         # Private: torch has public ways to set these hooks and modes, and none to ask for them.
         refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         if refusal is not None:
@@ -93,10 +91,22 @@ class Caller(NamedTuple):
             return variables.run(function, replica, part)
 
 
-def _autocast(kind: str) -> Callable[[torch.device], AbstractContextManager[Any]]:
-    """Return a function that makes contexts with this thread's autocast of a device type."""
-    dtype = torch.get_autocast_dtype(kind)
-    return lambda _: _in_autocast(kind, dtype)
+def autocasts(types: tuple[str, ...]) -> list[Callable[[torch.device], AbstractContextManager[Any]]]:
+    """Return functions that make contexts with this thread's autocast, for devices of these types.
+
+    A program enters autocast for the type of the first device, where its module is. Devices of another
+    type compute in the same dtype, unless autocast is on for their own.
+    """
+    home = types[0]
+    entered = [kind for kind in types if torch.is_autocast_enabled(kind)]
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in entered}
+    if home in dtypes:
+        dtypes = dict.fromkeys(types, dtypes[home]) | dtypes
+    return [partial(_autocast, kind, dtype) for kind, dtype in dtypes.items()]
+
+
+def _autocast(kind: str, dtype: torch.dtype, _device: torch.device) -> AbstractContextManager[Any]:
+    return _in_autocast(kind, dtype)
 
 
 @contextmanager
