@@ -343,27 +343,24 @@ def _run(
     dropout_shapes: list[torch.Size] = []
     # All runs draw the same: numbers of numpy's, as wav2vec2's masks, would be taken for rounding.
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    with (
-        preserve_rng_state(devices),
-        rounding,
-        Recording(model) as recording,
-        ComputedTypes() as computed,
-    ):
-        with split_states.changed(dropout_shapes=dropout_shapes):
-            raw = step(model, batch)
-        shapes = _shapes(raw)
-        output = join(raw)
-    values = output if isinstance(output, Mapping) else {"loss": output}
+    found: dict[str, _Sketch] = {}
+    # Roundings stay in the backward pass: activation checkpointing repeats forwards there, as they were.
+    with preserve_rng_state(devices), rounding:
+        with Recording(model) as recording, ComputedTypes() as computed:
+            with split_states.changed(dropout_shapes=dropout_shapes):
+                raw = step(model, batch)
+            shapes = _shapes(raw)
+            output = join(raw)
+        values = output if isinstance(output, Mapping) else {"loss": output}
+        loss = values.get("loss")
+        if gradients and isinstance(loss, Tensor) and loss.requires_grad:
+            for (name, _), grad in zip(trained, _gradients(loss, [p for _, p in trained]), strict=True):
+                found[name] = _sketched(grad, len(found))
     returned = {
         name: float(value.detach() if isinstance(value, Tensor) else value)
         for name, value in values.items()
         if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float)
     }
-    loss = values.get("loss")
-    found: dict[str, _Sketch] = {}
-    if gradients and isinstance(loss, Tensor) and loss.requires_grad:
-        for (name, _), grad in zip(trained, _gradients(loss, [p for _, p in trained]), strict=True):
-            found[name] = _sketched(grad, len(found))
     # No numbers: a loss of this rank's tokens is joined only later.
     outputs = {place: one.tensor for place, one in recording.outputs.items() if one.tensor.dim()}
     return _StepRun(outputs, returned, found, frozenset(dtypes | computed.dtypes), shapes, dropout_shapes)

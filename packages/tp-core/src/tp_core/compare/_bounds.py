@@ -272,11 +272,20 @@ def nudged(model: nn.Module, dtype: torch.dtype, *, seed: int = 0) -> Iterator[N
     factor = 1 - torch.finfo(dtype).eps / 2
     # Replicas share a module's hooks, and each is checked in the thread of its device.
     mine = threading.get_ident()
+    devices = {parameter.device for parameter in model.parameters()}
+
+    def is_own(device: torch.device) -> bool:
+        if threading.get_ident() == mine:
+            return True
+        # On an accelerator autograd has a thread for each device, which repeats the forwards of checkpoints:
+        # they must save the tensors that they saved before. Private, as in `Recording`.
+        repeats = torch._C._current_graph_task_id() != -1
+        return repeats and device.type != "cpu" and device in devices
 
     def move(value: Any) -> Any:
         if type(value) in (tuple, list):
             return type(value)(map(move, value))
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        if not isinstance(value, Tensor) or not value.is_floating_point() or not is_own(value.device):
             return value
         generator = generators.get(value.device)
         if generator is None:
@@ -286,7 +295,7 @@ def nudged(model: nn.Module, dtype: torch.dtype, *, seed: int = 0) -> Iterator[N
         return torch.where(drawn, value * factor, value)
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
-        return move(output) if threading.get_ident() == mine else output
+        return move(output)
 
     innermost = [module for module in model.modules() if next(module.children(), None) is None]
     handles = [module.register_forward_hook(hook) for module in innermost]
