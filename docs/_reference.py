@@ -18,7 +18,7 @@ from typing import Any
 __all__ = ["homes", "page_of", "public_modules", "write"]
 
 PACKAGES = Path(__file__).parents[1] / "packages"
-INTERNAL = {"internal", "cli", "templates"}  # public to siblings of the same version, or not for imports
+NO_IMPORTS = {"cli", "templates"}  # nobody imports names of them
 MUCH = 120  # words of docstrings from which a class or function has a page of its own
 # What autodoc makes of these is not how they are called: users never make the first two.
 SIGNATURES = {
@@ -36,7 +36,7 @@ def public_modules() -> list[ModuleType]:
         module = importlib.import_module(queue.pop(0))
         found.append(module)
         below = [m.name for m in pkgutil.iter_modules(getattr(module, "__path__", ())) if m.name[0] != "_"]
-        queue += [f"{module.__name__}.{name}" for name in below if name not in INTERNAL]
+        queue += [f"{module.__name__}.{name}" for name in below if name not in NO_IMPORTS]
     return sorted((m for m in found if _names(m)), key=lambda module: module.__name__)
 
 

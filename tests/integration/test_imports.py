@@ -79,7 +79,7 @@ def loaded_after_torch():
 
 def names_for_import(name):
     """The modules that tp_core and a package may load while nobody has used a name of them."""
-    return {name, "tp_core", "tp_core._lazy", "tp_core.errors", "tp_core.internal"}
+    return {name, "tp_core", "tp_core._lazy", "tp_core.errors", "tp_core.plugins"}
 
 
 @pytest.mark.parametrize("package", MAY_LOAD)

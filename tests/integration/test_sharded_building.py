@@ -14,8 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.fully_sharded import FullyShardOptions
 from tp_core.jobs import CompileOptions
-from tp_core.sessions import FullyShardOptions
 from tp_testing import RankPool, run_ranks
 from tp_trainer import FsdpOptions, Trainer
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, SelectionError
+from tp_core.fully_sharded import FullyShardOptions
 from tp_core.jobs import CompileOptions
-from tp_core.sessions import FullyShardOptions
 from tp_testing import RankPool, run_ranks
 from tp_trainer import Checkpoints, GradientRules, Trainer
 

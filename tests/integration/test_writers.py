@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import write_atomically
+from tp_core.files import write_atomically
 from tp_launch import LaunchRequest
 from tp_launch._jobs import create_job, damaged_jobs, list_jobs  # private: two writers meet in one moment
 from tp_trainer import LogOptions, Trainer
@@ -242,7 +242,7 @@ EXEC = f"""
 import sys
 from unittest import mock
 from tp_core.cli import main
-mock.patch("tp_core.tensors._ownership.GRACE_S", 0.2).start()
+mock.patch("tp_core.files._ownership.GRACE_S", 0.2).start()
 try:
     main()
 except SystemExit as end:
@@ -440,7 +440,7 @@ def start(name, folder, tag, output):
         os.close(writing)
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-        pytest.MonkeyPatch().setattr("tp_core.tensors._ownership.GRACE_S", 0.2)
+        pytest.MonkeyPatch().setattr("tp_core.files._ownership.GRACE_S", 0.2)
         torch.set_num_threads(1)  # those of the other process are not in this one
         os.read(reading, 1)
         WRITERS[name][0](folder, tag)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["PACKAGES", "package_text"]
+__all__ = ["PACKAGES", "package_text", "public_modules"]
 
 PACKAGES = (
     "tp_accelerate",
@@ -49,10 +49,10 @@ WIDTH = 110
 
 def package_text(package):
     """Return the text of all public modules of a package."""
-    return "\n".join(_module_text(module) for module in _modules(package))
+    return "\n".join(_module_text(module) for module in public_modules(package))
 
 
-def _modules(package):
+def public_modules(package):
     """Return the public modules, the package first; those in `templates` are packages of others."""
     found, queue = [], [package]
     while queue:
@@ -81,10 +81,7 @@ def _homes():
     """Return the public name of each class and function, by which others refer to it: the shallowest."""
     homes = {}
     for package in PACKAGES:
-        for module in sorted(
-            _modules(package),
-            key=lambda m: (m.__name__.count("."), m.__name__.endswith(".internal"), m.__name__),
-        ):
+        for module in sorted(public_modules(package), key=lambda m: (m.__name__.count("."), m.__name__)):
             for name in _names(module):
                 value = getattr(module, name)
                 if inspect.isclass(value) or inspect.isroutine(value):
@@ -96,9 +93,6 @@ def _module_text(module):
     lines = [f"{module.__name__}"]
     hidden = []
     for name in _names(module):
-        if module.__name__ == "tp_core.internal":  # for siblings of the same version
-            lines.append(f"    {name}")
-            continue
         lines += [f"    {line}" for line in _entry(module, name)]
         hidden += [name] if name not in getattr(module, "__all__", ()) else []
     if hidden:

@@ -10,8 +10,8 @@ from tp_context import ContextOptions, attention, gather, positions
 from tp_context._algorithms import Exchange, Inputs, Rules, _blocks, _choose, _ring_blocks
 from tp_context._slices import Cut, Cuts, find_sequences, map_sequences, work_of
 from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.data import step_identity
 from tp_core.errors import ConfigError, StepError
-from tp_core.internal import step_identity
 from tp_core.plugins import Job
 from tp_trainer import Trainer
 

@@ -2,7 +2,7 @@
 
 import pickle
 
-from tp_core.internal import dumps_by_value
+from tp_core.ranks import dumps_by_value
 
 
 def test_code_keeps_the_name_of_its_file():

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import json, os, pathlib, sys
 import torch.distributed as dist
-from tp_core.internal import write_atomically
+from tp_core.files import write_atomically
 from tp_data import Loader, Shuffle, Stream
 
 folder, workers, store = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

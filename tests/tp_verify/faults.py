@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-from tp_core.internal import RankPool
+from tp_core.ranks import RankPool
 from tp_verify import Way, verify, ways
 
 from tests.bench._results import Results

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from tp_core.internal import RankPool
+from tp_core.ranks import RankPool
 from tp_verify import verify, ways
 
 from tests.bench._results import Results

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tp_core.errors import ConfigError, ModelError, RankFailedError
-from tp_core.internal import RankPool
+from tp_core.ranks import RankPool
 from tp_verify import Way, verify, ways
 
 from tests.tp_verify import faults

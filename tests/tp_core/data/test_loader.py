@@ -18,9 +18,9 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
 )
-from tp_core.data import Parts, PreparedLoader, Share, count_samples
+from tp_core.data import Parts, PreparedLoader, Share, count_samples, split_evenly
 from tp_core.errors import LoaderError
-from tp_core.internal import seeded, split_evenly
+from tp_core.random import seeded
 
 
 def loader_of(n, batch_size, **kwargs):

@@ -4,12 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tp_core.internal import (
-    capture_rng_state,
-    device_rng_state,
-    restore_rng_state,
-    set_device_rng_state,
-)
+from tp_core.random import capture_rng_state, device_rng_state, restore_rng_state, set_device_rng_state
 
 HOME = torch.device("xpu:1")
 

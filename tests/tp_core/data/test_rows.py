@@ -8,9 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tp_core.data import Parts, combine_outputs
+from tp_core.data import Parts, SampleRows, combine_outputs, join_rows, row_count
 from tp_core.errors import StepError
-from tp_core.internal import SampleRows, join_rows, row_count
 
 
 class Pair(NamedTuple):

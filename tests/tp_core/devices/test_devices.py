@@ -6,9 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tp_core import DeviceLoad, LaunchEnvironment, as_device, available_devices, resolve_devices
+from tp_core import (
+    DeviceLoad,
+    LaunchEnvironment,
+    as_device,
+    available_devices,
+    device_of_rank,
+    resolve_devices,
+)
 from tp_core.errors import DeviceError
-from tp_core.internal import device_of_rank
 
 CPU = torch.device("cpu")
 Machine = Callable[..., None]

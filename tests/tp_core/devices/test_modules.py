@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from tp_core.internal import move_module
+from tp_core import move_module
 
 CPU = torch.device("cpu")
 

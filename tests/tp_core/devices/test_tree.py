@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tp_core import tree_leaves, tree_map
+from tp_core import containers, tree_leaves, tree_map
+from tp_core._trees import PerType
 from tp_core.errors import CycleError, TransferError
-from tp_core.internal import PerType, containers
 
 Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024 - the untyped kind has to work as well
 

@@ -8,8 +8,13 @@ import torch
 import torch.distributed as dist
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, LaunchEnvironmentError
-from tp_core.internal import new_process_group, rendezvous_store
-from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_group
+from tp_core.sessions import (
+    ProcessGroupSession,
+    SessionWrapper,
+    join_process_group,
+    new_process_group,
+    rendezvous_store,
+)
 from tp_testing import ConformanceKit, RankPool, make_job, run_ranks
 
 ALONE = LaunchEnvironment.read({})

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from tp_core.errors import ConfigError
-from tp_core.internal import shows_progress
+from tp_core.output import shows_progress
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 from tp_core import LaunchEnvironment, resolve_devices
-from tp_core.discovery import Contribution, select
+from tp_core.discovery import Contribution, check_backend_name, select
 from tp_core.errors import ConfigError, PluginError, SelectionError
-from tp_core.internal import check_backend_name
 from tp_core.plugins import Backend, Job, NoOptions, Session, Verdict
 
 

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from tp_core.errors import ModelError
-from tp_core.internal import is_random_op
-from tp_core.replicas import Replicas
+from tp_core.replicas import Replicas, is_random_op
 
 ONES = torch.ones(2, 200)
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 from tp_core.errors import ModelError, StateError
-from tp_core.internal import hook_steps
-from tp_core.state import collect_state, open_tensors, restore_state, write_tensors, write_whole
+from tp_core.state import collect_state, hook_steps, open_tensors, restore_state, write_tensors, write_whole
 
 
 def uncut(parameter, value):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from tp_core.data import split_evenly
 from tp_core.errors import StateError
-from tp_core.internal import split_evenly
 from tp_core.state import read_tensors, record_of, tensor_infos, write_tensors
 from tp_core.tensors import TensorSlice
 from tp_testing import run_ranks

@@ -8,7 +8,7 @@ import sys
 import pytest
 import tp_runner
 from tp_core.errors import ConfigError
-from tp_core.internal import available_cores
+from tp_core.launching import available_cores
 from tp_runner import Executor, OrderedRunner, Pipeline
 
 from tests.tp_runner.registered import engine_of

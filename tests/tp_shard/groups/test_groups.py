@@ -10,7 +10,7 @@ import tp_shard as ts
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, LaunchEnvironmentError
-from tp_core.internal import rendezvous_store
+from tp_core.sessions import rendezvous_store
 from tp_shard._groups._group import current_data_group  # private: no public name has the rank in it
 from tp_shard.distributed import Group
 from tp_testing import run_ranks

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import find_units, parameter_type, reduction_type
+from tp_core.fully_sharded import find_units
+from tp_core.fully_sharded._options import parameter_type, reduction_type
 from tp_core.plugins import Job
 from tp_trainer import FsdpOptions
 

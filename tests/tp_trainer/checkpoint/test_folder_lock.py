@@ -18,7 +18,7 @@ import torch
 import tp_core.state
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError
-from tp_core.internal import Ownership
+from tp_core.files import Ownership
 from tp_core.state import write_whole
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
@@ -48,7 +48,7 @@ train(sys.argv[1], before=stand, every_epochs=None, loader={"num_workers": 2})
 FORKING = """
 import os, sys, time
 from pathlib import Path
-from tp_core.internal import Ownership
+from tp_core.files import Ownership
 
 lock = Ownership(Path(sys.argv[1]), is_folder=True)
 if os.fork() == 0:
@@ -83,7 +83,7 @@ def start():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("tp_core.tensors._ownership.GRACE_S", 0.2)
+    monkeypatch.setattr("tp_core.files._ownership.GRACE_S", 0.2)
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_a_file_system_without_locks_is_named_in_the_log(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_the_lock_that_another_run_gives_back_is_taken(tmp_path, start, monkeypatch):
-    monkeypatch.setattr("tp_core.tensors._ownership.GRACE_S", 50.0)
+    monkeypatch.setattr("tp_core.files._ownership.GRACE_S", 50.0)
     first, _ = start(STANDING, tmp_path)
     first.send_signal(signal.SIGTERM)
     first.stdin.write("go on\n")
@@ -196,7 +196,7 @@ def test_the_lock_that_another_run_gives_back_is_taken(tmp_path, start, monkeypa
 
 
 def refused(folder):
-    pytest.MonkeyPatch().setattr("tp_core.tensors._ownership.GRACE_S", 0.2)
+    pytest.MonkeyPatch().setattr("tp_core.files._ownership.GRACE_S", 0.2)
     with pytest.raises(ConfigError) as caught:
         train(folder)
     return str(caught.value)

@@ -23,8 +23,8 @@ from tp_core.errors import (
     StateError,
     StepError,
 )
-from tp_core.internal import rendezvous_store
 from tp_core.plugins import Backend, Verdict, hookimpl
+from tp_core.sessions import rendezvous_store
 from tp_testing import fake_distribution, rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer, Validation
 from tp_trainer._opening._agreement import check_same_at_start  # ranks that meet at no other point

@@ -8,7 +8,7 @@ from torch import nn
 from tp_core import LaunchEnvironment
 from tp_core.discovery import select
 from tp_core.errors import ConfigError
-from tp_core.internal import resolve_options, sharded_memory
+from tp_core.fully_sharded import resolve_options, sharded_memory
 from tp_core.jobs import Footprint
 from tp_core.plugins import Job, registry
 from tp_trainer import FsdpOptions

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 from tp_core.errors import ConfigError
+from tp_core.fully_sharded import FullyShardOptions
 from tp_core.jobs import Layout, MemoryNeed
 from tp_core.plugins import Backend, Session, Verdict, hookimpl, registry
-from tp_core.sessions import FullyShardOptions
 from tp_trainer import FsdpOptions, Trainer, estimate
 
 from tests.run_tp import run

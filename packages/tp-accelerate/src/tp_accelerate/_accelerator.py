@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment, tree_leaves, tree_map
-from tp_core.data import capture_rng_state, restore_rng_state
 from tp_core.errors import ConfigError, StateError
+from tp_core.random import capture_rng_state, restore_rng_state
 from tp_core.state import load_state
 from tp_trainer import Trainer
 

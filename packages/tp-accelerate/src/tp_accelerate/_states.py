@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from tp_core import LaunchEnvironment, recursive_to
-from tp_core.data import seed_everything
 from tp_core.errors import ConfigError
-from tp_core.state import atomic_part
+from tp_core.files import atomic_part
+from tp_core.random import seed_everything
 
 STATE_FILE = "state.pt"
 

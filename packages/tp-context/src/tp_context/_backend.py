@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import RanksBackend, divisors
-from tp_core.jobs import Axis, Footprint, Layout, MemoryNeed, replicated_memory
-from tp_core.plugins import Backend, Job, Verdict, registry
+from tp_core.jobs import Axis, Footprint, Layout, MemoryNeed, divisors, replicated_memory
+from tp_core.plugins import Backend, Job, RanksBackend, Verdict, registry
 
 from tp_context._options import ContextOptions
 

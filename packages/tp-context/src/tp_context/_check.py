@@ -30,7 +30,7 @@ from tp_core.compare import (
 )
 from tp_core.data import SampleRows, StepOutput
 from tp_core.errors import ModelError
-from tp_core.internal import preserve_rng_state
+from tp_core.random import preserve_rng_state
 
 from tp_context._inputs import InputScheme, input_schemes, splitting, windows_of
 from tp_context._patches import patched

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from tp_core.arguments import check_above_zero, explain_init
 from tp_core.errors import ConfigError
-from tp_core.internal import check_above_zero, explain_init
 
 AttentionAlgorithm = Literal["all-gather", "ulysses", "ring", "auto"]
 """What computes attention over slices: one of the algorithms of `tp_context._algorithms`, or the cheapest."""

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core import tree_map
-from tp_core.data import CountedBatch, SampleRows, Share, StepOutput, read_weight, split_weight
+from tp_core.data import CountedBatch, SampleRows, Share, StepOutput, read_weight, split_weight, step_identity
 from tp_core.errors import ConfigError, DisagreementError, ModelError, PluginError, StepError
-from tp_core.internal import step_identity
 from tp_core.plugins import Job, Session
 from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_group, new_process_group
 

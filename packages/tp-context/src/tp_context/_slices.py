@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from tp_core import tree_map
 from tp_core.data import CountedBatch
 from tp_core.errors import StepError
-from tp_core.internal import all_gather_single
+from tp_core.sessions import all_gather_single
 
 K = TypeVar("K")
 

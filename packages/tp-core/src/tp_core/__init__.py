@@ -1,8 +1,8 @@
 """The common base of the tp packages: devices, transfer, the launch environment, errors.
 
-What authors of plugins need is in `tp_core.plugins`, what the tp packages share among themselves in
-`tp_core.internal`. Names are imported when they are first used: most of them need torch, which takes most
-of a second, and some of those who import this package, such as worker processes, need none of it.
+What authors of plugins need first is in `tp_core.plugins`; what packages share further is in modules by
+purpose. Names are imported when they are first used: most of them need torch, which takes most of a second,
+and some of those who import this package, such as worker processes, need none of it.
 """
 
 from typing import TYPE_CHECKING
@@ -17,11 +17,17 @@ if TYPE_CHECKING:
     from tp_core._devices import as_device as as_device
     from tp_core._devices import available_devices as available_devices
     from tp_core._devices import device_loads as device_loads
+    from tp_core._devices import device_of_rank as device_of_rank
+    from tp_core._devices import free_nbytes as free_nbytes
     from tp_core._devices import least_busy as least_busy
     from tp_core._devices import resolve_devices as resolve_devices
     from tp_core._launch._environment import LaunchEnvironment as LaunchEnvironment
+    from tp_core._transfer import device_of as device_of
+    from tp_core._transfer import move_module as move_module
     from tp_core._transfer import recursive_pin as recursive_pin
     from tp_core._transfer import recursive_to as recursive_to
+    from tp_core._transfer import to_device as to_device
+    from tp_core._trees import containers as containers
     from tp_core._trees import tree_leaves as tree_leaves
     from tp_core._trees import tree_map as tree_map
 
@@ -37,11 +43,13 @@ else:
                 "as_device",
                 "available_devices",
                 "device_loads",
+                "device_of_rank",
+                "free_nbytes",
                 "least_busy",
                 "resolve_devices",
             ],
-            "tp_core._transfer": ["recursive_pin", "recursive_to"],
-            "tp_core._trees": ["tree_leaves", "tree_map"],
             "tp_core._launch._environment": ["LaunchEnvironment"],
+            "tp_core._transfer": ["device_of", "move_module", "recursive_pin", "recursive_to", "to_device"],
+            "tp_core._trees": ["containers", "tree_leaves", "tree_map"],
         },
     )

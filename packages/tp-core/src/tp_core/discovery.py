@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tp_core.plugins._select import KNOWN_BACKENDS as KNOWN_BACKENDS
     from tp_core.plugins._select import Candidate as Candidate
     from tp_core.plugins._select import Selection as Selection
+    from tp_core.plugins._select import check_backend_name as check_backend_name
     from tp_core.plugins._select import select as select
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -33,6 +34,12 @@ else:
                 "PluginInfo",
             ],
             "tp_core.plugins._registry": ["ENTRY_POINT_GROUP", "NameConflict", "PluginRegistry"],
-            "tp_core.plugins._select": ["KNOWN_BACKENDS", "Candidate", "Selection", "select"],
+            "tp_core.plugins._select": [
+                "KNOWN_BACKENDS",
+                "Candidate",
+                "Selection",
+                "check_backend_name",
+                "select",
+            ],
         },
     )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core._contracts._job import BUCKET_NBYTES as BUCKET_NBYTES
     from tp_core._contracts._job import Axis as Axis
     from tp_core._contracts._job import CompileOptions as CompileOptions
     from tp_core._contracts._job import Footprint as Footprint
@@ -13,12 +14,15 @@ if TYPE_CHECKING:
     from tp_core._contracts._job import ModelTraits as ModelTraits
     from tp_core._contracts._job import Precision as Precision
     from tp_core._contracts._job import Recomputation as Recomputation
+    from tp_core._contracts._job import divisors as divisors
     from tp_core._contracts._job import replicated_memory as replicated_memory
+    from tp_core._contracts._job import whole_model_arguments as whole_model_arguments
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "tp_core._contracts._job": [
+                "BUCKET_NBYTES",
                 "Axis",
                 "CompileOptions",
                 "Footprint",
@@ -27,7 +31,9 @@ else:
                 "ModelTraits",
                 "Precision",
                 "Recomputation",
+                "divisors",
                 "replicated_memory",
+                "whole_model_arguments",
             ],
         },
     )

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core._launch._environment import available_cores as available_cores
+    from tp_core._launch._environment import check_process_count as check_process_count
     from tp_core._launch._process_group import EXITED_KEY as EXITED_KEY
     from tp_core._launch._process_group import has_exited as has_exited
     from tp_core._launch._rank_exit import EXIT_REPORT as EXIT_REPORT
@@ -16,6 +18,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "tp_core._launch._environment": ["available_cores", "check_process_count"],
             "tp_core._launch._process_group": ["EXITED_KEY", "has_exited"],
             "tp_core._launch._rank_exit": [
                 "EXIT_REPORT",

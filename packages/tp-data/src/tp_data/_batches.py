@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.utils.data import default_collate
+from tp_core.arguments import explain_init
+from tp_core.data import split_evenly
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.internal import explain_init, split_evenly
 
 
 class Item(NamedTuple):

@@ -8,8 +8,9 @@ from contextlib import nullcontext, redirect_stdout
 from typing import Annotated, Any
 
 import typer
+from tp_core.builders import load_function
 from tp_core.errors import ConfigError
-from tp_core.internal import load_function, output_console
+from tp_core.output import output_console
 
 from tp_data import Access, Loader, Shuffle, Stream
 

@@ -27,7 +27,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.internal import available_cores, check_installed, file_meant, write_atomically
+from tp_core.files import write_atomically
+from tp_core.launching import available_cores
+from tp_core.messages import check_installed, file_meant
 
 from tp_data._order import key_of
 

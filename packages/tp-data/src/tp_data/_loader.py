@@ -23,9 +23,10 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tp_core import LaunchEnvironment
-from tp_core.data import Share
+from tp_core.arguments import explain_init
+from tp_core.data import Envelope, Share, iterate_seeded
 from tp_core.errors import ConfigError, LoaderError, StateError
-from tp_core.internal import Envelope, explain_init, preserve_rng_state, start
+from tp_core.random import preserve_rng_state
 
 from tp_data._batches import Batcher, BatchSize, Item, ItemsInOrder, Row, UnfitSampleError, positions_in
 from tp_data._order import Places, groups, key_of
@@ -493,7 +494,7 @@ class Loader:
             timeout=self._timeout_s,
             multiprocessing_context=self._context,
         )
-        found = start(loader, seed=self.stream.seed, epoch=epoch, is_ours=True)
+        found = iterate_seeded(loader, seed=self.stream.seed, epoch=epoch, is_ours=True)
         return found if not self._timeout_s else self._in_time(found)
 
     def _in_time(self, found: Iterator[_Done]) -> Iterator[_Done]:

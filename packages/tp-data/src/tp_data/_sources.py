@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data._utils import worker as torch_worker
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.internal import check_installed
+from tp_core.messages import check_installed
 
 from tp_data._files import Access, IndexedFile, find_files, index_files, tar_key
 from tp_data._order import key_of

@@ -5,8 +5,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError, LoaderError, StateError
-from tp_core.internal import explain_init, seed_everything, seed_of
+from tp_core.random import seed_everything, seed_of
 
 from tp_data._files import Access
 from tp_data._order import Order, Shuffle, check_mixture, groups

@@ -19,8 +19,8 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.internal import explain_init
 
 from tp_data._batches import Batcher, Item, Piece, Row, UnfitSampleError
 from tp_data._packed_rows import Arguments, RowForm, TokenBatch, pad_samples

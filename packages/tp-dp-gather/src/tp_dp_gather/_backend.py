@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-from tp_core.internal import DevicesBackend
-from tp_core.plugins import Job, Verdict
+from tp_core.plugins import DevicesBackend, Job, Verdict
 
 from tp_dp_gather._options import GatherOptions
 

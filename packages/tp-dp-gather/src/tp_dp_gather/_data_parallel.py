@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from tp_core import DeviceSpec, resolve_devices, tree_leaves
+from tp_core import DeviceSpec, device_of, resolve_devices, to_device, tree_leaves
 from tp_core.errors import ConfigError
-from tp_core.internal import device_of, to_device
 from tp_core.replicas import Replicas, ReplicaWrapper, untraced
 
 from tp_dp_gather._gather import Gathering, sorted_by_device

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from tp_core import recursive_to
+from tp_core import recursive_to, to_device
+from tp_core.data import cat_rows, is_array, length_along
 from tp_core.errors import ConfigError
-from tp_core.internal import cat_rows, is_array, length_along, to_device
 
 from tp_dp_gather._scatter import CONTAINERS, holds_values, is_sequence, keys_of
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tp_core import to_device
 from tp_core.errors import ConfigError
-from tp_core.internal import to_device
 from tp_core.replicas import Replicas
 
 from tp_dp_gather._scatter import Scattering

@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass
 
-from tp_core.internal import explain_init
+from tp_core.arguments import explain_init
 
 
 @explain_init

@@ -17,9 +17,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from tp_core import tree_leaves
+from tp_core import containers, tree_leaves
+from tp_core.data import is_array, length_along, split_evenly, split_rows
 from tp_core.errors import ConfigError
-from tp_core.internal import containers, is_array, length_along, split_evenly, split_rows
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -6,10 +6,18 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tp_core import tree_leaves
-from tp_core.data import LossReduction, Parts, PreparedLoader, StepOutput, combine_outputs
+from tp_core import to_device, tree_leaves
+from tp_core.data import (
+    Envelope,
+    LossReduction,
+    Parts,
+    PreparedLoader,
+    StepOutput,
+    combine_outputs,
+    iterates_itself,
+)
 from tp_core.errors import ConfigError, StepError
-from tp_core.internal import Envelope, iterates_itself, to_device, whole_model_arguments
+from tp_core.jobs import whole_model_arguments
 from tp_core.plugins import Job, Session
 
 from tp_dp_gather._data_parallel import DataParallel

@@ -13,7 +13,8 @@ from types import FunctionType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from tp_core.errors import ConfigError, RankFailedError
-from tp_core.internal import dumps_by_value, in_notebook
+from tp_core.output import in_notebook
+from tp_core.ranks import dumps_by_value
 
 _RANK = "tp_launch._function"
 _CALL = "call.pickle"

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 from tp_core.errors import StateError
-from tp_core.internal import output_console
+from tp_core.output import output_console
 
 from tp_launch._jobs import DetachedJob, damaged_jobs, find_job, list_jobs, printable, remove_job
 from tp_launch._supervisor import stop_job

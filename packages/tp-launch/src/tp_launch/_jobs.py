@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import psutil
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import Ownership
+from tp_core.files import Ownership
 from tp_core.secrets import mask_arguments
 
 from tp_launch._json_records import check_fields, check_time, read_json_object, write_json

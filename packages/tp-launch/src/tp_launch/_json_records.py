@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tp_core.errors import StateError
-from tp_core.internal import atomic_part
+from tp_core.files import atomic_part
 
 _END_OF_TIME = 253_402_300_800.0  # the year 10000, for which datetime raises
 

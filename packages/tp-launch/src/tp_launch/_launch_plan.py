@@ -11,7 +11,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from tp_core.errors import ConfigError
-from tp_core.internal import available_cores, check_process_count, did_you_mean, file_meant
+from tp_core.launching import available_cores, check_process_count
+from tp_core.messages import did_you_mean, file_meant
 
 from tp_launch._addresses import (
     Endpoint,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tp_core.internal import available_cores
+from tp_core.launching import available_cores
 
 from tp_launch._addresses import Endpoint, wait_for_endpoint
 from tp_launch._host_watch import FailureBroadcast, JobHost

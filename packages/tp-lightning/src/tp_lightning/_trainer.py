@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError
-from tp_core.state import atomic_part, hook_steps
+from tp_core.files import atomic_part
+from tp_core.state import hook_steps
 from tp_trainer import Trainer as OwnTrainer
 
 from tp_lightning._arguments import (

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import RanksBackend
 from tp_core.jobs import Axis, Layout, MemoryNeed
-from tp_core.plugins import Backend, Job, Verdict, registry
+from tp_core.plugins import Backend, Job, RanksBackend, Verdict, registry
 
 from tp_pipeline._options import PipelineOptions
 
@@ -220,7 +219,7 @@ def check_split_stages(opened: "ProcessGroupSession", options: PipelineOptions) 
         ConfigError: It has one group of ranks for a model, or shards shards; or the cuts by hand make another
             number of stages.
     """
-    from tp_core.internal import FullyShardedSession
+    from tp_core.fully_sharded import FullyShardedSession
 
     if isinstance(opened, FullyShardedSession):
         msg = (

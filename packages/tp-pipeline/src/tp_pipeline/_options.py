@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tp_core.arguments import check_above_zero, explain_init
 from tp_core.errors import ConfigError
-from tp_core.internal import check_above_zero, explain_init
 
 ScheduleName = Literal[
     "GPipe",

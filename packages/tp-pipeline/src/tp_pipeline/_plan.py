@@ -36,7 +36,7 @@ from torch.nn.modules.module import _global_forward_hooks, register_module_forwa
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import tree_leaves, tree_map
 from tp_core.errors import ConfigError, ModelError, StepError
-from tp_core.internal import repeated_blocks
+from tp_core.modules import repeated_blocks
 
 Item = tuple[Any, ...]
 """A source of values, as the head of this module lists them."""

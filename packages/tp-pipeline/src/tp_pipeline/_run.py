@@ -30,7 +30,7 @@ from torch.distributed.pipelining._backward import (
 from tp_core import tree_leaves, tree_map
 from tp_core.data import near_power_of_two, read_weight
 from tp_core.errors import RankFailedError, StepError
-from tp_core.internal import seed_of, seed_torch
+from tp_core.random import seed_of, seed_torch
 
 from tp_pipeline._plan import (
     InnerCall,

@@ -18,26 +18,33 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from tp_core import tree_leaves, tree_map
-from tp_core.data import Parts, Share, StepOutput, combine_outputs, count_samples, near_power_of_two
-from tp_core.errors import ConfigError, DisagreementError, ModelError, RankFailedError, StepError
-from tp_core.internal import (
-    PerModule,
-    all_gather_single,
-    check_not_quantized,
-    device_rng_state,
+from tp_core.data import (
+    Parts,
+    Share,
+    StepOutput,
+    combine_outputs,
+    count_samples,
     length_along,
-    rendezvous_store,
-    set_device_rng_state,
+    near_power_of_two,
     split_evenly,
     split_rows,
     step_identity,
-    whole_matrix_optimizer,
 )
+from tp_core.errors import ConfigError, DisagreementError, ModelError, RankFailedError, StepError
+from tp_core.fully_sharded import whole_matrix_optimizer
 from tp_core.jobs import CompileOptions
 from tp_core.plugins import Job
-from tp_core.sessions import ProcessGroupSession, join_process_group, new_process_group
+from tp_core.random import device_rng_state, set_device_rng_state
+from tp_core.sessions import (
+    PerModule,
+    ProcessGroupSession,
+    all_gather_single,
+    join_process_group,
+    new_process_group,
+    rendezvous_store,
+)
 from tp_core.state import load_whole_state, plain_state
-from tp_core.tensors import TensorSlice, initial_value, is_deferred, materialize
+from tp_core.tensors import TensorSlice, check_not_quantized, initial_value, is_deferred, materialize
 
 from tp_pipeline._options import PipelineOptions, ScheduleName
 from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped

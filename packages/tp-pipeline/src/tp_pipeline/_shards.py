@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from tp_core.internal import BUCKET_NBYTES, all_gather_single, reduce_scatter_single
+from tp_core.jobs import BUCKET_NBYTES
 from tp_core.plugins import Session
+from tp_core.sessions import all_gather_single, reduce_scatter_single
 from tp_core.tensors import TensorSlice
 
 

@@ -15,8 +15,7 @@ from itertools import pairwise
 
 from torch import nn
 from tp_core.errors import TpError
-from tp_core.internal import BUCKET_NBYTES, divisors
-from tp_core.jobs import Axis, Footprint, Layout, MemoryNeed, replicated_memory
+from tp_core.jobs import BUCKET_NBYTES, Axis, Footprint, Layout, MemoryNeed, divisors, replicated_memory
 from tp_core.plugins import Job
 from tp_core.tensors import is_deferred
 

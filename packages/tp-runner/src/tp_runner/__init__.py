@@ -44,7 +44,7 @@ other distributions, as tp-ray's, build on ``tp_runner.engines``. easycore's spe
 import sys
 from typing import TYPE_CHECKING
 
-from tp_core.internal import lazy_exports
+from tp_core.plugins import lazy_exports
 
 if TYPE_CHECKING:
     from tp_runner import compat as compat

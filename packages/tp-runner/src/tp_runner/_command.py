@@ -21,16 +21,9 @@ from typing import Annotated, Any, NamedTuple, Self
 import typer
 from tp_core import resolve_devices
 from tp_core.errors import ConfigError, StateError, TpError
-from tp_core.internal import (
-    Ownership,
-    check_process_count,
-    did_you_mean,
-    file_meant,
-    raised_where,
-    showing_system_errors,
-    sync_folder,
-    write_atomically,
-)
+from tp_core.files import Ownership, showing_system_errors, sync_folder, write_atomically
+from tp_core.launching import check_process_count
+from tp_core.messages import did_you_mean, file_meant, raised_where
 
 from tp_runner import OrderedRunner, UnorderedRunner
 from tp_runner.errors import ItemError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from tp_core.errors import ConfigError, DeviceError
-from tp_core.internal import available_cores
+from tp_core.launching import available_cores
 
 from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import RunnerOptions, refuse_async

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
 from tp_core.errors import ConfigError
-from tp_core.internal import shows_progress
+from tp_core.output import shows_progress
 
 from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import ItemOptions, RunnerOptions
@@ -17,7 +17,7 @@ from tp_runner.errors import ItemError, RunnerClosedError
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
-    from tp_core.internal import Progress
+    from tp_core.output import Progress
 
 
 T = TypeVar("T")

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypedDict
 
 from tp_core.errors import ConfigError, DeviceError
-from tp_core.internal import available_cores, did_you_mean, dumps_by_value
+from tp_core.launching import available_cores
+from tp_core.messages import did_you_mean
+from tp_core.ranks import dumps_by_value
 
 # -- Devices and cores; CPU workers need no torch -----------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tp_core.errors import ConfigError
-from tp_core.internal import shows_progress
+from tp_core.output import shows_progress
 
 from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import Batching, RunnerOptions
@@ -21,7 +21,7 @@ from tp_runner.errors import ItemError
 
 if TYPE_CHECKING:
     from tp_core import DeviceSpec
-    from tp_core.internal import Progress
+    from tp_core.output import Progress
 
 
 class Pipeline:

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
-from tp_core.internal import NotebookOutput, in_notebook
+from tp_core.output import NotebookOutput, in_notebook
 
 if TYPE_CHECKING:
     from tp_runner._scheduling._pool import RunnerPool

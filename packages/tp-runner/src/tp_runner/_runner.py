@@ -5,7 +5,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, Unpack
 
-from tp_core.internal import shows_progress
+from tp_core.output import shows_progress
 
 from tp_runner._engines import PoolFactory, worker_devices
 from tp_runner._options import RunnerOptions
@@ -18,7 +18,7 @@ from tp_runner.errors import RunnerClosedError
 if TYPE_CHECKING:
     import typing_extensions
     from tp_core import DeviceSpec
-    from tp_core.internal import Progress
+    from tp_core.output import Progress
 
     from tp_runner._scheduling._pool import RunnerPool
 

@@ -185,7 +185,7 @@ class StatsCollector:
             )
         import json  # no start of workers waits for these
 
-        from tp_core.internal import atomic_part
+        from tp_core.files import atomic_part
 
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
         with atomic_part(path) as part:

@@ -15,7 +15,7 @@ implements :class:`tp_core.plugins.Engine` instead, and needs none of these name
         Fleet.close                          ->  end_work, dumps_exit_result
 """
 
-from tp_core.internal import dumps_by_value
+from tp_core.ranks import dumps_by_value
 
 from tp_runner._engines import FleetEngine
 from tp_runner._options import Settings

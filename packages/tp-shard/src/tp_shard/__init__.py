@@ -36,7 +36,7 @@ The backend ``shard`` of a trainer (_backend, _session) does the same for a mode
 
 from typing import TYPE_CHECKING
 
-from tp_core.internal import lazy_exports
+from tp_core.plugins import lazy_exports
 
 if TYPE_CHECKING:
     from tp_shard import compat as compat

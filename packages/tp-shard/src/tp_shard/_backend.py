@@ -4,14 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from tp_core.arguments import check_above_zero, explain_init
 from tp_core.errors import ConfigError
-from tp_core.internal import RanksBackend, check_above_zero, explain_init
 from tp_core.jobs import Footprint, Layout, MemoryNeed, ModelTraits, replicated_memory
-from tp_core.plugins import Job, Verdict
+from tp_core.plugins import Job, RanksBackend, Verdict
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from torch import nn
-    from tp_core.sessions import FullyShardOptions
+    from tp_core.fully_sharded import FullyShardOptions
 
     from tp_shard._session import ShardSession
 
@@ -28,8 +28,8 @@ class ShardOptions:
         bucket_cap_mb: Size of a communication bucket between copies, in MiB; ``None`` for torch's default.
         data: The parallelism over copies of the model. "ddp" averages gradients between ranks that hold the
             same shards. "fsdp" shards those once more over the copies, with gradients and optimizer state, by
-            torch's ``fully_shard``; `tp_core.sessions.FullyShardOptions` sets its details. "auto" is "ddp" if
-            the estimated memory suffices, else "fsdp".
+            torch's ``fully_shard``; `tp_core.fully_sharded.FullyShardOptions` sets its details. "auto" is
+            "ddp" if the estimated memory suffices, else "fsdp".
 
     Raises:
         ConfigError: ``data`` has another value, an option does not apply to it, or a bucket is not above 0.
@@ -60,7 +60,7 @@ class ShardOptions:
     @property
     def fully_sharded(self) -> "FullyShardOptions | None":
         """The options for sharding shards over the copies; ``None`` if ``data`` does not ask for it."""
-        from tp_core.sessions import FullyShardOptions
+        from tp_core.fully_sharded import FullyShardOptions
 
         if isinstance(self.data, FullyShardOptions):
             return self.data
@@ -91,7 +91,7 @@ class ShardBackend(RanksBackend[ShardOptions]):
         )
 
     def _describe_copies(self, job: Job) -> str:
-        from tp_core.internal import find_units
+        from tp_core.fully_sharded import find_units
 
         options = self._fully_sharded(job)
         if options is None:
@@ -111,7 +111,7 @@ class ShardBackend(RanksBackend[ShardOptions]):
         options = self._fully_sharded(job)
         if options is None:
             return self._need_of_ddp(job, job.footprint)
-        from tp_core.internal import sharded_memory
+        from tp_core.fully_sharded import sharded_memory
 
         together, copies = self._ranks(job)
         footprint = job.footprint.with_batch_of(together * job.footprint.part)
@@ -159,7 +159,7 @@ class ShardBackend(RanksBackend[ShardOptions]):
         is_ddp = options.find_unused_parameters or options.bucket_cap_mb is not None
         if is_ddp or self._ranks(job)[1] == 1 or self._need_of_ddp(job, job.footprint).fits:
             return None
-        from tp_core.sessions import FullyShardOptions
+        from tp_core.fully_sharded import FullyShardOptions
 
         return FullyShardOptions()
 
@@ -201,7 +201,7 @@ class ShardBackend(RanksBackend[ShardOptions]):
         options = self.parse_options(job)
         sharded = self._fully_sharded(job)
         if sharded is not None:
-            from tp_core.internal import check_offload, resolve_options
+            from tp_core.fully_sharded import check_offload, resolve_options
 
             from tp_shard._session import ShardFsdpSession
 
@@ -226,7 +226,7 @@ def _is_plain(model: "nn.Module") -> bool:
 
 def _is_fully_sharded(model: "nn.Module | None") -> bool:
     """Return whether a model has DTensors that are shards of ours, as after an earlier preparation."""
-    from tp_core.internal import is_dtensor
+    from tp_core.tensors import is_dtensor
 
     from tp_shard._shards import holds_shard
 

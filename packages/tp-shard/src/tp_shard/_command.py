@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 from torch import nn
+from tp_core.builders import call_builder
 from tp_core.errors import ConfigError
-from tp_core.internal import call_builder
 
 from tp_shard import plans
 from tp_shard._verify._examples import example_call

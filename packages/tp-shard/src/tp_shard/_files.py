@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, RankFailedError, StateError, TpError
-from tp_core.internal import DIGESTS, INDEX, Ownership, atomic_part, is_dtensor, read_digests, reshard
+from tp_core.files import Ownership, atomic_part
+from tp_core.fully_sharded import reshard
 from tp_core.state import (
     FileRecord,
     SafetensorsFiles,
@@ -26,7 +27,7 @@ from tp_core.state import (
     write_safetensors,
     write_tensors,
 )
-from tp_core.tensors import TensorSlice
+from tp_core.tensors import DIGESTS, INDEX, TensorSlice, is_dtensor, read_digests
 
 from tp_shard._shards import Shard, ShardTable, part_of, shard_spec, slice_of, unwrap
 from tp_shard._state_dict import first_rank, is_first_rank, stream

@@ -17,7 +17,9 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import Mixin, check_whole_steps, is_zero_redundancy, mix_in
+from tp_core.fully_sharded import check_whole_steps
+from tp_core.modules import Mixin, mix_in
+from tp_core.state import is_zero_redundancy
 
 from tp_shard._groups import _patches
 from tp_shard._groups._group import ALONE, current_data_group, current_group

@@ -7,21 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core import move_module
 from tp_core.data import Share
-from tp_core.internal import (
+from tp_core.fully_sharded import (
     FullyShardedSession,
+    FullyShardOptions,
     Sharding,
     WholeSteps,
-    check_not_quantized,
     gathers_matrices,
-    is_dtensor,
-    move_module,
     reshard,
 )
 from tp_core.plugins import Job
-from tp_core.sessions import FullyShardOptions, ProcessGroupSession
+from tp_core.sessions import ProcessGroupSession
 from tp_core.state import load_whole_state, plain_state, whole
-from tp_core.tensors import TensorSlice, initial_value, materialize
+from tp_core.tensors import TensorSlice, check_not_quantized, initial_value, is_dtensor, materialize
 
 from tp_shard import distributed
 from tp_shard._groups import _debug

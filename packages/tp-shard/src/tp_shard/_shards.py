@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import is_dtensor
-from tp_core.tensors import SHARDED_ATTRIBUTE, TensorSlice
+from tp_core.tensors import SHARDED_ATTRIBUTE, TensorSlice, is_dtensor
 
 from tp_shard._groups import _patches
 from tp_shard._groups._group import ALONE, Group, current_group

@@ -9,8 +9,8 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from tp_core.data import split_evenly
 from tp_core.errors import ConfigError
-from tp_core.internal import split_evenly
 
 Ranges = tuple[tuple[int, int], ...]
 """The pieces of one shard: where each begins and ends in the whole tensor."""

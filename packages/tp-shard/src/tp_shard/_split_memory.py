@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
-from tp_core.internal import divisors, repeated_blocks, sharded_memory
-from tp_core.jobs import Footprint, Layout, MemoryNeed, replicated_memory
+from tp_core.fully_sharded import FullyShardOptions, sharded_memory
+from tp_core.jobs import Footprint, Layout, MemoryNeed, divisors, replicated_memory
+from tp_core.modules import repeated_blocks
 from tp_core.plugins import Job
-from tp_core.sessions import FullyShardOptions
 
 from tp_shard.nn._convert import is_linear
 

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import is_dtensor, reshard
+from tp_core.fully_sharded import reshard
 from tp_core.state import Place, fill_from_whole, optimizer_names, whole
+from tp_core.tensors import is_dtensor
 
 from tp_shard._groups import _debug
 from tp_shard._groups._group import current_mesh, ranks_of_model

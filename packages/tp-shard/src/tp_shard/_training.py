@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.compare import Bound
 from tp_core.errors import ConfigError, DisagreementError, NonFiniteLossError
-from tp_core.internal import hook_steps
+from tp_core.state import hook_steps
 
 from tp_shard._groups import _debug
 from tp_shard._groups._group import Group, GroupLike, as_group

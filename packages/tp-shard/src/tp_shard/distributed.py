@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError
-from tp_core.internal import new_process_group
-from tp_core.sessions import join_process_group
+from tp_core.sessions import join_process_group, new_process_group
 
 import tp_shard._guards  # noqa: F401 - registers the replacements in torch while there are groups
 from tp_shard._groups import _patches

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tp_core.internal import lazy_exports
+from tp_core.plugins import lazy_exports
 
 if TYPE_CHECKING:
     from tp_core.plugins import Callback as Callback

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import Mixin, mix_in, repeated_blocks, those_known, without_cache
 from tp_core.jobs import Recomputation
+from tp_core.messages import those_known
+from tp_core.modules import Mixin, mix_in, repeated_blocks, without_cache
 
 Keep = Literal["inputs", "matmuls"]
 """What a module keeps for its backward pass: its inputs, or the results of matrix products too."""

@@ -6,21 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
+from tp_core import move_module
+from tp_core.arguments import check_above_zero, explain_init
 from tp_core.errors import ConfigError
-from tp_core.internal import (
-    RanksBackend,
-    check_above_zero,
+from tp_core.fully_sharded import (
+    FullyShardOptions,
     check_offload,
-    divisors,
-    explain_init,
     find_units,
-    move_module,
     resolve_options,
     sharded_memory,
 )
-from tp_core.jobs import Layout, MemoryNeed, replicated_memory
-from tp_core.plugins import Backend, Job, NoOptions, Session, Verdict
-from tp_core.sessions import FullyShardOptions, ProcessGroupSession, join_process_group
+from tp_core.jobs import Layout, MemoryNeed, divisors, replicated_memory
+from tp_core.plugins import Backend, Job, NoOptions, RanksBackend, Session, Verdict
+from tp_core.sessions import ProcessGroupSession, join_process_group
 
 if TYPE_CHECKING:
     from tp_trainer._fsdp_session import FsdpSession
@@ -195,7 +193,7 @@ class DdpSession(ProcessGroupSession):
 @explain_init
 @dataclass(frozen=True, slots=True)
 class FsdpOptions(FullyShardOptions):
-    """The options of the backend ``fsdp``: `tp_core.sessions.FullyShardOptions`, and a timeout.
+    """The options of the backend ``fsdp``: `tp_core.fully_sharded.FullyShardOptions`, and a timeout.
 
     Attributes:
         timeout_s: How many seconds a collective waits for the other ranks.
@@ -237,7 +235,7 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
         )
         if model is None:
             return Verdict.fits(40, f"parameters sharded over {over}; ddp is faster where a model fits")
-        from tp_core.internal import describe_presharded  # to list the backends takes no sharding
+        from tp_core.fully_sharded import describe_presharded  # to list the backends takes no sharding
 
         given = describe_presharded(model)
         if given is not None:

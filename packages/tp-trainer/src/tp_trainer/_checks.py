@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.utils.data import DataLoader, Dataset
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import check_initialized, did_you_mean
+from tp_core.messages import did_you_mean
+from tp_core.tensors import check_initialized
 
 from tp_trainer._checkpoint import Checkpoints
 

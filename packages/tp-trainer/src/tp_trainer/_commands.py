@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
+from tp_core.builders import call_builder
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import call_builder
 
 import tp_trainer  # its names when they are used: most of them import torch
 

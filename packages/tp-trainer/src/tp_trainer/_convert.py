@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import INDEX, Ownership
+from tp_core.files import Ownership
 from tp_core.state import (
     SafetensorsFiles,
     StoredTensors,
@@ -23,6 +23,7 @@ from tp_core.state import (
     split_over_files,
     write_safetensors,
 )
+from tp_core.tensors import INDEX
 
 from tp_trainer._checkpoint._base import read_base
 from tp_trainer._checkpoint._folder import MANIFEST, Manifest, RunFolder, read_manifest, step_of, verify

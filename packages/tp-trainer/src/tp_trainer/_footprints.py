@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from tp_core.errors import ModelError
-from tp_core.internal import repeated_blocks
 from tp_core.jobs import Footprint, Precision, Recomputation
+from tp_core.modules import repeated_blocks
 
 from tp_trainer._memory import measure_footprint, resized
 

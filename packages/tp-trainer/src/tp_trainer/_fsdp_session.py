@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from tp_core.errors import ModelError
-from tp_core.internal import (
+from tp_core.fully_sharded import (
     FullyShardedSession,
+    FullyShardOptions,
     Sharding,
     describe_presharded,
     presharded_mesh,
     total_shard_norm,
 )
 from tp_core.plugins import Job
-from tp_core.sessions import FullyShardOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

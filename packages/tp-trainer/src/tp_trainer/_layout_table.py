@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from tp_core import LaunchEnvironment
-from tp_core.discovery import Contribution
+from tp_core.discovery import KNOWN_BACKENDS, Contribution
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import KNOWN_BACKENDS
 from tp_core.jobs import Axis, Layout, MemoryNeed, Precision, Recomputation
 from tp_core.plugins import Backend, Job, registry
 

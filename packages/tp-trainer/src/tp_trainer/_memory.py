@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
-from tp_core import LaunchEnvironment, tree_leaves, tree_map
+from tp_core import LaunchEnvironment, free_nbytes, tree_leaves, tree_map
+from tp_core.compare import call_without_attention_dropout
 from tp_core.data import StepOutput
 from tp_core.discovery import Contribution, Selection
 from tp_core.errors import ConfigError
-from tp_core.internal import call_without_attention_dropout, capture_rng_state, free_nbytes, restore_rng_state
 from tp_core.jobs import Footprint, Precision, Recomputation
 from tp_core.plugins import Backend, Job, Verdict
+from tp_core.random import capture_rng_state, restore_rng_state
 from tp_core.tensors import is_sharded
 
 from tp_trainer._activations import recomputations, recompute

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 from tp_core import recursive_to, tree_map
-from tp_core.data import PreparedLoader, Share, StepOutput
+from tp_core.data import PreparedLoader, SampleRows, Share, StepOutput, join_rows, row_count
 from tp_core.errors import ConfigError, LoaderError, StepError
-from tp_core.internal import SampleRows, atomic_part, join_rows, row_count
+from tp_core.files import atomic_part
 from tp_core.plugins import Session
 
 from tp_trainer._checkpoint._model_files import write_on_main

@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from tp_core.internal import explain_init
+from tp_core.arguments import explain_init
 
 R = TypeVar("R")
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from tp_core.data import PreparedLoader
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
-from tp_core.internal import seed_everything
 from tp_core.jobs import CompileOptions, Precision
 from tp_core.plugins import Job, Session
+from tp_core.random import seed_everything
 
 from tp_trainer._checks import check_model
 from tp_trainer._opening._session import LazySession

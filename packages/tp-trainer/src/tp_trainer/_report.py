@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import atomic_part
+from tp_core.files import atomic_part
 
 from tp_trainer.loggers import LoggedRun, read_run
 

@@ -12,8 +12,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from tp_core.builders import load_function
 from tp_core.errors import ConfigError, TpError
-from tp_core.internal import did_you_mean, load_function
+from tp_core.messages import did_you_mean
 from tp_core.plugins import registry
 
 from tp_trainer.loggers import using_config

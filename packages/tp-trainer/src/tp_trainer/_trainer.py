@@ -11,20 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from tp_core import DeviceSpec, LaunchEnvironment, resolve_devices
+from tp_core import DeviceSpec, LaunchEnvironment, device_of_rank, resolve_devices
+from tp_core.arguments import explain_arguments
 from tp_core.data import LossReduction, StepOutput, read_weight
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
-from tp_core.internal import (
-    Progress,
-    device_of_rank,
-    explain_arguments,
-    is_dtensor,
-    seed_everything,
-    shows_progress,
-)
 from tp_core.jobs import CompileOptions, Precision
+from tp_core.output import Progress, shows_progress
 from tp_core.plugins import Job, Session, registry
+from tp_core.random import seed_everything
+from tp_core.tensors import is_dtensor
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks import (

@@ -9,10 +9,10 @@ from typing import IO, Any, TypeVar
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
-from tp_core import LaunchEnvironment, available_devices, resolve_devices
+from tp_core import LaunchEnvironment, available_devices, device_of_rank, resolve_devices
 from tp_core.discovery import select
 from tp_core.errors import ConfigError
-from tp_core.internal import atomic_part, device_of_rank
+from tp_core.files import atomic_part
 from tp_core.plugins import Job, Session, registry
 
 from tp_trainer.hosting import open_session

@@ -5,7 +5,7 @@ It is opened on the backend that :func:`tp_core.discovery.select` chooses.
 
 from typing import TYPE_CHECKING
 
-from tp_core.internal import lazy_exports
+from tp_core.plugins import lazy_exports
 
 if TYPE_CHECKING:
     from tp_trainer._opening._session import open_session as open_session

@@ -6,7 +6,7 @@ The names of `tp_tuple.compat` can be imported from here, too.
 
 from typing import TYPE_CHECKING
 
-from tp_core.internal import lazy_exports
+from tp_core.plugins import lazy_exports
 
 if TYPE_CHECKING:
     from tp_core.data import restore_order as restore_order

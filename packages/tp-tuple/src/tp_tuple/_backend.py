@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING, ClassVar
 
 from tp_core.errors import ConfigError
-from tp_core.internal import DevicesBackend
-from tp_core.plugins import Job, Verdict
+from tp_core.plugins import DevicesBackend, Job, Verdict
 
 from tp_tuple._options import TupleOptions
 

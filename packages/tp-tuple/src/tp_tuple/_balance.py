@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from tp_core import resolve_devices
+from tp_core import free_nbytes, resolve_devices
+from tp_core.data import split_evenly
 from tp_core.errors import ConfigError
-from tp_core.internal import free_nbytes, split_evenly
 
 if TYPE_CHECKING:  # loader workers import this module, and run no replicas
     from tp_core.replicas import Replicas

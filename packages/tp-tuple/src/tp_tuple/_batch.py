@@ -4,9 +4,8 @@ import copy
 from typing import Any, Self, TypeVar
 
 import torch
-from tp_core import as_device, recursive_pin, recursive_to, tree_map
+from tp_core import as_device, containers, recursive_pin, recursive_to, tree_map
 from tp_core.errors import DeviceError, TransferError
-from tp_core.internal import containers
 
 T = TypeVar("T")
 Device = torch.device | str | int

@@ -6,10 +6,10 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from torch import Tensor
 from torch.utils.data import default_collate as torch_default_collate
-from tp_core.data import Parts
+from tp_core.data import Envelope, Parts
 from tp_core.errors import ConfigError, LoaderError, StepError
-from tp_core.internal import Envelope, seeded
 from tp_core.plugins import CollateAdapter, Verdict
+from tp_core.random import seeded
 
 from tp_tuple._balance import Speeds, Weights, balanced_rows, check_weights, consecutive_rows, resolve_weights
 from tp_tuple._functions import per_value

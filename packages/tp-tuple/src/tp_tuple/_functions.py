@@ -7,8 +7,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from tp_core import containers, device_of
+from tp_core.data import cat_rows
 from tp_core.errors import ConfigError, TransferError
-from tp_core.internal import cat_rows, containers, device_of
 from tp_core.replicas import Replicas
 
 _CONTAINERS = containers()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tp_core.internal import explain_init
+from tp_core.arguments import explain_init
 
 if TYPE_CHECKING:  # options cost next to nothing
     from tp_tuple._balance import Weights

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tp_core.data import Parts, PreparedLoader, StepOutput, combine_outputs
+from tp_core import to_device
+from tp_core.data import Envelope, Parts, PreparedLoader, StepOutput, combine_outputs
 from tp_core.errors import LoaderError, StepError
-from tp_core.internal import Envelope, PerModule, leave_to_others, to_device, whole_model_arguments
+from tp_core.jobs import whole_model_arguments
 from tp_core.plugins import Job, Session
-from tp_core.replicas import Replicas, has_modes
+from tp_core.replicas import Replicas, has_modes, leave_to_others
+from tp_core.sessions import PerModule
 
 from tp_tuple._balance import Speeds, resolve_weights, run_timed
 from tp_tuple._collate import AdaptedCollate, PlacedParts, find_adapters

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tp_core import DeviceSpec
+from tp_core import DeviceSpec, to_device
 from tp_core.data import Parts
 from tp_core.errors import ConfigError
-from tp_core.internal import to_device
 from tp_core.replicas import ReplicaWrapper, untraced
 
 from tp_tuple._balance import Speeds, run_timed

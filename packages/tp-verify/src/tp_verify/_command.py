@@ -114,7 +114,7 @@ def verify_command(
 
 def _verify_cases(program: str, ranks: int, types: Sequence[str]) -> list[Report]:
     import torch
-    from tp_core.internal import load_function
+    from tp_core.builders import load_function
 
     from tp_verify._verify import verify
 

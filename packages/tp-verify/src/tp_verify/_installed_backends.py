@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.discovery import Contribution
-from tp_core.internal import check_installed
+from tp_core.messages import check_installed
 from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_verify._preload import preloading

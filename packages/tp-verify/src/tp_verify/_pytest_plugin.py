@@ -17,7 +17,7 @@ def tp_verify() -> "Iterator[Callable[..., Report]]":
         >>> def test_training_is_that_of_one_device(tp_verify):
         ...     tp_verify(build, batches, parallel=parallelize, step=step, ranks=2)
     """
-    from tp_core.internal import RankPool
+    from tp_core.ranks import RankPool
 
     from tp_verify._verify import verify
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.compare import dropout_rates, named_tensors
 from tp_core.errors import ConfigError, LoaderError, ModelError, SelectionError, StepError
-from tp_core.internal import capture_rng_state, is_dtensor
 from tp_core.plugins import Backend, Callback, RunView, registry
+from tp_core.random import capture_rng_state
+from tp_core.tensors import is_dtensor
 
 _REFUSALS = (ConfigError, LoaderError, ModelError, SelectionError, StepError)
 """The errors of what a backend cannot prepare as it is; any other one, or one after a step, is a failure."""

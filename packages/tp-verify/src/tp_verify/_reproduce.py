@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tp_core.compare import named_tensors
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import repeated_blocks
+from tp_core.modules import repeated_blocks
 
 from tp_verify._report import Finding
 from tp_verify._run import cast

@@ -22,7 +22,7 @@ from tp_core.compare import (
     nudged,
 )
 from tp_core.errors import ModelError
-from tp_core.internal import is_dtensor
+from tp_core.tensors import is_dtensor
 
 from tp_verify._way import MakeOptimizer, Step, Way, alike, loss_and_weight, mapped, rows_of
 

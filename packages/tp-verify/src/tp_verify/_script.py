@@ -15,8 +15,8 @@ from torch import Tensor
 from tp_core import LaunchEnvironment
 from tp_core.compare import SLACK, Bound, difference_in_words, norm_of, relative_error
 from tp_core.errors import ConfigError
-from tp_core.internal import RankOutcome, rank_outcomes
 from tp_core.plugins import Backend, Job, registry
+from tp_core.ranks import RankOutcome, rank_outcomes
 from tp_core.state import open_tensors
 
 from tp_verify._preload import preloading

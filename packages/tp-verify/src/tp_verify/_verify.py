@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.arguments import explain_arguments
 from tp_core.compare import Bound, coarsest, idle_lines_in_words, joined_parts, named_tensors
 from tp_core.errors import ConfigError, ModelError, RankFailedError
-from tp_core.internal import RankPool, explain_arguments
+from tp_core.ranks import RankPool
 
 from tp_verify._after import compare_draws, compare_generated, compare_loaded
 from tp_verify._compare import Comparison

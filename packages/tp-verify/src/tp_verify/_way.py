@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from tp_core import tree_map
 from tp_core.compare import named_tensors
 from tp_core.errors import ConfigError
-from tp_core.internal import is_dtensor
+from tp_core.tensors import is_dtensor
 
 Step = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], Optimizer]

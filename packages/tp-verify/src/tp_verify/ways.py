@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import check_installed, is_dtensor, repeated_blocks
+from tp_core.messages import check_installed
+from tp_core.modules import repeated_blocks
+from tp_core.tensors import is_dtensor
 
 from tp_verify._way import (
     MakeOptimizer,

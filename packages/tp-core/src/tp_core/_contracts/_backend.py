@@ -20,7 +20,8 @@ from typing import (
     get_origin,
 )
 
-from tp_core.errors import ConfigError, ModelError, those_known
+from tp_core.errors import ConfigError, ModelError
+from tp_core.messages import those_known
 
 if TYPE_CHECKING:  # they need torch, and listing plugins must not import it
     from torch import nn
@@ -323,16 +324,6 @@ def check_option_types(options: object) -> None:
         if kinds and not any(_is_of(value, kind) for kind in kinds):
             wanted = " or ".join(dict.fromkeys(_WORDS.get(kind) or repr(kind) for kind in kinds))
             msg = f"{type(options).__name__}({field.name}=...) must be {wanted}, got {value!r}"
-            raise ConfigError(msg)
-
-
-def check_above_zero(options: object, *names: str) -> None:
-    """Check that these options are ``None`` or finite numbers above 0."""
-    for name in names:
-        value = getattr(options, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 < value < math.inf):
-            msg = f"{type(options).__name__}({name}=...) must be a finite number above 0, got {value!r}"
             raise ConfigError(msg)
 
 

@@ -25,9 +25,9 @@ from tp_core._contracts._job import Job
 from tp_core._contracts._session import FORWARD, ReduceOp, Session, check_reduce_op
 from tp_core._launch._process_group import new_process_group
 from tp_core.data._batches import Share
-from tp_core.data._seeding import device_rng_state, seed_of, seed_torch, set_device_rng_state
 from tp_core.data._step_outputs import StepOutput, zero_backward
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
+from tp_core.random import device_rng_state, seed_of, seed_torch, set_device_rng_state
 from tp_core.state._optimizers import hook_steps, is_inner_step
 from tp_core.tensors._slices import check_no_max_norm, is_sharded, quantized_parts
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tp_core._contracts._blocks import repeated_blocks
 from tp_core._contracts._job import CompileOptions, Job
 from tp_core._transfer import move_module, to_device
 from tp_core.data._batches import Share
 from tp_core.data._loader import PreparedLoader
 from tp_core.data._step_outputs import StepOutput
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
+from tp_core.modules._blocks import repeated_blocks
 from tp_core.replicas._compiler import compile_in_place
 from tp_core.tensors._slices import (
     TensorSlice,

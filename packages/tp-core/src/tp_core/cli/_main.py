@@ -17,7 +17,8 @@ from typer.core import TyperGroup
 
 from tp_core.cli._plain import section_of, sections
 from tp_core.discovery import Contribution, PluginRegistry
-from tp_core.errors import ContractError, TpError, did_you_mean
+from tp_core.errors import ContractError, TpError
+from tp_core.messages import did_you_mean
 from tp_core.plugins import Command, registry
 from tp_core.plugins._hooks import PluginInfo, call, describe
 

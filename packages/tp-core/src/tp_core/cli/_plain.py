@@ -9,7 +9,8 @@ from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 
-from tp_core.errors import ConfigError, did_you_mean
+from tp_core.errors import ConfigError
+from tp_core.messages import did_you_mean
 
 
 def plain_command(words: Sequence[str]) -> Callable[[], int] | None:

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from tp_core.compare._trial_batches import watched_tables as watched_tables
     from tp_core.compare._trial_runs import ForwardLines as ForwardLines
     from tp_core.compare._trial_runs import WithoutDropout as WithoutDropout
+    from tp_core.compare._trial_runs import call_without_attention_dropout as call_without_attention_dropout
     from tp_core.compare._trial_runs import dropout_rates as dropout_rates
+    from tp_core.compare._trial_runs import functions_named as functions_named
     from tp_core.compare._trial_runs import idle_lines_in_words as idle_lines_in_words
     from tp_core.compare._trial_runs import named_tensors as named_tensors
 else:
@@ -89,7 +91,9 @@ else:
             "tp_core.compare._trial_runs": [
                 "ForwardLines",
                 "WithoutDropout",
+                "call_without_attention_dropout",
                 "dropout_rates",
+                "functions_named",
                 "idle_lines_in_words",
                 "named_tensors",
             ],

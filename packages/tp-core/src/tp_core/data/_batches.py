@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, get_worker_info
 from tp_core._transfer import recursive_pin
 from tp_core._trees import tree_leaves
 from tp_core.data._parts import Parts, is_array, length_along
-from tp_core.data._seeding import seed_generators, seeded, seeded_own
 from tp_core.errors import LoaderError
+from tp_core.random import seed_generators, seeded, seeded_own
 
 log = logging.getLogger("tp_core")
 

@@ -18,7 +18,6 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from tp_core.data._batches import EpochBatches, Share, call_set_epoch, count_samples, has_fewer
-from tp_core.data._seeding import preserve_rng_state
 from tp_core.data._user_loaders import (
     ElasticLoader,
     PartsOfElastic,
@@ -33,8 +32,9 @@ from tp_core.data._user_loaders import (
     order_is_ours,
     position_holder,
 )
-from tp_core.data._workers import start
+from tp_core.data._workers import iterate_seeded
 from tp_core.errors import LoaderError
+from tp_core.random import preserve_rng_state
 
 # -- Streams: loaders of which tp cannot choose the batches, their split over ranks and their position
 # An epoch of a stream is a number of batches and no new beginning: the next epoch continues where the last
@@ -183,7 +183,7 @@ class Stream:
             if (holder := position_holder(self.loader)) is not None:
                 self._beginning = _digest(holder.state_dict())
         skip, self._skip, self._is_placed = self._skip, 0, False
-        iterator = start(self.loader, seed=self._seed, epoch=self._pass, is_ours=self._is_ours)
+        iterator = iterate_seeded(self.loader, seed=self._seed, epoch=self._pass, is_ours=self._is_ours)
         if skip:
             with preserve_rng_state():  # reading batches again draws numbers again
                 deque(islice(iterator, skip), maxlen=0)
@@ -517,7 +517,7 @@ class PreparedLoader:
         has_own = iterates_itself(self.loader)
         looks = True
         try:
-            source = start(self._source, seed=self._seed, epoch=epoch, is_ours=True)
+            source = iterate_seeded(self._source, seed=self._seed, epoch=epoch, is_ours=True)
             self._left = source if has_own else None
             if has_own and self._size == 1:  # it may leave batches out, or repeat them
                 yield from self._iterate_counted(source, first)

@@ -4,7 +4,7 @@ Schedulers, terminals and launchers signal all processes of a run at once. The t
 the signal: it finishes its step and saves, and it needs its workers for that. torch's workers die of
 SIGTERM, SIGINT, SIGHUP and SIGUSR1, and the run with them. Our workers ignore these from the start::
 
-    start()       blocks the signals while a worker is started: it begins with them blocked
+    iterate_seeded()  blocks the signals while a worker is started: it begins with them blocked
     initializer   in the worker, after torch has set its handlers: sets ours, calls the user's
                   ``worker_init_fn``, which may set others, and unblocks the signals
     terminate()   in the parent, for a worker that does not end: SIGKILL, as it ignores the others
@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from tp_core.data._seeding import seeded
+from tp_core.random import seeded
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
@@ -39,7 +39,7 @@ _END_S = 5.0  # to reap a killed worker: the parent must not wait without an end
 _FORK_SERVER_MODULE = "tp_core.data._fork_server"
 
 
-def start(loader: Iterable[Any], *, seed: int, epoch: int, is_ours: bool) -> Iterator[Any]:
+def iterate_seeded(loader: Iterable[Any], *, seed: int, epoch: int, is_ours: bool) -> Iterator[Any]:
     """Begin to iterate a loader, in a random state of its own.
 
     A loader draws a seed for its workers. From the global generator that would change the numbers that

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 import pluggy
 
-from tp_core._calls import check_call
+from tp_core.arguments import check_call
 from tp_core.errors import ContractError
 
 if TYPE_CHECKING:

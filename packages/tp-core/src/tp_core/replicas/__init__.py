@@ -6,8 +6,17 @@ them as `untraced`.
 """
 
 from tp_core.replicas._caller import has_modes
-from tp_core.replicas._compiler import untraced
-from tp_core.replicas._replicas import Replicas
+from tp_core.replicas._compiler import not_compiled_alone, untraced
+from tp_core.replicas._random import is_random_op
+from tp_core.replicas._replicas import Replicas, leave_to_others
 from tp_core.replicas._wrapper import ReplicaWrapper
 
-__all__ = ["ReplicaWrapper", "Replicas", "has_modes", "untraced"]
+__all__ = [
+    "ReplicaWrapper",
+    "Replicas",
+    "has_modes",
+    "is_random_op",
+    "leave_to_others",
+    "not_compiled_alone",
+    "untraced",
+]

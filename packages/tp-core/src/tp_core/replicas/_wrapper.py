@@ -11,7 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tp_core._devices import DeviceSpec, resolve_devices
 from tp_core._transfer import move_module, to_device
-from tp_core.errors import ConfigError, ModelError, did_you_mean
+from tp_core.errors import ConfigError, ModelError
+from tp_core.messages import did_you_mean
 from tp_core.replicas._replicas import Replicas
 
 Device = int | str | torch.device

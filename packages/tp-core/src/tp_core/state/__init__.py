@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from tp_core.state._files import Place as Place
     from tp_core.state._files import load_state as load_state
     from tp_core.state._files import open_tensors as open_tensors
+    from tp_core.state._files import slice_of as slice_of
     from tp_core.state._files import whole as whole
     from tp_core.state._files import write_whole as write_whole
     from tp_core.state._optimizers import hook_steps as hook_steps
+    from tp_core.state._optimizers import is_zero_redundancy as is_zero_redundancy
     from tp_core.state._optimizers import named_parameters as named_parameters
     from tp_core.state._optimizers import optimizer_names as optimizer_names
     from tp_core.state._optimizers import plain_name as plain_name
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from tp_core.state._training import load_whole_state as load_whole_state
     from tp_core.state._training import restore_state as restore_state
     from tp_core.state._training import restore_values as restore_values
-    from tp_core.tensors._atomic import atomic_part as atomic_part
     from tp_core.tensors._digests import DIGEST_SIZE as DIGEST_SIZE
     from tp_core.tensors._digests import FileRecord as FileRecord
     from tp_core.tensors._digests import digest_of as digest_of
@@ -45,17 +46,6 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "tp_core.tensors._atomic": ["atomic_part"],
-            "tp_core.tensors._digests": ["DIGEST_SIZE", "FileRecord", "digest_of", "record_of"],
-            "tp_core.tensors._files": ["read_tensors", "tensor_infos", "write_tensors"],
-            "tp_core.tensors._safetensors": [
-                "SafetensorsFiles",
-                "is_safetensors",
-                "safetensors_dtype",
-                "split_over_files",
-                "write_safetensors",
-            ],
-            "tp_core.tensors._slices": ["StoredTensors", "TensorInfo", "fill_from_whole"],
             "tp_core.state._files": [
                 "TENSORS_FILE",
                 "TENSORS_FOLDER",
@@ -63,11 +53,13 @@ else:
                 "Place",
                 "load_state",
                 "open_tensors",
+                "slice_of",
                 "whole",
                 "write_whole",
             ],
             "tp_core.state._optimizers": [
                 "hook_steps",
+                "is_zero_redundancy",
                 "named_parameters",
                 "optimizer_names",
                 "plain_name",
@@ -81,5 +73,15 @@ else:
                 "restore_state",
                 "restore_values",
             ],
+            "tp_core.tensors._digests": ["DIGEST_SIZE", "FileRecord", "digest_of", "record_of"],
+            "tp_core.tensors._files": ["read_tensors", "tensor_infos", "write_tensors"],
+            "tp_core.tensors._safetensors": [
+                "SafetensorsFiles",
+                "is_safetensors",
+                "safetensors_dtype",
+                "split_over_files",
+                "write_safetensors",
+            ],
+            "tp_core.tensors._slices": ["StoredTensors", "TensorInfo", "fill_from_whole"],
         },
     )

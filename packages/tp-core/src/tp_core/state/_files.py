@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tp_core.errors import StateError
-from tp_core.tensors._atomic import showing_system_errors
+from tp_core.files._atomic import showing_system_errors
 from tp_core.tensors._digests import INDEX, DigestingFile, FileRecord, without_checksums
 from tp_core.tensors._files import read_tensors, tensor_infos
 from tp_core.tensors._slices import (

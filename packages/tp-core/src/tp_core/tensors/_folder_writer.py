@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tp_core.errors import StateError
-from tp_core.tensors._atomic import atomic_part, showing_system_errors
+from tp_core.files._atomic import atomic_part, showing_system_errors
 from tp_core.tensors._digests import INDEX, DigestingFile, FileRecord
 from tp_core.tensors._index import IndexEntry, StoredPart, dump_index
 from tp_core.tensors._safetensors import in_file_order, write_file

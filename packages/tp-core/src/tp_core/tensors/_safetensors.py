@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tp_core.errors import ConfigError, StateError
-from tp_core.tensors._atomic import atomic_part
+from tp_core.files._atomic import atomic_part
 from tp_core.tensors._digests import DigestingFile
 from tp_core.tensors._slices import StoredTensors, TensorInfo, TensorSlice, check_targets, fill_from_whole
 

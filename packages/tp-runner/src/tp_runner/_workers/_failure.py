@@ -8,7 +8,7 @@ import traceback
 import types
 from typing import Any, NamedTuple, Self
 
-from tp_core.internal import dumps_by_value
+from tp_core.ranks import dumps_by_value
 
 from tp_runner.errors import (
     ItemError,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from tp_core.internal import dumps_by_value
+from tp_core.ranks import dumps_by_value
 
 from tp_runner._workers._failure import DIED, ENDING, Failure, failure_to_error
 from tp_runner._workers._pickling import USERS_ERRORS, explain_not_picklable

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Mu
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tp_core.internal import seed_everything, seed_of
+from tp_core.random import seed_everything, seed_of
 
 from tp_runner._options import Settings
 

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tp_core.internal import dumps_by_value, pickled_by_value
+from tp_core.ranks import dumps_by_value, pickled_by_value
 
 from tp_runner._workers._failure import RESULT, Failure
 from tp_runner.errors import NotPicklableError

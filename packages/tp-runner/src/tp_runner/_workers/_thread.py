@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from tp_core.internal import preserve_rng_state
+from tp_core.random import preserve_rng_state
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure

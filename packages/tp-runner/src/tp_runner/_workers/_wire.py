@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tp_core.errors import ConfigError
-from tp_core.internal import dumps_by_value
+from tp_core.ranks import dumps_by_value
 
 from tp_runner._options import Settings
 from tp_runner._workers._failure import RESULT, Failure

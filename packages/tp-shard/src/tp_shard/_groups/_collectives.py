@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from tp_core.errors import ConfigError
-from tp_core.internal import all_gather_single
+from tp_core.sessions import all_gather_single
 
 from tp_shard._groups import _debug
 from tp_shard._groups._group import Group, GroupLike, as_group

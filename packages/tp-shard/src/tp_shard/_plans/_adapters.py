@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ModelError
-from tp_core.internal import Mixin, mix_in
+from tp_core.modules import Mixin, mix_in
 
 from tp_shard._groups._collectives import all_reduce_, copy, gather
 from tp_shard._groups._group import Group

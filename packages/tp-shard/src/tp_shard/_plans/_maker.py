@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import mix_in
+from tp_core.modules import mix_in
 
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import RandomTracker

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, ModelError, TpError
-from tp_core.internal import Mixin, mix_in
+from tp_core.modules import Mixin, mix_in
 
 from tp_shard._groups._collectives import copy, reduce
 from tp_shard._groups._group import Group

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import nn
 from tp_core.errors import ConfigError, ModelError
-from tp_core.internal import check_not_quantized
+from tp_core.tensors import check_not_quantized
 
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._guards import guard_saving

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.compare import copied, first_token, mapped, named_tensors, other_batches, watched_tables
-from tp_core.internal import preserve_rng_state
+from tp_core.random import preserve_rng_state
 
 from tp_shard._plans._adapters import inside_peft, is_adapted
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tp_core import free_nbytes
 from tp_core.compare import (
     Bound,
     ForwardLines,
@@ -19,7 +20,7 @@ from tp_core.compare import (
     relative_error,
 )
 from tp_core.errors import ConfigError, ModelError, TpError
-from tp_core.internal import check_not_quantized, free_nbytes, is_dtensor
+from tp_core.tensors import check_not_quantized, is_dtensor
 
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._plans._maker import choose

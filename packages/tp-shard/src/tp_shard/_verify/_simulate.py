@@ -28,7 +28,7 @@ from tp_core.compare import (
     nudged,
 )
 from tp_core.errors import DisagreementError
-from tp_core.internal import preserve_rng_state, seed_everything
+from tp_core.random import preserve_rng_state, seed_everything
 
 from tp_shard._groups import _group
 from tp_shard._groups._group import ALONE, Group

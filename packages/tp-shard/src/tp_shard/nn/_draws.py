@@ -23,9 +23,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from tp_core.compare import functions_named
 from tp_core.errors import ModelError
-from tp_core.internal import functions_named, is_random_op, not_compiled_alone
-from tp_core.replicas import untraced
+from tp_core.replicas import is_random_op, not_compiled_alone, untraced
 
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import get_state, mixed_seed, set_state

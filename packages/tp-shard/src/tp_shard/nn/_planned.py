@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tp_core.errors import ModelError
-from tp_core.internal import Mixin
+from tp_core.modules import Mixin
 
 from tp_shard._groups import _debug
 from tp_shard._groups._collectives import _Copy, _Scatter, copy, gather

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tp_core.internal import is_dtensor, reduce_scatter_single
+from tp_core.sessions import reduce_scatter_single
+from tp_core.tensors import is_dtensor
 
 from tp_shard._groups import _debug
 from tp_shard._groups._collectives import (

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import atomic_part, quantized_parts
+from tp_core.files import atomic_part
 from tp_core.plugins import Session
 from tp_core.state import Place, SafetensorsFiles, plain_name, whole
+from tp_core.tensors import quantized_parts
 
 from tp_trainer._checkpoint._model_files import share_failure, write_state
 

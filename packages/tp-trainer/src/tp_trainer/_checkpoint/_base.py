@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import is_dtensor, quantized_parts, slice_of
 from tp_core.plugins import Session
-from tp_core.state import plain_name
-from tp_core.tensors import TensorSlice
+from tp_core.state import plain_name, slice_of
+from tp_core.tensors import TensorSlice, is_dtensor, quantized_parts
 
 from tp_trainer._checkpoint._folder import STATE, read_json
 

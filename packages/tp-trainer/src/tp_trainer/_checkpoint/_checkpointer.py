@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError, TpError
-from tp_core.internal import Ownership, new_process_group
+from tp_core.files import Ownership
 from tp_core.plugins import Session
+from tp_core.sessions import new_process_group
 from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, StoredTensors, open_tensors, write_whole
 from tp_core.tensors import TensorSlice
 

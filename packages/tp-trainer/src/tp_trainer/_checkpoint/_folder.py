@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tp_core.errors import StateError
-from tp_core.internal import INDEX, read_digests, sync_folder
+from tp_core.files import sync_folder
 from tp_core.plugins import Session
 from tp_core.state import DIGEST_SIZE, FileRecord, digest_of, from_json, record_of, to_json
+from tp_core.tensors import INDEX, read_digests
 
 log = logging.getLogger("tp_trainer")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import Ownership, atomic_part, quantized_parts
+from tp_core.files import Ownership, atomic_part
 from tp_core.plugins import Session
 from tp_core.state import (
     SafetensorsFiles,
@@ -28,7 +28,7 @@ from tp_core.state import (
     whole,
     write_safetensors,
 )
-from tp_core.tensors import TensorSlice
+from tp_core.tensors import TensorSlice, quantized_parts
 
 from tp_trainer._checkpoint._base import read_base
 from tp_trainer._checkpoint._folder import verify

@@ -15,9 +15,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from torch.optim import Optimizer
 from tp_core import LaunchEnvironment
 from tp_core.errors import DisagreementError, RankFailedError
-from tp_core.internal import rendezvous_store
 from tp_core.launching import has_exited
 from tp_core.plugins import Session
+from tp_core.sessions import rendezvous_store
 
 _MOST_SLEEP_S = 0.05  # between two looks; less at first, when most ranks arrive
 

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple, Self
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch does not say so
 from torch.utils.data import get_worker_info
-from tp_core.internal import rendezvous_store
 from tp_core.launching import discard_closed_terminal, write_exit_report
 from tp_core.plugins import Session
+from tp_core.sessions import rendezvous_store
 
 log = logging.getLogger("tp_trainer")
 

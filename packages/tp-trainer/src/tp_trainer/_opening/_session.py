@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from tp_core.discovery import PluginRegistry, Selection, select
+from tp_core.discovery import PluginRegistry, Selection, check_backend_name, select
 from tp_core.errors import ConfigError, DisagreementError, ModelError, PluginError, SelectionError, TpError
-from tp_core.internal import PerModule, check_backend_name
 from tp_core.plugins import Backend, Job, NoOptions, Session
+from tp_core.sessions import PerModule
 
 Options = object | Sequence[object] | Mapping[str, object]
 """An object of a backend's ``options_type``, a list of them, or a dict by the backends' names."""

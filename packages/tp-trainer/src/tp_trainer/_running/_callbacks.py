@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+from tp_core.arguments import check_call
 from tp_core.discovery import Contribution, PluginRegistry
 from tp_core.errors import ConfigError
-from tp_core.internal import check_call
 from tp_core.plugins import Callback, NamedCallback, RunView
 
 log = logging.getLogger("tp_trainer")

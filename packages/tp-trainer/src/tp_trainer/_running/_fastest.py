@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from tp_core.errors import ConfigError, ModelError, StepError
-from tp_core.internal import capture_rng_state, restore_rng_state
+from tp_core.random import capture_rng_state, restore_rng_state
 
 from tp_trainer._memory import Work
 from tp_trainer._preparation import Preparation

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_core.errors import ConfigError
-from tp_core.internal import in_notebook
+from tp_core.output import in_notebook
 
 if TYPE_CHECKING:
     import pandas as pd

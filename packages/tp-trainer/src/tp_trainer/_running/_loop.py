@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.data import PreparedLoader, Share
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.internal import capture_rng_state, restore_rng_state
 from tp_core.plugins import RunStatus, RunView, Session
+from tp_core.random import capture_rng_state, restore_rng_state
 
 from tp_trainer._metrics import GatherInterruptedError
 from tp_trainer._opening._agreement import check_same_optimizers

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from tp_core.internal import NotebookOutput, in_notebook, shows_progress
-from tp_core.internal import Progress as Shown
+from tp_core.output import NotebookOutput, in_notebook, shows_progress
+from tp_core.output import Progress as Shown
 
 Show = Callable[[int, str], None]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.internal import Progress
+from tp_core.output import Progress
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks import (

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, StateError
-from tp_core.internal import capture_rng_state, restore_rng_state, seed_everything, seed_of, slice_of
 from tp_core.plugins import Session
+from tp_core.random import capture_rng_state, restore_rng_state, seed_everything, seed_of
 from tp_core.state import (
     Place,
     StoredTensors,
@@ -29,6 +29,7 @@ from tp_core.state import (
     load_whole_state,
     restore_state,
     restore_values,
+    slice_of,
     to_json,
 )
 from tp_core.tensors import TensorSlice

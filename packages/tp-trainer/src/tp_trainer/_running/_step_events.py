@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.internal import hook_steps
 from tp_core.plugins import RunView, Session
+from tp_core.state import hook_steps
 
 from tp_trainer._running._callbacks import Events
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
 from tp_core import LaunchEnvironment
 from tp_core.data import StepOutput
-from tp_core.internal import rendezvous_store
 from tp_core.plugins import Session
+from tp_core.sessions import rendezvous_store
 
 from tp_trainer._running._hard_exit import HardExit
 from tp_trainer._steps._step import RunStep, Step

@@ -10,9 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.data import Share, near_power_of_two
+from tp_core.data import Share, near_power_of_two, zero_backward
 from tp_core.errors import ConfigError, NonFiniteLossError
-from tp_core.internal import zero_backward
 from tp_core.plugins import Session
 
 from tp_trainer._checks import check_limit, check_not_negative

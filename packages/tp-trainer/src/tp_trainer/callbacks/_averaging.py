@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError
-from tp_core.internal import explain_init, is_dtensor
 from tp_core.plugins import Callback, RunView
 from tp_core.state import Place, fill_from_whole
+from tp_core.tensors import is_dtensor
 
 from tp_trainer._checks import check_positive
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tp_core.arguments import explain_init
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError
-from tp_core.internal import explain_init
 from tp_core.plugins import Callback, RunView
 
 from tp_trainer._checks import check_limit, check_positive

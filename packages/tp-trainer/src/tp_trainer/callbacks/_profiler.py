@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
-from tp_core.internal import explain_init, write_atomically
+from tp_core.arguments import explain_init
+from tp_core.files import write_atomically
 from tp_core.plugins import Callback, RunView
 
 from tp_trainer._checks import check_positive

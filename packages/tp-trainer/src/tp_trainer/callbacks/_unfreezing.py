@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError
-from tp_core.internal import explain_init
 from tp_core.plugins import Callback, RunView
 
 

@@ -8,7 +8,7 @@ logger is a subclass of :class:`tp_core.plugins.Logger`; with a file or folder o
 
 from typing import TYPE_CHECKING
 
-from tp_core.internal import lazy_exports
+from tp_core.plugins import lazy_exports
 
 if TYPE_CHECKING:
     from tp_core.plugins import Logger as Logger

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from tp_core.errors import StateError
-from tp_core.internal import atomic_part, showing_system_errors
+from tp_core.files import atomic_part, showing_system_errors
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer.loggers._files import LogPlace, sync

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tp_core.errors import ConfigError
-from tp_core.internal import Ownership, lock_file_of, run_in, showing_system_errors
+from tp_core.files import Ownership, lock_file_of, run_in, showing_system_errors
 from tp_core.plugins import RunInfo
 
 log = logging.getLogger("tp_trainer")

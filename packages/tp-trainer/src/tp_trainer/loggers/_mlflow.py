@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from tp_core.errors import ConfigError
-from tp_core.internal import check_installed
+from tp_core.messages import check_installed
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
 if TYPE_CHECKING:

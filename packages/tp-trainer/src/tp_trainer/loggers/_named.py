@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
-from tp_core.internal import atomic_part
+from tp_core.files import atomic_part
 from tp_core.plugins import Logger, LoggerFactory, RunInfo, RunStatus
 from tp_core.secrets import mask_arguments
 

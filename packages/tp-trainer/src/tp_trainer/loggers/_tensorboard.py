@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tp_core.errors import ConfigError
-from tp_core.internal import check_installed, showing_system_errors
+from tp_core.files import showing_system_errors
+from tp_core.messages import check_installed
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer.loggers import LogPlace

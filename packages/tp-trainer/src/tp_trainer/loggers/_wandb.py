@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tp_core.internal import check_installed
+from tp_core.messages import check_installed
 from tp_core.plugins import Logger, RunInfo, RunStatus
 from tp_core.secrets import mask_arguments
 

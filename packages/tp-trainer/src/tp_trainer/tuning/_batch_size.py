@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from tp_core.errors import ConfigError
-from tp_core.internal import capture_rng_state, restore_rng_state
+from tp_core.random import capture_rng_state, restore_rng_state
 
 from tp_trainer._checks import check_callable, check_model, check_optimizer, check_positive
 from tp_trainer._memory import is_out_of_memory

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from tp_core._calls import explain_init
 from tp_core._contracts._job import Job
+from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError
 
 UnitRule = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[nn.Module], bool]

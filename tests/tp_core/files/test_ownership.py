@@ -10,7 +10,7 @@ from pathlib import Path
 import filelock
 import pytest
 from tp_core.errors import ConfigError
-from tp_core.internal import Ownership
+from tp_core.files import Ownership
 
 fcntl = pytest.importorskip("fcntl", reason="Windows has other locks")
 
@@ -21,7 +21,7 @@ from pathlib import Path
 if sys.argv[2] == "none":
     sys.modules["fcntl"] = None  # as where Python has no such module
 from tp_core.errors import ConfigError
-from tp_core.internal import Ownership
+from tp_core.files import Ownership
 if sys.argv[2] == "broken":
     import fcntl
     def flock(*_):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tp_core._contracts._blocks import CONTAINERS, found_blocks, named_blocks
-from tp_core._fully_sharded._options import UnitRule
 from tp_core.errors import ConfigError, ModelError
+from tp_core.fully_sharded._options import UnitRule
+from tp_core.modules._blocks import CONTAINERS, found_blocks, named_blocks
 from tp_core.tensors._slices import check_no_max_norm
 
 _LEAST_NBYTES = 4 * 2**20

@@ -12,6 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+__all__ = [
+    "capture_rng_state",
+    "device_rng_state",
+    "preserve_rng_state",
+    "restore_rng_state",
+    "seed_everything",
+    "seed_generators",
+    "seed_of",
+    "seed_torch",
+    "seeded",
+    "set_device_rng_state",
+]
+
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
@@ -98,6 +111,7 @@ def seed_torch(seed: int) -> None:
 
 
 def seed_of(key: tuple[int, ...]) -> int:
+    """Return a seed of 63 bits for a key: keys that differ in one number have unrelated seeds."""
     import hashlib  # here: it takes longer to load than the rest of this module
 
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
@@ -115,6 +129,7 @@ def device_rng_state(device: "torch.device") -> "torch.Tensor":
 
 
 def set_device_rng_state(device: "torch.device", state: "torch.Tensor") -> None:
+    """Set the state of a device's generator, as :func:`device_rng_state` returned it."""
     import torch
 
     module = torch.get_device_module(device)

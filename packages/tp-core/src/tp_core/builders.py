@@ -11,7 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from tp_core.errors import ConfigError, ModelError, TpError, did_you_mean, file_meant, raised_where
+from tp_core.errors import ConfigError, ModelError, TpError
+from tp_core.messages import did_you_mean, file_meant, raised_where
+
+__all__ = ["call_builder", "load_function"]
 
 
 def load_function(name: str, *, example: str = "build") -> Callable[..., Any]:

@@ -10,6 +10,8 @@ from tp_core.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+__all__ = ["NotebookOutput", "Progress", "in_notebook", "output_console", "shows_progress"]
+
 
 # -- Progress -------------------------------------------------------------------------------------
 
@@ -19,6 +21,7 @@ Progress = bool | Literal["auto"]
 
 
 def shows_progress(progress: Progress) -> bool:
+    """Return whether a run shows its progress here: "auto" says yes on a terminal and in a notebook."""
     if isinstance(progress, bool):
         return progress
     if progress != "auto":
@@ -58,10 +61,12 @@ class NotebookOutput:
         self._handle: Any = None
 
     def add(self, line: str) -> None:
+        """Show one more line; the oldest of many go."""
         self._lines = [*self._lines, line][-_MOST_LINES:]
         self._show()
 
     def replace(self, lines: Sequence[str]) -> None:
+        """Show these lines in the place of all."""
         self._lines = list(lines)
         self._show()
 
@@ -78,6 +83,7 @@ class NotebookOutput:
         return move
 
     def remove_bar(self) -> None:
+        """Show no bar any more."""
         self._bar = ""
 
     def _show(self) -> None:

@@ -1,11 +1,15 @@
-"""Calls that do not fit: arguments that a class of tp does not have, methods of plugins that lack some."""
+"""Checks of arguments: unknown names, numbers out of range, methods that do not take what they must."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from tp_core.errors import ConfigError, ContractError, closest, those_known
+from tp_core.errors import ConfigError, ContractError
+from tp_core.messages import closest, those_known
+
+__all__ = ["check_above_zero", "check_call", "explain_arguments", "explain_init"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -78,3 +82,13 @@ def check_call(method: Callable[..., object], contract: Callable[..., object], *
         name = contract.__name__
         msg = f"{of} has a method {name}() that does not take what a run gives it; write {name}({wanted})"
         raise ContractError(msg) from None
+
+
+def check_above_zero(options: object, *names: str) -> None:
+    """Check that these options are ``None`` or finite numbers above 0."""
+    for name in names:
+        value = getattr(options, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value < math.inf):
+            msg = f"{type(options).__name__}({name}=...) must be a finite number above 0, got {value!r}"
+            raise ConfigError(msg)

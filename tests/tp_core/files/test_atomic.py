@@ -5,7 +5,7 @@ import signal
 import threading
 
 import pytest
-from tp_core.internal import write_atomically
+from tp_core.files import write_atomically
 from tp_testing import rank_outcomes
 
 

@@ -10,17 +10,17 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._job import CompileOptions
 from tp_core._contracts._process_group_session import ProcessGroupSession
-from tp_core._fully_sharded._optimizers import (
+from tp_core.data._batches import Share
+from tp_core.data._step_outputs import StepOutput
+from tp_core.errors import ConfigError, StepError
+from tp_core.fully_sharded._optimizers import (
     WholeSteps,
     check_optimizer,
     gathers_matrices,
     local_gradients,
     move_state,
 )
-from tp_core._fully_sharded._sharding import Sharding, sharded_modules
-from tp_core.data._batches import Share
-from tp_core.data._step_outputs import StepOutput
-from tp_core.errors import ConfigError, StepError
+from tp_core.fully_sharded._sharding import Sharding, sharded_modules
 from tp_core.replicas._compiler import is_torchs_own
 from tp_core.state import whole
 from tp_core.tensors._slices import check_not_quantized, is_dtensor

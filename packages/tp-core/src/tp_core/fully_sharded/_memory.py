@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from tp_core._contracts._job import Footprint, Job, MemoryNeed
-from tp_core._fully_sharded._options import FullyShardOptions, parameter_type, reduction_type, remedy
-from tp_core._fully_sharded._units import find_units
+from tp_core.fully_sharded._options import FullyShardOptions, parameter_type, reduction_type, remedy
+from tp_core.fully_sharded._units import find_units
 
 OptionsT = TypeVar("OptionsT", bound=FullyShardOptions)
 
