@@ -105,7 +105,7 @@ nitpick_ignore = [
     ("py:class", "tp_trainer._layout_table.LayoutTable"),
     ("py:class", "tp_trainer._opening._boundaries.StepBoundaries"),
     ("py:class", "tuple[float"),  # an attribute's type in a docstring is cut at its comma
-    ("py:class", "tp_testing._training_conformance.Outcome"),
+    ("py:class", "tp_testing._training_conformance.TrainingOutcome"),
 ]
 
 

@@ -1,12 +1,12 @@
 """How many chunks a worker may have been given at a time."""
 
 import pytest
-from tp_runner._scheduling._run import Flow  # private: nobody else can say how long an item took
+from tp_runner._scheduling._run import ChunkFlow  # private: nobody else can say how long an item took
 from tp_runner.engines import Chunk, Settings
 
 
 def learned(item_s):
-    flow = Flow(Settings(), n_workers=2)
+    flow = ChunkFlow(Settings(), n_workers=2)
     flow.done(Chunk(1, 0, ["an item"], 1), item_s, 100)
     return flow
 
@@ -26,4 +26,4 @@ def test_a_chunk_waits_behind_a_long_one_only_while_the_end_is_far(item_s, remai
 
 
 def test_nothing_waits_behind_work_that_nobody_has_measured():
-    assert Flow(Settings(), n_workers=2).credits(1000) == 1
+    assert ChunkFlow(Settings(), n_workers=2).credits(1000) == 1

@@ -7,7 +7,7 @@ import pytest
 import tp_runner
 from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner, UnorderedRunner
-from tp_runner._scheduling._run import Death, Split, after_death  # private: a chunk of three needs luck
+from tp_runner._scheduling._run import Death, SplitChunk, after_death  # private: a chunk of three needs luck
 from tp_runner.engines import Chunk, Died, Settings
 
 
@@ -100,7 +100,7 @@ def test_an_item_that_took_too_long_rests_and_those_beside_it_do_not():
     decision = after_death(
         Chunk(1, 0, ["a", "b", "c"], 1), death, Settings(max_retries=3, retry_delay_s=2.0, timeout_s=1.0)
     )
-    assert isinstance(decision, Split)
+    assert isinstance(decision, SplitChunk)
     assert [part.delay_s for part in decision.parts] == [0.0, 2.0, 0.0]
     mended = after_death(
         Chunk(1, 0, ["a"], 1),

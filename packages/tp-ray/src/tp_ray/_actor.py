@@ -14,8 +14,8 @@ from tp_runner.engines import (
     USERS_ERRORS,
     Failure,
     Setup,
-    Task,
     Timing,
+    WorkerTask,
     become_worker,
     dumps_by_value,
     dumps_exit_result,
@@ -81,7 +81,7 @@ class RayWorker:
         self._setup = setup
         self._records: list[logging.LogRecord] = []
         self._work: Any = None
-        self._task = Task(setup.settings, [0, 0, 0], ())
+        self._task = WorkerTask(setup.settings, [0, 0, 0], ())
         set_current_task(self._task, of_process=True)
         self._waiting = time.monotonic()
 

@@ -45,26 +45,26 @@ class Record:
     item: Any  # the parsed JSON value, the line without its end, the row as a dictionary, or the file's path
 
 
-class Source(NamedTuple):
+class InputFile(NamedTuple):
     """A file, or standard input, and its format."""
 
     path: Path | None
     kind: str
 
 
-def find(inputs: Sequence[str], form: str, *, outputs: Sequence[Path]) -> list[Source]:
+def find(inputs: Sequence[str], form: str, *, outputs: Sequence[Path]) -> list[InputFile]:
     """Return the files of paths, patterns and directories, each once, in a fixed order.
 
     Outputs may lie among the files of patterns and directories; they are passed over.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, InputFile] = {}
     hidden = [path.resolve() for path in outputs]
     for name in inputs:
         if name == "-":
             if form == "parquet":
                 msg = "--format parquet needs a file that can be searched; write standard input to one first"
                 raise ConfigError(msg)
-            found[name] = Source(None, "lines" if form == "auto" else form)
+            found[name] = InputFile(None, "lines" if form == "auto" else form)
             continue
         for path in _expand(name):
             real, is_named = path.resolve(), path == Path(name)
@@ -74,14 +74,14 @@ def find(inputs: Sequence[str], form: str, *, outputs: Sequence[Path]) -> list[S
                     msg = f"--input {name} is the output too, which would take its place; name another output"
                     raise ConfigError(msg)
             elif is_named or kind != "images" or path.suffix.lower() in IMAGES:
-                found.setdefault(str(real), Source(path, kind))
+                found.setdefault(str(real), InputFile(path, kind))
     for kind, module in (("parquet", "pyarrow.parquet"), ("images", "PIL.Image")):
         if any(source.kind == kind for source in found.values()):
             import_extra(module)
     return list(found.values())
 
 
-def read(sources: Iterable[Source]) -> Iterator[Record]:
+def read(sources: Iterable[InputFile]) -> Iterator[Record]:
     for path, kind in sources:
         try:
             yield from _parse(sys.stdin, "-", kind) if path is None else _records_of(path, kind)

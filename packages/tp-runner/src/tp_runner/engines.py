@@ -10,7 +10,7 @@ implements :class:`tp_core.plugins.Engine` instead, and needs none of these name
 
     FleetEngine.make_fleet
         Fleet.start     dump_program, Setup  ->  prepare_process, become_worker, limit_torch
-        Fleet.send      Chunk                ->  Task.begin, run_chunk, pack_results
+        Fleet.send      Chunk                ->  WorkerTask.begin, run_chunk, pack_results
         Fleet.poll      Ready, Done, Died    <-  results, Timing, Failure, log records (handle_records)
         Fleet.close                          ->  end_work, dumps_exit_result
 """
@@ -32,7 +32,7 @@ from tp_runner._workers._fleet import (
     failure_of_death,
     loads_exit_result,
 )
-from tp_runner._workers._item import Task, become_worker, set_current_task
+from tp_runner._workers._item import WorkerTask, become_worker, set_current_task
 from tp_runner._workers._pickling import USERS_ERRORS, dump_program, pack_results
 from tp_runner._workers._setup import Setup, handle_records, limit_torch, prepare_process
 from tp_runner._workers._work import end_work, run_chunk
@@ -53,8 +53,8 @@ __all__ = [
     "Ready",
     "Settings",
     "Setup",
-    "Task",
     "Timing",
+    "WorkerTask",
     "become_worker",
     "dump_program",
     "dumps_by_value",

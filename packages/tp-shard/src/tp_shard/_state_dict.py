@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError, StateError
 from tp_core.fully_sharded import reshard
-from tp_core.state import Place, fill_from_whole, optimizer_names, whole
+from tp_core.state import SliceBuffer, fill_from_whole, optimizer_names, whole
 from tp_core.tensors import is_dtensor
 
 from tp_shard._groups import _debug
@@ -119,7 +119,7 @@ def take_part(value: Tensor, own: Tensor | None, shard: Shard | None) -> Tensor:
     """Return this rank's part of a whole tensor, in the form of the model's ``own`` tensor."""
     if own is None or not is_dtensor(own) or is_dtensor(value):
         return value if shard is None else shard.split.take(value, shard.group.rank)
-    place = Place(lambda _, part: slice_of(part, shard), own, value.dtype)
+    place = SliceBuffer(lambda _, part: slice_of(part, shard), own, value.dtype)
     fill_from_whole(place.target, value)
     return place.take()
 

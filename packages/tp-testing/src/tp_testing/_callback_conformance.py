@@ -22,7 +22,7 @@ _EPOCHS = 2  # of five steps each
 _STOPS = [3, 5, 8]  # within an epoch, at its end, within the next
 
 
-class _Ended(NamedTuple):
+class _RunResult(NamedTuple):
     """The result of a run: its weights, the callback's state, the number of steps."""
 
     weights: dict[str, Tensor]
@@ -30,7 +30,7 @@ class _Ended(NamedTuple):
     step: int
 
 
-class _StoppedError(Exception):
+class _RunStoppedError(Exception):
     """Raised to end a run in its middle."""
 
 
@@ -42,7 +42,7 @@ class _Fail(Callback):
 
     def on_step_end(self, run: RunView) -> None:
         if run.step == self._step:
-            raise _StoppedError
+            raise _RunStoppedError
 
 
 class CallbackConformance(DeclaredLimits, abc.ABC):
@@ -90,7 +90,7 @@ class CallbackConformance(DeclaredLimits, abc.ABC):
             folder = tmp_path / f"stopped-{stop}"
             try:
                 _run(self, folder, stop_at=stop)
-            except _StoppedError:
+            except _RunStoppedError:
                 resumed = _run(self, folder, resume="auto")
                 _assert_same(resumed, whole, f"resumed at step {stop}")
             else:
@@ -108,7 +108,7 @@ class CallbackConformance(DeclaredLimits, abc.ABC):
             assert other.step == first.step
 
     def test_the_error_that_ends_a_run_stays_the_error_that_is_raised(self, tmp_path: Path) -> None:
-        with pytest.raises(_StoppedError):
+        with pytest.raises(_RunStoppedError):
             _run(self, tmp_path, stop_at=1)
 
     def test_where_it_fails_the_run_ends_or_goes_on_without_it(self, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ class CallbackConformance(DeclaredLimits, abc.ABC):
             met = _failing(self, tmp_path, name)
             try:
                 _run(self, tmp_path / f"{name}-given", callback=met)
-            except _StoppedError:
+            except _RunStoppedError:
                 # Self-joined it must be logged and left out.
                 plugins = PluginRegistry()
                 plugins.register(_Joins(_failing(self, tmp_path, name)), name="fails")
@@ -138,7 +138,7 @@ class _Joins:
 
 def _failing(kit: CallbackConformance, folder: Path, name: str) -> Callback:
     def fail(*_: object) -> None:
-        raise _StoppedError
+        raise _RunStoppedError
 
     callback = kit.make(folder)
     setattr(callback, name, fail)
@@ -160,7 +160,7 @@ def _run(
     stop_at: int = 0,
     resume: str | None = None,
     plugins: PluginRegistry = registry,
-) -> _Ended:
+) -> _RunResult:
     """Train with the callback; with ``stop_at``, raise after that step."""
     folder.mkdir(exist_ok=True)
     callback = kit.make(folder) if callback is _MAKE else callback
@@ -183,7 +183,7 @@ def _run(
         )
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     state = {} if callback is None else callback.state_dict()
-    return _Ended(weights, state, history[-1].steps if len(history) else 0)
+    return _RunResult(weights, state, history[-1].steps if len(history) else 0)
 
 
 def _step(model: nn.Module, batch: Any) -> Tensor:

@@ -15,7 +15,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _WIDEST_HELP = 100
 
 
-class _Ended(NamedTuple):
+class _CommandResult(NamedTuple):
     status: int
     out: str
     err: str
@@ -99,7 +99,7 @@ class CommandConformance(DeclaredLimits):
         assert not ended.out, "it began before it had looked at its arguments"
         assert "Traceback" not in ended.err
 
-    def _tp(self, *arguments: str) -> _Ended:
+    def _tp(self, *arguments: str) -> _CommandResult:
         from tp_core.cli import build_app
 
         implementation = hookimpl(specname="tp_commands")(lambda: [self.command])
@@ -115,4 +115,4 @@ class CommandConformance(DeclaredLimits):
         except SystemExit as end:
             status = end.code
         captured = self._capsys.readouterr()
-        return _Ended(0 if status is None else status, captured.out, captured.err)
+        return _CommandResult(0 if status is None else status, captured.out, captured.err)

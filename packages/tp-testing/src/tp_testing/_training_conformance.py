@@ -26,7 +26,7 @@ from tp_testing._kit import ConformanceKit
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TrainingCase:
     """One way to train.
 
     Attributes:
@@ -45,19 +45,19 @@ class Way:
 
 
 WAYS = {
-    "plain": Way(),
-    "two fits": Way(fits=2),
-    "schedule": Way(gamma=0.7),
-    "accumulate": Way({"accumulate": 3}),
-    "clip_norm": Way(gradients=GradientRules(clip_norm=0.05)),
-    "clip_value": Way(gradients=GradientRules(clip_value=0.005)),
-    "accumulate and clip": Way({"accumulate": 2}, GradientRules(clip_norm=0.05, clip_value=0.02)),
-    "nonfinite skip": Way(gradients=GradientRules(nonfinite="skip"), bad_target=float("nan")),
+    "plain": TrainingCase(),
+    "two fits": TrainingCase(fits=2),
+    "schedule": TrainingCase(gamma=0.7),
+    "accumulate": TrainingCase({"accumulate": 3}),
+    "clip_norm": TrainingCase(gradients=GradientRules(clip_norm=0.05)),
+    "clip_value": TrainingCase(gradients=GradientRules(clip_value=0.005)),
+    "accumulate and clip": TrainingCase({"accumulate": 2}, GradientRules(clip_norm=0.05, clip_value=0.02)),
+    "nonfinite skip": TrainingCase(gradients=GradientRules(nonfinite="skip"), bad_target=float("nan")),
     # aot_eager tests the place of the compiler; inductor would take many seconds.
-    "compile": Way({"compile": CompileOptions(backend="aot_eager")}),
-    "bf16-mixed": Way({"precision": "bf16-mixed"}, dtype=torch.float32),
-    "fp16-mixed": Way({"precision": "fp16-mixed"}, bad_target=1e15, dtype=torch.float32),
-    "bf16-true": Way({"precision": "bf16-true"}, dtype=torch.float32),
+    "compile": TrainingCase({"compile": CompileOptions(backend="aot_eager")}),
+    "bf16-mixed": TrainingCase({"precision": "bf16-mixed"}, dtype=torch.float32),
+    "fp16-mixed": TrainingCase({"precision": "fp16-mixed"}, bad_target=1e15, dtype=torch.float32),
+    "bf16-true": TrainingCase({"precision": "bf16-true"}, dtype=torch.float32),
 }
 
 
@@ -75,7 +75,7 @@ class StoppedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrainingOutcome:
     """The result of a run: the whole model's state, and the records of its epochs as plain values."""
 
     state: State
@@ -145,8 +145,8 @@ def fit(
     fits: int = 1,
     gamma: float | None = None,
     **arguments: Any,
-) -> Outcome:
-    """Train as in every test here; for ``fits`` and ``gamma`` see `Way`."""
+) -> TrainingOutcome:
+    """Train as in every test here; for ``fits`` and ``gamma`` see `TrainingCase`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     if gamma is not None:
         arguments["scheduler"] = SchedulerOptions(_decaying(optimizer, gamma), every="step")
@@ -157,14 +157,14 @@ def fit(
         history = trainer.fit(model, optimizer, loader, step=step, **arguments)
         records += [{"samples": r.samples, "train": dict(r.train), "val": dict(r.val)} for r in history]
     state = {n: t.detach().cpu().clone() for n, t in trainer.session.model_state(model).items()}
-    return Outcome(state, records)
+    return TrainingOutcome(state, records)
 
 
 def _decaying(optimizer: torch.optim.Optimizer, gamma: float) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=gamma)
 
 
-def by_hand(kit: ConformanceKit, way: Way) -> Outcome:
+def by_hand(kit: ConformanceKit, way: TrainingCase) -> TrainingOutcome:
     """Train the reference on one device with a loop by hand, in the precision of the data."""
     model = kit.make_reference().to(way.dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
@@ -184,7 +184,7 @@ def by_hand(kit: ConformanceKit, way: Way) -> Outcome:
         with torch.no_grad():
             val = nn.functional.mse_loss(model(few[0]), few[1]).item()
         records.append({"samples": count, "train": {"loss": total / count}, "val": {"loss": val}})
-    return Outcome(dict(model.state_dict()), records)
+    return TrainingOutcome(dict(model.state_dict()), records)
 
 
 def _clip(model: nn.Module, gradients: GradientRules) -> None:
@@ -194,7 +194,7 @@ def _clip(model: nn.Module, gradients: GradientRules) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), gradients.clip_norm)
 
 
-def _steps(way: Way) -> list[tuple[Tensor, Tensor]]:
+def _steps(way: TrainingCase) -> list[tuple[Tensor, Tensor]]:
     """Return the data of each optimizer step of an epoch, as one batch."""
     x, y = samples(dtype=way.dtype).tensors
     size = BATCH_SIZE * way.trainer.get("accumulate", 1)
@@ -207,11 +207,11 @@ def _steps(way: Way) -> list[tuple[Tensor, Tensor]]:
 # -- On every rank --------------------------------------------------------------------------------
 
 
-def trained_in_all_ways(kit: ConformanceKit) -> dict[str, Outcome]:
+def trained_in_all_ways(kit: ConformanceKit) -> dict[str, TrainingOutcome]:
     return {name: _trained(kit, way) for name, way in WAYS.items()}
 
 
-def _trained(kit: ConformanceKit, way: Way) -> Outcome:
+def _trained(kit: ConformanceKit, way: TrainingCase) -> TrainingOutcome:
     data = samples(dtype=way.dtype)
     if way.bad_target is not None:
         data.tensors[1][BAD] = way.bad_target
@@ -224,7 +224,7 @@ def _trained(kit: ConformanceKit, way: Way) -> Outcome:
         )
 
 
-def _noisy(kit: ConformanceKit, folder: str | None, step: NoisyStep, **arguments: Any) -> Outcome:
+def _noisy(kit: ConformanceKit, folder: str | None, step: NoisyStep, **arguments: Any) -> TrainingOutcome:
     with make_trainer(kit, accumulate=2) as trainer:
         model = nn.Sequential(nn.Dropout(0.2), kit.make_model())
         if folder is not None:
@@ -236,7 +236,9 @@ def _stop() -> None:
     raise StoppedError
 
 
-def resumed(kit: ConformanceKit, folder: str, stops: list[int]) -> tuple[Outcome, list[Outcome]]:
+def resumed(
+    kit: ConformanceKit, folder: str, stops: list[int]
+) -> tuple[TrainingOutcome, list[TrainingOutcome]]:
     """Return an uninterrupted run, and runs that were stopped at batches and resumed."""
     outcomes = []
     for at in stops:
@@ -248,7 +250,7 @@ def resumed(kit: ConformanceKit, folder: str, stops: list[int]) -> tuple[Outcome
     return _noisy(kit, None, NoisyStep()), outcomes
 
 
-def resumed_after(kit: ConformanceKit, folder: str) -> tuple[Outcome, Outcome]:
+def resumed_after(kit: ConformanceKit, folder: str) -> tuple[TrainingOutcome, TrainingOutcome]:
     """Return an uninterrupted run, and one that resumes from the checkpoints of another run."""
     return _noisy(kit, None, NoisyStep()), _noisy(kit, folder, NoisyStep(), resume="auto")
 
@@ -272,7 +274,7 @@ def stopped(kit: ConformanceKit, folder: str, at: int) -> None:
             return
 
 
-def interrupted(kit: ConformanceKit, folder: str) -> tuple[str, str, Outcome, Outcome]:
+def interrupted(kit: ConformanceKit, folder: str) -> tuple[str, str, TrainingOutcome, TrainingOutcome]:
     """Send SIGTERM to the last rank, resume; return the signal, the checkpoint, both outcomes."""
     expected = _noisy(kit, None, NoisyStep())
     try:
@@ -298,13 +300,13 @@ def _signal_last(kit: ConformanceKit, signum: signal.Signals) -> None:
 
 
 WEIGHTED_WAYS = {
-    "each batch": Way(),
-    "accumulate 2": Way({"accumulate": 2}),
-    "accumulate 4": Way({"accumulate": 4}),
-    "accumulate and clip": Way({"accumulate": 2}, GradientRules(clip_norm=0.05, clip_value=0.02)),
-    "nonfinite skip": Way(gradients=GradientRules(nonfinite="skip")),
-    "sum": Way({"loss": "sum"}, GradientRules(clip_norm=0.05)),
-    "sum and accumulate": Way({"loss": "sum", "accumulate": 2}, GradientRules(clip_norm=0.05)),
+    "each batch": TrainingCase(),
+    "accumulate 2": TrainingCase({"accumulate": 2}),
+    "accumulate 4": TrainingCase({"accumulate": 4}),
+    "accumulate and clip": TrainingCase({"accumulate": 2}, GradientRules(clip_norm=0.05, clip_value=0.02)),
+    "nonfinite skip": TrainingCase(gradients=GradientRules(nonfinite="skip")),
+    "sum": TrainingCase({"loss": "sum"}, GradientRules(clip_norm=0.05)),
+    "sum and accumulate": TrainingCase({"loss": "sum", "accumulate": 2}, GradientRules(clip_norm=0.05)),
 }
 
 
@@ -343,7 +345,7 @@ def total_error(model: nn.Module, batch: Any) -> StepOutput:
     return {"loss": (errors * counts).sum(), "weight": int(counts.sum())}
 
 
-def weighted_by_hand(kit: ConformanceKit, way: Way) -> Outcome:
+def weighted_by_hand(kit: ConformanceKit, way: TrainingCase) -> TrainingOutcome:
     """Train the reference on one device, with the masked_data of each optimizer step as one batch."""
     model = kit.make_reference()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
@@ -370,7 +372,7 @@ def weighted_by_hand(kit: ConformanceKit, way: Way) -> Outcome:
         records.append(
             {"samples": len(tensors[0]), "train": _means(sums, is_sum), "val": _means(val, is_sum)}
         )
-    return Outcome(dict(model.state_dict()), records)
+    return TrainingOutcome(dict(model.state_dict()), records)
 
 
 def _sums(errors: Tensor, counts: Tensor) -> Tensor:
@@ -386,7 +388,7 @@ def _means(sums: Tensor, is_sum: bool) -> dict[str, float]:
 # -- On every rank --------------------------------------------------------------------------------
 
 
-def trained_by_weights(kit: ConformanceKit) -> dict[str, Outcome]:
+def trained_by_weights(kit: ConformanceKit) -> dict[str, TrainingOutcome]:
     outcomes = {}
     for name, way in WEIGHTED_WAYS.items():
         with make_trainer(kit, **way.trainer) as trainer:
@@ -401,10 +403,12 @@ def trained_by_weights(kit: ConformanceKit) -> dict[str, Outcome]:
     return outcomes
 
 
-def resumed_by_weights(kit: ConformanceKit, folder: str, stops: list[int]) -> tuple[Outcome, list[Outcome]]:
+def resumed_by_weights(
+    kit: ConformanceKit, folder: str, stops: list[int]
+) -> tuple[TrainingOutcome, list[TrainingOutcome]]:
     """Return an uninterrupted run, and runs that were stopped at batches and resumed."""
 
-    def train(place: str | None, stop: int, **arguments: Any) -> Outcome:
+    def train(place: str | None, stop: int, **arguments: Any) -> TrainingOutcome:
         begun = 0
 
         def step(model: nn.Module, batch: Any) -> StepOutput:
@@ -477,10 +481,10 @@ class TrainingConformance(ConformanceKit):
     # torch's compiler suppresses this warning itself, but not if several threads compile at once.
     pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-    _trained: ClassVar[list[dict[str, Outcome]]]
-    _weighed: ClassVar[list[dict[str, Outcome]]]
+    _trained: ClassVar[list[dict[str, TrainingOutcome]]]
+    _weighed: ClassVar[list[dict[str, TrainingOutcome]]]
 
-    def trained(self) -> list[dict[str, Outcome]]:
+    def trained(self) -> list[dict[str, TrainingOutcome]]:
         """Return each rank's outcomes of all ways; the processes are started once."""
         kit = type(self)
         if "_trained" not in kit.__dict__:
@@ -547,7 +551,7 @@ class TrainingConformance(ConformanceKit):
 
     # -- Losses that are means over other units than samples --
 
-    def weighed(self) -> list[dict[str, Outcome]]:
+    def weighed(self) -> list[dict[str, TrainingOutcome]]:
         """Return each rank's outcomes of all ways; the processes are started once."""
         kit = type(self)
         if "_weighed" not in kit.__dict__:
@@ -588,7 +592,7 @@ class TrainingConformance(ConformanceKit):
             assert_same({"scores": gathered}, {"scores": scores}, depth="training")
 
 
-def _assert_same_run(found: Outcome, expected: Outcome) -> None:
+def _assert_same_run(found: TrainingOutcome, expected: TrainingOutcome) -> None:
     assert found.epochs == expected.epochs
     _assert_equal(found.state, expected.state)
 

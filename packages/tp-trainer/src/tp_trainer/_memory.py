@@ -617,7 +617,7 @@ RESERVED_ELSEWHERE = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepParts:
     """The known parts of a job's steps.
 
     Attributes:
@@ -631,7 +631,7 @@ class Work:
     step: Callable[[Any, Any], Any] | None = None
 
 
-def add_memory(job: Job, work: Work) -> Iterator[Job]:
+def add_memory(job: Job, work: StepParts) -> Iterator[Job]:
     """Yield the job with its footprint and the free memory, then with more and more recomputation.
 
     Without the latter, a job that needs little of the free memory is unchanged. Rank 0 measures for all
@@ -661,7 +661,7 @@ def add_memory(job: Job, work: Work) -> Iterator[Job]:
         yield found
 
 
-def _with_memory(job: Job, work: Work) -> Job:
+def _with_memory(job: Job, work: StepParts) -> Job:
     traits, model = job.traits, job.model
     if traits is None or model is None:
         return job
@@ -687,7 +687,7 @@ def _with_memory(job: Job, work: Work) -> Job:
 
 def estimate_job(
     job: Job,
-    work: Work,
+    work: StepParts,
     model: nn.Module,
     batch: Any,
     backends: Iterable[Contribution[Backend[Any]]],
@@ -737,7 +737,7 @@ def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None
     return free + sum(t.numel() * t.element_size() for t in there)
 
 
-def _measure(model: nn.Module, job: Job, work: Work) -> Footprint:
+def _measure(model: nn.Module, job: Job, work: StepParts) -> Footprint:
     traits = job.traits
     # No step for DTensors: it makes collectives, and only rank 0 is here.
     batch = None if traits is not None and traits.has_dtensors else _one_share(work.loader, job)

@@ -21,7 +21,7 @@ from tp_trainer._opening._session import LazySession
 from tp_trainer._steps._step import LossScaler, RunStep, in_precision
 
 if TYPE_CHECKING:
-    from tp_trainer._memory import Work
+    from tp_trainer._memory import StepParts
     from tp_trainer._steps._loaders import BatchShares, Epochs
 
 log = logging.getLogger("tp_trainer")
@@ -85,7 +85,7 @@ class Preparation:
     def selection(self) -> Selection:
         return self._lazy.selection
 
-    def choose(self, model: nn.Module, work: "Work") -> Selection:
+    def choose(self, model: nn.Module, work: "StepParts") -> Selection:
         """Return the selection for a model by the memory of its steps, without opening anything."""
         return self._lazy.choice(model, lambda job: _with_memory(job, work))
 
@@ -94,7 +94,7 @@ class Preparation:
         self.make_trial = None
         self._lazy.require(backend, reason)
 
-    def open(self, *models: nn.Module, by: str, work: "Work | None" = None) -> Session:
+    def open(self, *models: nn.Module, by: str, work: "StepParts | None" = None) -> Session:
         """Return the session, after a check that its backend fits the models.
 
         Args:
@@ -223,7 +223,7 @@ class Preparation:
         return run if batches is None or self.shares is None else self.shares.in_steps(run, batches)
 
 
-def _with_memory(job: Job, work: "Work | None") -> Iterable[Job]:
-    from tp_trainer._memory import Work, add_memory
+def _with_memory(job: Job, work: "StepParts | None") -> Iterable[Job]:
+    from tp_trainer._memory import StepParts, add_memory
 
-    return add_memory(job, work or Work())
+    return add_memory(job, work or StepParts())

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """A function and the arguments of its call.
 
     Attributes:
@@ -50,7 +50,7 @@ class Call:
             self.function(*first, **named)
 
 
-def parse_call(target: str, words: Sequence[str]) -> Call:
+def parse_call(target: str, words: Sequence[str]) -> FunctionCall:
     """Return the call of ``script.py:main`` or ``package.module:main`` with ``--lr 0.1 --config FILE``."""
     try:
         import jsonargparse  # noqa: F401 - asked for before the script is imported
@@ -73,7 +73,7 @@ def parse_call(target: str, words: Sequence[str]) -> Call:
     found.pop("config")
     plain = json.loads(parser.dump(found, format="json", skip_unset=False))
     text = parser.dump(found, skip_unset=False)
-    return Call(function, dict(vars(parser.instantiate(found))), dict(_flat(plain)), text)
+    return FunctionCall(function, dict(vars(parser.instantiate(found))), dict(_flat(plain)), text)
 
 
 def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
@@ -237,7 +237,7 @@ def _check_launched(context: typer.Context, names: Iterable[str]) -> None:
         raise ConfigError(msg)
 
 
-def _run_here(call: Call) -> None:
+def _run_here(call: FunctionCall) -> None:
     try:
         call.run()
     except BrokenPipeError:

@@ -348,13 +348,13 @@ class Trainer:
             ...     trainer.backward(trainer.run(step, model, batch))
             ...     optimizer.step()  # doctest: +SKIP
         """
-        from tp_trainer._memory import Work
+        from tp_trainer._memory import StepParts
 
         for value in objects:
             check_preparable(value)
         models = [o for o in objects if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if isinstance(o, Optimizer)]
-        work = Work(optimizers[0] if len(optimizers) == 1 and len(models) == 1 else None)
+        work = StepParts(optimizers[0] if len(optimizers) == 1 and len(models) == 1 else None)
         session = self._preparation.open(*models, by="prepare()", work=work)
         if session.data_size > 1:
             check_not_shared(models)
@@ -444,13 +444,13 @@ class Trainer:
         Example:
             >>> print(trainer.estimate(model, optimizer, batch, step, devices=8, memory="80GiB"))
         """
-        from tp_trainer._memory import Work, estimate_job
+        from tp_trainer._memory import StepParts, estimate_job
 
         check_model("estimate()", model)
         check_known("estimate()", model, optimizer, step)
         if devices is not None:
             check_positive("devices", devices)
-        work = Work(optimizer, None, step)
+        work = StepParts(optimizer, None, step)
         backends = self._preparation.plugins.backends()
         return estimate_job(
             self._preparation.job, work, model, batch, backends, devices=devices, memory=memory

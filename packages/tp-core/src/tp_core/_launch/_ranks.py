@@ -191,7 +191,7 @@ class RankOutcome:
         return f"rank {self.rank} ended with status {self.exitcode}"
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     value: Any = None
     error: str | None = None
 
@@ -307,7 +307,7 @@ def _without_main() -> Iterator[None]:
 
 
 def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool) -> list[RankOutcome]:
-    reports: dict[int, Report] = {}
+    reports: dict[int, RankReport] = {}
     pending = {reader: rank for rank, (_, reader) in enumerate(ranks)}
     try:
         while pending and (left := deadline - time.monotonic()) > 0:
@@ -316,7 +316,7 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool
                 try:
                     reports[rank] = pickle.loads(reader.recv_bytes())
                 except (EOFError, ConnectionResetError):  # it died without a report
-                    reports[rank] = Report()
+                    reports[rank] = RankReport()
                     if together:
                         pending.clear()
                         break
@@ -329,7 +329,7 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool
             # The fork server reports the exit status, on a busy machine not at once.
             _exit_status(ranks[rank][0], max(5.0, deadline - time.monotonic()))
         return [
-            RankOutcome(rank, *reports.get(rank, Report()), _exit_status(process, 0))
+            RankOutcome(rank, *reports.get(rank, RankReport()), _exit_status(process, 0))
             for rank, (process, _) in enumerate(ranks)
         ]
     finally:
@@ -375,9 +375,9 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         function, args = pickle.loads(payload)
-        data = dumps(Report(function(*args)))
+        data = dumps(RankReport(function(*args)))
     except BaseException:  # noqa: BLE001 - it is reported to the parent
-        data, stays = dumps(Report(error=traceback.format_exc())), False
+        data, stays = dumps(RankReport(error=traceback.format_exc())), False
     faulthandler.cancel_dump_traceback_later()
     with contextlib.suppress(BrokenPipeError):  # another rank failed first, and the parent stopped reading
         writer.send_bytes(data)
@@ -487,7 +487,7 @@ class RankPool:
             for pipe in cast("list[Pipe]", ready):
                 rank = pending.pop(pipe)
                 try:
-                    report: Report = pickle.loads(pipe.recv_bytes())
+                    report: RankReport = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError) as error:  # it died without a report
                     raise RankFailedError(self._how_it_ended(rank)) from error
                 if report.error is not None:
@@ -530,9 +530,9 @@ def _serve(pipe: "Pipe", variables: dict[str, str], path: list[str], timeout_s: 
         try:
             function, args = pickle.loads(payload)
             with warnings.catch_warnings():  # filters of one call are not those of the next
-                data = dumps(Report(function(*args)))
+                data = dumps(RankReport(function(*args)))
         except BaseException:  # noqa: BLE001 - it is reported to the parent
-            data = dumps(Report(error=traceback.format_exc()))
+            data = dumps(RankReport(error=traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tp_core.errors import ConfigError
-from tp_core.state import Place, fill_from_whole
+from tp_core.state import SliceBuffer, fill_from_whole
 from tp_core.state._files import Cut, is_cut
 from tp_core.state._optimizers import hook_steps, is_zero_redundancy, note_whole_steps, steps_whole
 from tp_core.tensors._slices import SHARDED_ATTRIBUTE, is_dtensor, is_sharded
@@ -126,7 +126,7 @@ class WholeSteps:
         # Below torch's wrapper, which calls the hooks: this is a part of the step that they are for.
         step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
         step(optimizer)
-        fill_from_whole(Place(self._cut, parameter, None).target, weight)
+        fill_from_whole(SliceBuffer(self._cut, parameter, None).target, weight)
         made = optimizer.state.pop(weight, None)
         if made:
             optimizer.state[parameter] = {k: self._part(v, parameter, weight) for k, v in made.items()}
@@ -136,7 +136,7 @@ class WholeSteps:
         # Not of a subclass, such as a quantized one, which may not be cut anywhere: it stays whole.
         if type(value) is not Tensor or value.shape != weight.shape:
             return value
-        place = Place(self._cut, parameter, value.dtype)
+        place = SliceBuffer(self._cut, parameter, value.dtype)
         fill_from_whole(place.target, value)
         part = place.take().to(parameter.device)
         setattr(part, SHARDED_ATTRIBUTE, True)
@@ -277,7 +277,7 @@ def move_state(optimizer: Optimizer, parameter: Tensor, shard: nn.Parameter) -> 
     def part(value: object) -> object:
         if not isinstance(value, Tensor) or value.shape != shard.shape:  # the whole's, which is empty now
             return value
-        place = Place(lambda _, whole: whole, shard, value.dtype)
+        place = SliceBuffer(lambda _, whole: whole, shard, value.dtype)
         fill_from_whole(place.target, value)
         return place.take()
 

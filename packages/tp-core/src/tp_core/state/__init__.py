@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from tp_core.state._files import TENSORS_FILE as TENSORS_FILE
     from tp_core.state._files import TENSORS_FOLDER as TENSORS_FOLDER
     from tp_core.state._files import Cut as Cut
-    from tp_core.state._files import Place as Place
+    from tp_core.state._files import SliceBuffer as SliceBuffer
     from tp_core.state._files import load_state as load_state
     from tp_core.state._files import open_tensors as open_tensors
     from tp_core.state._files import slice_of as slice_of
@@ -50,7 +50,7 @@ else:
                 "TENSORS_FILE",
                 "TENSORS_FOLDER",
                 "Cut",
-                "Place",
+                "SliceBuffer",
                 "load_state",
                 "open_tensors",
                 "slice_of",

@@ -61,7 +61,7 @@ def whole(tensor: Tensor) -> Tensor:
     return full
 
 
-class Place:
+class SliceBuffer:
     """Memory for this rank's part of a tensor, to fill and then take.
 
     Args:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tp_core.errors import StateError
-from tp_core.state._files import Cut, Place, is_cut, slice_of
+from tp_core.state._files import Cut, SliceBuffer, is_cut, slice_of
 from tp_core.state._optimizers import (
     OptimizerValues,
     check_fits,
@@ -209,7 +209,9 @@ def restore_state(
         msg = f"{stored.path} has {surplus.removeprefix(_MODEL)!r}, which the model lacks"
         raise StateError(msg)
     places = {
-        f"{_MODEL}{name}": Place(cut, tensor, None) for name, tensor in current.items() if name not in without
+        f"{_MODEL}{name}": SliceBuffer(cut, tensor, None)
+        for name, tensor in current.items()
+        if name not in without
     }
     optimizers = _by_prefix(optimizer)
     saved: dict[str, OptimizerValues] = {}
@@ -220,7 +222,7 @@ def restore_state(
         for name, value in values.state.items():
             for ref in refs_in(value):
                 if ref.like_parameter:
-                    places[ref.name] = Place(cut, parameters[name], infos[ref.name].dtype)
+                    places[ref.name] = SliceBuffer(cut, parameters[name], infos[ref.name].dtype)
                 else:
                     places[ref.name] = _whole_place(infos[ref.name])
         for ref in refs_in([values.others, values.extra]):
@@ -259,7 +261,7 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             and not is_dtensor(value)
             and like.shape == value.shape
         ):
-            place = Place(_uncut, like, value.dtype)
+            place = SliceBuffer(_uncut, like, value.dtype)
             fill_from_whole(place.target, value)
             value = place.take()  # noqa: PLW2901 - the same value, as this rank holds it
         given[own] = value
@@ -353,8 +355,8 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(state)
 
 
-def _whole_place(info: TensorInfo) -> Place:
-    return Place(_uncut, torch.empty(info.shape), info.dtype)
+def _whole_place(info: TensorInfo) -> SliceBuffer:
+    return SliceBuffer(_uncut, torch.empty(info.shape), info.dtype)
 
 
 def _uncut(_parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:

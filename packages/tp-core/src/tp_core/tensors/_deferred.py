@@ -43,7 +43,7 @@ def build_deferred(make: Callable[[], nn.Module], *, least_nbytes: int = LEAST_N
         >>> model.weight.device.type, initial_value(model.weight).device.type
         ('meta', 'cpu')
     """
-    recorder = Recorder(least_nbytes)
+    recorder = DeferringMode(least_nbytes)
     try:
         with recorder, OnTheCpu(recorder):
             model = make()
@@ -189,7 +189,7 @@ _OVERWRITE = frozenset(
 class OnTheCpu(TorchFunctionMode):
     """A mode in which deferred tensors report the CPU as their device: torch.nn.init skips meta tensors."""
 
-    def __init__(self, recorder: "Recorder") -> None:
+    def __init__(self, recorder: "DeferringMode") -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -205,7 +205,7 @@ class OnTheCpu(TorchFunctionMode):
 _SAY_WHERE = [torch.Tensor.is_meta.__get__, torch.Tensor.device.__get__]  # type: ignore[attr-defined]  # descriptors
 
 
-class Recorder(TorchDispatchMode):
+class DeferringMode(TorchDispatchMode):
     """A mode that makes large CPU tensors without memory, and records the operations on them."""
 
     def __init__(self, least_nbytes: int) -> None:

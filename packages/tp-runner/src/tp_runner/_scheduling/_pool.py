@@ -20,8 +20,8 @@ from tp_core.errors import ConfigError, TpError
 from tp_core.plugins import Pool
 
 from tp_runner._options import Settings
-from tp_runner._scheduling._run import MOST_FAILED_STARTS, Assignments, Death, Recycling, Run
-from tp_runner._scheduling._source import Source, Submissions, Ticket, open_source, settle
+from tp_runner._scheduling._run import MOST_FAILED_STARTS, Assignments, Death, PassState, Recycling
+from tp_runner._scheduling._source import ItemSource, Submissions, Ticket, open_source, settle
 from tp_runner._stats import RunnerStats, StatsCollector
 from tp_runner._stream import FORKED, Interruption, OpenRun, ResultStream
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, failure_of_death, watch
@@ -31,7 +31,7 @@ from tp_runner.errors import RunCancelledError, RunnerClosedError
 # -- The turns of the runs ----------------------------------------------------------------------
 
 
-class Scheduler:
+class FleetScheduler:
     """Runs that take turns on a fleet of workers."""
 
     def __init__(self, fleet: Fleet, settings: Settings, *, wait: bool) -> None:
@@ -39,7 +39,7 @@ class Scheduler:
         self.settings = settings
         self.is_paused = False  # whether no more items are handed out
         self.collector = StatsCollector(fleet.devices, settings.timeline)  # the workers' statistics
-        self.runs: collections.deque[Run] = collections.deque()  # the open runs
+        self.runs: collections.deque[PassState] = collections.deque()  # the open runs
         # Reentrant: a signal handler may close a stream in the thread that holds it.
         self.lock = threading.RLock()  # guards everything here. One thread waits for the workers, without it
         self._assignments = Assignments(fleet)
@@ -58,13 +58,13 @@ class Scheduler:
             fleet.launch()
 
     def new_run(
-        self, source: Source, *, ordered: bool, numbered: bool = False, on_error: str | None = None
-    ) -> Run:
+        self, source: ItemSource, *, ordered: bool, numbered: bool = False, on_error: str | None = None
+    ) -> PassState:
         with self.lock:
             self._on_events(self.fleet.poll())
             self._start_fleet()
             self._n_runs += 1
-            run = Run(
+            run = PassState(
                 source,
                 self.fleet,
                 self._assignments,
@@ -77,7 +77,7 @@ class Scheduler:
             self.runs.append(run)
             return run
 
-    def steps(self, open_one: Callable[[], Run]) -> Generator[list[Any], None, None]:
+    def steps(self, open_one: Callable[[], PassState]) -> Generator[list[Any], None, None]:
         """Yield lists of neighboring results of a run, which is opened at the first request."""
         run, clock = open_one(), time.monotonic
         given: list[Any] = []
@@ -107,7 +107,7 @@ class Scheduler:
             if self._owner == os.getpid():  # a forked copy must not touch the lock and the pipes
                 self.end_run(run)
 
-    def end_run(self, run: Run, reason: TpError | None = None) -> None:
+    def end_run(self, run: PassState, reason: TpError | None = None) -> None:
         with self.lock:
             run.end(reason)
             if run in self.runs:
@@ -116,7 +116,7 @@ class Scheduler:
                 self.fleet.cancel(worker, run.number)
             self.wake_all()
 
-    def kill_busy(self, runs: list[Run], kill_after_s: float) -> None:
+    def kill_busy(self, runs: list[PassState], kill_after_s: float) -> None:
         """Wait until no worker is busy with items of ended runs; kill those that still are after the wait."""
         numbers = {run.number for run in runs}
         deadline = time.monotonic() + kill_after_s
@@ -133,7 +133,7 @@ class Scheduler:
                 if interrupted is not None:
                     raise interrupted
 
-    def _step(self, run: Run) -> tuple[list[Any], BaseException | None] | None:
+    def _step(self, run: PassState) -> tuple[list[Any], BaseException | None] | None:
         """Return the next results of a run, and the error to raise after them; ``None`` at its end."""
         with self.lock:
             while True:
@@ -360,7 +360,7 @@ class Scheduler:
             self.fleet.close(timeout_s=timeout_s)
 
 
-def _chunks_of(run: Run, chunks: Iterable[Chunk]) -> list[Chunk]:
+def _chunks_of(run: PassState, chunks: Iterable[Chunk]) -> list[Chunk]:
     return [chunk for chunk in chunks if chunk.run == run.number]
 
 
@@ -378,7 +378,7 @@ class RunnerPool(Pool):
         self._is_closing = False
         self._owner = os.getpid()
         try:
-            self._scheduler = Scheduler(fleet, settings, wait=wait)
+            self._scheduler = FleetScheduler(fleet, settings, wait=wait)
         except BaseException:
             fleet.close(timeout_s=0.0)
             raise
@@ -402,10 +402,10 @@ class RunnerPool(Pool):
         """Return the run of :meth:`run` as lists of neighboring results, with functions that end it."""
         self._require_open()
         settings = self.settings
-        opened: list[Run] = []
+        opened: list[PassState] = []
         ended: list[str] = []  # perhaps before the run is opened, by the first result
 
-        def open_one() -> Run:
+        def open_one() -> PassState:
             source = open_source(
                 items, self.fleet.wake, direct=self.fleet.direct, max_wait_s=settings.max_wait_s
             )
@@ -429,7 +429,7 @@ class RunnerPool(Pool):
 
         return OpenRun(steps, end, cancel, self.stats)
 
-    def _end_runs(self, runs: list[Run], reason: str, kill_after_s: float | None = None) -> None:
+    def _end_runs(self, runs: list[PassState], reason: str, kill_after_s: float | None = None) -> None:
         self._require_killable(kill_after_s)
         if self._owner != os.getpid():
             return  # the runs and the lock belong to another process
@@ -453,8 +453,8 @@ class RunnerPool(Pool):
             raise ConfigError(msg)
 
     def _new_run(
-        self, source: Source, *, ordered: bool, numbered: bool = False, on_error: str | None = None
-    ) -> Run:
+        self, source: ItemSource, *, ordered: bool, numbered: bool = False, on_error: str | None = None
+    ) -> PassState:
         with self._lock:
             self._require_open()
             return self._scheduler.new_run(source, ordered=ordered, numbered=numbered, on_error=on_error)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tp_core.errors import TpError
 
 from tp_runner._options import Settings
-from tp_runner._scheduling._source import Source
+from tp_runner._scheduling._source import ItemSource
 from tp_runner._workers._failure import ITEM, RAISED, RESULT, TIMEOUT, Failure, failure_to_error
 from tp_runner._workers._fleet import Chunk, Died, Done, Fleet, failure_of_death
 from tp_runner._workers._pickling import explain_not_picklable, short_repr
@@ -45,7 +45,7 @@ class Finish(NamedTuple):
     results: list[Any]
 
 
-class Split(NamedTuple):
+class SplitChunk(NamedTuple):
     """Decision: parts of the chunk are handled alone; ``results`` has the results of the other items."""
 
     parts: list[Part]
@@ -56,7 +56,7 @@ class Resend(NamedTuple):
     """Decision: the chunk is sent again, unchanged."""
 
 
-Decision = Finish | Split | Resend
+Decision = Finish | SplitChunk | Resend
 
 
 class Death(NamedTuple):
@@ -80,18 +80,18 @@ def after_failures(chunk: Chunk, results: list[Any], settings: Settings) -> Deci
         and all(result is first for result in results)
     ):
         # They could not be unpickled together; one by one the culprit shows.
-        return Split(_singles(range(len(results)), chunk.attempts))
+        return SplitChunk(_singles(range(len(results)), chunk.attempts))
     if chunk.attempts < settings.max_retries:
         again = [i for i, r in enumerate(results) if isinstance(r, Failure) and r.kind == RAISED]
         if again:
-            return Split(_singles(again, chunk.attempts + 1, _delay_s(chunk, settings)), results)
+            return SplitChunk(_singles(again, chunk.attempts + 1, _delay_s(chunk, settings)), results)
     return Finish(results)
 
 
 def after_pickling_error(chunk: Chunk, error: BaseException) -> Decision:
     """Decide about a chunk that could not be sent."""
     if len(chunk.items) > 1:
-        return Split(_singles(range(len(chunk.items)), chunk.attempts))
+        return SplitChunk(_singles(range(len(chunk.items)), chunk.attempts))
     failure = Failure.of(error, ITEM)
     failure.traceback = ""
     failure.summary = explain_not_picklable(chunk.items[0], "item", error)
@@ -135,7 +135,7 @@ def after_death(chunk: Chunk, death: Death, settings: Settings) -> Decision:
         ),
         Part(stop, n_items, attempts if is_tried_again else chunk.attempts),
     ]
-    return Split([part for part in parts if part.start < part.stop])
+    return SplitChunk([part for part in parts if part.start < part.stop])
 
 
 def death_failure(death: Death) -> Failure:
@@ -182,7 +182,7 @@ FEW_CHUNKS = 4
 """The same while everybody waits for the consumer."""
 
 
-class Flow:
+class ChunkFlow:
     """The flow of one run: the sizes of its chunks, by the time and size of its items, and its bounds."""
 
     def __init__(self, settings: Settings, n_workers: int, most_items: int | None = None) -> None:
@@ -526,12 +526,12 @@ def outcome_of(
     return results, error
 
 
-class Run:
+class PassState:
     """The state of one pass. It waits for nothing and locks nothing: the scheduler does both."""
 
     def __init__(
         self,
-        source: Source,
+        source: ItemSource,
         fleet: Fleet,
         assignments: Assignments,
         settings: Settings,
@@ -555,7 +555,7 @@ class Run:
         self.again = RetryQueue()  # chunks to hand out again
         self._queue: collections.deque[Chunk] = collections.deque()  # ordered: all; else finished
         self._next_index = 0
-        self.flow = Flow(settings, fleet.size, fleet.most_items)
+        self.flow = ChunkFlow(settings, fleet.size, fleet.most_items)
 
     # -- the consumer's side -------------------------------------------------------------------
 
@@ -682,12 +682,12 @@ class Run:
     def _apply(self, chunk: Chunk, decision: Decision) -> None:
         if isinstance(decision, Finish):
             self._finish(chunk, decision.results, failed=True)
-        elif isinstance(decision, Split):
+        elif isinstance(decision, SplitChunk):
             self._split(chunk, decision)
         else:
             self.again.append(chunk)
 
-    def _split(self, chunk: Chunk, split: Split) -> None:
+    def _split(self, chunk: Chunk, split: SplitChunk) -> None:
         """Queue parts of a chunk again; parts of parts belong to the whole chunk."""
         if not self._ordered:
             self._scatter(chunk, split)
@@ -709,7 +709,7 @@ class Run:
                 replace(self._piece(chunk, part), parent=whole, offset=base + part.start), part
             )
 
-    def _scatter(self, chunk: Chunk, split: Split) -> None:
+    def _scatter(self, chunk: Chunk, split: SplitChunk) -> None:
         """Make a chunk of each part: without an order, no result waits for another one."""
         self.flow.remove(chunk)
         at = 0

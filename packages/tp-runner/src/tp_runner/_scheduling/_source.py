@@ -48,7 +48,7 @@ OTHER_THREAD = (
 )
 
 
-class Source(abc.ABC):
+class ItemSource(abc.ABC):
     """The source of a run's items."""
 
     remaining: int | None = None  # how many are left; ``None`` when nobody knows
@@ -75,7 +75,7 @@ class Source(abc.ABC):
         """Read no more."""
 
 
-class Direct(Source):
+class Direct(ItemSource):
     """Input that is read in the caller's thread."""
 
     def __init__(self, items: Iterable[Any]) -> None:
@@ -97,7 +97,7 @@ class Direct(Source):
         return items
 
 
-class Feeder(Source):
+class Feeder(ItemSource):
     """Input that is read in a thread, so that results flow while it blocks."""
 
     def __init__(
@@ -208,7 +208,7 @@ class Feeder(Source):
 
 def open_source(
     items: Iterable[Any], wake: Callable[[], None], *, direct: bool, max_wait_s: float | None
-) -> Source:
+) -> ItemSource:
     """Return what reads ``items``; ``direct`` forbids a thread."""
     items = as_iterable(items)
     if direct or type(items) in _SIZED or type(items) in _INSTANT or _name(items) in _INSTANT_OF_OTHERS:
@@ -280,7 +280,7 @@ def fail(ticket: Ticket, error: BaseException) -> None:
     ticket.future.set_exception(error)
 
 
-class Submissions(Source):
+class Submissions(ItemSource):
     """The input of the run of submitted items, until somebody ends it.
 
     Items are put in line and taken under the pool's lock.

@@ -76,7 +76,7 @@ def become_worker(info: WorkerInfo) -> None:
 
 
 @contextlib.contextmanager
-def worker_context(info: WorkerInfo, task: "Task | None" = None) -> Iterator[None]:
+def worker_context(info: WorkerInfo, task: "WorkerTask | None" = None) -> Iterator[None]:
     """Act as a worker in this thread for a while, at work on a task; also in the midst of another item."""
     before = dict(vars(_thread_local))
     _thread_local.info = info
@@ -178,7 +178,7 @@ class ItemInfo:
         return self._is_cancelled()
 
 
-class Task:
+class WorkerTask:
     """The current work of a worker: the chunk, and by its board the place in it.
 
     Args:
@@ -241,7 +241,7 @@ class Task:
         return self._item
 
 
-_process_task: Task | None = None
+_process_task: WorkerTask | None = None
 
 
 def item() -> ItemInfo | None:
@@ -254,11 +254,11 @@ def item() -> ItemInfo | None:
         >>> noise[0] == noise[1]
         True
     """
-    task: Task | None = getattr(_thread_local, "task", None) or _process_task
+    task: WorkerTask | None = getattr(_thread_local, "task", None) or _process_task
     return None if task is None else task.item()
 
 
-def set_current_task(task: Task, *, of_process: bool = False) -> None:
+def set_current_task(task: WorkerTask, *, of_process: bool = False) -> None:
     """Make :func:`tp_runner.item` use a task in this thread, or in all threads of a worker process."""
     global _process_task  # noqa: PLW0603 - it is about the process
     if of_process:

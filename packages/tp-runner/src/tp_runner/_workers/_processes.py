@@ -32,7 +32,7 @@ from tp_runner._workers._fleet import (
     failure_of_death,
     loads_exit_result,
 )
-from tp_runner._workers._item import Task, become_worker, set_current_task
+from tp_runner._workers._item import WorkerTask, become_worker, set_current_task
 from tp_runner._workers._pickling import USERS_ERRORS
 from tp_runner._workers._setup import Setup, handle_records, limit_torch, prepare_process
 from tp_runner._workers._start import (
@@ -173,7 +173,7 @@ class WorkerProcess:
         """Work on chunks until the parent asks for an orderly end."""
         heartbeat, settings = self._heartbeat, self._setup.settings
         cancelled = heartbeat[FIRST_CANCELLED:WORDS]  # a view, to which the parent writes meanwhile
-        task = Task(settings, heartbeat, cancelled)
+        task = WorkerTask(settings, heartbeat, cancelled)
         set_current_task(task, of_process=True)
         replies, clock, head = self._replies, time.monotonic, _wire.REQUEST
         lease: Any

@@ -16,8 +16,8 @@ from tp_runner._options import Settings
 from tp_runner._workers._failure import END, INIT, Failure
 from tp_runner._workers._fleet import LONGEST_WAIT_S, Chunk, Died, Done, Event, Fleet, Ready, Timing
 from tp_runner._workers._item import (
-    Task,
     WorkerInfo,
+    WorkerTask,
     devices_in_use,
     seed_generators,
     set_current_task,
@@ -113,7 +113,7 @@ class ThreadFleet(Fleet):
 
     def _serve(self, crew: _Crew, worker: int, work: Any) -> None:
         """Work on chunks until ``None`` comes, or the crew stops."""
-        task = Task(self._settings, [0, 0, 0], self._cancelled, seeds_globals=False)
+        task = WorkerTask(self._settings, [0, 0, 0], self._cancelled, seeds_globals=False)
         set_current_task(task)
         waiting = time.monotonic()
         while (chunk := crew.inboxes[worker].get()) is not None and not crew.is_stopping:
@@ -203,7 +203,7 @@ class InlineFleet(Fleet):
         self._works: list[Any] = []
         self._waiting: collections.deque[tuple[int, Chunk]] = collections.deque()
         self._finished: list[Event] = []
-        self._task = Task(settings, [0, 0, 0], self._cancelled)
+        self._task = WorkerTask(settings, [0, 0, 0], self._cancelled)
 
     def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:  # noqa: ARG002 - nobody dies
         for worker in range(len(self._works), self.size):

@@ -16,7 +16,7 @@ from tp_core.errors import ConfigError
 
 from tp_runner._options import NOT_AWAITED, Batching, refuse_async, separate
 from tp_runner._workers._failure import Failure
-from tp_runner._workers._item import Task, seed_generators
+from tp_runner._workers._item import WorkerTask, seed_generators
 from tp_runner.errors import ItemError
 
 # -- Chunks of items --------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def end_work(work: Any) -> Any:
     return getattr(work, "close", lambda: None)()
 
 
-def run_chunk(work: Callable[[Any], Any], items: list[Any], task: Task) -> tuple[list[Any], bool]:
+def run_chunk(work: Callable[[Any], Any], items: list[Any], task: WorkerTask) -> tuple[list[Any], bool]:
     """Apply ``work`` to each item; return the results and whether some are failures."""
     try:
         if task.is_cancelled():  # nobody will look at the results
@@ -47,7 +47,7 @@ def run_chunk(work: Callable[[Any], Any], items: list[Any], task: Task) -> tuple
         task.end()
 
 
-def _run_items(work: Callable[[Any], Any], items: list[Any], task: Task) -> tuple[list[Any], bool]:
+def _run_items(work: Callable[[Any], Any], items: list[Any], task: WorkerTask) -> tuple[list[Any], bool]:
     results: list[Any] = []
     append = results.append
     failed = False
@@ -77,7 +77,7 @@ def _run_items(work: Callable[[Any], Any], items: list[Any], task: Task) -> tupl
 
 
 def _run_batches(
-    work: Callable[[Any], Any], items: list[Any], task: Task, batching: Batching
+    work: Callable[[Any], Any], items: list[Any], task: WorkerTask, batching: Batching
 ) -> tuple[list[Any], bool]:
     results: list[Any] = []
     failed = False

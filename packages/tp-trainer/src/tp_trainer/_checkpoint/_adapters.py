@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
 from tp_core.files import atomic_part
 from tp_core.plugins import Session
-from tp_core.state import Place, SafetensorsFiles, plain_name, whole
+from tp_core.state import SafetensorsFiles, SliceBuffer, plain_name, whole
 from tp_core.tensors import quantized_parts
 
 from tp_trainer._checkpoint._model_files import share_failure, write_state
@@ -148,7 +148,7 @@ def load_adapter(session: Session, model: nn.Module, path: Path, *, name: str | 
     names |= {
         n: n for n in stored.infos if n not in names and n in state
     }  # embeddings, under their own names
-    places = {n: Place(session.as_slice, state[own], None) for n, own in names.items()}
+    places = {n: SliceBuffer(session.as_slice, state[own], None) for n, own in names.items()}
     shapes = {n: tuple(place.target.shape) for n, place in places.items()}
     problems = [f"lacks {n}" for n in shapes if n not in stored.infos]
     problems += [f"has {n}, which the model's lacks" for n in stored.infos if n not in shapes]

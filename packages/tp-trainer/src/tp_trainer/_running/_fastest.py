@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from tp_core.errors import ConfigError, ModelError, StepError
 from tp_core.random import capture_rng_state, restore_rng_state
 
-from tp_trainer._memory import Work
+from tp_trainer._memory import StepParts
 from tp_trainer._preparation import Preparation
 from tp_trainer._running._settings import FitSettings
 from tp_trainer._steps._step import Step
@@ -61,7 +61,7 @@ def _find_fastest(
 
     Collectives: those of a session of each backend, and a gather of objects for each.
     """
-    work = Work(optimizer, settings.train_loader, settings.step)
+    work = StepParts(optimizer, settings.train_loader, settings.step)
     selection = preparation.choose(model, work)
     fitting = [c.name for c in selection.candidates if c.verdict.is_fit][:_MOST]
     names = fitting or [selection.chosen.name]  # which the environment names

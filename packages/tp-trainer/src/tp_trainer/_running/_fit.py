@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.data import CountedBatch, Parts, PreparedLoader, StepOutput
 
 from tp_trainer._checks import check_no_others, check_owner
-from tp_trainer._memory import Work
+from tp_trainer._memory import StepParts
 from tp_trainer._metrics import Evaluator, metric_for_scheduler, without_metrics
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._preparation import Preparation
@@ -91,7 +91,7 @@ def fit(preparation: Preparation, settings: FitSettings, model: nn.Module, optim
     settings.loop.events.send("on_setup", model, optimizer)
     if preparation.make_trial is not None:
         choose_fastest(preparation, preparation.make_trial, model, optimizer, settings)
-    work = Work(optimizer, settings.train_loader, settings.step)
+    work = StepParts(optimizer, settings.train_loader, settings.step)
     session = preparation.open(model, by="fit()", work=work)
     logs = plan_log(preparation, settings.loop, [optimizer])
     check_owner(optimizer, [model])

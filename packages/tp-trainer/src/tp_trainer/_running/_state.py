@@ -21,7 +21,7 @@ from tp_core.errors import ConfigError, StateError
 from tp_core.plugins import Session
 from tp_core.random import capture_rng_state, restore_rng_state, seed_everything, seed_of
 from tp_core.state import (
-    Place,
+    SliceBuffer,
     StoredTensors,
     collect_state,
     collect_values,
@@ -146,7 +146,7 @@ class UserState:
             # One without a state on this rank was not asked to load one when there was a single rank, either.
             if name in mine and (state := restore_values(mine[name], stored)):
                 for of, (parameter, average) in self._averages_in(state).items():
-                    place = Place(self._session.as_slice, parameter, average.dtype)
+                    place = SliceBuffer(self._session.as_slice, parameter, average.dtype)
                     if place.target.shape == average.shape:  # another one is refused by the callback
                         fill_from_whole(place.target, average)
                         state["averages"][of] = place.take()

@@ -328,11 +328,11 @@ def gather_with_gradients(session: Session, rows: Tensor, *, is_nothing: bool) -
         return rows
     shape = tuple(rows.shape[1:]), str(rows.dtype)
     session.check_agreement("what is gathered, as (shape behind the first dimension, type)", shape)
-    gathered: Tensor = _Gather.apply(rows, session, is_nothing)  # type: ignore[no-untyped-call]  # as torch has it
+    gathered: Tensor = _GatherRows.apply(rows, session, is_nothing)  # type: ignore[no-untyped-call]  # as torch has it
     return gathered
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """Forward: all-gather of rows. Backward: all-reduce (sum) of their gradients; a rank keeps its rows'."""
 
     @staticmethod

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError
 from tp_core.plugins import Callback, RunView
-from tp_core.state import Place, fill_from_whole
+from tp_core.state import SliceBuffer, fill_from_whole
 from tp_core.tensors import is_dtensor
 
 from tp_trainer._checks import check_positive
@@ -213,7 +213,7 @@ def _held_as(parameter: Tensor, average: Tensor) -> Tensor | None:
     if not is_dtensor(parameter) or is_dtensor(average):
         return average.to(parameter.device) if average.shape == parameter.shape else None
     if average.shape == parameter.shape:
-        place = Place(lambda _, whole: whole, parameter, average.dtype)
+        place = SliceBuffer(lambda _, whole: whole, parameter, average.dtype)
         fill_from_whole(place.target, average)
         return place.take()
     held: Any = parameter.detach().clone()
