@@ -7,7 +7,7 @@ import torch
 from tp_context import ContextOptions, attention, gather, positions
 
 # private, both: cuts of ranks that need not be started
-from tp_context._algorithms import Exchange, Inputs, Rules, _blocks, _choose, _ring_blocks
+from tp_context._algorithms import Inputs, QueryKeyCuts, Rules, _blocks, _choose, _ring_blocks
 from tp_context._slices import Cut, Cuts, find_sequences, map_sequences, work_of
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.data import step_identity
@@ -49,7 +49,9 @@ def computed(cut, mask, algorithm):
     """Return the pairs of a query and a key of which a rank's attention computes the product."""
     q = torch.zeros(1, 1, cut.tokens, 1)
     if algorithm == "ring":
-        blocks = [b for s in range(cut.size) for b in _ring_blocks(cut.take(mask, 0), Exchange(cut, cut), s)]
+        blocks = [
+            b for s in range(cut.size) for b in _ring_blocks(cut.take(mask, 0), QueryKeyCuts(cut, cut), s)
+        ]
     else:
         k = torch.zeros(1, 1, cut.length, 1)
         blocks = list(_blocks(Inputs(q, k, k, cut.take(mask, 0)), Rules(cut, None)))

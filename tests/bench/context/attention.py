@@ -29,7 +29,7 @@ FEATURES = 32
 HEADS = ((4, 4), (8, 2))
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
@@ -46,7 +46,7 @@ class _Gather(torch.autograd.Function):
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    key, value = _Gather.apply(key), _Gather.apply(value)
+    key, value = _GatherSlices.apply(key), _GatherSlices.apply(value)
     size, rank, outputs = dist.get_world_size(), dist.get_rank(), []
     each = query.size(2) // 2
     for at, chunk in enumerate((rank, 2 * size - 1 - rank)):

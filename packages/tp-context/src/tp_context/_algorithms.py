@@ -81,8 +81,8 @@ class Rules(NamedTuple):
     by_hand: bool = False
 
 
-class Exchange(NamedTuple):
-    """The cuts of an attention of which each rank has slices of queries and of keys."""
+class QueryKeyCuts(NamedTuple):
+    """The cuts of queries and of keys, in an attention of which each rank has slices of both."""
 
     rows: Cut
     keys: Cut
@@ -96,20 +96,23 @@ def attend(inputs: Inputs, rules: Rules, algorithm: str) -> Tensor:
 
     Collectives: those of the algorithm, in forward and in backward.
     """
-    device, shape = inputs.query.device, inputs.query.shape
+    device = inputs.query.device
+    shape = inputs.query.shape
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-        cast = [t if t is None or not _is_cast(t) else t.to(dtype) for t in inputs[:5]]
-        inputs = Inputs(*cast, inputs.sinks)  # type: ignore[arg-type,call-arg]  # as they were given
+        cast = [t.to(dtype) if t is not None and _is_cast(t) else t for t in inputs[:5]]
+        inputs = Inputs(*cast, inputs.sinks)  # type: ignore[arg-type,call-arg]  # the same are None
     inputs = _with_batch(inputs)
-    exchange = None
+    cuts = None
     if rules.rows is not None and rules.keys is not None:
-        exchange = Exchange(rules.rows, rules.keys)
-    if exchange is None:
+        cuts = QueryKeyCuts(rules.rows, rules.keys)
+    if cuts is None:
         algorithm = "all-gather"  # each rank has all queries
     elif algorithm == "auto":
-        algorithm = _choose(inputs, rules, exchange.keys)
-    problem = "" if exchange is None else refusal(algorithm, inputs, rules, exchange.keys.size)
+        algorithm = _choose(inputs, rules, cuts.keys)
+    problem = ""
+    if cuts is not None:
+        problem = refusal(algorithm, inputs, rules, cuts.keys.size)
     if problem:
         msg = (
             f"attention={algorithm!r} of backend 'context' cannot do this attention: {problem}; choose "
@@ -117,10 +120,10 @@ def attend(inputs: Inputs, rules: Rules, algorithm: str) -> Tensor:
         )
         raise StepError(msg)
     with torch.autocast(device.type, enabled=False):
-        if exchange is not None and algorithm == "ulysses":
-            mixed = _ulysses(inputs, rules, exchange)
-        elif exchange is not None and algorithm == "ring":
-            mixed = _Ring.apply(rules, exchange, *inputs)  # type: ignore[no-untyped-call]  # torch's
+        if cuts is not None and algorithm == "ulysses":
+            mixed = _ulysses(inputs, rules, cuts)
+        elif cuts is not None and algorithm == "ring":
+            mixed = _Ring.apply(rules, cuts, *inputs)  # type: ignore[no-untyped-call]  # torch's
         else:
             noise = _Noise(inputs, rules) if rules.dropout else None
             mixed = _Gathered.apply(rules, noise, *inputs)  # type: ignore[no-untyped-call]  # torch's
@@ -138,14 +141,19 @@ def _with_batch(inputs: Inputs) -> Inputs:
     if query.dim() < 3:
         query, key, value = (t.unsqueeze(-3) for t in (query, key, value))
     if len(lead) > 1:
-        mask, bias = (
-            t if t is None or t.dim() < 4 else t.expand(*lead, *t.shape[-3:]).flatten(0, -4)
-            for t in (mask, bias)
-        )
+        mask = _flat_batch(mask, lead)
+        bias = _flat_batch(bias, lead)
     query, key, value = (
         t.expand(*lead, *t.shape[-3:]).reshape(-1, *t.shape[-3:]) for t in (query, key, value)
     )
     return Inputs(query, key, value, mask, bias, sinks)
+
+
+def _flat_batch(table: Tensor | None, lead: torch.Size) -> Tensor | None:
+    """Return a mask or bias with one dimension for several of the batch, if it has them."""
+    if table is None or table.dim() < 4:
+        return table
+    return table.expand(*lead, *table.shape[-3:]).flatten(0, -4)
 
 
 def refusal(algorithm: str, inputs: Inputs, rules: Rules, ranks: int) -> str:
@@ -175,7 +183,7 @@ def _mix(inputs: Inputs, rules: Rules, noise: Tensor | None, *, is_causal: bool)
     if rules.grouped:
         shared = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
-    scores = query @ key.transpose(-1, -2) * (query.size(-1) ** -0.5 if rules.scale is None else rules.scale)
+    scores = query @ key.transpose(-1, -2) * _scale_of(query, rules)
     if rules.softcap is not None:
         scores = torch.tanh(scores / rules.softcap) * rules.softcap
     if bias is not None:
@@ -200,6 +208,10 @@ def _mix(inputs: Inputs, rules: Rules, noise: Tensor | None, *, is_causal: bool)
     return weights @ value
 
 
+def _scale_of(query: Tensor, rules: Rules) -> float:
+    return query.size(-1) ** -0.5 if rules.scale is None else rules.scale
+
+
 class _Noise:
     """Dropout mask: every rank draws that of whole sequences and takes its part, so it matches one device.
 
@@ -207,14 +219,13 @@ class _Noise:
     """
 
     def __init__(self, inputs: Inputs, rules: Rules, heads: tuple[slice, int] | None = None) -> None:
-        query, key, rows, keys = inputs.query, inputs.key, rules.rows, rules.keys
-        self.rows, self.heads, self.keeps = rows, heads, 1 - rules.dropout
-        self.device = query.device
-        self.shape = [
-            *query.shape[:-2],
-            query.size(-2) if rows is None else rows.length,
-            key.size(-2) if keys is None else keys.length,
-        ]
+        queries = inputs.query.size(-2) if rules.rows is None else rules.rows.length
+        keys = inputs.key.size(-2) if rules.keys is None else rules.keys.length
+        self.rows = rules.rows
+        self.heads = heads
+        self.keeps = 1 - rules.dropout
+        self.device = inputs.query.device
+        self.shape = [*inputs.query.shape[:-2], queries, keys]
         self.state: Tensor | None = None
 
     def draw(self) -> Tensor:
@@ -235,10 +246,12 @@ class _Noise:
         if self.heads is not None:
             mine, each = self.heads
             return _padded(noise[:, mine], 1, each)
-        return noise if self.rows is None else self.rows.take(noise, -2)
+        if self.rows is not None:
+            return self.rows.take(noise, -2)
+        return noise
 
 
-class _Block(NamedTuple):
+class _ScoreBlock(NamedTuple):
     """Rows ``first`` to ``last`` of the queries, keys ``begin`` to ``end``, and which see which.
 
     ``sees`` may be an additive mask. If ``is_causal``, rows and keys are the same ones.
@@ -254,14 +267,12 @@ class _Block(NamedTuple):
     def of(self, inputs: Inputs) -> Inputs:
         """Return the inputs of this block."""
         query, key, value, _, bias, sinks = inputs
-        return Inputs(
-            query[..., self.first : self.last, :],
-            key[..., self.begin : self.end, :],
-            value[..., self.begin : self.end, :],
-            self.sees,
-            None if bias is None else self.part(bias),
-            sinks,
-        )
+        query = query[..., self.first : self.last, :]
+        key = key[..., self.begin : self.end, :]
+        value = value[..., self.begin : self.end, :]
+        if bias is not None:
+            bias = self.part(bias)
+        return Inputs(query, key, value, self.sees, bias, sinks)
 
     def part(self, table: Tensor) -> Tensor:
         """Return a view of what a table of queries and keys has for this block."""
@@ -270,7 +281,7 @@ class _Block(NamedTuple):
         return table[..., self.begin : self.end] if table.size(-1) > 1 else table
 
 
-def _blocks(inputs: Inputs, rules: Rules) -> Iterator[_Block]:
+def _blocks(inputs: Inputs, rules: Rules) -> Iterator[_ScoreBlock]:
     """Return blocks of rows that do all the work; each has the keys alone that one of its rows sees."""
     mask = inputs.mask
     # Scores in memory are of few rows at a time, whatever the mask.
@@ -282,40 +293,40 @@ def _blocks(inputs: Inputs, rules: Rules) -> Iterator[_Block]:
     return _plain_blocks(inputs, in_memory=in_memory)
 
 
-def _causal_blocks(inputs: Inputs, rules: Rules, *, in_memory: bool) -> Iterator[_Block]:
+def _causal_blocks(inputs: Inputs, rules: Rules, *, in_memory: bool) -> Iterator[_ScoreBlock]:
     """Yield rows that see the keys up to their own: those at the beginning of the sequence as one block."""
     device = inputs.query.device
     ranges = [(0, inputs.query.size(-2))] if rules.rows is None else rules.rows.own
     at = 0
     for begin, end in ranges:
         if begin == 0 and end and not in_memory:
-            yield _Block(0, end, 0, end, None, is_causal=True)
+            yield _ScoreBlock(0, end, 0, end, None, is_causal=True)
             at = end
             continue
         for first in range(begin, end, _BLOCK):
             last = min(first + _BLOCK, end)
             sees = torch.arange(first, last, device=device)[:, None] >= torch.arange(last, device=device)
-            yield _Block(at, at + last - first, 0, last, sees)
+            yield _ScoreBlock(at, at + last - first, 0, last, sees)
             at += last - first
 
 
-def _masked_blocks(inputs: Inputs, mask: Tensor, rules: Rules) -> Iterator[_Block]:
+def _masked_blocks(inputs: Inputs, mask: Tensor, rules: Rules) -> Iterator[_ScoreBlock]:
     """Yield neighbors in the sequence, with the keys from the first to the last that one of them sees."""
     count, length = inputs.query.size(-2), inputs.key.size(-2)
     for first, last in _steps(rules.rows, count, _BLOCK):
         begin, end = 0, length
         if mask.size(-1) > 1:
             begin, end = _seen_keys(mask[..., first:last, :])
-        block = _Block(first, last, begin, end, None)
+        block = _ScoreBlock(first, last, begin, end, None)
         yield block._replace(sees=block.part(mask))
 
 
-def _plain_blocks(inputs: Inputs, *, in_memory: bool) -> Iterator[_Block]:
+def _plain_blocks(inputs: Inputs, *, in_memory: bool) -> Iterator[_ScoreBlock]:
     """Yield rows that see the same keys: all, or those that a mask of one row shows."""
     count, length = inputs.query.size(-2), inputs.key.size(-2)
     step = _BLOCK if in_memory else max(count, 1)
     for first, last in _steps(None, count, step):
-        block = _Block(first, last, 0, length, None)
+        block = _ScoreBlock(first, last, 0, length, None)
         if inputs.mask is not None:
             block = block._replace(sees=block.part(inputs.mask))
         yield block
@@ -324,7 +335,8 @@ def _plain_blocks(inputs: Inputs, *, in_memory: bool) -> Iterator[_Block]:
 def _steps(rows: Cut | None, count: int, step: int) -> Iterator[tuple[int, int]]:
     """Yield the first and the last row of each block, which are neighbors in the sequence."""
     at = 0
-    for length in [count] if rows is None else [b - a for a, b in rows.own]:
+    lengths = [count] if rows is None else [last - first for first, last in rows.own]
+    for length in lengths:
         for first in range(at, at + length, step):
             yield first, min(first + step, at + length)
         at += length
@@ -335,7 +347,9 @@ def _seen_keys(mask: Tensor) -> tuple[int, int]:
 
     If a row is fully masked, it is the range of all keys: the softmax over them may be uniform.
     """
-    sees = mask if mask.dtype is torch.bool else mask.detach() > torch.finfo(mask.dtype).min / 2
+    sees = mask
+    if mask.dtype is not torch.bool:
+        sees = mask.detach() > torch.finfo(mask.dtype).min / 2
     sees = sees.reshape(-1, sees.size(-1))
     if not bool(sees.any(-1).all()):
         return 0, sees.size(-1)
@@ -344,10 +358,10 @@ def _seen_keys(mask: Tensor) -> tuple[int, int]:
 
 
 def _mixed_rows(inputs: Inputs, rules: Rules, noise: Tensor | None) -> Tensor:
-    outputs = [
-        _mix(b.of(inputs), rules, None if noise is None else b.part(noise), is_causal=b.is_causal)
-        for b in _blocks(inputs, rules)
-    ]
+    outputs = []
+    for block in _blocks(inputs, rules):
+        block_noise = None if noise is None else block.part(noise)
+        outputs.append(_mix(block.of(inputs), rules, block_noise, is_causal=block.is_causal))
     return _joined_rows(outputs)
 
 
@@ -371,15 +385,16 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rules: Rules, noise: _Noise | None, *tensors: Tensor | None) -> Tensor:
         ctx.rules, ctx.noise = rules, noise
-        given = Inputs(*tensors)  # type: ignore[arg-type]  # as they were given
-        inputs = _whole(given, rules)
-        learned = given.mask is not None and given.mask.requires_grad
+        sliced = Inputs(*tensors)  # type: ignore[arg-type]  # autograd has no names
+        inputs = _whole(sliced, rules)
+        learned = sliced.mask is not None and sliced.mask.requires_grad
         ctx.fused = (
             not rules.by_hand and noise is None and not learned and _is_fused(inputs.query, inputs.value)
         )
         if not ctx.fused:
             ctx.save_for_backward(*tensors)
-            return _mixed_rows(inputs, rules, None if noise is None else noise.draw())
+            drawn = None if noise is None else noise.draw()
+            return _mixed_rows(inputs, rules, drawn)
         sums = _Sums(inputs)
         for block in _fused_blocks(inputs, rules):
             sums.add(block, *_partial(block.of(inputs), block, rules))
@@ -391,39 +406,43 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rules, noise, needs = ctx.rules, ctx.noise, ctx.needs_input_grad[2:]
         saved = ctx.saved_tensors  # once: checkpointing lets them be unpacked no second time
-        given, results = Inputs(*saved[:6]), saved[6:]
+        sliced = Inputs(*saved[:6])
+        results = saved[6:]
         if torch.is_grad_enabled():
-            return None, None, *_twice(grad, given, rules, noise, needs)
-        whole = _whole(given, rules)
+            return None, None, *_twice(grad, sliced, rules, noise, needs)
+        whole = _whole(sliced, rules)
         if ctx.fused:
             total = results[1].nan_to_num(neginf=0.0)  # of rows that see nothing: their scores are all -inf
             own = _fused_backward(grad, whole, rules, (results[0], total))
         else:
+            drawn = None if noise is None else noise.draw()
             with torch.autocast(grad.device.type, enabled=False):
-                own = _again(grad, whole, rules, None if noise is None else noise.draw(), needs)
+                own = _again(grad, whole, rules, drawn, needs)
+            del drawn
         del whole  # before the sums need memory
-        found = [i for i in (1, 2) if own[i] is not None]
-        if rules.keys is not None and found:
-            totals = [cast("Tensor", own[i]) for i in found]
-            for i in found:
+        of_keys = [i for i in (1, 2) if own[i] is not None]  # keys and values
+        if rules.keys is not None and of_keys:
+            totals = [cast("Tensor", own[i]) for i in of_keys]
+            for i in of_keys:
                 own[i] = None
-            for i, total in zip(found, rules.keys.sum_and_take(totals, 2), strict=True):
+            for i, total in zip(of_keys, rules.keys.sum_and_take(totals, 2), strict=True):
                 own[i] = total
         return None, None, *own
 
 
-def _fused_blocks(inputs: Inputs, rules: Rules) -> Iterator[_Block]:
+def _fused_blocks(inputs: Inputs, rules: Rules) -> Iterator[_ScoreBlock]:
     """Yield blocks for torch's kernel; rows in several of them have the sum. A causal mask costs nothing."""
     if not rules.is_causal:
         yield from _blocks(inputs, rules)
         return
+    ranges = [(0, inputs.query.size(-2))] if rules.rows is None else rules.rows.own
     at = 0
-    for begin, end in [(0, inputs.query.size(-2))] if rules.rows is None else rules.rows.own:
+    for begin, end in ranges:
         rows = at, at + end - begin
         if 0 < begin < end:
-            yield _Block(*rows, 0, begin, None)
+            yield _ScoreBlock(*rows, 0, begin, None)
         if begin < end:
-            yield _Block(*rows, begin, end, None, is_causal=True)
+            yield _ScoreBlock(*rows, begin, end, None, is_causal=True)
         at = rows[1]
 
 
@@ -435,11 +454,12 @@ class _Sums:
         batch, heads, count = query.shape[:3]
         # In the layout of torch's function: models flatten heads without a copy.
         shape = (batch, count, heads, inputs.value.size(-1))
-        self.dtype, self.out = query.dtype, query.new_zeros(shape, dtype=exact).transpose(1, 2)
+        self.dtype = query.dtype
+        self.out = query.new_zeros(shape, dtype=exact).transpose(1, 2)
         self.total = query.new_full(query.shape[:-1], -torch.inf, dtype=exact)
 
-    def add(self, block: _Block, part: Tensor, sums: Tensor) -> None:
-        """Add what the rows of a block found in its keys."""
+    def add(self, block: _ScoreBlock, part: Tensor, sums: Tensor) -> None:
+        """Add the attention of the rows of a block to its keys, with their log-sum-exps."""
         rows = slice(block.first, block.last)
         out, before = self.out[:, :, rows], self.total[:, :, rows]
         joined = torch.logaddexp(before, sums.to(before.dtype))
@@ -468,7 +488,7 @@ def _add_gradients(
     inputs: Inputs,
     rules: Rules,
     results: Sequence[Tensor],
-    blocks: Iterable[_Block],
+    blocks: Iterable[_ScoreBlock],
     places: Sequence[Tensor],
 ) -> None:
     """Add the gradients of some blocks to those of queries, keys and values."""
@@ -477,9 +497,9 @@ def _add_gradients(
     for block in blocks:
         rows, keys = slice(block.first, block.last), slice(block.begin, block.end)
         parts = (t[:, :, rows] for t in (out, total))
-        found = _partial_backward(grad[:, :, rows], block.of(inputs), tuple(parts), block, rules)
-        of_queries[:, :, rows] += found[0]
-        for place, other in zip(of_keys, found[1:], strict=True):
+        grads = _partial_backward(grad[:, :, rows], block.of(inputs), tuple(parts), block, rules)
+        of_queries[:, :, rows] += grads[0]
+        for place, other in zip(of_keys, grads[1:], strict=True):
             place[:, :, keys] += other
 
 
@@ -492,37 +512,36 @@ def _again(
         for t, needed in zip(inputs, needs, strict=True)
     ]
     for block in _blocks(inputs, rules):
-        leaves = [
-            t if t is None or s is None else t.detach().requires_grad_()
-            for t, s in zip(block.of(inputs), sums, strict=True)
-        ]
+        leaves: list[Tensor | None] = []
+        wanted: list[Tensor] = []
+        for tensor, total in zip(block.of(inputs), sums, strict=True):
+            leaf = tensor
+            if leaf is not None and total is not None:
+                leaf = leaf.detach().requires_grad_()
+                wanted.append(leaf)
+            leaves.append(leaf)
+        block_inputs = Inputs(*leaves)  # type: ignore[arg-type]  # the same are None
+        block_noise = None if noise is None else block.part(noise)
         with torch.enable_grad():
-            mixed = _mix(
-                Inputs(*leaves),  # type: ignore[arg-type]  # as they were given
-                rules,
-                None if noise is None else block.part(noise),
-                is_causal=block.is_causal,
-            )
-        wanted = [t for t, s in zip(leaves, sums, strict=True) if t is not None and s is not None]
-        found = torch.autograd.grad(mixed, wanted, grad[..., block.first : block.last, :])
+            mixed = _mix(block_inputs, rules, block_noise, is_causal=block.is_causal)
+        grads = torch.autograd.grad(mixed, wanted, grad[..., block.first : block.last, :])
         totals = _places(Inputs(*sums), block)  # type: ignore[arg-type]  # those that are needed
-        for total, other in zip(totals, found, strict=True):
+        for total, other in zip(totals, grads, strict=True):
             total.add_(other)
     return sums
 
 
-def _places(sums: Inputs, block: _Block) -> list[Tensor]:
+def _places(sums: Inputs, block: _ScoreBlock) -> list[Tensor]:
     """Return views of the sums to which a block adds."""
-    query, key, value, mask, bias, sinks = sums
-    views = [
-        None if query is None else query[..., block.first : block.last, :],
-        None if key is None else key[..., block.begin : block.end, :],
-        None if value is None else value[..., block.begin : block.end, :],
-        None if mask is None else block.part(mask),
-        None if bias is None else block.part(bias),
-        sinks,
-    ]
-    return [view for view in views if view is not None]
+    query, *keys_and_values = sums[:3]
+    places: list[Tensor] = []
+    if query is not None:
+        places.append(query[..., block.first : block.last, :])
+    places += [t[..., block.begin : block.end, :] for t in keys_and_values if t is not None]
+    places += [block.part(t) for t in (sums.mask, sums.bias) if t is not None]
+    if sums.sinks is not None:
+        places.append(sums.sinks)
+    return places
 
 
 def _whole(inputs: Inputs, rules: Rules) -> Inputs:
@@ -538,7 +557,7 @@ def _twice(
 ) -> list[Tensor | None]:
     """Compute gradients with ``create_graph=True``, by the all-gathers of any algorithm.
 
-    Collectives: all-gathers of keys and values, and their sums; the other way round in the next backward.
+    Collectives: all-gathers of keys and values, and their sums; in the next backward sums, then all-gathers.
     """
     keys = rules.keys
     whole = inputs
@@ -549,21 +568,24 @@ def _twice(
     with torch.autocast(grad.device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
         mixed = _mixed_rows(whole, rules, drawn)
         wanted = [t for t, needed in zip(inputs, needs, strict=True) if needed and t is not None]
-        found = iter(torch.autograd.grad(mixed, wanted, grad, create_graph=True))
-    return [next(found) if needed else None for needed in needs]
+        grads = iter(torch.autograd.grad(mixed, wanted, grad, create_graph=True))
+    return [next(grads) if needed else None for needed in needs]
 
 
 # -- Ulysses ----------------------------------------------------------------------------------------
 
 
-def _ulysses(inputs: Inputs, rules: Rules, exchange: Exchange) -> Tensor:
+def _ulysses(inputs: Inputs, rules: Rules, cuts: QueryKeyCuts) -> Tensor:
     """Attend with some heads to whole sequences, which are all here."""
     query, key, value, mask, bias, sinks = inputs
-    rows, keys = exchange
-    heads, grouped = query.size(-3), rules.grouped
+    rows, keys = cuts
+    heads = query.size(-3)
+    grouped = rules.grouped
     if grouped and key.size(-3) % keys.size:  # a group may lie on two ranks
-        shared, grouped = heads // key.size(-3), False
-        key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
+        grouped = False
+        shared = heads // key.size(-3)
+        key = key.repeat_interleave(shared, -3)
+        value = value.repeat_interleave(shared, -3)
     each = -(-heads // keys.size)
     mine = slice(min(keys.rank * each, heads), min((keys.rank + 1) * each, heads))
     noise = _Noise(inputs, rules, (mine, each)) if rules.dropout else None
@@ -572,14 +594,13 @@ def _ulysses(inputs: Inputs, rules: Rules, exchange: Exchange) -> Tensor:
     else:
         (query,) = _ToHeads.apply(rows, query)  # type: ignore[no-untyped-call]  # as above
         key, value = _ToHeads.apply(keys, key, value)  # type: ignore[no-untyped-call]  # as above
-    own = Inputs(
-        query,
-        key,
-        value,
-        None if mask is None else _rows_of_heads(mask, rows, mine, each),
-        None if bias is None else _rows_of_heads(bias, rows, mine, each),
-        None if sinks is None else _padded(sinks[mine], 0, each),
-    )
+    if mask is not None:
+        mask = _rows_of_heads(mask, rows, mine, each)
+    if bias is not None:
+        bias = _rows_of_heads(bias, rows, mine, each)
+    if sinks is not None:
+        sinks = _padded(sinks[mine], 0, each)
+    own = Inputs(query, key, value, mask, bias, sinks)
     here = rules._replace(rows=None, keys=None, grouped=grouped)
     mixed = _Gathered.apply(here, noise, *own)  # type: ignore[no-untyped-call]
     (back,) = _ToTokens.apply(rows, (heads,), mixed)  # type: ignore[no-untyped-call]
@@ -597,7 +618,9 @@ def _rows_of_heads(table: Tensor, rows: Cut, mine: slice, each: int) -> Tensor:
     """
     has_heads = table.dim() > 2 and table.size(-3) > 1
     if table.size(-2) == 1:
-        return _padded(table[..., mine, :, :], -3, each) if has_heads else table
+        if not has_heads:
+            return table
+        return _padded(table[..., mine, :, :], -3, each)
     if has_heads:
         (moved,) = _ToHeads.apply(rows, table)  # type: ignore[no-untyped-call]
         return cast("Tensor", moved)
@@ -625,11 +648,10 @@ def _to_heads(tensors: Sequence[Tensor], cut: Cut) -> list[Tensor]:
     """
     cut.announce(("to heads", [[*t.shape[:-2], *t.shape[-1:]] for t in tensors], str(tensors[0].dtype)))
     shapes = [resized(t.shape, -3, -(-t.size(-3) // cut.size)) for t in tensors]
-    count, dtype = sum(shape.numel() for shape in shapes), tensors[0].dtype
-    sent = tensors[0].new_zeros(
-        (cut.size, count),
-        dtype=torch.uint8 if dtype is torch.bool else dtype,  # gloo has no bool
-    )
+    count = sum(shape.numel() for shape in shapes)
+    dtype = tensors[0].dtype
+    sent_dtype = torch.uint8 if dtype is torch.bool else dtype  # gloo has no bool
+    sent = tensors[0].new_zeros((cut.size, count), dtype=sent_dtype)
     for rank, flat in enumerate(sent):
         for tensor, place in zip(tensors, views(flat, shapes), strict=True):
             heads = _heads_of(tensor, rank, place.size(-3)).detach()
@@ -645,17 +667,18 @@ def _to_tokens(wholes: Sequence[Tensor], cut: Cut, heads: Sequence[int]) -> list
     """Return slices of all heads, from whole sequences of some. Collective: an all-to-all."""
     cut.announce(("to tokens", [[*t.shape[:-2], *t.shape[-1:]] for t in wholes], str(wholes[0].dtype)))
     shapes = [resized(w.shape, -2, cut.tokens) for w in wholes]
-    count, sent = sum(shape.numel() for shape in shapes), cut.divided(wholes, -2)
+    count = sum(shape.numel() for shape in shapes)
+    sent = cut.divided(wholes, -2)
     received = sent.new_empty((cut.size, count))
     counts = [count // cut.tokens * n for n in cut.counts]
     dist.all_to_all_single(received.view(-1), sent, [count] * cut.size, counts, group=cut.group)
     del sent
-    found = [received.new_empty(resized(s, -3, n)) for s, n in zip(shapes, heads, strict=True)]
+    slices = [received.new_empty(resized(s, -3, n)) for s, n in zip(shapes, heads, strict=True)]
     for rank, flat in enumerate(received):
-        for tensor, part in zip(found, views(flat, shapes), strict=True):
+        for tensor, part in zip(slices, views(flat, shapes), strict=True):
             place = _heads_of(tensor, rank, part.size(-3))
             place.copy_(part[..., : place.size(-3), :, :])
-    return found
+    return slices
 
 
 def _heads_of(tensor: Tensor, rank: int, each: int) -> Tensor:
@@ -700,21 +723,21 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rules: Rules, exchange: Exchange, *tensors: Tensor | None) -> Tensor:
-        inputs = Inputs(*tensors)  # type: ignore[arg-type]  # as they were given
+    def forward(ctx: Any, rules: Rules, cuts: QueryKeyCuts, *tensors: Tensor | None) -> Tensor:
+        inputs = Inputs(*tensors)  # type: ignore[arg-type]  # autograd has no names
         sums = _Sums(inputs)
-        for source, (key, value) in _rounds([inputs.key, inputs.value], exchange.keys):
+        for source, (key, value) in _rounds([inputs.key, inputs.value], cuts.keys):
             here = inputs._replace(key=key, value=value)
-            for block in _ring_blocks(inputs.mask, exchange, source, is_causal=rules.is_causal):
+            for block in _ring_blocks(inputs.mask, cuts, source, is_causal=rules.is_causal):
                 sums.add(block, *_partial(block.of(here), block, rules))
         out, total = sums.results()
         ctx.save_for_backward(*tensors, out, total)
-        ctx.rules, ctx.exchange = rules, exchange
+        ctx.rules, ctx.cuts = rules, cuts
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        rules, exchange, needs = ctx.rules, ctx.exchange, ctx.needs_input_grad[2:]
+        rules, cuts, needs = ctx.rules, ctx.cuts, ctx.needs_input_grad[2:]
         *tensors, out, total = ctx.saved_tensors
         inputs = Inputs(*tensors)
         if torch.is_grad_enabled():
@@ -723,9 +746,9 @@ class _Ring(torch.autograd.Function):
         total = total.nan_to_num(neginf=0.0)  # of rows that see nothing: their scores are all -inf
         own = torch.zeros_like(inputs.query, dtype=exact)
         sums = [torch.zeros_like(t, dtype=exact) for t in (inputs.key, inputs.value)]
-        for source, (key, value, *places) in _rounds([inputs.key, inputs.value], exchange.keys, sums):
+        for source, (key, value, *places) in _rounds([inputs.key, inputs.value], cuts.keys, sums):
             here = inputs._replace(key=key, value=value)
-            blocks = _ring_blocks(inputs.mask, exchange, source, is_causal=rules.is_causal)
+            blocks = _ring_blocks(inputs.mask, cuts, source, is_causal=rules.is_causal)
             _add_gradients(grad, here, rules, (out, total), blocks, (own, *places))
         ends = [t.to(inputs.query.dtype) for t in (own, *sums)]
         return None, None, *ends, None, None, None
@@ -744,12 +767,19 @@ def _rounds(
     """
     most = max(cut.counts)
     shapes = [resized(t.shape, -2, most) for t in sent]
-    here, totals = _packed(sent, shapes), None if sums is None else _packed(sums, shapes)
+    here = _packed(sent, shapes)
+    totals = None if sums is None else _packed(sums, shapes)
     for step in range(cut.size):
         source = (cut.rank - step) % cut.size
         cut.announce(("ring", step, [list(t.shape[:-2]) for t in sent]))
-        coming, waits = (here, []) if step == cut.size - 1 else _pass_on(here, cut)
-        yield source, [*views(here, shapes), *(views(totals, shapes) if totals is not None else [])]
+        coming = here
+        waits: list[Any] = []
+        if step < cut.size - 1:
+            coming, waits = _pass_on(here, cut)
+        tensors = views(here, shapes)
+        if totals is not None:
+            tensors += views(totals, shapes)
+        yield source, tensors
         for wait in waits:
             wait.wait()
         if totals is not None:
@@ -758,8 +788,8 @@ def _rounds(
                 wait.wait()
         here = coming
     if sums is not None and totals is not None:
-        for given, total in zip(sums, views(totals, shapes), strict=True):
-            given.copy_(total[..., : given.size(-2), :])
+        for own, total in zip(sums, views(totals, shapes), strict=True):
+            own.copy_(total[..., : own.size(-2), :])
 
 
 def _packed(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Tensor:
@@ -772,7 +802,8 @@ def _packed(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Tensor:
 
 def _pass_on(tensor: Tensor, cut: Cut) -> tuple[Tensor, list[Any]]:
     """Send a tensor to the next rank, and receive the one before's. It arrives after the waits."""
-    following, before = (cut.rank + 1) % cut.size, (cut.rank - 1) % cut.size
+    following = (cut.rank + 1) % cut.size
+    before = (cut.rank - 1) % cut.size
     if cut.group is not None:
         following, before = (dist.get_global_rank(cut.group, r) for r in (following, before))
     received = torch.empty_like(tensor)
@@ -782,31 +813,34 @@ def _pass_on(tensor: Tensor, cut: Cut) -> tuple[Tensor, list[Any]]:
 
 
 def _ring_blocks(
-    mask: Tensor | None, exchange: Exchange, source: int, *, is_causal: bool = False
-) -> Iterator[_Block]:
+    mask: Tensor | None, cuts: QueryKeyCuts, source: int, *, is_causal: bool = False
+) -> Iterator[_ScoreBlock]:
     """Yield what this rank's queries see of a rank's keys; what they do not is skipped."""
-    rows, keys = exchange
+    rows, keys = cuts
     if mask is None and not is_causal:
-        yield _Block(0, rows.tokens, 0, keys.counts[source], None)
+        yield _ScoreBlock(0, rows.tokens, 0, keys.counts[source], None)
         return
     if mask is not None:
-        columns = keys.take(mask, -1, source) if mask.size(-1) > 1 else mask
+        columns = mask
+        if mask.size(-1) > 1:
+            columns = keys.take(mask, -1, source)
         for first, last in _steps(rows, rows.tokens, _BLOCK):
-            sees = _Block(first, last, 0, keys.counts[source], None).part(columns)
+            sees = _ScoreBlock(first, last, 0, keys.counts[source], None).part(columns)
             seen = sees.reshape(-1, sees.size(-1)).any(0).nonzero()
-            if len(seen):
-                begin, end = (
-                    (int(seen[0]), int(seen[-1]) + 1) if sees.size(-1) > 1 else (0, keys.counts[source])
-                )
-                sees = sees[..., begin:end]
-                yield _Block(first, last, begin, end, None if bool(sees.all()) else sees)
+            if not len(seen):
+                continue
+            begin, end = 0, keys.counts[source]
+            if sees.size(-1) > 1:
+                begin, end = int(seen[0]), int(seen[-1]) + 1
+            sees = sees[..., begin:end]
+            yield _ScoreBlock(first, last, begin, end, None if bool(sees.all()) else sees)
         return
     at = 0
     for begin, end in rows.own:
         to = 0
         for left, right in keys.ranges[source]:  # the same or apart, as each belongs to one rank
             if left <= begin < end and left < right:
-                yield _Block(at, at + end - begin, to, to + right - left, None, is_causal=left == begin)
+                yield _ScoreBlock(at, at + end - begin, to, to + right - left, None, is_causal=left == begin)
             to += right - left
         at += end - begin
 
@@ -819,7 +853,7 @@ def _is_fused(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.size(-1) == value.size(-1)
 
 
-def _added(block: _Block, query: Tensor, key: Tensor) -> Tensor | None:
+def _added(block: _ScoreBlock, query: Tensor, key: Tensor) -> Tensor | None:
     """Return the additive mask of a block, of four dimensions."""
     sees = block.sees
     if sees is None:
@@ -830,7 +864,7 @@ def _added(block: _Block, query: Tensor, key: Tensor) -> Tensor | None:
     return sees.expand(-1, -1, query.size(2), key.size(2))
 
 
-def _partial(inputs: Inputs, block: _Block, rules: Rules) -> tuple[Tensor, Tensor]:
+def _partial(inputs: Inputs, block: _ScoreBlock, rules: Rules) -> tuple[Tensor, Tensor]:
     """Return attention to some of the keys, and the log-sum-exp of scores: -inf where nothing is seen."""
     query, key, value = inputs[:3]
     added = _added(block, query, key)
@@ -849,17 +883,17 @@ def _partial(inputs: Inputs, block: _Block, rules: Rules) -> tuple[Tensor, Tenso
 
 
 def _partial_backward(
-    grad: Tensor, inputs: Inputs, results: Sequence[Tensor], block: _Block, rules: Rules
+    grad: Tensor, inputs: Inputs, results: Sequence[Tensor], block: _ScoreBlock, rules: Rules
 ) -> tuple[Tensor, ...]:
     """Return what some of the keys add to gradients, with the output and log-sum-exp of all keys."""
     query, key, value = inputs[:3]
     out, sums = results
     if _is_fused(query, value):
-        found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, sums, 0.0, block.is_causal,
             attn_mask=_added(block, query, key), scale=rules.scale,
         )  # fmt: skip
-        return found
+        return grads
     scores, scale = _scores(query, key, block, rules)
     weights = (scores - sums[..., None]).exp()
     exact = weights.dtype
@@ -872,8 +906,8 @@ def _partial_backward(
     return slopes @ _spread(key, query).to(exact), of_keys, of_values
 
 
-def _scores(query: Tensor, key: Tensor, block: _Block, rules: Rules) -> tuple[Tensor, float]:
-    scale = query.size(-1) ** -0.5 if rules.scale is None else rules.scale
+def _scores(query: Tensor, key: Tensor, block: _ScoreBlock, rules: Rules) -> tuple[Tensor, float]:
+    scale = _scale_of(query, rules)
     scores = (query @ _spread(key, query).mT).to(_sum_dtype(query)) * scale
     if block.is_causal:
         square = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -892,7 +926,7 @@ def _spread(tensor: Tensor, query: Tensor) -> Tensor:
 
 
 class _Rates(NamedTuple):
-    """What a machine of a kind does in a second, roughly: the ways are compared, and not timed.
+    """What a machine of a kind does in a second, roughly: algorithms are compared, and not timed.
 
     Measured rates would choose differently in two runs, and their last digits would then differ.
     """
@@ -918,7 +952,7 @@ class Size(NamedTuple):
 
 
 def costs(size: Size, *, seen: float = 0.5, device: str = "cpu") -> dict[str, float]:
-    """Return the seconds that forward and backward take by each way, roughly.
+    """Return the seconds that forward and backward take by each algorithm, roughly.
 
     Args:
         size: The size of the attention.
@@ -934,7 +968,9 @@ def costs(size: Size, *, seen: float = 0.5, device: str = "cpu") -> dict[str, fl
     both = 2 * size.key_heads * token  # the keys and values of all other ranks
     # They are gathered in forward and in backward, and their gradients change places once.
     gathered = 3 * both + 3 * rates.latency_s
-    key_heads = size.key_heads if size.key_heads % size.ranks == 0 else size.heads
+    key_heads = size.key_heads
+    if key_heads % size.ranks:
+        key_heads = size.heads  # which are repeated, as a group may lie on two ranks
     changed = 2 * (2 * size.heads + 2 * key_heads) * token / size.ranks + 4 * rates.latency_s
     padded = -(-size.heads // size.ranks) * size.ranks / size.heads
     # Twice around with all but the last step, and gradients with all steps.
@@ -947,7 +983,7 @@ _chosen: set[tuple[str, Size]] = set()
 
 
 def _choose(inputs: Inputs, rules: Rules, keys: Cut) -> str:
-    """Return the way that costs least of those that can do an attention, alike on all ranks."""
+    """Return the cheapest algorithm that can do an attention, the same on all ranks."""
     query, key = inputs.query, inputs.key
     size = Size(
         query.size(0),
@@ -958,11 +994,18 @@ def _choose(inputs: Inputs, rules: Rules, keys: Cut) -> str:
         keys.size,
         query.element_size(),
     )
-    found = costs(size, seen=0.5 if rules.is_causal else 1.0, device=query.device.type)
-    able = {way: cost for way, cost in found.items() if not refusal(way, inputs, rules, keys.size)}
-    way = min(able, key=able.__getitem__)
-    if (way, size) not in _chosen and keys.before is None:
-        _chosen.add((way, size))
-        others = ", ".join(f"{w} {1e3 * c:.2g} ms" for w, c in sorted(able.items(), key=lambda pair: pair[1]))
-        _log.info("attention over %d tokens on %d ranks by %s (%s)", size.tokens, size.ranks, way, others)
-    return way
+    seen = 0.5 if rules.is_causal else 1.0
+    seconds = {
+        algorithm: cost
+        for algorithm, cost in costs(size, seen=seen, device=query.device.type).items()
+        if not refusal(algorithm, inputs, rules, keys.size)
+    }
+    cheapest = min(seconds, key=seconds.__getitem__)
+    if (cheapest, size) not in _chosen and keys.before is None:
+        _chosen.add((cheapest, size))
+        ordered = sorted(seconds.items(), key=lambda pair: pair[1])
+        listed = ", ".join(f"{algorithm} {1e3 * cost:.2g} ms" for algorithm, cost in ordered)
+        _log.info(
+            "attention over %d tokens on %d ranks by %s (%s)", size.tokens, size.ranks, cheapest, listed
+        )
+    return cheapest

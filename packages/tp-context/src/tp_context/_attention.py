@@ -79,8 +79,10 @@ def whole_mask(mask: Tensor | None, rows: Cut, keys: Cut, is_causal: bool) -> tu
     """
     if mask is None:
         return None, is_causal
-    if mask.dim() < 2:
-        mask = mask.expand(1, *mask.shape) if mask.dim() else mask.expand(1, 1)
+    if mask.dim() == 0:
+        mask = mask.expand(1, 1)
+    elif mask.dim() == 1:
+        mask = mask[None]
     height, width = mask.shape[-2:]
     if width in {1, keys.length} and height in {1, rows.tokens}:
         return mask, is_causal
@@ -127,8 +129,10 @@ def _mask_of_transformers(**arguments: Any) -> Tensor | None:
     from transformers import masking_utils as masks
 
     cuts = split_states.current.cuts
-    keys = None if cuts is None else cuts.of_slice(arguments["kv_length"])
-    rows = None if cuts is None else cuts.of_slice(arguments["q_length"])
+    keys = rows = None
+    if cuts is not None:
+        keys = cuts.of_slice(arguments["kv_length"])
+        rows = cuts.of_slice(arguments["q_length"])
     if cuts is None or keys is None or rows is None:
         mask: Tensor | None = masks.sdpa_mask(**arguments)
         return mask
@@ -192,10 +196,13 @@ def _of_transformers(
 ) -> tuple[Tensor, Tensor | None]:
     """Run attention for a model of transformers."""
     cuts = split_states.current.cuts
-    keys = None if cuts is None else cuts.of_slice(key.size(2))
-    rows = None if cuts is None else cuts.of_slice(query.size(2))
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    causal = causal and attention_mask is None and rows is keys and query.size(2) == key.size(2)
+    keys = rows = None
+    if cuts is not None:
+        keys = cuts.of_slice(key.size(2))
+        rows = cuts.of_slice(query.size(2))
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = bool(is_causal) and attention_mask is None and rows is keys and query.size(2) == key.size(2)
     if others.get("output_attentions") and cuts is not None:
         msg = "attention weights (output_attentions=True) are not there on backend 'context'; leave them out"
         raise StepError(msg)
@@ -209,7 +216,8 @@ def _of_transformers(
         return output.transpose(1, 2).contiguous(), None
     if cuts is not None and keys is not None and rows is not None:
         attention_mask, _ = whole_mask(attention_mask, rows, keys, is_causal=False)
-        position_bias = None if position_bias is None else _whole_bias(position_bias, keys)
+        if position_bias is not None:
+            position_bias = _whole_bias(position_bias, keys)
     rules = Rules(rows, keys, causal, scaling, grouped, dropout, softcap, by_hand=True)
     inputs = Inputs(query, key, value, attention_mask, position_bias, s_aux)
     algorithm = "all-gather" if cuts is None else cuts.attention

@@ -78,12 +78,13 @@ class ContextBackend(RanksBackend[ContextOptions]):
         for context in divisors(size):
             options = {"context": {"context": context, "weights": "whole"}}
             yield Layout(axes={"data": size // context, "context": context}, options=options)
-        for found in registry.backends():
-            if not found.item.shares_samples or found.item.name == "ddp":  # which is "whole"
+        for contribution in registry.backends():
+            backend = contribution.item
+            if not backend.shares_samples or backend.name == "ddp":  # which is "whole"
                 continue
             with suppress(ModelError):  # of a model without blocks, as that backend says itself
-                for inner in found.item.layouts(replace(job, ranks_per_sample=-1)):
-                    yield from _around(found.item.name, inner)
+                for inner in backend.layouts(replace(job, ranks_per_sample=-1)):
+                    yield from _around(backend.name, inner)
 
     def open(self, job: Job) -> "ContextSession":
         """Join the process group, unless the script has done so, and form the groups.
@@ -99,9 +100,8 @@ class ContextBackend(RanksBackend[ContextOptions]):
         options = self.parse_options(job)
         ranks_of_a_sequence(options, job.environment.world_size)
         weights, inner = self._weights(job)
-        return ContextSession(
-            WholeWeights(inner, options) if weights is None else weights.open(inner), options
-        )
+        session = WholeWeights(inner, options) if weights is None else weights.open(inner)
+        return ContextSession(session, options)
 
     def _weights(self, job: Job) -> tuple[Backend[Any] | None, Job]:
         """Return the backend that holds the weights, ``None`` for ours, and the job for it.
@@ -113,7 +113,7 @@ class ContextBackend(RanksBackend[ContextOptions]):
         inner = replace(job, ranks_per_sample=options.context)
         if options.weights == "whole":
             return None, inner
-        others = [found.item for found in registry.backends() if found.item.shares_samples]
+        others = [each.item for each in registry.backends() if each.item.shares_samples]
         backend = next((item for item in others if item.name == options.weights), None)
         if backend is None:
             msg = (

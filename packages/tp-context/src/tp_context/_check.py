@@ -2,7 +2,7 @@
 
 Every rank runs the step on the whole piece, then on its slice, and compares the loss, the outputs and the
 gradients. A difference is named by the first module with another output. So what crosses positions outside
-of attention is found (convolutions, state-space layers, norms over the sequence, positions that begin at 0),
+of attention shows (convolutions, state-space layers, norms over the sequence, positions that begin at 0),
 and what cannot be proved is refused.
 """
 
@@ -35,9 +35,9 @@ from tp_core.random import preserve_rng_state
 from tp_context._inputs import InputScheme, input_schemes, splitting, windows_of
 from tp_context._patches import patched
 from tp_context._slices import (
+    BatchSequences,
     Cut,
     Cuts,
-    Found,
     _named_tensors,
     differing_dim,
     map_sequences,
@@ -57,8 +57,8 @@ class Ranks(NamedTuple):
         group: The ranks that share a sequence; ``None`` for all.
         rank: This rank among them.
         size: Their number.
-        together: The ranks that run a step together, as each holds parts of others' weights: all that decide
-            alike. ``None`` for all.
+        together: The ranks that run a step together, as each holds parts of others' weights: all that must
+            reach one decision. ``None`` for all.
         attention: The algorithm of attention, as `ContextOptions.attention` names it.
     """
 
@@ -69,18 +69,22 @@ class Ranks(NamedTuple):
     attention: str = "all-gather"
 
     def cuts(
-        self, model: nn.Module, batch: Any, found: Found, before: Callable[[object], None] | None = None
+        self,
+        model: nn.Module,
+        batch: Any,
+        sequences: BatchSequences,
+        before: Callable[[object], None] | None = None,
     ) -> Cuts:
         """Return the cuts of a batch's sequences, of which ``before`` hears of each exchange."""
-        work = work_of(batch, found, windows_of(model))
-        cuts = [Cut(n, self.rank, self.size, self.group, before, work.get(n)) for n in found.lengths]
+        work = work_of(batch, sequences, windows_of(model))
+        cuts = [Cut(n, self.rank, self.size, self.group, before, work.get(n)) for n in sequences.lengths]
         return Cuts(cuts, self.attention)
 
     def all_gather(self, value: object) -> list[Any]:
         """Return the objects of all ranks that run a step together. Collective: one all-gather of them."""
-        found: list[Any] = [None] * dist.get_world_size(self.together)
-        dist.all_gather_object(found, value, group=self.together)
-        return found
+        objects: list[Any] = [None] * dist.get_world_size(self.together)
+        dist.all_gather_object(objects, value, group=self.together)
+        return objects
 
     @property
     def sequence(self) -> int:
@@ -123,8 +127,8 @@ class _StepRun(NamedTuple):
     dropout_shapes: Sequence[torch.Size]
 
 
-class Proof(NamedTuple):
-    """What the check has found of a model that it proves.
+class SliceProof(NamedTuple):
+    """What the check has proved of a model on slices.
 
     Attributes:
         scheme: What the model is given of whole sequences.
@@ -146,13 +150,13 @@ def prove(
     step: Step,
     model: nn.Module,
     batch: Any,
-    found: Found,
+    sequences: BatchSequences,
     *,
     ranks: Ranks,
     tokens: int,
     join: Join,
     compares_gradients: bool = True,
-) -> Proof | str:
+) -> SliceProof | str:
     """Return the proof by the first scheme that has one, or the sentence that says why none has.
 
     All ranks that run the step together return the same.
@@ -161,7 +165,7 @@ def prove(
         step: The user's step.
         model: The plain model.
         batch: The batch, whole.
-        found: Its sequences.
+        sequences: Its sequences.
         ranks: The ranks of a sequence.
         tokens: The number of tokens of the piece; 0 to choose it.
         join: Joins the outputs of all slices, as in a step.
@@ -170,7 +174,7 @@ def prove(
     Collectives: those of the step on slices, each after an exchange of descriptions, so that no rank waits
     for another one that has failed.
     """
-    short, where = shorten(batch, found, tokens or 8 * ranks.size + 5, ranks.size)
+    short, where = shorten(batch, sequences, tokens or 8 * ranks.size + 5, ranks.size)
     _mask_ends(short)
     with undisturbed(model), patched(drops=False):
         run = partial(_run, step, model, gradients=compares_gradients)
@@ -178,7 +182,8 @@ def prove(
             whole = run(short, _as_it_is)
             failed = ""
         except Exception as error:  # noqa: BLE001 - whatever the user's step raises
-            whole, failed = _StepRun({}, {}, {}, frozenset(), {}, []), f"{type(error).__name__}: {error}"
+            whole = _StepRun({}, {}, {}, frozenset(), {}, [])
+            failed = f"{type(error).__name__}: {error}"
         said = ranks.all_gather((failed, whole.dtypes))
         failures = [failure for failure, _ in said if failure]
         if failures:
@@ -188,7 +193,7 @@ def prove(
                 "give a longer piece with the option check_tokens"
             )
         # In the coarsest type on any rank: all of them run once more, or none.
-        dtypes = frozenset[torch.dtype]().union(*(found for _, found in said))
+        dtypes = frozenset[torch.dtype]().union(*(types for _, types in said))
         whole = near = whole._replace(dtypes=dtypes)
         if coarsest(dtypes) != torch.float64:
             near = run(short, _as_it_is, nudge=coarsest(dtypes))
@@ -199,7 +204,7 @@ def prove(
             slices = take_slices(short, where, cuts)
             progress, problem = _try(run, model, slices, whole, near, scheme, cuts, ranks, join)
             if not problem:
-                return Proof(scheme, cuts.dims_of_dropout, cuts.dims_of_outputs)
+                return SliceProof(scheme, cuts.dims_of_dropout, cuts.dims_of_outputs)
             best = max(best, (progress, problem), key=lambda pair: pair[0])
     return best[1]
 
@@ -233,7 +238,7 @@ def _try(
     ranks: Ranks,
     join: Join,
 ) -> tuple[int, str]:
-    """Run the step on slices; return how far it went, and the problem or nothing, alike on all ranks.
+    """Run the step on slices; return how far it went, and the problem or nothing: the same on all ranks.
 
     The cuts then know the dimensions in which what dropout gets, and outputs, differ from those of the whole.
     """
@@ -276,8 +281,8 @@ def _shapes(output: Any) -> dict[tuple[str, int], torch.Size]:
     shapes: dict[tuple[str, int], torch.Size] = {}
     values = output if isinstance(output, Mapping) else {"loss": output}
     for name, value in values.items():
-        pieces = value.pieces if isinstance(value, SampleRows) else value
-        for number, leaf in enumerate(tree_leaves(pieces)):
+        rows = value.pieces if isinstance(value, SampleRows) else value
+        for number, leaf in enumerate(tree_leaves(rows)):
             if isinstance(leaf, Tensor):
                 shapes[name, number] = leaf.shape
     return shapes
@@ -343,8 +348,8 @@ def _run(
     dropout_shapes: list[torch.Size] = []
     # All runs draw the same: numbers of numpy's, as wav2vec2's masks, would be taken for rounding.
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    found: dict[str, _Sketch] = {}
-    # Roundings stay in the backward pass: activation checkpointing repeats forwards there, as they were.
+    sketches: dict[str, _Sketch] = {}
+    # Rounded in the backward pass, too: activation checkpointing repeats forwards there.
     with preserve_rng_state(devices), rounding:
         with Recording(model) as recording, ComputedTypes() as computed:
             with split_states.changed(dropout_shapes=dropout_shapes):
@@ -355,15 +360,17 @@ def _run(
         loss = values.get("loss")
         if gradients and isinstance(loss, Tensor) and loss.requires_grad:
             for (name, _), grad in zip(trained, _gradients(loss, [p for _, p in trained]), strict=True):
-                found[name] = _sketched(grad, len(found))
-    returned = {
-        name: float(value.detach() if isinstance(value, Tensor) else value)
-        for name, value in values.items()
-        if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float)
-    }
+                sketches[name] = _sketched(grad, len(sketches))
+    returned: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            returned[name] = float(value.detach())
+        elif isinstance(value, int | float):
+            returned[name] = float(value)
     # No numbers: a loss of this rank's tokens is joined only later.
     outputs = {place: one.tensor for place, one in recording.outputs.items() if one.tensor.dim()}
-    return _StepRun(outputs, returned, found, frozenset(dtypes | computed.dtypes), shapes, dropout_shapes)
+    dtypes |= computed.dtypes
+    return _StepRun(outputs, returned, sketches, frozenset(dtypes), shapes, dropout_shapes)
 
 
 _PIECE = 2**20
@@ -403,8 +410,8 @@ def _gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | No
     for parameter in parameters:
         parameter.grad = None
     loss.backward()  # torch.autograd.grad would reach gathered copies alone
-    found = [p.grad for p in parameters]
-    return [g.to_local() if g is not None and hasattr(g, "to_local") else g for g in found]
+    grads = [parameter.grad for parameter in parameters]
+    return [g.to_local() if g is not None and hasattr(g, "to_local") else g for g in grads]
 
 
 def _is_shard(parameter: Tensor) -> bool:
@@ -451,9 +458,13 @@ def _compare_gradients(
     shards = {n for n, p in model.named_parameters() if _is_shard(p)}
     most = max((norm_of(sketch.sums) for sketch in whole.gradients.values()), default=0.0)
     for name, (sums, coarse) in whole.gradients.items():
-        bound = Bound.of([*whole.dtypes, *coarse] if name in shards else whole.dtypes)
-        found = part.gradients[name].sums if name in shards else mean[name]
-        if distance(sums, found) > bound.limit(sums, near.gradients[name].sums, most):
+        if name in shards:
+            bound = Bound.of([*whole.dtypes, *coarse])
+            own = part.gradients[name].sums
+        else:
+            bound = Bound.of(whole.dtypes)
+            own = mean[name]
+        if distance(sums, own) > bound.limit(sums, near.gradients[name].sums, most):
             return len(whole.outputs), (
                 f"the gradient of {name!r} differs from the whole sequence's, though the loss is: something "
                 "differentiates through tokens of other ranks, outside of attention"
@@ -469,43 +480,46 @@ def _error(
     place: TensorPlace, *, whole: _StepRun, near: _StepRun, part: _StepRun, bound: Bound, cuts: Cuts
 ) -> float:
     """Return the difference of an output beyond rounding, as a share of its norm; 0 if there is none."""
-    expected, found = whole.outputs[place], part.outputs.get(place)
-    if found is None:
+    sliced = part.outputs.get(place)
+    if sliced is None:
         # One more output of the same call is no result: the weights of attention, which a split one has not.
         return 0.0 if (place.module, place.call) in _calls(part) else float("inf")
-    if expected.dim() != found.dim():
+    expected = whole.outputs[place]
+    if expected.dim() != sliced.dim():
         return float("inf")
-    own, nudged_own = expected, near.outputs.get(place, expected)
+    own = expected
+    nudged_own = near.outputs.get(place, expected)
     for dim in range(expected.dim()):
         cut = cuts.of_whole(expected.size(dim))
-        if cut is not None and found.size(dim) == cut.tokens and cut.tokens != expected.size(dim):
-            own, nudged_own = cut.take(own, dim), cut.take(nudged_own, dim)
-    if own.shape != found.shape:
+        if cut is not None and sliced.size(dim) == cut.tokens and cut.tokens != expected.size(dim):
+            own = cut.take(own, dim)
+            nudged_own = cut.take(nudged_own, dim)
+    if own.shape != sliced.shape:
         return 0.0  # rows of routed or flattened tokens: the modules after it show whether they are right
-    if distance(own, found) <= bound.limit(own, nudged_own):
+    if distance(own, sliced) <= bound.limit(own, nudged_own):
         return 0.0
-    return relative_error(own, found)
+    return relative_error(own, sliced)
 
 
 def _is_near(one: float, near: float | None, other: float | None, bound: Bound) -> bool:
     if other is None:
         return False
-    exact, nudged_one, found = (
-        torch.tensor(one if value is None else value, dtype=torch.float64) for value in (one, near, other)
-    )
+    exact = torch.tensor(one, dtype=torch.float64)
+    nudged_one = exact if near is None else torch.tensor(near, dtype=torch.float64)
+    sliced = torch.tensor(other, dtype=torch.float64)
     # A count or a share of 0 is right by the scale of 1.
-    return distance(exact, found) <= bound.limit(exact, nudged_one, max(1.0, abs(one)))
+    return distance(exact, sliced) <= bound.limit(exact, nudged_one, max(1.0, abs(one)))
 
 
 # -- The piece --------------------------------------------------------------------------------------
 
 
-def shorten(batch: Any, found: Found, tokens: int, ranks: int) -> tuple[Any, Found]:
+def shorten(batch: Any, sequences: BatchSequences, tokens: int, ranks: int) -> tuple[Any, BatchSequences]:
     """Return a piece of each sequence of a batch, with labels that count if there are any."""
     tokens = max(tokens, ranks)
-    begins = dict.fromkeys(found.lengths, 0)
+    begins = dict.fromkeys(sequences.lengths, 0)
     for name, tensor in _named_tensors(batch):
-        dim = found.dims.get(id(tensor))
+        dim = sequences.dims.get(id(tensor))
         if name == "labels" and dim == 1 and tensor.dim() == 2 and tensor.size(1) > tokens:
             counted = (tensor != -100).sum(0).double()
             within = counted.unfold(0, tokens, 1).sum(-1)
@@ -525,8 +539,8 @@ def shorten(batch: Any, found: Found, tokens: int, ranks: int) -> tuple[Any, Fou
         lengths.add(piece.size(dim))
         return piece
 
-    short = map_sequences(batch, found, cut)
-    return short, Found(dims, tuple(sorted(lengths)))
+    short = map_sequences(batch, sequences, cut)
+    return short, BatchSequences(dims, tuple(sorted(lengths)))
 
 
 def _mask_ends(batch: Any) -> None:
@@ -536,7 +550,8 @@ def _mask_ends(batch: Any) -> None:
     if labels is not None and (labels.dim() != 2 or labels.is_floating_point()):
         labels = None
     if mask is not None and mask.dim() == 2 and mask.size(1) >= 8:
-        for row, edge in [(0, slice(0, 2)), (-1, slice(-3, None))][: mask.size(0)]:
+        ends = [(0, slice(0, 2)), (-1, slice(-3, None))]
+        for row, edge in ends[: mask.size(0)]:
             if bool(mask[row].all()):
                 mask[row, edge] = 0
                 if labels is not None and labels.shape == mask.shape:

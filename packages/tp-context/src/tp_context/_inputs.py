@@ -95,57 +95,61 @@ class _ForwardArguments:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         names = list(_parameters_of(model))
-        given = dict(zip(names, args, strict=False)) | kwargs
-        inputs = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
-        cut = (
-            None if not isinstance(inputs, Tensor) or inputs.dim() < 2 else self.cuts.of_slice(inputs.size(1))
-        )
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        inputs = arguments.get("input_ids")
+        if inputs is None:
+            inputs = arguments.get("inputs_embeds")
+        cut = None
+        if isinstance(inputs, Tensor) and inputs.dim() >= 2:
+            cut = self.cuts.of_slice(inputs.size(1))
         kwargs = dict(kwargs)
         if cut is None or inputs is None:  # a decoder may be split beside an encoder of sound or images
-            self._shift(model, given, kwargs)
+            self._shift(model, arguments, kwargs)
             return args, kwargs
-        self.cuts.packed = self._documents(model, given, cut)
+        self.cuts.packed = self._documents(model, arguments, cut)
         is_ours = self.scheme.positions not in {"modules", "own"} and "position_ids" in names
-        if is_ours and given.get("position_ids") is None:
-            kwargs["position_ids"] = self._positions(given, cut, inputs, model)
-        has_numbers = given.get("position_ids") is not None or "position_ids" in kwargs
-        if has_numbers and given.get("attention_mask") is None and "attention_mask" in names:
+        if is_ours and arguments.get("position_ids") is None:
+            kwargs["position_ids"] = self._positions(arguments, cut, inputs, model)
+        has_numbers = arguments.get("position_ids") is not None or "position_ids" in kwargs
+        if has_numbers and arguments.get("attention_mask") is None and "attention_mask" in names:
             # Or transformers would look for packed documents in a slice of the numbers.
             kwargs["attention_mask"] = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
-        self._shift(model, given, kwargs)
+        self._shift(model, arguments, kwargs)
         return args, kwargs
 
-    def _positions(self, given: Mapping[str, Any], cut: Cut, inputs: Tensor, model: nn.Module) -> Tensor:
+    def _positions(self, arguments: Mapping[str, Any], cut: Cut, inputs: Tensor, model: nn.Module) -> Tensor:
         """Return this rank's position numbers: (batch, tokens)."""
         rows = inputs.size(0)
-        mask = given.get("attention_mask")
+        mask = arguments.get("attention_mask")
         if self.scheme.positions == "mask" and isinstance(mask, Tensor) and mask.dim() == 2:
-            whole = cut.gather(mask, 1) if mask.size(1) == cut.tokens else mask
-            numbers = whole.long().cumsum(1) * whole.long() - 1
+            if mask.size(1) == cut.tokens:
+                mask = cut.gather(mask, 1)
+            numbers = mask.long().cumsum(1) * mask.long() - 1
             return cut.take(numbers, 1)
-        if self.scheme.positions == "tokens" and given.get("input_ids") is not None:
+        if self.scheme.positions == "tokens" and arguments.get("input_ids") is not None:
             number, padding = _numbering_of(model) or (None, 0)
             if number is not None:
-                return cut.take(number(cut.gather(given["input_ids"], 1), padding), 1)
+                return cut.take(number(cut.gather(arguments["input_ids"], 1), padding), 1)
         return cut.index(inputs.device)[None].expand(rows, -1)
 
     def _documents(
-        self, model: nn.Module, given: Mapping[str, Any], cut: Cut
+        self, model: nn.Module, arguments: Mapping[str, Any], cut: Cut
     ) -> tuple[Tensor, Tensor] | None:
         """Return the whole positions and the documents that transformers would find in them, if it would.
 
         It looks for them only where there is neither a mask nor a cache.
         """
-        numbers = given.get("position_ids")
-        caches = given.get("use_cache")
-        caches = getattr(getattr(model, "config", None), "use_cache", False) if caches is None else caches
+        numbers = arguments.get("position_ids")
+        caches = arguments.get("use_cache")
+        if caches is None:
+            caches = getattr(getattr(model, "config", None), "use_cache", False)
         if (
             not self.scheme.packs
             or not isinstance(numbers, Tensor)
             or numbers.dim() != 2
             or numbers.size(1) != cut.tokens
-            or given.get("attention_mask") is not None
-            or given.get("past_key_values") is not None
+            or arguments.get("attention_mask") is not None
+            or arguments.get("past_key_values") is not None
             or caches
         ):
             return None
@@ -155,22 +159,22 @@ class _ForwardArguments:
             return None
         return whole, begins.cumsum(-1)
 
-    def _shift(self, model: nn.Module, given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
+    def _shift(self, model: nn.Module, arguments: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
         """Shift the labels before the cut, and count those of this rank."""
-        labels = given.get("labels")
+        labels = arguments.get("labels")
         if not isinstance(labels, Tensor) or labels.dim() != 2:
             return
         cut = self.cuts.of_slice(labels.size(1))
         if cut is None:
             return
         make_inputs = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-        if callable(make_inputs) and given.get("decoder_input_ids") is None:
+        if callable(make_inputs) and arguments.get("decoder_input_ids") is None:
             kwargs["decoder_input_ids"] = cut.take(make_inputs(labels=cut.gather(labels, 1)), 1)
-        if self.scheme.shifts and given.get("shift_labels") is None:
+        if self.scheme.shifts and arguments.get("shift_labels") is None:
             labels = cut.take(F.pad(cut.gather(labels, 1), (0, 1), value=_IGNORED)[:, 1:], 1)
             kwargs["shift_labels"] = labels
-        elif given.get("shift_labels") is not None:
-            labels = given["shift_labels"]
+        elif arguments.get("shift_labels") is not None:
+            labels = arguments["shift_labels"]
         self.cuts.loss.units = float((labels != _IGNORED).sum())
 
 
@@ -185,7 +189,11 @@ class _NoGradient:
 
     def __call__(self, _model: nn.Module, _args: Any, output: Any) -> None:
         values = output.values() if isinstance(output, Mapping) else output
-        for value in [values] if isinstance(values, Tensor) else values if _is_listed(values) else []:
+        if isinstance(values, Tensor):
+            values = [values]
+        elif not _is_listed(values):
+            return
+        for value in values:
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(partial(_without_nan, self.cuts.loss))
 
@@ -209,14 +217,14 @@ def _called(model: nn.Module) -> list[nn.Module]:
 
 def windows_of(model: nn.Module) -> list[int | None]:
     """Return the window of each layer of transformers' models, as their configurations say."""
-    found: list[int | None] = []
+    windows: list[int | None] = []
     for inner in _called(model):
         config = getattr(inner, "config", None)
         window = getattr(config, "sliding_window", None)
         if isinstance(window, int) and getattr(config, "use_sliding_window", True):
             kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-            found += [window if kind == "sliding_attention" else None for kind in kinds]
-    return found
+            windows += [window if kind == "sliding_attention" else None for kind in kinds]
+    return windows
 
 
 def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -242,14 +250,17 @@ def _numbered_modules(model: nn.Module) -> Iterator[nn.Module]:
 def _number(cuts: Cuts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give an embedding of positions this rank's numbers, where it has none or those from 0."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    given = bound.arguments
-    inputs, numbers = next(iter(given.values())), given.get("position_ids")
-    shape = getattr(inputs if numbers is None else numbers, "shape", inputs)  # some take a shape
-    cut = cuts.of_slice(shape[1] if numbers is None else shape[-1])
+    numbers = bound.arguments.get("position_ids")
+    if numbers is None:
+        inputs = next(iter(bound.arguments.values()))
+        tokens = getattr(inputs, "shape", inputs)[1]  # some take a shape
+    else:
+        tokens = numbers.shape[-1]
+    cut = cuts.of_slice(tokens)
     if cut is None:
         return None
     index = cut.index(next(module.parameters()).device)
-    given["position_ids"] = index if numbers is None else index[numbers]
+    bound.arguments["position_ids"] = index if numbers is None else index[numbers]
     return bound.args, bound.kwargs
 
 
@@ -271,13 +282,13 @@ def _pretrained(model: nn.Module) -> list[Any]:
         return []
     from transformers import PreTrainedModel
 
-    found: list[tuple[str, nn.Module]] = []
+    outermost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and not any(
-            name.startswith(f"{n}." if n else "") for n, _ in found
-        ):
-            found.append((name, module))
-    return [module for _, module in found]
+        # The names of modules within a module begin with its name and a dot; the model's own name is empty.
+        is_inner = "" in outermost or any(name.startswith(f"{outer}.") for outer in outermost)
+        if isinstance(module, PreTrainedModel) and not is_inner:
+            outermost[name] = module
+    return list(outermost.values())
 
 
 @contextmanager

@@ -87,7 +87,8 @@ def _scaled_dot_product_attention(
 
 def _joined_masks(call: OuterCall, query: Tensor) -> Tensor | None:
     """Return one mask of both, for queries (batch, heads, tokens, features)."""
-    mask, padding = call.mask, call.padding
+    mask = call.mask
+    padding = call.padding
     if mask is not None and mask.dim() == 3:
         mask = mask.view(*query.shape[:2], *mask.shape[1:])
     if padding is not None:

@@ -17,13 +17,13 @@ from tp_core.errors import ConfigError, DisagreementError, ModelError, PluginErr
 from tp_core.plugins import Job, Session
 from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_group, new_process_group
 
-from tp_context._check import Proof, Ranks, prove, refuse
+from tp_context._check import Ranks, SliceProof, prove, refuse
 from tp_context._inputs import splitting
 from tp_context._options import ContextOptions
 from tp_context._slices import (
+    BatchSequences,
     Cut,
     Cuts,
-    Found,
     Loss,
     find_sequences,
     find_slice,
@@ -90,26 +90,28 @@ class ContextSession(SessionWrapper):
             )
             raise PluginError(msg)
         self.options = options
-        # Ranks that exchange something else in a step, such as parts of weights, must check alike.
+        # Ranks that exchange something else in a step, such as parts of weights, must agree in a check.
         together = None if inner.evaluates_together else self._ranks_of_samples()
         self.ranks = Ranks(
             inner.sample_group, inner.sample_rank, inner.sample_size, together, options.attention
         )
         self._splits = inner.sample_size > 1 and options.sequence != {}
-        self._proofs: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Proof]] = WeakKeyDictionary()
+        self._proofs: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], SliceProof]] = WeakKeyDictionary()
         # The runs that a backward pass may follow, by the cuts of their sequences.
-        self._runs: dict[tuple[Cut, ...], tuple[nn.Module, Cuts, Proof]] = {}
+        self._runs: dict[tuple[Cut, ...], tuple[nn.Module, Cuts, SliceProof]] = {}
         self._unsynced = 0
         self._has_accumulated = False
 
     def _ranks_of_samples(self) -> dist.ProcessGroup | None:
         """Return the group of all ranks with this rank's samples; ``None`` for all ranks."""
-        found = None
-        numbers = self.gather_objects(self.data_rank)
-        for number in range(self.data_size):
-            ranks = [rank for rank, other in enumerate(numbers) if other == number]
-            found = (new_process_group(ranks) if 1 < len(ranks) < self.world_size else None) or found
-        return found
+        own = None
+        data_ranks = self.gather_objects(self.data_rank)
+        for data_rank in range(self.data_size):
+            ranks = [rank for rank, other in enumerate(data_ranks) if other == data_rank]
+            if 1 < len(ranks) < self.world_size:
+                # Every rank creates every group, and is in one of them: of others it gets None.
+                own = new_process_group(ranks) or own
+        return own
 
     # -- preparing ----------------------------------------------------------------------------
 
@@ -162,12 +164,12 @@ class ContextSession(SessionWrapper):
             raise StepError(msg)
         plain = self.unwrap(models[0])
         decodes = bool(getattr(getattr(plain, "config", None), "is_encoder_decoder", False))
-        found = find_sequences(batch, self.options.sequence, decodes=decodes)
-        self._check_same_batch(batch, found)
-        proof = self._proof(step, plain, batch, found)
-        cuts = self.ranks.cuts(plain, batch, found)
+        sequences = find_sequences(batch, self.options.sequence, decodes=decodes)
+        self._check_same_batch(batch, sequences)
+        proof = self._proof(step, plain, batch, sequences)
+        cuts = self.ranks.cuts(plain, batch, sequences)
         proof.mark(cuts)
-        sliced = take_slices(batch, found, cuts)
+        sliced = take_slices(batch, sequences, cuts)
         with splitting(plain, cuts, proof.scheme):
             if self.inner.runs_step_in_parts:
                 # Of a step that was not compared, rows of whole sequences are still right.
@@ -181,32 +183,37 @@ class ContextSession(SessionWrapper):
         joined: StepOutput = self._joined(output, cuts)
         return joined
 
-    def _proof(self, step: Callable[..., StepOutput], model: nn.Module, batch: Any, found: Found) -> Proof:
+    def _proof(
+        self, step: Callable[..., StepOutput], model: nn.Module, batch: Any, sequences: BatchSequences
+    ) -> SliceProof:
         """Return what is proved of the model, after a check where it is not known yet.
 
         Raises:
             ModelError: It is not proved.
         """
-        names = tuple(sorted(map(str, batch))) if isinstance(batch, Mapping) else ()
+        names: tuple[str, ...] = ()
+        if isinstance(batch, Mapping):
+            names = tuple(sorted(map(str, batch)))
         key: tuple[Any, ...] = (
             step_identity(step),
             model.training,
             torch.is_grad_enabled(),
-            len(found.lengths),
+            len(sequences.lengths),
             names,
         )
         proofs = self._proofs.setdefault(model, {})
         if self.inner.cuts_models:  # so training is compared for evaluation, too
-            key = step_identity(step, unwraps=True), len(found.lengths), names
-            alike = next((known for known in proofs if known[1:] == key[1:]), None)
-            if proofs and alike is None:
+            key = step_identity(step, unwraps=True), len(sequences.lengths), names
+            of_same_batches = next((known for known in proofs if known[1:] == key[1:]), None)
+            if proofs and of_same_batches is None:
                 msg = (
                     "backend 'context' compares slices with the whole model before the first step, and with "
                     f"weights={self.options.weights!r} no rank has it later: give batches with the names of "
                     f"the first one, {sorted(known[2] for known in proofs)}, got {names}"
                 )
                 raise StepError(msg)
-            key = key if alike is None else alike
+            if of_same_batches is not None:
+                key = of_same_batches
         proof = proofs.get(key)
         if proof is None:
             self._check_batch(step, model, batch)
@@ -216,7 +223,7 @@ class ContextSession(SessionWrapper):
                     self._call(step),
                     model,
                     batch,
-                    found,
+                    sequences,
                     ranks=self.ranks,
                     tokens=self.options.check_tokens,
                     join=self._joined,
@@ -224,11 +231,11 @@ class ContextSession(SessionWrapper):
                 )
             # In evaluation a rank of another group may have no batch, and would not be there to hear of it.
             hears = torch.is_grad_enabled() and model.training
-            everyones = self.gather_objects(proved) if hears else [proved]
-            for other in everyones:
+            outcomes = self.gather_objects(proved) if hears else [proved]
+            for other in outcomes:
                 if isinstance(other, str):
                     raise refuse(other)
-            proof = proofs[key] = cast("Proof", proved)  # it is among those looked at above
+            proof = proofs[key] = cast("SliceProof", proved)  # it is among those looked at above
         return proof
 
     def _run_part(
@@ -267,7 +274,7 @@ class ContextSession(SessionWrapper):
         Raises:
             ModelError: It finds something, on any rank.
 
-        Collective: an all-gather of what was found.
+        Collective: an all-gather of the problems.
         """
         if not isinstance(batch, CountedBatch) or not model.training or not torch.is_grad_enabled():
             return
@@ -318,7 +325,7 @@ class ContextSession(SessionWrapper):
         finally:
             self._unsynced -= 1
 
-    def _check_same_batch(self, batch: Any, found: Found) -> None:
+    def _check_same_batch(self, batch: Any, sequences: BatchSequences) -> None:
         """Make sure that the ranks of a sequence have the same one.
 
         Raises:
@@ -326,19 +333,21 @@ class ContextSession(SessionWrapper):
 
         Collectives: an all-gather of a few numbers.
         """
-        sums = [float(n) for n in found.lengths]
+        sums = [float(n) for n in sequences.lengths]
 
         def note(tensor: Tensor, _: int) -> Tensor:
-            sums.append(float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).sum()))
+            exact = tensor.detach().double()
+            sums.append(float(exact.nan_to_num(0.0, 0.0, 0.0).sum()))
             return tensor
 
-        map_sequences(batch, found, note)
+        map_sequences(batch, sequences, note)
         mine = torch.zeros(32, dtype=torch.float64)
         mine[: len(sums[:32])] = torch.tensor(sums[:32], dtype=torch.float64)
         rows = self._gather_numbers(mine)
         other = next((r for r, row in enumerate(rows) if not torch.equal(row, rows[0])), None)
         if other is not None:
-            first, its = ([int(x) for x in row[: len(found.lengths)]] for row in (rows[0], rows[other]))
+            first = [int(x) for x in rows[0][: len(sequences.lengths)]]
+            its = [int(x) for x in rows[other][: len(sequences.lengths)]]
             msg = (
                 f"the ranks that share a sequence have different batches: sequences of {first} tokens on the "
                 f"first, of {its} on number {other}; give them the same samples: each data rank "
@@ -367,8 +376,11 @@ class ContextSession(SessionWrapper):
         pairs = {n: split_weight(n, v) for n, v in values.items() if isinstance(v, tuple)}
         weight = self._weight(values, numbers, cuts)
         cuts.loss.counts = weight > 0
-        sent = [_number(v) for v in numbers.values()] + [weight]
-        sent += [_number(x) for mean, own in pairs.values() for x in (mean, own or 0.0)]
+        sent = [_number(v) for v in numbers.values()]
+        sent.append(weight)
+        for mean, own_weight in pairs.values():
+            sent.append(_number(mean))
+            sent.append(_number(own_weight or 0.0))
         cuts.announce(("numbers", sorted(values)))
         rows = self._gather_numbers(torch.tensor([len(sent), *sent], dtype=torch.float64))
         table = torch.stack(rows)[:, 1:]
@@ -377,14 +389,16 @@ class ContextSession(SessionWrapper):
         for i, (name, value) in enumerate(numbers.items()):
             is_total = name == "loss" and self.job.loss == "sum"
             whole = float(table[:, i].sum()) if is_total else _mean(table[:, i], weights)
-            if name == "loss" and isinstance(value, Tensor):
+            if not isinstance(value, Tensor):
+                joined[name] = whole
+            elif name == "loss":
+                scale = float(self.ranks.size)
                 total = float(weights.sum())
-                scale = self.ranks.size * (1.0 if is_total else weight / total if total else 1.0)
-                joined[name] = _WholeLoss.apply(value, whole, scale)  # type: ignore[no-untyped-call]  # torch's
+                if not is_total and total:
+                    scale *= weight / total
+                joined[name] = _SequenceLoss.apply(value, whole, scale)  # type: ignore[no-untyped-call]  # torch's
             else:
-                joined[name] = (
-                    value.new_tensor(whole, dtype=_floating(value)) if isinstance(value, Tensor) else whole
-                )
+                joined[name] = value.new_tensor(whole, dtype=_floating(value))
         for i, name in enumerate(pairs):
             at = len(numbers) + 1 + 2 * i
             joined[name] = _mean(table[:, at], table[:, at + 1]), float(table[:, at + 1].sum())
@@ -439,8 +453,8 @@ class ContextSession(SessionWrapper):
             dim, cut = place
             return cut.gather(value.detach(), dim)
         cuts.announce(("rows", name))
-        alike = self._gather_numbers(value.detach().double().sum()[None].cpu())
-        if any(not torch.allclose(alike[0], other, equal_nan=True) for other in alike):
+        sums = self._gather_numbers(value.detach().double().sum()[None].cpu())
+        if any(not torch.allclose(sums[0], other, equal_nan=True) for other in sums):
             msg = (
                 f"the step's {name!r} has shape {tuple(value.shape)}, with no dimension of the slice's "
                 "tokens, and differs between the ranks of a sequence: return a row for each token, or one "
@@ -474,7 +488,7 @@ class ContextSession(SessionWrapper):
         self.inner.close()
 
 
-class _WholeLoss(torch.autograd.Function):
+class _SequenceLoss(torch.autograd.Function):
     """The loss of whole sequences, with the gradient of this rank's part.
 
     Forward and backward exchange nothing: the value is known, and each rank goes back from its own loss.

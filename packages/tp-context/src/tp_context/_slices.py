@@ -66,7 +66,11 @@ class Cut:
                 "or set the option context of backend 'context' to fewer ranks"
             )
             raise StepError(msg)
-        self.length, self.rank, self.size, self.group, self.before = length, rank, size, group, before
+        self.length = length
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self.before = before
         if work is None:
             chunks = _chunks(length, 2 * size)
             self.ranges = [[chunks[r], chunks[2 * size - 1 - r]] for r in range(size)]
@@ -98,7 +102,7 @@ class Cut:
         """
         if not part.is_floating_point():
             return self.all_gather(part, dim)
-        whole: Tensor = _Gather.apply(part, self, dim % part.dim())  # type: ignore[no-untyped-call]  # torch's
+        whole: Tensor = _GatherSlices.apply(part, self, dim % part.dim())  # type: ignore[no-untyped-call]  # torch's
         return whole
 
     def all_gather(self, part: Tensor, dim: int) -> Tensor:
@@ -114,11 +118,10 @@ class Cut:
             return [self.all_gather(part, dim) for part in parts]
         rest = [[n for i, n in enumerate(p.shape) if i != dim % p.dim()] for p in parts]
         self.announce(("all_gather", dim, rest, str(parts[0].dtype)))
-        most, dtype = max(self.counts), parts[0].dtype
-        sent = parts[0].new_empty(
-            sum(p.numel() // self.tokens * most for p in parts),
-            dtype=torch.uint8 if dtype is torch.bool else dtype,  # gloo has no bool
-        )
+        most = max(self.counts)
+        dtype = parts[0].dtype
+        sent_dtype = torch.uint8 if dtype is torch.bool else dtype  # gloo has no bool
+        sent = parts[0].new_empty(sum(p.numel() // self.tokens * most for p in parts), dtype=sent_dtype)
         for part, place in zip(parts, views(sent, [p.shape for p in parts]), strict=True):
             place.copy_(part.detach())
         received = sent.new_empty((self.size, sent.numel()))
@@ -179,7 +182,8 @@ class Cut:
         wholes.clear()
         width = len(sent) // self.length
         received = sent.new_empty((self.size, width * self.tokens))
-        counts, own = [width * n for n in self.counts], [width * self.tokens] * self.size
+        counts = [width * n for n in self.counts]
+        own = [width * self.tokens] * self.size
         dist.all_to_all_single(received.view(-1), sent, own, counts, group=self.group)
         del sent
         return views(received.sum(0), shapes)
@@ -193,11 +197,12 @@ def resized(shape: torch.Size, dim: int, tokens: int) -> torch.Size:
 
 def views(flat: Tensor, shapes: Iterable[torch.Size]) -> list[Tensor]:
     """Return views of consecutive parts of a flat tensor; trailing elements are padding."""
-    at, found = 0, []
+    at = 0
+    parts = []
     for shape in shapes:
-        found.append(flat[at : at + shape.numel()].view(shape))
+        parts.append(flat[at : at + shape.numel()].view(shape))
         at += shape.numel()
-    return found
+    return parts
 
 
 def _chunks(length: int, count: int) -> list[tuple[int, int]]:
@@ -218,16 +223,17 @@ def _balanced(work: Tensor, size: int) -> list[list[tuple[int, int]]]:
     # Of a block of neighbors the keys are computed that one of them sees.
     costs = {(a, b): (b - a) * float(work[a:b].max()) if a < b else 0.0 for a, b in chunks}
     order = sorted(chunks, key=lambda chunk: (-costs[chunk], chunk))
-    loads, found = [0.0] * size, [[] for _ in range(size)]  # type: list[float], list[list[tuple[int, int]]]
+    loads = [0.0] * size
+    ranges_of_ranks: list[list[tuple[int, int]]] = [[] for _ in range(size)]
     for first in range(0, len(order), size):  # the largest goes to whom has least so far
         ranks = sorted(range(size), key=loads.__getitem__)
         for rank, chunk in zip(ranks, order[first : first + size], strict=False):
             loads[rank] += costs[chunk]
-            found[rank].append(chunk)
-    return [sorted(ranges) for ranges in found]
+            ranges_of_ranks[rank].append(chunk)
+    return [sorted(ranges) for ranges in ranges_of_ranks]
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSlices(torch.autograd.Function):
     """All-gather in forward; a sum over the ranks in backward, of which each rank keeps its part."""
 
     @staticmethod
@@ -241,7 +247,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumAndTake(torch.autograd.Function):
-    """The adjoint of `_Gather`, as a function of its own: so attention can be differentiated twice."""
+    """The adjoint of `_GatherSlices`, as a function of its own: so attention can be differentiated twice."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, cut: Cut, dim: int) -> Tensor:
@@ -250,7 +256,7 @@ class _SumAndTake(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(grad, ctx.cut, ctx.dim), None, None  # type: ignore[no-untyped-call]  # torch's
+        return _GatherSlices.apply(grad, ctx.cut, ctx.dim), None, None  # type: ignore[no-untyped-call]  # torch's
 
 
 # -- The cuts of a batch ----------------------------------------------------------------------------
@@ -293,7 +299,7 @@ class Cuts:
         self.dims_of_dropout: Mapping[int, int | None] = {}
         self.dims_of_outputs: Mapping[tuple[str, int], int | None] = {}
         # Of several runs before one backward pass: an error only for what is recomputed in it.
-        # Alike on all ranks, though on this one they may differ.
+        # The same on all ranks, though on this one slices may differ in length.
         self._unclear = any(one.is_like(other) for one, other in combinations(cuts, 2))
         if self._unclear and not of_runs:
             self._refuse("pad one of them by as many tokens as there are ranks")
@@ -316,14 +322,12 @@ class Cuts:
 
     def of_slice(self, tokens: int) -> Cut | None:
         """Return the cut with this many tokens on this rank."""
-        found = self._by_tokens.get(tokens)
-        if (
-            self._unclear
-            and found is not None
-            and any(found.is_like(cut) for cut in self if cut is not found)
-        ):
-            self._refuse("go back after each run, or do not recompute activations")
-        return found
+        cut = self._by_tokens.get(tokens)
+        if cut is not None and self._unclear:
+            others = [other for other in self if other is not cut]
+            if any(cut.is_like(other) for other in others):
+                self._refuse("go back after each run, or do not recompute activations")
+        return cut
 
     def of_whole(self, length: int) -> Cut | None:
         """Return the cut of sequences of a length."""
@@ -366,27 +370,27 @@ _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "tokens")
 """Names of tensors (batch, tokens, ...) that say how long the sequences are."""
 
 
-class Found(NamedTuple):
+class BatchSequences(NamedTuple):
     """The tensors of a batch that are cut: by id, with their dimension; and the lengths of sequences."""
 
     dims: Mapping[int, int]
     lengths: tuple[int, ...]
 
 
-def find_sequences(batch: Any, given: Mapping[str, int] | None, *, decodes: bool = False) -> Found:
+def find_sequences(batch: Any, dims: Mapping[str, int] | None, *, decodes: bool = False) -> BatchSequences:
     """Return which tensors of a batch have a sequence, and where.
 
     Args:
         batch: The batch.
-        given: The dimension by name, as the user gave it; ``None`` to find them by name and shape.
+        dims: The dimension by name, as the user says it; ``None`` to find them by name and shape.
         decodes: Whether the model has a decoder beside its encoder: labels are sequences of their own length.
 
     Raises:
         StepError: Nothing has a sequence, a name or dimension is not there, or it is not clear.
     """
     named = list(_named_tensors(batch))
-    if given is not None:
-        return _given_sequences(named, given)
+    if dims is not None:
+        return _named_sequences(named, dims)
     for name, _ in named:
         if name.startswith("cu_seq"):
             msg = (
@@ -409,18 +413,20 @@ def find_sequences(batch: Any, given: Mapping[str, int] | None, *, decodes: bool
     if decodes:
         lengths |= {t.size(1) for n, t in named if n == "labels" and t.dim() == 2}
     rows = next(t.size(0) for _, t in named if t.dim() >= 2 and t.size(1) in lengths)
-    dims = {}
+    dim_by_id = {}
     for name, tensor in named:
         dim = _dim_of(name, tensor, lengths, rows)
         if dim is not None:
-            dims[id(tensor)] = dim
+            dim_by_id[id(tensor)] = dim
             lengths.add(tensor.size(dim))
-    return Found(dims, tuple(sorted(lengths)))
+    return BatchSequences(dim_by_id, tuple(sorted(lengths)))
 
 
-def _given_sequences(named: list[tuple[str, Tensor]], given: Mapping[str, int]) -> Found:
-    by_name, dims, lengths = dict(named), {}, set()
-    for name, dim in given.items():
+def _named_sequences(named: list[tuple[str, Tensor]], dims: Mapping[str, int]) -> BatchSequences:
+    by_name = dict(named)
+    dim_by_id = {}
+    lengths = set()
+    for name, dim in dims.items():
         tensor = by_name.get(name)
         if tensor is None or tensor.dim() <= dim:
             has = "not there" if tensor is None else f"of shape {tuple(tensor.shape)}"
@@ -430,9 +436,9 @@ def _given_sequences(named: list[tuple[str, Tensor]], given: Mapping[str, int]) 
                 f"the batch has {', '.join(repr(n) for n, _ in named) or 'no tensor'}"
             )
             raise StepError(msg)
-        dims[id(tensor)] = dim
+        dim_by_id[id(tensor)] = dim
         lengths.add(tensor.size(dim))
-    return Found(dims, tuple(sorted(lengths)))
+    return BatchSequences(dim_by_id, tuple(sorted(lengths)))
 
 
 def _dim_of(name: str, tensor: Tensor, lengths: set[int], rows: int) -> int | None:
@@ -476,24 +482,24 @@ def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _named_tensors(entry, str(i))
 
 
-def map_sequences(batch: Any, found: Found, change: Callable[[Tensor, int], Tensor]) -> Any:
+def map_sequences(batch: Any, sequences: BatchSequences, change: Callable[[Tensor, int], Tensor]) -> Any:
     """Return a batch with the tensors that have a sequence changed, by ``change(tensor, dim)``."""
 
     def changed(leaf: Any) -> Any:
-        dim = found.dims.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        dim = sequences.dims.get(id(leaf)) if isinstance(leaf, Tensor) else None
         return leaf if dim is None else change(leaf, dim)
 
     return tree_map(changed, batch)
 
 
-def take_slices(batch: Any, found: Found, cuts: Cuts) -> Any:
+def take_slices(batch: Any, sequences: BatchSequences, cuts: Cuts) -> Any:
     """Return this rank's slices of a batch."""
 
     def taken(tensor: Tensor, dim: int) -> Tensor:
         cut = cuts.of_whole(tensor.size(dim))
         return tensor if cut is None else cut.take(tensor, dim)
 
-    part = map_sequences(batch, found, taken)
+    part = map_sequences(batch, sequences, taken)
     if isinstance(part, CountedBatch):
         own = part.weight
         # Where the model compares with the next label, a slice lacks the label of its last token.
@@ -501,18 +507,18 @@ def take_slices(batch: Any, found: Found, cuts: Cuts) -> Any:
     return part
 
 
-def work_of(batch: Any, found: Found, windows: Sequence[int | None]) -> dict[int, Tensor]:
+def work_of(batch: Any, sequences: BatchSequences, windows: Sequence[int | None]) -> dict[int, Tensor]:
     """Return how many keys queries see, by the length of the sequence, where it is not all up to their own.
 
     Args:
         batch: The batch, whole.
-        found: Its sequences.
+        sequences: Its sequences.
         windows: The window of each layer; ``None`` for a layer without one.
     """
     work: dict[int, Tensor] = {}
-    within: dict[int, Tensor] = {}
+    within: dict[int, Tensor] = {}  # the position in its document
     for name, tensor in _named_tensors(batch):
-        dim = found.dims.get(id(tensor))
+        dim = sequences.dims.get(id(tensor))
         if dim is None:
             continue
         length = tensor.size(dim)
@@ -522,11 +528,17 @@ def work_of(batch: Any, found: Found, windows: Sequence[int | None]) -> dict[int
             if bool(begins.any()):
                 within[length] = at - torch.where(begins, at, 0).cummax(1).values
         elif "mask" in name and dim == tensor.dim() - 2 and tensor.size(-1) == length:
-            sees = tensor if not tensor.is_floating_point() else tensor > torch.finfo(tensor.dtype).min / 2
+            sees = tensor
+            if tensor.is_floating_point():
+                sees = tensor > torch.finfo(tensor.dtype).min / 2
             work[length] = sees.bool().reshape(-1, length, length).sum((0, 2))
-    for length in found.lengths:
-        if length in work or not (length in within or any(w is not None and w < length for w in windows)):
+    for length in sequences.lengths:
+        has_windows = any(window is not None and window < length for window in windows)
+        if length in work or not (length in within or has_windows):
             continue
         seen = within.get(length, torch.arange(length)[None]) + 1
-        work[length] = sum((seen.clamp(max=w or length).sum(0) for w in windows or [None]), torch.zeros(()))
+        total = torch.zeros(())
+        for window in windows or [None]:
+            total = total + seen.clamp(max=window or length).sum(0)
+        work[length] = total
     return work
