@@ -15,7 +15,7 @@ from tp_pipeline._options import PipelineOptions
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from tp_core.sessions import ProcessGroupSession
 
-    from tp_pipeline._session import PipelineSession
+    from tp_pipeline._pipeline_session import PipelineSession
 
 
 class PipelineBackend(RanksBackend[PipelineOptions]):
@@ -107,7 +107,7 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
 
         Collective: the ranks' rendezvous, and the creation of the groups.
         """
-        from tp_pipeline._session import PipelineSession
+        from tp_pipeline._pipeline_session import PipelineSession
 
         options = self.parse_options(job)
         weights, inner = self._weights(job)

@@ -222,8 +222,8 @@ def make_plan(
     model: nn.Module,
     batch: Any,
     *,
-    shape_of: Callable[[nn.Parameter], torch.Size],
-    count_of: Callable[[nn.Parameter], int],
+    shape_of: Callable[[str], torch.Size],
+    count_of: Callable[[str], int],
     cuts: Sequence[str] | None,
     starts: Sequence[tuple[str, int]] | None,
     stages: int,
@@ -235,8 +235,8 @@ def make_plan(
         step: The user's step.
         model: The plain model; parameters that this rank has not may be empty.
         batch: A micro-batch.
-        shape_of: Returns the shape of a parameter, before parts of it were freed.
-        count_of: Returns the number of elements of a whole parameter, alike on all ranks.
+        shape_of: Returns the shape of a parameter by its name, before parts of it were freed.
+        count_of: Returns the number of elements of a whole parameter by its name, the same on all ranks.
         cuts: The modules with which stages begin, or ``None``.
         starts: The calls with which stages begin, if the model is cut already: names and which call of it.
         stages: The number of stages.
@@ -271,7 +271,7 @@ class _Run:
         self,
         model: nn.Module,
         units: dict[str, nn.Module],
-        shape_of: Callable[[nn.Parameter], torch.Size],
+        shape_of: Callable[[str], torch.Size],
         with_numbers: set[type],
         device: torch.device,
     ) -> None:
@@ -330,7 +330,7 @@ class _Run:
 
     def _stand_in_of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         with self.mode:
-            fake = torch.empty(self.shape_of(parameter), dtype=parameter.dtype, device=self.device)
+            fake = torch.empty(self.shape_of(name), dtype=parameter.dtype, device=self.device)
         stand_in = nn.Parameter(fake, parameter.requires_grad)
         self.note(stand_in, {("param", name)})
         return stand_in
@@ -613,7 +613,7 @@ def _cut(
     cuts: Sequence[str] | None,
     starts: Sequence[tuple[str, int]] | None,
     stages: int,
-    count_of: Callable[[nn.Parameter], int],
+    count_of: Callable[[str], int],
 ) -> tuple[Plan, list[tuple[str, int]]]:
     calls = run.calls
     early = next(
@@ -730,7 +730,7 @@ def _balanced(
     named: list[tuple[str, int]],
     can_start: set[str],
     stages: int,
-    count_of: Callable[[nn.Parameter], int],
+    count_of: Callable[[str], int],
 ) -> list[tuple[str, int]]:
     """Return the calls with which stages begin, so that the largest stage is as small as can be.
 
@@ -749,8 +749,11 @@ def _balanced(
         raise ConfigError(msg)
     costs = []
     for name, _ in named:
-        layers = [m for m in units[name].modules() if not isinstance(m, nn.Embedding)]
-        costs.append(float(sum(count_of(p) for m in layers for p in m.parameters(recurse=False))))
+        cost = 0.0
+        for prefix, module in units[name].named_modules(prefix=name):
+            if not isinstance(module, nn.Embedding):
+                cost += sum(count_of(f"{prefix}.{n}") for n, _ in module.named_parameters(recurse=False))
+        costs.append(cost)
     # The calls before the second block belong to the first stage, and so on.
     bounds = [0, *places[1:], len(named)]
     pieces = [sum(costs[a:b]) for a, b in pairwise(bounds)]

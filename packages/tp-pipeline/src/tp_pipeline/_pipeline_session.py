@@ -1,0 +1,610 @@
+"""The session of a rank that has some stages of the model."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from tp_core import tree_map
+from tp_core.data import Parts, Share, StepOutput, combine_outputs, near_power_of_two
+from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
+from tp_core.fully_sharded import whole_matrix_optimizer
+from tp_core.jobs import CompileOptions
+from tp_core.plugins import Job
+from tp_core.random import device_rng_state, set_device_rng_state
+from tp_core.sessions import (
+    PerModule,
+    ProcessGroupSession,
+    join_process_group,
+    new_process_group,
+    rendezvous_store,
+)
+from tp_core.state import load_whole_state, plain_state, whole
+from tp_core.tensors import TensorSlice, check_not_quantized
+
+from tp_pipeline._agreement import gather_or_raise
+from tp_pipeline._batch_trace import BatchTrace
+from tp_pipeline._micro_batches import split_batch
+from tp_pipeline._options import PipelineOptions, ScheduleName
+from tp_pipeline._plan import Plan, find_units
+from tp_pipeline._row_shards import RowShards
+from tp_pipeline._run import BatchRun, Exchange, weigh_output
+from tp_pipeline._schedule import Orders, Span, choose_schedule
+from tp_pipeline._stage_gradients import (
+    DataParallelGradients,
+    PendingGradients,
+    counted_in_norm,
+    sum_over_stages,
+)
+from tp_pipeline._staged_model import PipelineRanks, StagedModel
+
+log = logging.getLogger("tp_pipeline")
+
+
+class PipelineSession(ProcessGroupSession):
+    """One rank of a job in which groups of ranks hold a model in stages.
+
+    Ranks ``0`` to ``ranks - 1`` hold the first copy, and so on; all of them read the samples of one data
+    rank. A step runs for micro-batches, forward and backward. Its loss comes back with the gradients of the
+    whole batch, which :meth:`backward` adds.
+
+    Args:
+        job: The job.
+        options: The options.
+        ranks: The number of ranks that hold a model together, or of groups that split its tensors.
+        inner: The session that splits tensors in groups, one for each rank of a pipeline; by default ranks
+            have whole tensors.
+    """
+
+    runs_step_in_parts = True
+    cuts_models = True
+    takes_deferred_models = True  # a tensor at a time
+
+    def __init__(
+        self,
+        job: Job,
+        options: PipelineOptions,
+        ranks: int,
+        *,
+        inner: ProcessGroupSession | None = None,
+    ) -> None:
+        self._inner = inner
+        if inner is None:
+            self._pipeline = self._join(job, options, ranks)
+        else:
+            self._pipeline = self._join_split(inner, job, options, ranks)
+        if options.schedule == "auto":
+            options = _choose_options(options, job, ranks)
+        self.options = options
+        is_early = self.device.type == "cpu"
+        self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v, is_early=is_early)
+        self._exchange = Exchange(
+            self._pipeline.group,
+            self.orders,
+            self.device,
+            options.timeout_s,
+            rendezvous_store(job.environment),
+            self._mates(),
+        )
+        self.takes_deferred_models = self.sample_size == 1  # others are compared with the whole model
+        self._staged: PerModule[StagedModel] = PerModule()
+        self._optimizers: list[Optimizer] = []
+
+        # Data-parallel ranks: those with the same stages.
+        self._rows: RowShards | None = None
+        if options.data == "fsdp" and self._data_group is not None:
+            self._rows = RowShards(self._data_group)
+        self.evaluates_together = self._rows is not None  # without gradients, too, weights are gathered
+        self._data_parallel = DataParallelGradients(
+            self._gradient_group, self._gradient_size, self.device, self._rows
+        )
+        self._syncs = True
+
+        self._is_in_step = False
+        self._trace: BatchTrace | None = None
+        if options.trace is not None and self.rank == 0:
+            self._trace = BatchTrace(options.trace)
+        # About what the loss was last multiplied by, on which half precision's gradients depend.
+        self._scale = 2.0**16 if job.precision == "fp16-mixed" else 1.0
+
+    def _join(self, job: Job, options: PipelineOptions, ranks: int) -> PipelineRanks:
+        """Join the process group, and form the groups of ranks with whole tensors."""
+        leave = join_process_group(job.environment, device=job.devices[0], timeout_s=options.timeout_s)
+        world, rank = dist.get_world_size(), dist.get_rank()
+        copies = world // ranks
+        pipeline, data_group = None, None
+        # Every rank makes every group, in one order; of those without it, it gets `None`.
+        for first in range(0, world, ranks):
+            group = new_process_group(range(first, first + ranks), timeout_s=options.timeout_s)
+            pipeline = group or pipeline
+        if copies > 1:
+            for first in range(ranks):
+                group = new_process_group(range(first, world, ranks), timeout_s=options.timeout_s)
+                data_group = group or data_group
+        ProcessGroupSession.__init__(
+            self, job, data_group=data_group, data_rank=rank // ranks, data_size=copies, leave=leave
+        )
+        if pipeline is None:
+            msg = "torch made no process group for this rank"
+            raise ConfigError(msg)
+        return self._pipeline_ranks(pipeline, pipeline, rank % ranks, list(range(ranks)), ranks)
+
+    def _join_split(
+        self, inner: ProcessGroupSession, job: Job, options: PipelineOptions, ranks: int
+    ) -> PipelineRanks:
+        """Take the groups of ranks with the same part of tensors, and form those that hold a model.
+
+        Collectives: an all-gather of places, the creation of the groups.
+        """
+        ProcessGroupSession.__init__(
+            self,
+            job,
+            data_group=inner._data_group,
+            data_rank=inner.data_rank,
+            data_size=inner.data_size,
+            leave=inner.close,
+        )
+        everyone = self.gather_objects((inner.data_rank, inner.sample_rank))
+        model_group = None
+        for copy in range(inner.data_size):
+            members = [rank for rank, (data_rank, _) in enumerate(everyone) if data_rank == copy]
+            model_group = new_process_group(members, timeout_s=options.timeout_s) or model_group
+        pipeline = inner.sample_group or dist.group.WORLD
+        if model_group is None or pipeline is None:
+            msg = "torch made no process group for this rank"
+            raise ConfigError(msg)
+        places = [place for data_rank, place in everyone if data_rank == inner.data_rank]
+        return self._pipeline_ranks(pipeline, model_group, inner.sample_rank, places, ranks)
+
+    def _pipeline_ranks(
+        self, group: Any, model_group: Any, place: int, places: list[int], size: int
+    ) -> PipelineRanks:
+        return PipelineRanks(
+            group=group,
+            size=size,
+            place=place,
+            model_group=model_group,
+            places=places,
+            device=self.device,
+            sample_group=self.sample_group,
+            sample_size=self.sample_size,
+        )
+
+    def _mates(self) -> tuple[str, int]:
+        """Return a name of the ranks that compute together with this one in its stages, and their number."""
+        if self.sample_size > 1:  # of slices of the same sequences
+            return getattr(self.sample_group, "group_name", "all"), self.sample_size
+        ranks = self._pipeline
+        return f"{ranks.model_group.group_name}/{ranks.place}", list(ranks.places).count(ranks.place)
+
+    # -- preparing ----------------------------------------------------------------------------
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device, with the weights of the first rank; it is cut at its first step.
+
+        Of a model that was built without memory, a rank gets what its stages seem to need: those that follow
+        from the order of its modules. The first step sends what it uses elsewhere.
+
+        Raises:
+            ModelError: ``model`` is not a module, is wrapped already, or has no blocks to cut between.
+            ConfigError: A cut by hand is no module of the model.
+            DisagreementError: The ranks' parameters differ in name, shape or type.
+
+        Collectives: an all-gather of the parameters' descriptions, a broadcast of each tensor.
+        """
+        if self._inner is not None:
+            model = self._inner.prepare_model(model)
+            staged = StagedModel(
+                model, self.options.cuts, self.orders, self._pipeline, rows=self._rows, inner=self._inner
+            )
+            staged.find_pieces()
+            groups: list[dist.ProcessGroup | None] = [self._pipeline.group]
+            if self._gradient_size > 1:
+                groups.append(self._gradient_group)
+            staged.share_initial(groups)
+        else:
+            self.check_plain(model)
+            check_not_quantized(model, "backend 'pipeline'")
+            self.check_same_parameters(model)
+            staged = StagedModel(model, self.options.cuts, self.orders, self._pipeline, rows=self._rows)
+            staged.materialize(is_first=self.rank == 0)
+            model = super().prepare_model(model)
+            staged.share_initial([None])
+        self._staged[model] = staged
+        self._reductions.know(model)
+        return model
+
+    def compile_model(self, model: nn.Module) -> None:
+        """Compile the units, each by itself: the compiler would look past the cuts of a whole model.
+
+        Raises:
+            ConfigError: Tensors are split: stages would compile collectives in other orders.
+        """
+        if self._inner is not None:
+            msg = "compile= does not go with weights='shard' of backend 'pipeline' yet; leave it out"
+            raise ConfigError(msg)
+        staged = self._staged.get(model)
+        if staged is not None:
+            options = self.job.compile or CompileOptions()
+            for name, unit in staged.units.items():
+                forward = _UnitForward(unit.forward)
+                forward.compile(**options.arguments())
+                staged.compiled[name] = forward
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer; it steps the parameters of this rank's stages.
+
+        Raises:
+            ConfigError: It computes with matrices as a whole or several at once, of which each rank has some.
+        """
+        name = whole_matrix_optimizer(optimizer)
+        if name is not None:
+            msg = (
+                f"{name} computes with whole matrices, or with all of them at once, and on backend "
+                "'pipeline' a rank has those of its stages, or rows of them; take an optimizer that treats "
+                "each element by itself, such as AdamW or SGD"
+            )
+            raise ConfigError(msg)
+        self._optimizers.append(optimizer)
+        if self._inner is not None:
+            self._inner.prepare_optimizer(optimizer)
+        return super().prepare_optimizer(optimizer)
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
+        """Run the step for micro-batches on all stages, and return the whole batch's output on each rank.
+
+        Before the first call with a step, and with batches of another form, the step runs on stand-ins. The
+        first one cuts the model: parameters of other ranks' stages become empty here. Steps of data ranks may
+        call other modules, so these ranks agree on them when they first learn.
+
+        Raises:
+            ModelError: The model cannot be cut, or normalizes over its batch.
+            StepError: The step cannot run for parts of the batch, or does something else than on stand-ins.
+            ConfigError: The options do not fit the model or the batch.
+            DisagreementError: The ranks find different cuts.
+
+        Collectives: sends and receives between neighboring stages; an all-gather of the outputs over the
+        ranks that hold the model. The first time with a form of batch, another one. The first time that data
+        ranks learn, an all-gather over them. Where they share weights, all-gathers of them before the batch.
+        """
+        staged = self._staged.get(model)
+        if staged is None:
+            msg = "the step runs with a model that was not prepared: trainer.prepare(model) first"
+            raise ModelError(msg)
+        parts, plans = self._plan(staged, step, batch)
+        learns = torch.is_grad_enabled() and all(plan.has_loss for plan in plans)
+        trained = staged.trained()
+        run = BatchRun(
+            step,
+            model,
+            parts,
+            plans,
+            units=staged.units,
+            exchange=self._exchange,
+            seed=int(torch.randint(2**62, ())) if learns else self.job.seed,
+            weigh=partial(self._weigh, parts),
+            trained=list(trained.values()),
+            uncast=self._uncast,
+            compiled=staged.compiled,
+            scale=self._scale,
+            is_timed=self.options.trace is not None,
+        )
+        orders = self.orders.learning(len(parts)) if learns else self.orders.forwards(len(parts))
+        before = {name: parameter.grad for name, parameter in trained.items()}
+        gradients: dict[str, Tensor] = {}
+        self._is_in_step = True
+        try:
+            # Gradients of the batch are counted apart: see Note [how gradients of stages are counted].
+            for parameter in trained.values():
+                parameter.grad = None
+            with _restored_random_state(self.device), staged.gathered(), staged.stand_ins():
+                run.perform(orders[self._pipeline.place])
+                for name, parameter in trained.items():
+                    if parameter.grad is not None:
+                        gradients[name] = parameter.grad
+        finally:
+            self._is_in_step = False
+            for name, parameter in trained.items():
+                parameter.grad = before[name]
+        output, reached, total = self._gather_outputs(staged, parts, run, list(gradients), learns=learns)
+        if not learns:
+            return output
+        gradients = sum_over_stages(staged, self._pipeline, gradients, reached)
+        return self._with_gradients(output, PendingGradients(staged, gradients, total))
+
+    def _plan(
+        self, staged: StagedModel, step: Callable[..., StepOutput], batch: Any
+    ) -> tuple[Parts, list[Plan]]:
+        """Return the micro-batches of a batch and the plan of each; cut the model if it is not cut yet.
+
+        Collectives: as :meth:`run` says, before the batch.
+        """
+        learns = torch.is_grad_enabled()
+        # In evaluation a data rank may have no batch, and does not come here.
+        all_come = learns or self._rows is not None
+        agrees = all_come and self._gradient_size > 1 and not staged.is_agreed
+        try:
+            parts = split_batch(batch, self.options, self.orders, is_first=learns and not staged.is_planned)
+            plans = staged.plans_of(step, parts)
+        except Exception as error:
+            if agrees:
+                staged.agree(error, self._gradient_group)
+            raise
+        if agrees:
+            staged.agree(None, self._gradient_group)
+        if agrees or not staged.is_cut:
+            staged.cut(self._optimizers)
+        return parts, plans
+
+    def _weigh(self, parts: Parts, output: Any, part: int) -> tuple[Tensor, float]:
+        return weigh_output(output, parts.counts[part], is_sum=self.job.loss == "sum")
+
+    def _uncast(self) -> AbstractContextManager[Any]:
+        # The trainer's autocast is around the whole step, and a backward pass runs in the types of forward.
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.autocast(kind, enabled=False)
+        return nullcontext()
+
+    def run_several(
+        self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
+    ) -> StepOutput:
+        """Run ``step(*models, batch)`` as :meth:`run` does with one model.
+
+        Raises:
+            StepError: As in :meth:`run`; or there are several models.
+
+        Collectives: those of :meth:`run`.
+        """
+        if len(models) > 1:
+            msg = "a step of several models does not go with backend 'pipeline'; put them into one module"
+            raise StepError(msg)
+        return self.run(step, models[0], batch)
+
+    def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - contract
+        """Check that the caller sees the whole batch, and not a micro-batch.
+
+        Raises:
+            StepError: A step runs.
+        """
+        if self._is_in_step:
+            msg = (
+                f"{what} was called in a step, which runs for one micro-batch on backend 'pipeline'; call it "
+                "with what the step has returned"
+            )
+            raise StepError(msg)
+
+    def _gather_outputs(
+        self, staged: StagedModel, parts: Parts, run: BatchRun, names: list[str], *, learns: bool
+    ) -> tuple[StepOutput, set[str], float]:
+        """Return the batch's output, which parameters have gradients on any rank, and what divides these.
+
+        Args:
+            staged: The model.
+            parts: The micro-batches.
+            run: Their run.
+            names: The names of parameters with gradients on this rank.
+            learns: Whether the batch has gone backward.
+
+        Raises:
+            Exception: A rank has failed: its error, on all that hold the model.
+
+        Collective: an all-gather over the ranks that hold the model.
+        """
+        ranks = self._pipeline
+        last_place = self.orders.rank_of(self.orders.stages - 1)
+        output, failure = None, run.failure
+        if ranks.place == last_place and failure is None:
+            outputs = [tree_map(_to_cpu, output) for output in run.outputs]
+            try:
+                output = combine_outputs(outputs, parts, loss=self.job.loss, device=torch.device("cpu"))
+            except StepError as error:
+                failure = error
+        total = sum(run.weights) if self.job.loss == "mean" else 1.0
+        gathered = staged.gather((names, output, total * (run.factor or 0.0), run.spans), failure)
+        if learns and self._trace is not None:
+            self._trace.add(self._spans_of([spans for *_, spans in gathered]))
+        reached = {name for names, *_ in gathered for name in names}
+        _, output, total, _ = gathered[ranks.places.index(last_place)]
+        return tree_map(self._to_device, output), reached, total
+
+    def _spans_of(self, works: Sequence[Sequence[tuple[Any, float, float]]]) -> list[Span]:
+        """Return the spans of one rank of each place, by the work of all ranks that hold the model."""
+        ranks = self._pipeline
+        spans = []
+        for place, rank in enumerate(dist.get_process_group_ranks(ranks.group)):
+            spans += [Span(rank, *work) for work in works[ranks.places.index(place)]]
+        return spans
+
+    def _to_device(self, value: Any) -> Any:
+        return value.to(self.device) if isinstance(value, Tensor) else value
+
+    # -- the gradients of the whole batch -----------------------------------------------------
+
+    def _with_gradients(self, output: StepOutput, pending: PendingGradients) -> StepOutput:
+        """Return an output whose loss adds gradients: see Note [how gradients of stages are counted], 3."""
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        anchor = torch.zeros((), dtype=loss.dtype, device=self.device, requires_grad=True)
+        # After hooks of a leaf, by which the loss of a stand-in counts nothing.
+        anchor.register_post_accumulate_grad_hook(partial(self._add, pending))
+        loss = _BatchLoss.apply(anchor, loss)  # type: ignore[no-untyped-call]  # torch's
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _add(self, pending: PendingGradients, anchor: Tensor) -> None:
+        factor = 0.0 if anchor.grad is None else float(anchor.grad)
+        anchor.grad = None
+        if self.job.precision == "fp16-mixed" and 0.0 < factor < math.inf:
+            self._scale = near_power_of_two(factor)
+        pending.add(factor, self._data_parallel, averages=self._syncs)
+
+    def backward(self, loss: Tensor, share: Share | None = None, **graph: bool) -> None:
+        """Add the gradients of the loss over the whole global batch.
+
+        Raises:
+            DisagreementError: The session that splits tensors finds other gradients on ranks that have the
+                same parameter; on all ranks that hold the model.
+
+        Collectives: those of :meth:`run`'s gradients; with split tensors those of that session's checks, and
+        an all-gather over the ranks that hold the model.
+        """
+        if self._inner is None:
+            super().backward(loss, share, **graph)
+            return
+        failure = None
+        try:
+            self._reductions.run_backward(partial(self._inner.backward, loss, share, **graph))
+        except DisagreementError as error:
+            failure = error
+        gather_or_raise(None, failure, group=self._pipeline.model_group, device=self.device)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - contract
+        """Return a context in which gradients are not averaged over the data ranks."""
+        return self._unsynced()
+
+    @contextmanager
+    def _unsynced(self) -> Iterator[None]:
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def grad_norm(self, model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the whole gradient, in which each parameter counts once.
+
+        Collective: an all-reduce of one number over the ranks that hold the model, and one over the data
+        ranks where they share weights.
+        """
+        plain = self.unwrap(model)
+        counted = counted_in_norm(
+            plain,
+            self._staged.get(plain),
+            place=self._pipeline.place,
+            counts_unsharded=self._rows is None or self.data_rank == 0,
+        )
+        if self._inner is not None:  # a list of parameters, as it looks at no modules
+            norm = self._inner.grad_norm(nn.ParameterList(counted), norm_type=norm_type)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None], norm_type)
+        norm = norm.to(self.device)
+        groups: list[dist.ProcessGroup | None] = [self._pipeline.group]
+        if self._rows is not None:
+            groups.append(self._data_group)
+        if norm_type == float("inf"):
+            for group in groups:
+                dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+            return norm
+        powers = norm.double() ** norm_type
+        for group in groups:
+            dist.all_reduce(powers, group=group)
+        return (powers ** (1.0 / norm_type)).to(norm.dtype)
+
+    # -- state --------------------------------------------------------------------------------
+
+    def as_slice(self, parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:
+        """Return ``value`` as what this rank has of the tensor: all, some rows or no part of it."""
+        if not isinstance(value, TensorSlice):
+            for model in self._staged:
+                staged = self._staged.get(model)
+                placement = None if staged is None else staged.placement_of(parameter)
+                if staged is not None and placement is not None:
+                    return staged.slice_of(placement, parameter, value)
+        return value if self._inner is None else self._inner.as_slice(parameter, value)
+
+    def model_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the whole model's state on every rank, with the names of the user's own module.
+
+        Collective: a broadcast of each tensor that not all ranks have.
+        """
+        return {name: whole(value) for name, value in self.state_parts(model).items()}
+
+    def state_parts(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the whole model's state, with tensors of other ranks that are sent when they are asked for.
+
+        Collectives: none; `tp_core.state.whole` broadcasts a tensor.
+        """
+        plain = self.unwrap(model)
+        staged = self._staged.get(plain)
+        if staged is not None:
+            return staged.state_parts()
+        return plain_state({n: value.detach() for n, value in plain.state_dict(keep_vars=True).items()})
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Load a state of :meth:`model_state`, of any backend.
+
+        Raises:
+            RuntimeError: Names or shapes do not fit the model (torch's own error).
+        """
+        plain = self.unwrap(model)
+        staged = self._staged.get(plain)
+        if staged is not None:
+            staged.load_state(state)
+        else:
+            load_whole_state(plain, plain_state(state))
+
+    def close(self) -> None:
+        """Leave the process group, if this session has joined it."""
+        self._staged.clear()
+        self._optimizers.clear()
+        super().close()
+
+
+def _choose_options(options: PipelineOptions, job: Job, ranks: int) -> PipelineOptions:
+    """Return the options with a schedule in place of "auto"."""
+    blocks = ranks if job.model is None else len(find_units(job.model, None)[1])
+    names = [name for name in get_args(ScheduleName) if name != "auto"]
+    name, reason = choose_schedule(names, ranks, options.microbatches or 4 * ranks, blocks)
+    log.info("schedule %s: %s", name, reason)
+    return replace(options, schedule=name)
+
+
+@contextmanager
+def _restored_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the states of torch's generators at the end of the context."""
+    state = torch.get_rng_state()
+    device_state = None if device.type == "cpu" else device_rng_state(device)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        if device_state is not None:
+            set_device_rng_state(device, device_state)
+
+
+class _UnitForward(nn.Module):
+    """The forward of a unit, to compile: its own call is replaced while steps run."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+class _BatchLoss(torch.autograd.Function):
+    """The loss of the whole batch: see Note [how gradients of stages are counted], 3.
+
+    Forward and backward exchange nothing: the hook of the anchor does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, loss: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
+        return grad.sum(), None
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
