@@ -1,4 +1,4 @@
-"""The map of the house names files that are there, and the folders of tests mirror its rooms."""
+"""ARCHITECTURE.md names files that are there, and the folders of tests mirror those of the packages."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def places():
     return sorted(set(names))
 
 
-def test_the_map_names_many_places():
+def test_it_names_many_places():
     assert len(places()) > 25
 
 
@@ -29,28 +29,21 @@ def test_every_place_is_there():
     assert missing == []
 
 
-def test_every_room_is_on_the_map():
-    for package in ("tp_core", "tp_trainer", "tp_runner", "tp_shard"):
-        rooms = [p.parent.name for p in (HOMES[package] / package).glob("*/__init__.py")]
-        missing = [room for room in rooms if f"{room}/" not in TEXT and f"{room}." not in TEXT]
-        assert missing == [], package
-
-
 def test_every_folder_of_tests_on_the_map_is_there():
     names = [name for name in re.findall(r"`(tests/[\w/]+(?:\.py)?)`", TEXT) if "NAME" not in name]
     assert len(names) > 4
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-def test_every_room_has_a_folder_of_tests():
+def test_every_folder_of_a_package_has_a_folder_of_tests():
     elsewhere = {
         "fully_sharded": "tested through the backend fsdp",
         "modules": "tested through what is made of them: units, stages, split layers",
     }
     for package in ("tp_core", "tp_trainer", "tp_runner", "tp_shard"):
-        rooms = {p.parent.name for p in (HOMES[package] / package).glob("*/__init__.py")} - set(elsewhere)
-        folders = {
+        folders = {p.parent.name for p in (HOMES[package] / package).glob("*/__init__.py")} - set(elsewhere)
+        tested = {
             p.parent.relative_to(ROOT / "tests" / package).parts[0]
             for p in (ROOT / "tests" / package).glob("*/**/test_*.py")
         }
-        assert {room.removeprefix("_") for room in rooms} - folders == set(), package
+        assert {folder.removeprefix("_") for folder in folders} - tested == set(), package

@@ -11,9 +11,9 @@ The way of an item, and the files that it passes::
         |                                    _options (checked), _engines (which fleet)
         v
     _scheduling/                             whoever waits for results does all of this, for every run
-        Source.take                          _source: lists at once, anything else through a thread
-        Run.next_chunk                       _run: order, how many items travel together, who has what
-        Scheduler.dispatch                   _pool: the runs take turns
+        ItemSource.take                      _source: lists at once, anything else through a thread
+        PassState.next_chunk                 _run: order, how many items travel together, who has what
+        FleetScheduler.dispatch              _pool: the runs take turns
         |  ^
         v  |  Chunk  /  Done, Ready, Died    _workers/_fleet: all that passes between the two rooms
     _workers/
@@ -28,10 +28,10 @@ The way of an item, and the files that it passes::
             ReplyWriter                      _wire: results, log records, failures
         |  ^
         v  |
-    Scheduler._on_events
+    FleetScheduler._on_events
         a failure, death or timeout          _run: a pure policy; facts in, a decision out
         a worker that has done enough        _run
-        Run.next_finished                    in order, or as it comes
+        PassState.next_finished              in order, or as it comes
         |
         v
     ResultStream, Future, AsyncResultStream  _stream, _scheduling/_source, _async_stream

@@ -1,4 +1,12 @@
-"""Cross entropy over classes that are split over ranks: of logits, or of a head, chunk by chunk."""
+"""Cross entropy over classes that are split over ranks: of logits, or of a head, chunk by chunk.
+
+The hidden values (batch, features) are on every rank of the group, and each rank has rows of the class
+matrix. Its product gives logits (batch, classes / ranks). Each rank takes its largest logit, its sum of
+exponentials, and the target's logit if it has it. Forward exchanges these once per row, never logits, so
+that the loss (batch,) is the same on every rank. Backward is softmax - target, from what forward kept,
+without a collective. The layer before sums the gradient of the hidden values over the group. Fused with
+the product, in chunks, the logits of all classes never exist at once.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
