@@ -38,11 +38,14 @@ def lazy_exports(
             return _version_of(package)
         if name not in modules:
             msg = f"module {package!r} has no attribute {name!r}"
-            rooms = [f"{package}.{room}" for room, module in modules.items() if module == package]
+            public = [f"{package}.{key}" for key, module in modules.items() if module == package]
             # Imports for a user's typo alone: tools that probe a module ask for private names.
-            looked_in = () if name.startswith("_") else rooms
-            homes = [room for room in looked_in if hasattr(importlib.import_module(room), name)]
-            msg += f"; it is in {homes[0]}" if homes else f"; look in {', '.join(rooms)}" if rooms else ""
+            looked_in = () if name.startswith("_") else public
+            homes = [home for home in looked_in if hasattr(importlib.import_module(home), name)]
+            if homes:
+                msg += f"; it is in {homes[0]}"
+            elif public:
+                msg += f"; look in {', '.join(public)}"
             raise AttributeError(msg, name=name, obj=sys.modules[package])  # Python adds the nearest name
         module = modules[name]
         if module == package:

@@ -166,7 +166,7 @@ def create_job(request: LaunchRequest) -> DetachedJob:
     """Write the files of a job that is about to start.
 
     Raises:
-        ConfigError: The name cannot be used, or is that of a running job; or jobs cannot be kept.
+        ConfigError: The name cannot be used, or a running job has it; or jobs cannot be kept.
     """
     if request.name is not None:
         _check_name(request.name)

@@ -66,7 +66,7 @@ class SavingArguments:
         return replace(checkpoint, every_steps=every)
 
     def find(self, path: Any) -> Any:
-        """Return a path that was given for weights; for "best" and "last" that of a checkpoint of the run.
+        """Return a path that was given for weights; for "best" and "last" the one of a checkpoint of the run.
 
         Raises:
             ConfigError: The run saves nothing.

@@ -112,7 +112,7 @@ def between(low: Footprint, high: Footprint, weight: float) -> Footprint:
 
 
 def _blocks_alike(model: nn.Module) -> tuple[str, int] | None:
-    """Return the path of the list of a model's blocks and their number, if they are alike and many."""
+    """Return the path of the list of a model's blocks and their number, if they are equal and many."""
     try:
         blocks = repeated_blocks(model)
     except ModelError:

@@ -619,7 +619,7 @@ class Trainer:
         log: "LogOptions | LogSpec",
         state: dict[str, Any] | None,
     ) -> "LoopSettings":
-        """Return the checked arguments of ``fit`` and ``loop`` that are alike, each as its object."""
+        """Return the checked arguments of ``fit`` and ``loop`` that both have, each as its object."""
         from tp_trainer._running._callbacks import CompileMonitor, Events, find_callbacks
         from tp_trainer._running._settings import (
             LogOptions,
@@ -968,7 +968,7 @@ class Trainer:
     def all_gather(self, rows: Tensor, *, batch: Any = None) -> Tensor:
         """Return the rows of all data ranks and devices, with gradients, for losses that compare samples.
 
-        Call it in a step or in a custom loop, on all ranks alike. If every rank computes the same loss from
+        Call it in a step or in a custom loop, on all ranks. If every rank computes the same loss from
         all rows, the gradient is the one of a single device on the whole batch.
 
         Args:
@@ -1060,7 +1060,7 @@ class Trainer:
         self._files.export(model, path, adapter=adapter, merged=merged, max_file_nbytes=max_file_nbytes)
 
     def verify(self, *, steps: int | None = None, timeout_s: float = 600.0) -> "Verification":
-        """Prove that this script trains alike after a stop, and on each backend that fits.
+        """Prove that this script trains the same after a stop, and on each backend that fits.
 
         ``tp verify`` runs the whole script again, with its arguments, in other processes: on one device;
         ended by a SIGTERM and resumed; then on each backend. It names the first number that differs. There,

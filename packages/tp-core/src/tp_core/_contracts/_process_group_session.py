@@ -741,7 +741,7 @@ _drawing_alike: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 class _CommonDraws:
-    """Draws the random numbers of an optimizer's steps alike on all ranks.
+    """Draws the random numbers of an optimizer's steps, the same on all ranks.
 
     Ranks draw other dropouts, and so have generators in other states. What they hold in common would drift
     apart by what an optimizer draws. The first step shows whether it draws at all.

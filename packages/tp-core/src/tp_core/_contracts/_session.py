@@ -324,7 +324,7 @@ class Session:
         Args:
             loss: This rank's loss: a scalar tensor.
             share: The samples of this rank, and of all, in the batch of the loss: `PreparedLoader.share` when
-                the loader yielded it. ``None`` counts the losses of all data ranks alike.
+                the loader yielded it. ``None`` gives the losses of all data ranks the same weight.
             retain_graph: Whether a further backward pass through the same graph follows.
             create_graph: Whether to build a graph of the gradients, to differentiate them.
 

@@ -112,7 +112,7 @@ def _bad_hosts(text: str) -> LaunchEnvironmentError:
 
 
 def derive_port(job: int, step: int) -> int:
-    """Return a port that all tasks of a step compute alike, and that rarely collides with other steps'."""
+    """Return a port that all tasks of a step compute, and that rarely collides with other steps'."""
     return _FIRST_PORT + (job * 97 + step) % _PORTS
 
 

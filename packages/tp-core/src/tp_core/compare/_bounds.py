@@ -60,7 +60,7 @@ class Bound:
 
     @classmethod
     def of(cls, dtypes: Iterable[torch.dtype], *, depth: Depth = "pass") -> "Bound":
-        """Return the bound of what is computed in some types: that of the coarsest of them.
+        """Return the bound of what is computed in some types: the bound of the coarsest of them.
 
         Args:
             dtypes: All types in which either side computes, see :class:`ComputedTypes`.

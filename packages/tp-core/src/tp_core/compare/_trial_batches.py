@@ -96,7 +96,7 @@ def first_token(count: int) -> int:
 
 @contextmanager
 def watched_tables(model: nn.Module, given: Sequence[Tensor]) -> Iterator[dict[int, int]]:
-    """Note the sizes of the tables in which tensors are looked up meanwhile, by the tensors' ids."""
+    """Note the sizes of the tables in which tensors are looked up in the block, by the tensors' ids."""
     found: dict[int, int] = {}
 
     def note(table: nn.Module, args: tuple[Any, ...]) -> None:

@@ -59,7 +59,7 @@ class WithoutDropout(TorchFunctionMode):
     """A mode without dropout, wherever a model calls it: ranks rightly draw other masks than one process.
 
     Args:
-        model: A model to set to rates of 0 meanwhile, for code with a mode that draws before this one is
+        model: A model to set to rates of 0 in the block, for code with a mode that draws before this one is
             asked; by default none.
     """
 

@@ -65,7 +65,7 @@ def join_rows(values: Sequence[Any]) -> Any:
         {'name': ['a', 'b', 'c']}
 
     Raises:
-        StepError: The values are not built alike, or hold something without rows.
+        StepError: The values are not built in the same way, or hold something without rows.
     """
     first = values[0]
     kinds = {Tensor if isinstance(v, Tensor) else type(v) for v in values}

@@ -210,7 +210,7 @@ class _Initializer:
                 signal.siginterrupt(number, False)
         if self._own is not None:
             self._own(worker_id)
-        # Last: a signal that came meanwhile is delivered now, to our handler or the user's.
+        # Last: a signal that came in between is delivered now, to our handler or the user's.
         if is_main:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

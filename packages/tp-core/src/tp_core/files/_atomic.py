@@ -122,7 +122,7 @@ def _delete_abandoned(path: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{2 * _RANDOM_BYTES}}}\.tmp")
     with contextlib.suppress(OSError):  # no folder: making the new part raises
         for part in [Path(entry) for entry in os.scandir(path.parent) if pattern.fullmatch(entry.name)]:
-            with contextlib.suppress(OSError):  # deleted meanwhile, or another user's
+            with contextlib.suppress(OSError):  # deleted in between, or another user's
                 handle = os.open(part, os.O_RDWR)
                 try:
                     if _lock(handle, wait=False):

@@ -103,7 +103,7 @@ class Ownership:
         """Lock the place again after it, or the lock file, was deleted.
 
         Raises:
-            ConfigError: Another process has the place meanwhile.
+            ConfigError: Another process has taken the place in between.
             OSError: The folder or the lock file cannot be made.
         """
         self._close()
@@ -165,7 +165,7 @@ class Ownership:
         return False
 
     def _try_marker(self, reason: OSError) -> bool:
-        """Try once to get the place on a file system without locks, by a file that exists meanwhile."""
+        """Try once to get the place on a file system without locks, by a file that exists as long."""
         from filelock import SoftFileLock, Timeout
 
         marker = SoftFileLock(self._marker_file, timeout=0, thread_local=False)

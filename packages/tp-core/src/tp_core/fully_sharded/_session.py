@@ -178,7 +178,7 @@ class FullyShardedSession(ProcessGroupSession):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate gradients without reducing them; each rank holds whole ones meanwhile."""
+        """Accumulate gradients without reducing them; each rank holds whole ones until then."""
         self.sharding.reduces(model, is_on=False)
         try:
             yield

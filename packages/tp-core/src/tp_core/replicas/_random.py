@@ -210,7 +210,7 @@ class SerializedRng(TorchFunctionMode):
 
     @untraced
     def _may_run_again(self, func: Callable[..., Any]) -> bool:
-        """Return whether backward may run this part of forward again, as that of an activation checkpoint.
+        """Return whether backward may run this part of forward again, as an activation checkpoint does.
 
         One with ``use_reentrant=False`` saves tensors by hooks of its own. Others, those of other libraries
         too, are the forward of a ``torch.autograd.Function``.
@@ -271,9 +271,9 @@ def _are_shared(devices: tuple[torch.device, ...]) -> tuple[bool, ...]:
 def _drawing_lock() -> AbstractContextManager[Any]:
     """Return the lock that replicas hold while they draw.
 
-    The compiler restores the generators' states after each compilation. A draw meanwhile would be undone,
-    or a replica's state would stay in the generator. The compiler holds a lock meanwhile, so replicas take
-    the same one; torch has no public name for it.
+    The compiler restores the generators' states after each compilation. A draw then would be undone,
+    or a replica's state would stay in the generator. The compiler holds a lock as long, so replicas take the
+    same one; torch has no public name for it.
     """
     compiler: Any = sys.modules.get("torch._dynamo.convert_frame")
     return (

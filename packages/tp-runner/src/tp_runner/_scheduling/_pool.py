@@ -206,7 +206,7 @@ class FleetScheduler:
         """Wait until something may have happened, with the lock open; at most ``most_s`` seconds.
 
         Returns:
-            The error of a signal handler meanwhile, which has disturbed nothing.
+            The error of a signal handler in that time, which has disturbed nothing.
         """
         timeout_s = min((s for s in (self._seconds_until_due(), most_s) if s is not None), default=None)
         interrupted: BaseException | None = None

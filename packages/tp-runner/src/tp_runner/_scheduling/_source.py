@@ -136,7 +136,7 @@ class Feeder(ItemSource):
             if ended and not buffer:
                 self.exhausted = True
             elif len(buffer) >= whole or (self._ended and buffer):
-                return self.take(n_items, whole=whole, fitting=fitting)  # they came meanwhile, without a wake
+                return self.take(n_items, whole=whole, fitting=fitting)  # they came without a wake
             return []
         pop = buffer.popleft
         items = [pop() for _ in range(n_taken)]
@@ -371,7 +371,7 @@ class Submissions(ItemSource):
 
     def cancel_pending(self) -> None:
         """Cancel the items that no worker has yet."""
-        for _, ticket in tuple(self._pending):  # abandon() may take them meanwhile
+        for _, ticket in tuple(self._pending):  # abandon() may take them at the same time
             ticket.future.cancel()
 
     def join(self) -> None:

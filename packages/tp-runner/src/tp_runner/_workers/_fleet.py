@@ -131,10 +131,10 @@ class Fleet(abc.ABC):
         """Start the workers that are not running, and wait until they are ready.
 
         Args:
-            may_restart: Whether one that has died meanwhile is started again; asked once for each death.
+            may_restart: Whether one that has died by then is started again; asked once for each death.
 
         Returns:
-            The events of the others meanwhile.
+            The events of the others in that time.
 
         Raises:
             WorkerError: The start of one raised; all are stopped.

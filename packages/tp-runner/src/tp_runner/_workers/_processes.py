@@ -172,7 +172,7 @@ class WorkerProcess:
     def _serve(self, work: Callable[[Any], Any]) -> None:
         """Work on chunks until the parent asks for an orderly end."""
         heartbeat, settings = self._heartbeat, self._setup.settings
-        cancelled = heartbeat[FIRST_CANCELLED:WORDS]  # a view, to which the parent writes meanwhile
+        cancelled = heartbeat[FIRST_CANCELLED:WORDS]  # a view, to which the parent writes at any time
         task = WorkerTask(settings, heartbeat, cancelled)
         set_current_task(task, of_process=True)
         replies, clock, head = self._replies, time.monotonic, _wire.REQUEST

@@ -32,7 +32,7 @@ from tp_runner._workers._setup import changed_environ, nesting_depth
 # they hand over are kept, and every worker gets them at its start.
 #
 # The end of a pipe reports a parent's death to its workers, and a worker's death to its parent. A process
-# that was forked meanwhile and holds the other end would hide it: forked copies close such ends.
+# that was forked in between and holds the other end would hide it: forked copies close such ends.
 
 _passed: tuple[int, ...] = ()  # the descriptors that this worker was started with
 
@@ -130,7 +130,7 @@ def close_descriptors(*descriptors: int) -> None:
 
 @contextlib.contextmanager
 def inherit_descriptors(*descriptors: int) -> Iterator[None]:
-    """Let the copies that this thread forks meanwhile keep these descriptors."""
+    """Let the copies that this thread forks in the block keep these descriptors."""
     _inheriting.descriptors = descriptors
     try:
         yield

@@ -145,7 +145,7 @@ class FrozenWeights:
             self._is_compared = True
             now = digests(self._session, {n: frozen[n] for n in self._base.weights if n in frozen})
             changed |= {name for name, found in now.items() if found != self._base.weights[name]}
-        # Alike on all ranks, as they write the checkpoint together.
+        # The same on all ranks, as they write the checkpoint together.
         self._changed |= set().union(*self._session.gather_objects(changed))
         left = {n: w for n, w in self._base.weights.items() if n not in self._changed}
         return Base(self._base.source, left)

@@ -428,7 +428,7 @@ class Writer:
             self.fail(error, folder)
 
     def _write_alone(self, tensors: Mapping[str, Tensor], folder: Path, values: Values) -> None:
-        """Write the whole state on rank 0; write it again if the folder is deleted meanwhile."""
+        """Write the whole state on rank 0; write it again if the folder is deleted in between."""
         for writes_left in reversed(range(_WRITES)):
             try:
                 written = {TENSORS_FILE: write_whole(tensors, folder / TENSORS_FILE)}
@@ -442,7 +442,7 @@ class Writer:
     def _write_together(
         self, tensors: Mapping[str, Tensor | TensorSlice], folder: Path, values: Values
     ) -> None:
-        """Write this rank's part, and on rank 0 the rest; all ranks again if the folder is deleted meanwhile.
+        """Write this rank's part, and on rank 0 the rest; all ranks again if the folder is deleted.
 
         Collectives, over the group of the threads: for each attempt as in :meth:`_write_parts`, and one
         broadcast.

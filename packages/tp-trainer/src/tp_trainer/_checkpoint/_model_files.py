@@ -124,7 +124,7 @@ def write_state(
     """Write tensors as safetensors files, one after the other; call it on every rank.
 
     ``state`` has the tensors, or ones of their shapes and types, by their names in the file. ``read`` returns
-    the whole tensor of a name, on every rank alike; by default `tp_core.state.whole`. Rank 0 calls ``then``
+    the whole tensor of a name, on every rank; by default `tp_core.state.whole`. Rank 0 calls ``then``
     at the end. It raises as :func:`export_model` does.
 
     Collectives: those of ``read``, one broadcast.

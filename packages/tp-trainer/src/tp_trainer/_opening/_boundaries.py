@@ -128,7 +128,7 @@ class StepBoundaries:
             self._reasons.put(None)
 
     def begin_phase(self, *, evaluates: bool) -> None:
-        """Start a new phase, and count its boundaries from 0. Call it on all ranks alike."""
+        """Start a new phase, and count its boundaries from 0. Call it on all ranks."""
         with self._lock:  # the thread votes with both values
             self._phase, self.passed, self._evaluates = self._phase + 1, 0, evaluates
 

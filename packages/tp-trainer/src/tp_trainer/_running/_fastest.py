@@ -75,7 +75,7 @@ def _find_fastest(
         copied, using = copy.deepcopy((model, optimizer))  # together: the copy has the copied parameters
         try:
             times[name] = _time_steps(make_trial(backend=name), copied, using, batches, settings.step)
-        except (ConfigError, ModelError, StepError) as error:  # which all ranks raise alike
+        except (ConfigError, ModelError, StepError) as error:  # which all ranks raise
             refusals.append(f"{name}: {error}")
         finally:
             restore_rng_state(generators)

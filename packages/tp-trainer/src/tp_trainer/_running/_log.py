@@ -45,7 +45,7 @@ class RunLog:
         facts: Returns facts about the run, by fields of `RunInfo`; called on rank 0 alone.
 
     Attributes:
-        is_asked: Whether the run logs anything, on all ranks alike.
+        is_asked: Whether the run logs anything, on all ranks.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class LoopHooks:
         """Step the schedulers that step once per epoch, given the means of training and validation."""
 
     def facts(self) -> dict[str, object]:
-        """Return what all ranks must have been given alike, beside the facts of the loop."""
+        """Return what all ranks must have been given equal, beside the facts of the loop."""
         return {}
 
     def while_open(self, loop: RunView) -> AbstractContextManager[None]:  # noqa: ARG002 - for overrides

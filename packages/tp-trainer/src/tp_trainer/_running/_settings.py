@@ -264,7 +264,7 @@ class LoopSettings:
     choice: str = ""
 
     def facts(self, steps: int) -> dict[str, object]:
-        """Return what all ranks must have been given alike, by its name in messages."""
+        """Return what all ranks must have been given equal, by its name in messages."""
         validation, checkpoint = self.validation, self.checkpoint
         return {
             **asdict(self.limits),

@@ -19,8 +19,8 @@ from tp_trainer._peer_names import explain_fields
 from tp_trainer._steps._step import LossScaler
 
 # -- Weighted losses: means over other units than samples -----------------------------------------
-# A session counts the losses of its data ranks alike where it is given no share of the samples. So weights
-# work on every backend, even if it does not know of them.
+# A session gives the losses of its data ranks one weight each where it is given no share of the samples. So
+# weights work on every backend, even if it does not know of them.
 
 
 # Not a context variable: on accelerators autograd runs the backward pass in its own threads.
@@ -216,8 +216,8 @@ class OptimizerStep:
     def finish(self) -> bool:
         """Step the optimizer with the accumulated gradients, and return whether the step was made.
 
-        All ranks decide alike, as the global norm is equal on them. A step with weights of 0 on all ranks has
-        no gradient and is skipped.
+        All ranks decide the same, as the global norm is equal on them. A step with weights of 0 on all ranks
+        has no gradient and is skipped.
 
         Collectives: as in `Session.clip_grad_norm`, if gradients are clipped or checked; an all-reduce of one
         number, if the accumulated batches have weights.

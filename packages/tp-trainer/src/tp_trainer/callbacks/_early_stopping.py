@@ -16,7 +16,7 @@ class EarlyStopping(Callback):
     """Ends a run when a metric has stopped improving.
 
     A validation metric is checked after each validation, a training metric after each epoch. NaN is never
-    better. All ranks have the same metrics and decide alike.
+    better. All ranks have the same metrics and decide the same.
 
     Args:
         metric: Its name in the history: "val_loss", "val_f1", "val_clean/loss", or "loss" of the training.

@@ -88,7 +88,7 @@ class LogPlace:
                 self._take(free, grace_s=0)
                 if not os.path.lexists(free) or self._files is not None:
                     break
-                self.close()  # another run has taken and left the name meanwhile
+                self.close()  # another run has taken and left the name in between
         log.warning("another run writes to %s: %s writes to %s", path, self._kind, self.path)
         return False
 
