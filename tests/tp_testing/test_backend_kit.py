@@ -192,7 +192,7 @@ class LoadsNoBuffers(TrueSession):
 
 
 class BroadcastsFromRank0(TrueSession):
-    def broadcast(self, value, *, src=0):
+    def broadcast(self, value, *, src=0, where=None):
         return super().broadcast(value)
 
 
@@ -210,7 +210,7 @@ class GathersBackwards(TrueSession):
 
 
 class ObjectsInAnyOrder(TrueSession):
-    def gather_objects(self, value):
+    def gather_objects(self, value, *, where=None):
         return super().gather_objects(value)[::-1]
 
 

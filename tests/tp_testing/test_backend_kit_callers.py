@@ -238,12 +238,12 @@ class GathersFromItself(TrueSession):
 
 
 class TellsTwo(TrueSession):
-    def broadcast(self, value, *, src=0):
+    def broadcast(self, value, *, src=0, where=None):
         return super().broadcast(value, src=min(src, 1))
 
 
 class ListsTwo(TrueSession):
-    def gather_objects(self, value):
+    def gather_objects(self, value, *, where=None):
         return super().gather_objects(value)[:2]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from tp_core import LaunchEnvironment
-from tp_core._contracts._process_group_session import ReductionWatch  # private: backends alone have one
+from tp_core._contracts._reduction_watch import ReductionWatch  # private: backends alone have one
 from tp_core.errors import ConfigError
 from tp_core.plugins import Job, Session
 

@@ -208,7 +208,7 @@ class Split:
     def __init__(self, generator):
         self._generator = generator
 
-    def gather_objects(self, value):
+    def gather_objects(self, value, *, where):
         return [value]
 
     def as_slice(self, _, value):

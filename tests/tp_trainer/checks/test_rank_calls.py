@@ -91,10 +91,8 @@ def _they_broadcast_at_two_places():
     """Return the message of the error of a rank that gets what it did not ask for, or what it got."""
     with Trainer(devices="cpu", backend="ddp", progress=False) as trainer:
         trainer.prepare(nn.utils.skip_init(nn.Linear, 2**12, 2**12))  # smaller models are not measured
-        place = {"__name__": f"tp_place_{rank()}"}
-        exec("def call(session, value):\n    return session.broadcast(value)", place)
         try:
-            return place["call"](trainer.session, 7)
+            return trainer.session.broadcast(7, where=f"place {rank()}")
         except DisagreementError as error:
             return str(error)
 
@@ -103,8 +101,8 @@ def _they_broadcast_at_two_places():
 def test_a_broadcast_that_was_not_asked_for_is_told_to_whom_it_comes(two_ranks):
     first, second = two_ranks.run(_they_broadcast_at_two_places)
     assert first == 7
-    assert "(in tp_place_0.call); rank 1 at" in second
-    assert "(in tp_place_1.call)" in second
+    assert "(in place 0); rank 1 at" in second
+    assert "(in place 1)" in second
 
 
 def test_the_lines_of_the_program_are_named(two_ranks):

@@ -309,7 +309,7 @@ class Accelerator:
             device_placement: Without effect: all that is prepared is placed.
         """
         # The order of the data follows from set_seed(), which a script may have called after it made this.
-        seed = self._session.broadcast(torch.initial_seed())
+        seed = self._session.broadcast(torch.initial_seed(), where="a seed")
         self._session.job = replace(self._session.job, seed=seed)
         # Models first: optimizers are checked against them.
         models = [o for o in objects if isinstance(o, nn.Module) and o not in self._models]
@@ -454,7 +454,9 @@ class Accelerator:
         if tensors and not use_gather_object:
             return self._trainer.gather_for_metrics(input_data)
         is_nothing = bool(self._active) and self._active[-1].holds_nothing
-        gathered = self._session.gather_objects([] if is_nothing else list(input_data))
+        gathered = self._session.gather_objects(
+            [] if is_nothing else list(input_data), where="objects for metrics"
+        )
         return [value for values in gathered for value in values]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -562,7 +564,9 @@ class Accelerator:
             "schedulers": [one.state_dict() for one in self._schedulers],
             "loaders": [one.prepared.state_dict() for one in self._loaders],
             "objects": [one.state_dict() for one in self._objects],
-            "generators": self._session.gather_objects(capture_rng_state([self.device])),
+            "generators": self._session.gather_objects(
+                capture_rng_state([self.device]), where="states of generators"
+            ),
             "step": self.step,
         }
         if self.is_main_process:

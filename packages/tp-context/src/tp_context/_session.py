@@ -105,7 +105,7 @@ class ContextSession(SessionWrapper):
     def _ranks_of_samples(self) -> dist.ProcessGroup | None:
         """Return the group of all ranks with this rank's samples; ``None`` for all ranks."""
         own = None
-        data_ranks = self.gather_objects(self.data_rank)
+        data_ranks = self.gather_objects(self.data_rank, where="data ranks of a sequence")
         for data_rank in range(self.data_size):
             ranks = [rank for rank, other in enumerate(data_ranks) if other == data_rank]
             if 1 < len(ranks) < self.world_size:
@@ -231,7 +231,7 @@ class ContextSession(SessionWrapper):
                 )
             # In evaluation a rank of another group may have no batch, and would not be there to hear of it.
             hears = torch.is_grad_enabled() and model.training
-            outcomes = self.gather_objects(proved) if hears else [proved]
+            outcomes = self.gather_objects(proved, where="proofs of a model") if hears else [proved]
             for other in outcomes:
                 if isinstance(other, str):
                     raise refuse(other)
@@ -283,7 +283,7 @@ class ContextSession(SessionWrapper):
             batch.check(self._call(step), model)
         except ModelError as error:
             problem = str(error)
-        problem = next(filter(None, self.gather_objects(problem)), "")
+        problem = next(filter(None, self.gather_objects(problem, where="problems of a batch")), "")
         if problem:
             raise ModelError(problem)
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core._contracts._object_exchange import agree_on_failure as agree_on_failure
+    from tp_core._contracts._object_exchange import gather_objects as gather_objects
     from tp_core._contracts._process_group_session import ProcessGroupSession as ProcessGroupSession
     from tp_core._contracts._session import PerModule as PerModule
     from tp_core._contracts._session import ReduceOp as ReduceOp
@@ -18,6 +20,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "tp_core._contracts._object_exchange": ["agree_on_failure", "gather_objects"],
             "tp_core._contracts._process_group_session": ["ProcessGroupSession"],
             "tp_core._contracts._session": ["PerModule", "ReduceOp", "SessionWrapper"],
             "tp_core._launch._process_group": [

@@ -97,7 +97,7 @@ class LoggedResults:
         for name in mine:
             del self._values[stage, name]
         sums = {n: (v.reduction, float(v.total), v.weight) for n, v in mine.items() if v.metric is None}
-        everyone = session.gather_objects(sums)
+        everyone = session.gather_objects(sums, where="means of logged values")
         found: dict[str, Tensor] = {}
         for name, value in mine.items():
             if value.metric is not None:

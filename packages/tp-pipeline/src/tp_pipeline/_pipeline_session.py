@@ -151,7 +151,7 @@ class PipelineSession(ProcessGroupSession):
             data_size=inner.data_size,
             leave=inner.close,
         )
-        everyone = self.gather_objects((inner.data_rank, inner.sample_rank))
+        everyone = self.gather_objects((inner.data_rank, inner.sample_rank), where="the ranks of a pipeline")
         model_group = None
         for copy in range(inner.data_size):
             members = [rank for rank, (data_rank, _) in enumerate(everyone) if data_rank == copy]

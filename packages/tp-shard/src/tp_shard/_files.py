@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core.errors import ConfigError, RankFailedError, StateError, TpError
+from tp_core.errors import ConfigError, StateError, TpError
 from tp_core.files import Ownership, atomic_part
 from tp_core.fully_sharded import reshard
+from tp_core.sessions import agree_on_failure, gather_objects
 from tp_core.state import (
     FileRecord,
     SafetensorsFiles,
@@ -30,7 +31,7 @@ from tp_core.state import (
 from tp_core.tensors import DIGESTS, INDEX, TensorSlice, is_dtensor, read_digests
 
 from tp_shard._shards import Shard, ShardTable, part_of, shard_spec, slice_of, unwrap
-from tp_shard._state_dict import first_rank, is_first_rank, stream
+from tp_shard._state_dict import is_first_rank, stream
 
 # -- Sharded checkpoints: saved and loaded by all ranks, with a digest of each file ---------------
 # Digests are written last and checked before anything is read. So a checkpoint that was truncated, changed or
@@ -42,13 +43,14 @@ T = TypeVar("T")
 _MANIFEST = "manifest.json"  # the file with the digests of a trainer's checkpoint
 
 
-def agree_on_failure(do: Callable[[], T]) -> T:
+def _together(do: Callable[[], T], doing: str) -> T:
     """Call a function that may fail on some ranks, and fail on all ranks if it does.
 
     Raises:
-        OSError: This rank could not read or write.
+        OSError: A rank could not read or write.
         TpError: This rank's own error.
-        StateError: Another rank failed; the message names it.
+        ConfigError: Another rank has failed with one; the message names it.
+        StateError: Another rank has failed otherwise.
 
     Collectives: an all-gather of pickled objects.
     """
@@ -57,32 +59,17 @@ def agree_on_failure(do: Callable[[], T]) -> T:
         done = do()
     except (OSError, TpError) as error:
         failure = error
-    # Also after an error: a rank that raised at once would leave the others waiting here.
-    messages = gather_objects(None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    for rank, message in enumerate(messages):
-        if message is not None:
-            msg = f"rank {rank} failed: {message}"
-            raise StateError(msg)
+    agree_on_failure(failure, gather_objects, doing)
     return done
-
-
-def gather_objects(mine: T) -> list[T]:
-    """Return the objects of all ranks, by rank.
-
-    Collectives: an all-gather of pickled objects.
-    """
-    if not dist.is_initialized():
-        return [mine]
-    everyones = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return everyones
 
 
 def _is_writer() -> bool:
     """Return whether this process is rank 0 of all, which writes what all ranks share."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _ownership(folder: Path) -> AbstractContextManager[object]:
+    return Ownership(folder, is_folder=True) if _is_writer() else nullcontext()
 
 
 def _delete_digests(folder: Path) -> None:
@@ -139,16 +126,17 @@ def save_sharded(
     model = unwrap(model)
     reshard(model)
     folder = Path(path)
-    tensors = agree_on_failure(lambda: collect_state(model, optimizer, cut=shard_spec(model, own=True)))
+    cut = shard_spec(model, own=True)
+    tensors = _together(lambda: collect_state(model, optimizer, cut=cut), "collect the state")
+    doing = f"write {folder}"
     with ExitStack() as owned:
-        agree_on_failure(
-            lambda: owned.enter_context(Ownership(folder, is_folder=True)) if _is_writer() else None
-        )
+        _together(lambda: owned.enter_context(_ownership(folder)), doing)
         # Before the first file changes: after a crash in between the folder has no digests and is not loaded.
-        agree_on_failure(lambda: _delete_digests(folder))
+        _together(lambda: _delete_digests(folder), doing)
         written = write_tensors(tensors, folder, together=dist.is_initialized())
-        records = {name: record for part in gather_objects(written) for name, record in part.items()}
-        agree_on_failure(lambda: _write_digests(folder, records))
+        everyones = gather_objects(written, where="digests of files")
+        records = {name: record for part in everyones for name, record in part.items()}
+        _together(lambda: _write_digests(folder, records), doing)
 
 
 def load_sharded(
@@ -179,8 +167,9 @@ def load_sharded(
         raise ConfigError(msg)
     model = unwrap(model)
     reshard(model)
-    agree_on_failure(lambda: _check_digests(Path(path)))
-    agree_on_failure(lambda: restore_state(model, optimizer, open_tensors(path), cut=shard_spec(model)))
+    doing = f"load {os.fspath(path)}"
+    _together(lambda: _check_digests(Path(path)), doing)
+    _together(lambda: restore_state(model, optimizer, open_tensors(path), cut=shard_spec(model)), doing)
 
 
 # -- Safetensors files of whole models: all ranks write one together -------------------------------
@@ -202,8 +191,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
 
     Raises:
         StateError: A tensor has a type that the format does not have.
-        OSError: The file cannot be written; raised on rank 0.
-        RankFailedError: Rank 0 could not write it; raised on the other ranks.
+        OSError: The file cannot be written; on every rank.
 
     Collectives: a point-to-point message of every shard to rank 0, and an all-gather of the outcomes.
     """
@@ -222,13 +210,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
     # the others would wait in their sends (`test_all_ranks_learn_that_rank_0_could_not_write`).
     for _ in tensors:
         pass
-    messages = gather_objects(None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    message = messages[first_rank()]
-    if message is not None:
-        msg = f"rank {first_rank()} could not write {path}: {message}"
-        raise RankFailedError(msg)
+    agree_on_failure(failure, gather_objects, f"write {path}")
 
 
 def _whole_infos(model: nn.Module, state: Mapping[str, Tensor], prefix: str) -> dict[str, TensorInfo]:

@@ -211,7 +211,7 @@ class MetricSet:
         for name, metric in self._metrics.items():
             results |= _flat(name, _called(name, "compute", metric.compute))
         # Rank 0's for all: devices may round differently, and ranks must not decide differently.
-        return self._session.broadcast(results)
+        return self._session.broadcast(results, where="results of metrics")
 
     def _feed(self, batches: Iterator[Mapping[str, tuple[Any, ...]]]) -> None:
         for values in batches:
@@ -393,7 +393,7 @@ class OrderedGather:
         signal = 0 if self._boundaries is None else self._boundaries.seen
         mine = _Contribution(self._session.data_rank, has_more, signal, self._waiting)
         self._waiting = []
-        everyones = self._session.gather_objects(mine)
+        everyones = self._session.gather_objects(mine, where="values for metrics")
         if signal := max(theirs.signal for theirs in everyones):
             raise GatherInterruptedError(signal)
         of_data_rank = {theirs.data_rank: theirs for theirs in everyones}
@@ -665,7 +665,7 @@ class Predictions:
             LoaderError: The loader has no sample for a safetensors file.
             OSError: The file cannot be written; on every rank.
 
-        Collectives: as in an iteration, then one broadcast.
+        Collectives: as in an iteration, then one all-gather of objects.
         """
         place = Path(path)
         if place.suffix not in _FORMATS:

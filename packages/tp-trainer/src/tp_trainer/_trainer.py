@@ -998,7 +998,7 @@ class Trainer:
         Raises:
             OSError: The file cannot be written; on every rank.
 
-        Collectives: the backend's gathering of the state, one broadcast.
+        Collectives: the backend's gathering of the state, one all-gather of objects.
         """
         self._files.save(model, path)
 
@@ -1055,7 +1055,8 @@ class Trainer:
             OSError: A file cannot be written; on every rank.
             StateError: The model's state holds something that is not a tensor.
 
-        Collectives: the backend's gathering of the state, one broadcast; for each adapter two.
+        Collectives: the backend's gathering of the state, one all-gather of objects; for each adapter two,
+        and a broadcast.
         """
         self._files.export(model, path, adapter=adapter, merged=merged, max_file_nbytes=max_file_nbytes)
 

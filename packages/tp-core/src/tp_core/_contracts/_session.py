@@ -432,15 +432,25 @@ class Session:
         """
         return value
 
-    def gather_objects(self, value: T) -> list[T]:
+    def gather_objects(self, value: T, *, where: str | None = None) -> list[T]:  # noqa: ARG002 - contract
         """Return every rank's object, in the order of the ranks.
+
+        Args:
+            value: This rank's object, which can be pickled.
+            where: What is exchanged, in words. Ranks that exchange different things, since they make
+                different calls, raise a `DisagreementError` with them; ``None`` is not compared.
 
         Collective: one all-gather of pickled objects over all ranks.
         """
         return [value]
 
-    def broadcast(self, value: T, *, src: int = 0) -> T:  # noqa: ARG002 - contract
+    def broadcast(self, value: T, *, src: int = 0, where: str | None = None) -> T:  # noqa: ARG002 - contract
         """Return the object of rank ``src``, on all ranks.
+
+        Args:
+            value: The object, which matters on rank ``src``.
+            src: The rank.
+            where: As for :meth:`gather_objects`.
 
         Collective: one broadcast of a pickled object over all ranks.
         """
@@ -468,7 +478,7 @@ class Session:
         Collective: those of :meth:`gather_objects`.
         """
         # With the question, so that ranks at different calls do not compare unrelated values.
-        questions, values = zip(*self.gather_objects((what, value)), strict=True)
+        questions, values = zip(*self.gather_objects((what, value), where="an agreement"), strict=True)
         other = _first_other(questions)
         if other is not None:
             msg = (
@@ -575,9 +585,6 @@ def _forward(name: str) -> Any:
 
     return forward if callable(getattr(Session, name, None)) else property(read, write)
 
-
-FORWARD = _forward("run").__code__
-"""The code of a method that a wrapper forwards: who looks for a caller passes over it."""
 
 for _name in ("job", "device", "closed", *(n for n in vars(Session) if not n.startswith("_"))):
     setattr(SessionWrapper, _name, _forward(_name))

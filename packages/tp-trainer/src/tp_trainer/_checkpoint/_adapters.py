@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
 from tp_core.files import atomic_part
 from tp_core.plugins import Session
+from tp_core.sessions import agree_on_failure
 from tp_core.state import SafetensorsFiles, SliceBuffer, plain_name, whole
 from tp_core.tensors import quantized_parts
 
-from tp_trainer._checkpoint._model_files import share_failure, write_state
+from tp_trainer._checkpoint._model_files import write_state
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _COMPARED = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
@@ -62,7 +63,8 @@ def export_adapters(session: Session, model: nn.Module, folder: Path) -> None:
             there; on every rank.
         OSError: A file cannot be written; on every rank.
 
-    Collectives: for each adapter two broadcasts, and the backend's gathering of its tensors.
+    Collectives: for each adapter a broadcast, two all-gathers of objects, and the backend's gathering of its
+    tensors.
     """
     start, adapted = _find_adapted(session.unwrap(model), "export(adapter=True)")
     parts = session.state_parts(model)
@@ -80,8 +82,8 @@ def export_adapters(session: Session, model: nn.Module, folder: Path) -> None:
                 failure = error
             except Exception as error:  # noqa: BLE001 - the other ranks wait to learn of it
                 failure = ConfigError(f"peft cannot write the adapter {adapter!r}: {error}")
-        share_failure(session, place, failure)
-        names = session.broadcast(names)
+        agree_on_failure(failure, session.gather_objects, f"write {place}")
+        names = session.broadcast(names, where="names of adapters")
         write = partial(_write_config, adapted, adapter, place)
         write_state(session, {n: inside[own] for n, own in names.items()}, place / WEIGHTS, then=write)
 
@@ -197,7 +199,7 @@ def export_merged(session: Session, model: nn.Module, path: Path, *, max_file_nb
         OSError: A file cannot be written; on every rank.
         StateError: peft cannot merge an adapter; on every rank.
 
-    Collectives: the backend's gathering of each tensor, one broadcast.
+    Collectives: the backend's gathering of each tensor, one all-gather of objects.
     """
     plain = session.unwrap(model)
     start, adapted = _find_adapted(plain, "export(merged=True)")

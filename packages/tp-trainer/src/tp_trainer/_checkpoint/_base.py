@@ -146,7 +146,8 @@ class FrozenWeights:
             now = digests(self._session, {n: frozen[n] for n in self._base.weights if n in frozen})
             changed |= {name for name, found in now.items() if found != self._base.weights[name]}
         # The same on all ranks, as they write the checkpoint together.
-        self._changed |= set().union(*self._session.gather_objects(changed))
+        everyones = self._session.gather_objects(changed, where="changed weights of a base")
+        self._changed |= set().union(*everyones)
         left = {n: w for n, w in self._base.weights.items() if n not in self._changed}
         return Base(self._base.source, left)
 
@@ -241,7 +242,7 @@ def digests(session: Session, tensors: Mapping[str, Tensor]) -> dict[str, tuple[
         if id(tensor) not in known:
             known[id(tensor)] = _described(session, tensor)
         mine[name] = known[id(tensor)]
-    everyones = session.gather_objects(mine)
+    everyones = session.gather_objects(mine, where="digests of weights")
     found = {}
     for name, (dtype, shape, _) in mine.items():
         # Ranks may hold the same part: of copies of a model, and of shared heads.

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from tp_core.errors import ConfigError, StateError, TpError
+from tp_core.errors import ConfigError, StateError
 from tp_core.files import Ownership
 from tp_core.plugins import Session
-from tp_core.sessions import new_process_group
+from tp_core.sessions import agree_on_failure, new_process_group
 from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, StoredTensors, open_tensors, write_whole
 from tp_core.tensors import TensorSlice
 
@@ -126,7 +126,7 @@ class Checkpointer:
         collectives of `Writer.write`; with ``background`` the threads make these over their own group.
         """
         self._join()
-        ranks = self._session.gather_objects(dict(mine))
+        ranks = self._session.gather_objects(dict(mine), where="values of a checkpoint")
         is_split = any(isinstance(value, TensorSlice) for value in tensors.values())
         folder = self._writer.begin(step, together=is_split)
         if folder is not None:
@@ -193,19 +193,12 @@ class Checkpointer:
         Raises:
             OSError: A rank could not write.
 
-        Collectives: as in :meth:`Session.gather_objects`.
+        Collectives: one broadcast, and one all-gather of objects.
         """
-        # On all ranks, with or without a failure: a rank that raised alone would leave the others waiting.
         failure, self._writer.failure = self._writer.failure, None
-        answers = self._session.gather_objects((_described(failure), self.last))
-        self._writer.last = answers[0][1]
-        if isinstance(failure, Exception):
-            raise failure
-        for rank, (answer, _) in enumerate(answers):
-            if answer is not None:
-                kind, text = answer
-                msg = f"rank {rank} could not write checkpoints to {self._folder.path}: {text}"
-                raise kind(msg) from failure
+        self._writer.last = self._session.broadcast(self.last, where="the last checkpoint")
+        doing = f"write checkpoints to {self._folder.path}"
+        agree_on_failure(failure, self._session.gather_objects, doing)
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -216,7 +209,7 @@ class Checkpointer:
         """
         if resume == "auto":
             return self._folder.newest_whole(self._session)
-        path = self._session.broadcast(Path(resume).absolute())
+        path = self._session.broadcast(Path(resume).absolute(), where="the checkpoint to resume from")
         verify(path, self._session)
         return path
 
@@ -232,7 +225,7 @@ class Checkpointer:
         Collectives: one broadcast.
         """
         later = [path.name for path in self._folder.committed() if step_of(path) > step]
-        later = self._session.broadcast(later)
+        later = self._session.broadcast(later, where="later checkpoints")
         if later:
             begins = f"begins after step {step}" if step else "begins again"
             msg = (
@@ -249,15 +242,6 @@ class Checkpointer:
     def read(path: Path) -> tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]]:
         """Return the tensors, the common plain values, and the plain values of each rank."""
         return open_tensors(path), read_json(path / STATE), read_json(path / RANKS)
-
-
-def _described(failure: BaseException | None) -> tuple[type[Exception], str] | None:
-    """Return the class and the text of the exception that the other ranks raise for a failure."""
-    if failure is None:
-        return None
-    kind = next((kind for kind in (OSError, ConfigError) if isinstance(failure, kind)), StateError)
-    named = isinstance(failure, (OSError, TpError))
-    return kind, str(failure) if named else f"{type(failure).__name__}: {failure}"
 
 
 # -- One checkpoint, written by rank 0 alone or together with the other ranks ---------------------
@@ -333,7 +317,7 @@ class Writer:
                 folder = self._new_scratch(step)
             except Exception as error:  # noqa: BLE001 - all ranks raise it together
                 self.fail(error)
-        return self._session.broadcast(folder) if together else folder
+        return self._session.broadcast(folder, where="the folder of a checkpoint") if together else folder
 
     def _new_scratch(self, step: int) -> Path:
         """Return a new folder to write into; lock the run's folder again if it was deleted."""

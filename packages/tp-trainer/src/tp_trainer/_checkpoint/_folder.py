@@ -177,7 +177,7 @@ class RunFolder:
         """
         found = self.committed()
         if session is not None:
-            found = session.broadcast(found)
+            found = session.broadcast(found, where="checkpoints of a run")
         is_main = session is None or session.is_main
         damaged = 0
         for path in found:
@@ -256,15 +256,16 @@ def _problem_of_all(path: Path, session: Session) -> str | None:
             files = _files_of(path)
         except StateError as error:
             failure = (type(error), str(error))
-    files, failure = session.broadcast((files, failure))
+    files, failure = session.broadcast((files, failure), where="files of a checkpoint")
     if failure is not None:
         kind, text = failure
         raise kind(text)
     # A host without the folder checks nothing; if it must read the folder, that raises.
-    seen = session.gather_objects(session.is_main or path.is_dir())
+    seen = session.gather_objects(session.is_main or path.is_dir(), where="readers of a checkpoint")
     readers = [rank for rank, sees in enumerate(seen) if sees]
     mine = {n: f for n, f in files.items() if readers[_writer_of(n) % len(readers)] == session.rank}
-    return next(filter(None, session.gather_objects(_problem_in(path, mine))), None)
+    problems = session.gather_objects(_problem_in(path, mine), where="problems of a checkpoint")
+    return next(filter(None, problems), None)
 
 
 def _writer_of(name: str) -> int:

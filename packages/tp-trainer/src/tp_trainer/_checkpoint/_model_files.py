@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tp_core.errors import ConfigError, StateError
 from tp_core.files import Ownership, atomic_part
 from tp_core.plugins import Session
+from tp_core.sessions import agree_on_failure
 from tp_core.state import (
     SafetensorsFiles,
     StoredTensors,
@@ -85,7 +86,7 @@ def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str])
     Raises:
         OSError: The file cannot be written; on every rank.
 
-    Collectives: the backend's gathering of the state, one broadcast.
+    Collectives: the backend's gathering of the state, one all-gather of objects.
     """
     state: dict[str, Any] = {}
     for name, part in session.state_parts(model).items():
@@ -107,7 +108,7 @@ def export_model(
         StateError: The state holds something that is not a tensor, or of a type that the format lacks; on
             every rank.
 
-    Collectives: the backend's gathering of each tensor, one broadcast.
+    Collectives: the backend's gathering of each tensor, one all-gather of objects.
     """
     write_state(session, session.state_parts(model), Path(path), max_file_nbytes=max_file_nbytes)
 
@@ -127,7 +128,7 @@ def write_state(
     the whole tensor of a name, on every rank; by default `tp_core.state.whole`. Rank 0 calls ``then``
     at the end. It raises as :func:`export_model` does.
 
-    Collectives: those of ``read``, one broadcast.
+    Collectives: those of ``read``, one all-gather of objects.
     """
     read = read or (lambda name: whole(state[name]))
     for name, value in state.items():
@@ -158,13 +159,13 @@ def write_state(
     for tensors in streams:
         for _ in tensors:  # the other ranks, and rank 0 after a failure, must take part in each gather
             pass
-    share_failure(session, path, failure)
+    agree_on_failure(failure, session.gather_objects, f"write {os.fspath(path)}")
 
 
 def write_on_main(session: Session, path: str | os.PathLike[str], write: Callable[[], None]) -> None:
     """Write a file on rank 0; raise on every rank if that fails.
 
-    Collectives: one broadcast.
+    Collectives: one all-gather of objects.
     """
     failure: OSError | ConfigError | None = None
     if session.is_main:
@@ -172,23 +173,7 @@ def write_on_main(session: Session, path: str | os.PathLike[str], write: Callabl
             write()
         except (OSError, ConfigError) as error:
             failure = error
-    share_failure(session, path, failure)
-
-
-def share_failure(
-    session: Session, path: str | os.PathLike[str], failure: OSError | ConfigError | None
-) -> None:
-    """Raise on every rank if rank 0 failed.
-
-    Collectives: one broadcast.
-    """
-    # To every rank: the others must not run on into the next collective, which rank 0 would not join.
-    message, is_use = session.broadcast((failure and str(failure), isinstance(failure, ConfigError)))
-    if failure is not None:
-        raise failure
-    if message is not None:
-        msg = f"rank 0 could not write {os.fspath(path)}: {message}"
-        raise ConfigError(msg) if is_use else OSError(msg)
+    agree_on_failure(failure, session.gather_objects, f"write {os.fspath(path)}")
 
 
 def load_model(

@@ -113,7 +113,7 @@ def check_same(session: Session, facts: Mapping[str, Any]) -> None:
 
     Collectives: as in `Session.gather_objects`.
     """
-    difference = _first_difference(session.gather_objects(dict(facts)))
+    difference = _first_difference(session.gather_objects(dict(facts), where="settings of a call"))
     if difference:
         raise DisagreementError(difference)
 
@@ -136,7 +136,7 @@ def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer])
         for key, value in _numbers_in(group).items()
     }
     kinds = {f"the kind of the optimizer {name!r}": type(o).__name__ for name, o in optimizers.items()}
-    first, *others = session.gather_objects(kinds | settings)
+    first, *others = session.gather_objects(kinds | settings, where="settings of optimizers")
     for rank, theirs in enumerate(others, start=1):
         for what, value in first.items():
             if what in theirs and not _is_same(value, theirs[what]):

@@ -97,7 +97,8 @@ class StepBoundaries:
             self.calls = True
             return
         # Rank 0's number for all: after a run that failed on some ranks alone, their counts differ.
-        name = f"tp/boundaries/{self._session.broadcast(next(_runs))}"
+        number = self._session.broadcast(next(_runs), where="the number of a run")
+        name = f"tp/boundaries/{number}"
         # A second connection: the main thread may hold the lock of the first while it waits for a rank that
         # waits for this rank's vote.
         store = PrefixStore(name, rendezvous_store(environment).clone())  # type: ignore[attr-defined]  # no stub
@@ -361,7 +362,9 @@ class SignalWatch:
 
         Collectives: one all-gather of objects over all ranks.
         """
-        asked = self._session.gather_objects((self._boundaries.seen, due, stop, save))
+        asked = self._session.gather_objects(
+            (self._boundaries.seen, due, stop, save), where="what is due between steps"
+        )
         signals, is_due, reasons, saves = zip(*asked, strict=True)
         reason = next((reason for reason in reasons if reason is not None), None)
         return Decision(max(signals), is_due[0], reason, any(saves))
@@ -373,7 +376,7 @@ class SignalWatch:
         """
         boundaries = self._boundaries
         mine = time.monotonic() - boundaries.seen_at if boundaries.seen else 0.0
-        return max(self._session.gather_objects(mine))
+        return max(self._session.gather_objects(mine, where="seconds since a signal"))
 
 
 def _requeue() -> None:

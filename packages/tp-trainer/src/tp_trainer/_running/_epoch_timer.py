@@ -49,7 +49,8 @@ class EpochTimer:
             return {}
         seconds = time.perf_counter() - self._began_here
         # A rank without a sample so far may lack names.
-        names = sorted({name for theirs in session.gather_objects(sorted(mine)) for name in theirs})
+        everyones = session.gather_objects(sorted(mine), where="names of times")
+        names = sorted({name for theirs in everyones for name in theirs})
         sums = [mine.get(name, 0.0) for name in names]
         totals = session.reduce(torch.tensor(sums, dtype=torch.float64))
         results = dict(zip(names, totals.tolist(), strict=True))

@@ -98,7 +98,8 @@ class RunLog:
                 for logger in opened:
                     logger.close("failed")
         # Before rank 0 raises: the other ranks would wait for it in the first step.
-        failure_text = self._session.broadcast(None if failure is None else str(failure) or repr(failure))
+        failure_text = None if failure is None else str(failure) or repr(failure)
+        failure_text = self._session.broadcast(failure_text, where="the opening of loggers")
         if failure is not None:
             raise failure
         if failure_text is not None:
@@ -161,7 +162,7 @@ class RunLog:
             for position, logger in enumerate(self._loggers)
         ]
         if self._session.world_size > 1:
-            states = self._session.broadcast(states)
+            states = self._session.broadcast(states, where="states of loggers")
         return {"loggers": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

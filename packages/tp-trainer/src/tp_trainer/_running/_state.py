@@ -124,7 +124,8 @@ class UserState:
         rank, mine = self._session.rank, {}
         for name in sorted(different):
             mine[name] = collect_values(f"state.{name}@{rank}", self._state_of(name), own=True)
-        for theirs in self._session.gather_objects([own for _, own in mine.values()]):
+        everyones = self._session.gather_objects([own for _, own in mine.values()], where="states of ranks")
+        for theirs in everyones:
             for own in theirs:
                 tensors |= own
         return CapturedUserState(common, {name: plain for name, (plain, _) in mine.items()}, tensors)
@@ -200,7 +201,7 @@ class UserState:
             for name, (plain, tensors) in found.items()
             if not isinstance(self._values.get(name), nn.Module)
         }
-        everyones = self._session.gather_objects(digests)
+        everyones = self._session.gather_objects(digests, where="digests of states")
         known = {name for theirs in everyones for name in theirs}
         return {name for name in known if len({theirs.get(name) for theirs in everyones}) > 1}
 

@@ -69,7 +69,8 @@ class Watchdog:
         """
         if self._environment.world_size > 1:
             # Rank 0's number for all: after a run that failed on some ranks alone, their counts differ.
-            name = f"tp/watchdog/{session.broadcast(next(_rounds))}"
+            number = session.broadcast(next(_rounds), where="the number of a watchdog")
+            name = f"tp/watchdog/{number}"
             self._store = PrefixStore(name, rendezvous_store(self._environment))
 
     def watch(self, run: RunStep) -> RunStep:

@@ -237,7 +237,8 @@ class Meter:
         """
         self.flush()
         session = self._session
-        known = session.gather_objects((self.weighs, self._has_loss, sorted(self._others)))
+        seen = (self.weighs, self._has_loss, sorted(self._others))
+        known = session.gather_objects(seen, where="names of means")
         has_losses = any(weighs is not None for weighs, _, _ in known)
         if {True, False} <= {weighs for weighs, _, _ in known}:
             session.check_agreement("whether the step returns a 'weight'", self.weighs)

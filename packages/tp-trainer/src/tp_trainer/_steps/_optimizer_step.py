@@ -267,7 +267,8 @@ class OptimizerStep:
         if self._looks or self._checked == self.count:
             return
         self._checked = self.count
-        found = self.session.gather_objects(self.session.find_nonfinite(self.model))
+        mine = self.session.find_nonfinite(self.model)
+        found = self.session.gather_objects(mine, where="parameters that are not finite")
         rank, name = next(((r, n) for r, n in enumerate(found) if n is not None), (0, None))
         if name is not None:
             msg = (

@@ -136,7 +136,7 @@ def largest_batch_size(
         gc.collect()
         if session.device.type != "cpu":
             torch.accelerator.empty_cache()
-        return not any(session.gather_objects(failed))
+        return not any(session.gather_objects(failed, where="a batch size that is tried"))
 
     least = session.data_size
     with traceless(trainer, plain, using):

@@ -114,7 +114,7 @@ def dry_run(
         with _part("export", seconds):
             trainer.export(model, place / "model.safetensors")
         sizes = _nbytes(place / "checkpoints") // 2, _nbytes(place / "model.safetensors")
-        found: tuple[int, int] = session.broadcast(sizes)
+        found: tuple[int, int] = session.broadcast(sizes, where="sizes of a dry run")
     return DryRun(seconds, *found)
 
 
@@ -144,7 +144,9 @@ def _folder(session: Session, parent: str | Path | None) -> Iterator[Path]:
             made = Path(tempfile.mkdtemp(prefix=".dry-run-", dir=parent))
         except OSError as error:
             failure = error
-    made, reason = session.broadcast((made, None if failure is None else str(failure)))
+    made, reason = session.broadcast(
+        (made, None if failure is None else str(failure)), where="the model of a dry run"
+    )
     if failure is not None or made is None:
         raise failure or OSError(reason)
     try:

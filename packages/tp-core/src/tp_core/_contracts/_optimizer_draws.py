@@ -1,0 +1,86 @@
+"""Random numbers of an optimizer's steps, the same on all ranks."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tp_core.errors import ConfigError
+from tp_core.random import device_rng_state, seed_of, seed_torch, set_device_rng_state
+from tp_core.state._optimizers import hook_steps
+from tp_core.tensors._slices import is_sharded
+
+_sharing: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def share_draws(
+    optimizer: Optimizer, seed: int, device: torch.device, gather: Callable[[list[bytes]], list[list[bytes]]]
+) -> None:
+    """Have an optimizer draw the same random numbers on all ranks in its steps, from now on."""
+    if optimizer not in _sharing:
+        _sharing.add(optimizer)
+        _CommonDraws(optimizer, seed, device, gather)
+
+
+class _CommonDraws:
+    """Draws the random numbers of an optimizer's steps, the same on all ranks.
+
+    Ranks draw other dropouts, and so have generators in other states. What they hold in common would drift
+    apart by what an optimizer draws. The first step shows whether it draws at all.
+
+    Collective: where some of its parameters are split, and not all, one all-gather after the first step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        seed: int,
+        device: torch.device,
+        gather: Callable[[list[bytes]], list[list[bytes]]],
+    ) -> None:
+        self._seed, self._device, self._gather = seed, device, gather
+        self._draws: bool | None = None
+        self._kept: list[Tensor] | None = None
+        self._begun: list[Tensor] = []
+        self._steps = 0
+        hook_steps(optimizer, before=self._before, after=self._after)
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Not with a closure: it draws the dropout of a forward pass.
+        if self._draws is False or any(callable(value) for value in (*args, *kwargs.values())):
+            return
+        self._kept = self._states()
+        # By the step of the state, if it has one: a resumed run then draws what one without a break does.
+        known = (s["step"] for s in optimizer.state.values() if isinstance(s, dict) and "step" in s)
+        seed_torch(seed_of((self._seed, int(next(known, self._steps)))))
+        self._begun = self._states()
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        if self._kept is None:
+            return
+        states = self._states()
+        drew = any(not a.equal(b) for a, b in zip(self._begun, states, strict=True))
+        self._draws = self._draws or drew
+        self._steps += 1
+        kept, self._kept = self._kept, None
+        torch.set_rng_state(kept[0])
+        if len(kept) > 1:
+            set_device_rng_state(self._device, kept[1])
+        split = {is_sharded(p) for group in optimizer.param_groups for p in group["params"]}
+        if self._steps == 1 and len(split) == 2:
+            found = self._gather([bytes(state.numpy()) for state in states])
+            if any(one != found[0] for one in found):
+                msg = (
+                    f"{type(optimizer).__name__} draws random numbers, and here another number of them on "
+                    "each rank, which has larger or smaller parts of split parameters: those that all ranks "
+                    "hold would drift apart. Split parameters into equal parts, or take an optimizer that "
+                    "draws none"
+                )
+                raise ConfigError(msg)
+
+    def _states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        return states if self._device.type == "cpu" else [*states, device_rng_state(self._device)]

@@ -1,0 +1,165 @@
+"""A check before each optimizer step that gradients have been averaged over the ranks."""
+
+import logging
+from collections.abc import Callable
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from tp_core._contracts._stepping_data_parallel import SteppingDataParallel
+from tp_core.errors import StepError
+from tp_core.state._optimizers import is_inner_step
+
+log = logging.getLogger("tp_core")
+
+_MOST_SHAPES = 3  # in a message
+
+_TWICE = (
+    "a second backward pass came to a parameter within one step of several ranks, which average each "
+    "gradient once; add the losses and go back once, trainer.backward(first + second), or run the step for "
+    "each of them"
+)
+
+
+class ReductionWatch:
+    """A check before each optimizer step of this process that gradients have been averaged.
+
+    Args:
+        check: A function that raises for an optimizer that the session cannot step; called when it first
+            steps with its parameters.
+        ranks: The number of ranks that average gradients; with one there is nothing to average.
+    """
+
+    def __init__(self, check: Callable[[Optimizer], None], *, ranks: int) -> None:
+        self._check, self._ranks = check, ranks
+        self._models: list[ref[SteppingDataParallel]] = []
+        # The ids of parameters with averaged gradients, while their modules live: later objects may have
+        # the same ids. Weak references to parameters would keep torch from converting them in place.
+        self._known: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+        self._prepared: WeakSet[Optimizer] = WeakSet()
+        # The parameter lists of each optimizer that passed the check, by the optimizer's id.
+        self._fine: dict[int, tuple[ref[Optimizer], list[tuple[int, int]]]] = {}
+        self._handle: RemovableHandle | None = None
+
+    def watch(self, model: SteppingDataParallel) -> None:
+        """Check the gradients of ``model`` before steps, too: `SteppingDataParallel.check_reduced`."""
+        self._models = [*(known for known in self._models if known() is not None), ref(model)]
+        self.know(model)
+
+    def know(self, model: nn.Module) -> None:
+        """Record that the gradients of the present parameters of ``model`` are averaged."""
+        plain = model.module if isinstance(model, SteppingDataParallel) else model
+        self._known.setdefault(plain, set()).update(map(id, model.parameters()))
+        self.listen()
+
+    def listen(self) -> None:
+        """Check optimizers before they step, from now on; torch's hook is global to the process."""
+        _open.add(self)
+        if self._handle is not None:
+            return
+        reference = ref(self)  # torch's hook must not keep the session alive, which may never be closed
+
+        def before_step(optimizer: Optimizer, *_: object) -> None:
+            watch = reference()
+            if watch is not None:
+                watch._before_step(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(before_step)
+        finalize(self, self._handle.remove)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        self._prepared.add(optimizer)
+
+    def close(self) -> None:
+        _open.discard(self)
+        if self._handle is not None:
+            self._handle.remove()
+
+    def run_backward(self, run: Callable[[], None]) -> None:
+        """Run a backward pass, and check that it averages all gradients that it adds.
+
+        Collective: DDP's all-reduces in ``run``; none of its own.
+        """
+        # Loops and no generators: this runs in every step.
+        done: list[tuple[SteppingDataParallel, list[tuple[int, int]]]] = []
+        for reference in self._models:
+            model = reference()
+            before = None if model is None else model.seen_gradients()
+            if model is not None and before is not None:
+                done.append((model, before))
+        try:
+            run()
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):  # torch has no class for it
+                raise
+            raise StepError(_TWICE) from error
+        for model, before in done:
+            # torch reports nothing where all buckets were averaged, and each rank adds its own gradients.
+            if model.seen_gradients() != before:
+                raise StepError(_TWICE)
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                model.note_backward()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                model.check_reduced()
+        lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+        known, fine = self._fine.get(id(optimizer), (None, None))
+        is_fine = known is not None and known() is optimizer and fine == lists
+        if is_fine or is_inner_step(optimizer):  # the parameters may be others there
+            return
+        self._check(optimizer)
+        if self._ranks == 1 or self._check_known(optimizer):
+            self._fine[id(optimizer)] = ref(optimizer), lists
+
+    def _check_known(self, optimizer: Optimizer) -> bool:
+        """Check that an optimizer which steps parameters of prepared models steps no others.
+
+        Returns:
+            Whether that holds as long as its parameters are the same: others may get gradients later.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        others = [p for p in parameters if not any(watch._knows(p) for watch in _open)]
+        if not others:
+            return True
+        if len(others) == len(parameters) and not any(optimizer in watch._prepared for watch in _open):
+            if self is not min(_open, key=id):
+                return True  # one watch warns for all
+            log.warning(
+                "on several ranks an optimizer, %s, was not prepared, and steps parameters of no prepared "
+                "model: their gradients are this rank's own; trainer.prepare(model, optimizer) if ranks "
+                "train them together",
+                type(optimizer).__name__,
+            )
+            return True
+        shapes: list[tuple[int, ...]] = [tuple(p.shape) for p in others if _has_gradient(p)]
+        if shapes:
+            listed = ", ".join(map(str, shapes[:_MOST_SHAPES])) + ", ..." * (len(shapes) > _MOST_SHAPES)
+            msg = (
+                f"the optimizer has {len(shapes)} parameter(s) that no prepared model has (shape {listed}), "
+                "so on several ranks their gradients are not averaged; make what they belong to a submodule "
+                "of the model before trainer.prepare(model, ...)"
+            )
+            raise StepError(msg)
+        return False
+
+    def _knows(self, parameter: Tensor) -> bool:
+        return any(id(parameter) in known for known in self._known.values())
+
+
+_open: WeakSet[ReductionWatch] = WeakSet()
+"""All active watches: a program may have several sessions, and each knows its own models only."""
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.requires_grad and parameter.grad is not None
