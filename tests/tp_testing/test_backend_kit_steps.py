@@ -48,9 +48,8 @@ class RunsPastTheWrappers(TrueSession):
 class OneOrderForAllEpochs(TrueSession):
     def prepare_loader(self, loader, **options):
         prepared = super().prepare_loader(loader, **options)
-        prepared._batches.start = lambda epoch, first=0: type(prepared._batches).start(
-            prepared._batches, 0, first=first
-        )
+        sampler = prepared._batches._sampler  # private: the order is nowhere else
+        sampler.start = lambda epoch, first=0: type(sampler).start(sampler, 0, first=first)
         return prepared
 
 
@@ -59,7 +58,7 @@ class AnotherSeed(TrueSession):
 
     def prepare_loader(self, loader, **options):
         prepared = super().prepare_loader(loader, **options)
-        prepared._batches.seed = self.number
+        prepared._batches._sampler.seed = self.number
         return prepared
 
 
