@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from tp_trainer import loggers as loggers
     from tp_trainer import tuning as tuning
     from tp_trainer._activations import checkpoint_activations as checkpoint_activations
-    from tp_trainer._backends import DdpOptions as DdpOptions
-    from tp_trainer._backends import FsdpOptions as FsdpOptions
     from tp_trainer._checkpoint import Checkpoints as Checkpoints
     from tp_trainer._convert import convert as convert
     from tp_trainer._convert import find_checkpoint as find_checkpoint
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from tp_trainer._metrics import Metric as Metric
     from tp_trainer._metrics import Predictions as Predictions
     from tp_trainer._opening._boundaries import Interrupted as Interrupted
+    from tp_trainer._options import DdpOptions as DdpOptions
+    from tp_trainer._options import FsdpOptions as FsdpOptions
     from tp_trainer._report import write_report as write_report
     from tp_trainer._running._history import EpochRecord as EpochRecord
     from tp_trainer._running._history import History as History
@@ -48,7 +48,7 @@ else:
             "tp_core.plugins": ["Callback", "RunView"],
             "tp_trainer": ["callbacks", "compat", "hosting", "loggers", "tuning"],
             "tp_trainer._activations": ["checkpoint_activations"],
-            "tp_trainer._backends": ["DdpOptions", "FsdpOptions"],
+            "tp_trainer._options": ["DdpOptions", "FsdpOptions"],
             "tp_trainer._checkpoint": ["Checkpoints"],
             "tp_trainer._convert": ["convert", "find_checkpoint"],
             "tp_trainer._layout_table": ["estimate"],

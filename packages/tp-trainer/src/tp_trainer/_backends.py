@@ -1,16 +1,10 @@
 """The backends for one device, and for one process per device: DDP, and sharded parameters (FSDP)."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import nn
-from tp_core import move_module
-from tp_core.arguments import check_above_zero, explain_init
 from tp_core.errors import ConfigError
 from tp_core.fully_sharded import (
-    FullyShardOptions,
     check_offload,
     find_units,
     resolve_options,
@@ -18,9 +12,12 @@ from tp_core.fully_sharded import (
 )
 from tp_core.jobs import Layout, MemoryNeed, divisors, replicated_memory
 from tp_core.plugins import Backend, Job, NoOptions, RanksBackend, Session, Verdict
-from tp_core.sessions import ProcessGroupSession, join_process_group
+from tp_core.sessions import join_process_group
+
+from tp_trainer._options import DdpOptions, FsdpOptions
 
 if TYPE_CHECKING:
+    from tp_trainer._ddp_session import DdpSession
     from tp_trainer._fsdp_session import FsdpSession
 
 
@@ -72,36 +69,6 @@ class SingleBackend(Backend[NoOptions]):
 # -- one process per device: torch's DistributedDataParallel -----------------------------------------
 
 
-@explain_init
-@dataclass(frozen=True, slots=True)
-class DdpOptions:
-    """The options of the backend ``ddp``.
-
-    Attributes:
-        sync_batchnorm: Turn batch norms into SyncBatchNorm; needs an accelerator.
-        find_unused_parameters: For models that do not use every parameter in every step.
-        static_graph: For models that use the same parameters in every step.
-        gradient_as_bucket_view: Let gradients live in the communication buckets.
-        bucket_cap_mb: Size of a communication bucket in MiB; ``None`` is torch's own choice.
-        process_group: torch's name of the communication backend; empty chooses by the device.
-        timeout_s: How many seconds a collective waits for the other ranks.
-
-    Raises:
-        ConfigError: A size or a time is not above 0.
-    """
-
-    sync_batchnorm: bool = False
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    gradient_as_bucket_view: bool = True
-    bucket_cap_mb: float | None = None
-    process_group: str = ""
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "bucket_cap_mb", "timeout_s")
-
-
 class DdpBackend(RanksBackend[DdpOptions]):
     """Runs one process per device, on one host or several, with an all-reduce of gradients."""
 
@@ -137,79 +104,12 @@ class DdpBackend(RanksBackend[DdpOptions]):
         return replicated_memory(job, job.footprint, keeps_gradients=True, communication=buckets)
 
     def open(self, job: Job) -> "DdpSession":
+        from tp_trainer._ddp_session import DdpSession
+
         return DdpSession(job, self.parse_options(job))
 
 
-class DdpSession(ProcessGroupSession):
-    """One rank of a data-parallel job."""
-
-    def __init__(self, job: Job, options: DdpOptions) -> None:
-        self.options = options
-        device = job.devices[0]
-        if options.sync_batchnorm and device.type == "cpu":
-            msg = "sync_batchnorm=True needs an accelerator: torch's SyncBatchNorm has no CPU form"
-            raise ConfigError(msg)
-        leave = join_process_group(
-            job.environment, device=device, backend=options.process_group, timeout_s=options.timeout_s
-        )
-        super().__init__(job, leave=leave)
-
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device and wrap it in DDP; every rank starts with rank 0's weights.
-
-        Raises:
-            DisagreementError: The ranks' parameters differ in name, shape or type.
-
-        Collectives: an all-gather of the parameters' descriptions, a broadcast of the weights.
-        """
-        self.check_plain(model)
-        self.check_same_parameters(model)
-        model = move_module(model, self.device)
-        options = self.options
-        if options.sync_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        return self.average_gradients(
-            model,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            bucket_cap_mb=options.bucket_cap_mb,
-        )
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return DDP's context in which gradients stay on the ranks."""
-        if self.options.static_graph and model is not self.unwrap(model):
-            msg = (
-                "the option static_graph=True does not go with no_sync(): torch's reducer "
-                "fails in it; leave static_graph out to accumulate gradients"
-            )
-            raise ConfigError(msg)
-        return super().no_sync(model)
-
-
 # -- sharded parameters: torch's fully_shard ---------------------------------------------------------
-
-
-@explain_init
-@dataclass(frozen=True, slots=True)
-class FsdpOptions(FullyShardOptions):
-    """The options of the backend ``fsdp``: `tp_core.fully_sharded.FullyShardOptions`, and a timeout.
-
-    Attributes:
-        timeout_s: How many seconds a collective waits for the other ranks.
-
-    Raises:
-        ConfigError: A value is out of its range.
-
-    Example:
-        >>> FsdpOptions(units="GPT2Block", reshard_after_forward=False)  # doctest: +SKIP
-    """
-
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        FullyShardOptions.__post_init__(self)  # not super(): slots=True makes a new class, and super() fails
-        check_above_zero(self, "timeout_s")
 
 
 class FsdpBackend(RanksBackend[FsdpOptions]):
