@@ -66,12 +66,14 @@ for statement in sys.argv[1:]:
 
 
 ALL_NAMES, TRAINER = "from {} import *", "from tp_trainer import Trainer"
+PLUGINS = "from tp_core.plugins import *"
+BACKENDS = "from tp_core.plugins import registry; registry.backends()"
 
 
 @pytest.fixture(scope="module")
 def loaded_after_torch():
     """What statements load, in processes forked from one that has imported torch alone."""
-    statements = [*map(ALL_NAMES.format, MAY_LOAD), TRAINER]
+    statements = [*map(ALL_NAMES.format, MAY_LOAD), TRAINER, PLUGINS, BACKENDS]
     command = [sys.executable, "-c", LOOK_AFTER_TORCH, *statements]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=800)
     return dict(map(json.loads, done.stdout.splitlines()))
@@ -106,6 +108,14 @@ def test_a_trainer_loads_nothing_that_only_runs_and_files_need(loaded_after_torc
         "tp_trainer._steps._optimizer_step",
     )
     assert [name for name in loaded if name.startswith(needless)] == []
+
+
+def test_contracts_and_the_list_of_backends_load_nothing_that_only_sessions_need(loaded_after_torch):
+    upper = ("tp_core.data", "tp_core.replicas", "tp_core.state", "tp_core.tensors")
+    assert [name for name in loaded_after_torch[PLUGINS] if name.startswith(upper)] == []
+    # Each backend imports its session when it opens one.
+    sessions = (*upper, "tp_core.sessions._process_group_session", "tp_trainer._ddp_session")
+    assert [name for name in loaded_after_torch[BACKENDS] if name.startswith(sessions)] == []
 
 
 @pytest.mark.parametrize("package", MAY_LOAD)

@@ -1,14 +1,11 @@
 """What a session does by default: correct for one device in one process."""
 
-import gc
 import math
-import weakref
 
 import pytest
 import torch
 from torch import nn
 from tp_core import LaunchEnvironment
-from tp_core._contracts._reduction_watch import ReductionWatch  # private: backends alone have one
 from tp_core.errors import ConfigError
 from tp_core.plugins import Job, Session
 
@@ -38,21 +35,6 @@ def test_a_reduction_of_another_name_is_refused(session):
 def test_a_mean_of_integers_is_floating_as_it_is_on_ranks(session, op):
     found = session.reduce(torch.tensor([3, 4]), op)
     torch.testing.assert_close(found, torch.tensor([3.0, 4.0]) if op == "mean" else torch.tensor([3, 4]))
-
-
-def test_a_watch_of_optimizers_that_is_never_closed_is_freed():
-    """Sessions of process groups have one; torch's hook is global and would keep them for ever."""
-    seen = []
-    watch = ReductionWatch(seen.append, ranks=1)
-    watch.listen()
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
-    optimizer.step()
-    assert seen == [optimizer]
-    reference = weakref.ref(watch)
-    del watch
-    gc.collect()
-    assert reference() is None
-    optimizer.step()
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])

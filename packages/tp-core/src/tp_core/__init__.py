@@ -1,5 +1,9 @@
 """The common base of the tp packages: devices, transfer, the launch environment, errors.
 
+It has three floors, and none imports one above it. *Replicas* are copies of a module in one process. *Ranks*
+are sessions over processes, loaders, state and sharded models. The *kernel* is this module, the contracts of
+plugins and the registry.
+
 What authors of plugins need first is in `tp_core.plugins`; what packages share further is in modules by
 purpose. Names are imported when they are first used: most of them need torch, which takes most of a second,
 and some of those who import this package, such as worker processes, need none of it.

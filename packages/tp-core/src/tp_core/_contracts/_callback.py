@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # listing plugins must not import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from tp_core.data._loader import PreparedLoader
+    from tp_core.data import PreparedLoader
 
 
 class RunView(Protocol):

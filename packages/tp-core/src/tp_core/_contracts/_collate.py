@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from tp_core._contracts._backend import Verdict
-from tp_core.data._parts import Parts
+from tp_core._contracts._batch import Parts
 
 
 class CollateAdapter(abc.ABC):

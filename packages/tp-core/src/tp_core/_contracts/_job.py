@@ -8,11 +8,11 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import nn
 
+from tp_core._contracts._batch import LossReduction
 from tp_core._launch._environment import LaunchEnvironment
 from tp_core.arguments import explain_init
-from tp_core.data._step_outputs import LossReduction
 from tp_core.errors import ConfigError
-from tp_core.tensors._slices import is_dtensor, is_sharded
+from tp_core.modules._parameters import is_dtensor, is_sharded
 
 _GIB = 2**30
 

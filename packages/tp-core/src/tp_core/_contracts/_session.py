@@ -1,30 +1,34 @@
 """The contract of a session: how a running job prepares objects and runs steps."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, Literal, Self, TypeVar, get_args
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tp_core._contracts._batch import Share, StepOutput
 from tp_core._contracts._job import CompileOptions, Job
 from tp_core._transfer import move_module, to_device
-from tp_core.data._batches import Share
-from tp_core.data._loader import PreparedLoader
-from tp_core.data._step_outputs import StepOutput
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
 from tp_core.modules._blocks import repeated_blocks
-from tp_core.replicas._compiler import compile_in_place
-from tp_core.tensors._slices import (
+from tp_core.modules._compiler import compile_in_place
+from tp_core.modules._parameters import (
     TensorSlice,
     check_initialized,
     check_no_first_fsdp,
     is_dtensor,
     is_sharded,
+    plain_name,
+    plain_state,
+    whole,
+    with_own_names,
 )
+
+if TYPE_CHECKING:
+    from tp_core.data import PreparedLoader
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -201,7 +205,7 @@ class Session:
 
     def prepare_loader(
         self, loader: Iterable[Any], *, training: bool = True, shard: bool = True
-    ) -> PreparedLoader:
+    ) -> "PreparedLoader":
         """Return a loader of this process's share of every batch, on its device.
 
         The batch size of ``loader`` is the whole job's: each data rank gets its share of every batch.
@@ -220,6 +224,10 @@ class Session:
 
         Collective: with several data ranks, those of :meth:`check_agreement`.
         """
+        # The loader's floor is above this one. An import here keeps the contract light, and a session that
+        # overrides nothing can feed a model.
+        from tp_core.data import PreparedLoader
+
         return PreparedLoader(
             loader,
             seed=self.job.seed,
@@ -398,8 +406,6 @@ class Session:
         held = [(n, p) for n, p in trained if p.numel()]
         if not held or torch.isfinite(nn.utils.get_total_norm([p for _, p in held], math.inf)):
             return None
-        from tp_core.state import plain_name
-
         return next(plain_name(n) for n, p in held if not torch.isfinite(p).all())
 
     # -- between ranks ------------------------------------------------------------------------------
@@ -524,8 +530,6 @@ class Session:
 
         Collective: where parameters are DTensors, one all-gather for each.
         """
-        from tp_core.state import plain_state, whole
-
         return {n: whole(v) for n, v in plain_state(self.unwrap(model).state_dict()).items()}
 
     def state_parts(self, model: nn.Module) -> dict[str, Tensor]:
@@ -537,8 +541,6 @@ class Session:
 
         Collective: none here; those of :meth:`model_state` where a backend overrides that method only.
         """
-        from tp_core.state import plain_state
-
         if type(self).model_state is not Session.model_state:
             return self.model_state(model)
         return plain_state(self.unwrap(model).state_dict())
@@ -549,45 +551,8 @@ class Session:
         Raises:
             RuntimeError: Names or shapes do not fit the model (torch's own error).
         """
-        from tp_core.state import load_whole_state
-
-        load_whole_state(self.unwrap(model), state)
-
-
-class SessionWrapper(Session):
-    """A session around another one, which does what the wrapper does not.
-
-    For a backend that opens another one for the weights, and changes what a step computes.
-
-    Args:
-        inner: The session that this one is around.
-
-    Attributes:
-        inner: The same.
-    """
-
-    def __init__(self, inner: Session) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
-def _forward(name: str) -> Any:
-    def forward(self: SessionWrapper, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
-
-    def read(self: SessionWrapper) -> Any:
-        return getattr(self.inner, name)
-
-    def write(self: SessionWrapper, value: Any) -> None:
-        setattr(self.inner, name, value)
-
-    return forward if callable(getattr(Session, name, None)) else property(read, write)
-
-
-for _name in ("job", "device", "closed", *(n for n in vars(Session) if not n.startswith("_"))):
-    setattr(SessionWrapper, _name, _forward(_name))
+        plain = self.unwrap(model)
+        plain.load_state_dict(with_own_names(plain, state))
 
 
 def _first_other(values: Sequence[object]) -> int | None:
@@ -600,49 +565,3 @@ def _local_part(tensor: Tensor) -> Tensor:
     # By its method and not by its class: importing that costs most of a second.
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
-
-
-class PerModule(Generic[T]):
-    """A value for each module, as long as the module lives, also where the value refers to the module.
-
-    A weak dictionary would keep the module alive then: it holds its values, and so their keys. Here the
-    module holds the value: a cycle, which the garbage collector frees. What a session keeps for a model must
-    not end earlier: ranks collect at different times, and to make it again may need a collective.
-    """
-
-    def __init__(self) -> None:
-        self._modules: WeakSet[nn.Module] = WeakSet()
-
-    def __setitem__(self, module: nn.Module, value: T) -> None:
-        held = vars(module).get(_HELD)
-        if not isinstance(held, _Held):  # in a pickled copy of a module it is a dict
-            held = vars(module)[_HELD] = _Held()
-        held.values[self] = value
-        self._modules.add(module)
-
-    def get(self, module: nn.Module) -> T | None:
-        held = vars(module).get(_HELD)
-        # The set, since a shallow copy of a module has its attributes.
-        return held.values.get(self) if isinstance(held, _Held) and module in self._modules else None
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(list(self._modules))
-
-    def clear(self) -> None:
-        for module in self:
-            if isinstance(held := vars(module).get(_HELD), _Held):
-                held.values.pop(self, None)
-        self._modules.clear()
-
-
-_HELD = "_tp_held"
-
-
-class _Held:
-    """The values of one module; copies and pickles of the module have none."""
-
-    def __init__(self) -> None:
-        self.values: WeakKeyDictionary[PerModule[Any], Any] = WeakKeyDictionary()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return dict, ()  # not this class: who loads the module may not have tp

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from tp_core._launch._environment import LaunchEnvironment
-from tp_core._launch._process_group import join_process_group
-from tp_core._launch._ranks import RankPool
 from tp_core.errors import RankFailedError
+from tp_core.ranks import RankPool
+from tp_core.sessions._process_group import join_process_group
 
 _GRACE_S = 5.0
 """The time that ranks have after their own deadline to report what they waited for."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tp_core.compare._trial_runs import named_tensors
+from tp_core.modules._parameters import is_dtensor
 from tp_core.random import device_rng_state, preserve_rng_state, set_device_rng_state
-from tp_core.tensors._slices import is_dtensor
 
 
 class TensorPlace(NamedTuple):

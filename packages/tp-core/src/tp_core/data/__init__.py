@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core._contracts._batch import LossReduction as LossReduction
+    from tp_core._contracts._batch import Parts as Parts
+    from tp_core._contracts._batch import Share as Share
+    from tp_core._contracts._batch import StepOutput as StepOutput
     from tp_core.data._batches import CountedBatch as CountedBatch
     from tp_core.data._batches import Envelope as Envelope
-    from tp_core.data._batches import Share as Share
     from tp_core.data._batches import count_samples as count_samples
     from tp_core.data._batches import split_evenly as split_evenly
     from tp_core.data._loader import PreparedLoader as PreparedLoader
-    from tp_core.data._parts import Parts as Parts
-    from tp_core.data._parts import cat_rows as cat_rows
-    from tp_core.data._parts import is_array as is_array
-    from tp_core.data._parts import length_along as length_along
-    from tp_core.data._parts import split_rows as split_rows
-    from tp_core.data._step_outputs import LossReduction as LossReduction
+    from tp_core.data._rows import cat_rows as cat_rows
+    from tp_core.data._rows import is_array as is_array
+    from tp_core.data._rows import length_along as length_along
+    from tp_core.data._rows import split_rows as split_rows
     from tp_core.data._step_outputs import SampleRows as SampleRows
-    from tp_core.data._step_outputs import StepOutput as StepOutput
     from tp_core.data._step_outputs import combine_outputs as combine_outputs
     from tp_core.data._step_outputs import join_rows as join_rows
     from tp_core.data._step_outputs import near_power_of_two as near_power_of_two
@@ -35,13 +35,12 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "tp_core.data._batches": ["CountedBatch", "Envelope", "Share", "count_samples", "split_evenly"],
+            "tp_core._contracts._batch": ["LossReduction", "Parts", "Share", "StepOutput"],
+            "tp_core.data._batches": ["CountedBatch", "Envelope", "count_samples", "split_evenly"],
             "tp_core.data._loader": ["PreparedLoader"],
-            "tp_core.data._parts": ["Parts", "cat_rows", "is_array", "length_along", "split_rows"],
+            "tp_core.data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
             "tp_core.data._step_outputs": [
-                "LossReduction",
                 "SampleRows",
-                "StepOutput",
                 "combine_outputs",
                 "join_rows",
                 "near_power_of_two",

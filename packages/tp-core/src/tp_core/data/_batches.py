@@ -4,33 +4,20 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, get_worker_info
 
+from tp_core._contracts._batch import Parts, Share
 from tp_core._transfer import recursive_pin
 from tp_core._trees import tree_leaves
-from tp_core.data._parts import Parts, is_array, length_along
+from tp_core.data._rows import is_array, length_along
 from tp_core.errors import LoaderError
 from tp_core.random import seed_generators, seeded, seeded_own
 
 log = logging.getLogger("tp_core")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The size of one data rank's share of a global batch.
-
-    Attributes:
-        samples: Samples of this rank; 0 for a stand-in that must not count.
-        total: Samples of all data ranks together.
-    """
-
-    samples: int
-    total: int
 
 
 def split_evenly(length: int, parts: int) -> list[slice]:

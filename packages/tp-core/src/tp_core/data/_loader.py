@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tp_core.data._batches import Share
+from tp_core._contracts._batch import Share
 from tp_core.data._rank_batches import Ranks, n_samples, rank_batches
 from tp_core.data._streams import Stream
 from tp_core.errors import LoaderError

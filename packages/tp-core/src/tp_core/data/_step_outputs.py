@@ -5,18 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from tp_core._contracts._batch import LossReduction, Parts
 from tp_core._transfer import recursive_to
-from tp_core.data._parts import Parts, cat_rows, length_along, take_rows
+from tp_core.data._rows import cat_rows, length_along, take_rows
 from tp_core.errors import ConfigError, StepError
-
-StepOutput = Tensor | Mapping[str, Any]
-"""The output of a step: the loss, a scalar tensor, or a dict of values by name with the loss as "loss"."""
 
 # -- Rows of samples ------------------------------------------------------------------------------
 
@@ -129,9 +127,6 @@ def _describe_rows(value: Any) -> str:
 
 # -- One output from those of the parts -----------------------------------------------------------
 
-
-LossReduction = Literal["mean", "sum"]
-"""The reduction of a loss over its samples."""
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tp_core.data._batches import EpochBatches, Share
-from tp_core.data._parts import Parts
+from tp_core._contracts._batch import Parts, Share
+from tp_core.data._batches import EpochBatches
 
 _MOST_COMPARED = 65_536
 _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

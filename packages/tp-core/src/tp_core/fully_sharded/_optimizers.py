@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tp_core.errors import ConfigError
+from tp_core.modules._parameters import SHARDED_ATTRIBUTE, is_dtensor, is_sharded
 from tp_core.state import SliceBuffer, fill_from_whole
 from tp_core.state._files import Cut, is_cut
 from tp_core.state._optimizers import hook_steps, is_zero_redundancy, note_whole_steps, steps_whole
-from tp_core.tensors._slices import SHARDED_ATTRIBUTE, is_dtensor, is_sharded
 
 # Their steps divide by norms of a whole matrix, orthogonalize or factorize it, or take products of all
 # parameters: on a shard they would compute another update, without an error.

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tp_core._contracts._batch import Share, StepOutput
 from tp_core._contracts._job import CompileOptions
-from tp_core._contracts._process_group_session import ProcessGroupSession
-from tp_core.data._batches import Share
-from tp_core.data._step_outputs import StepOutput
 from tp_core.errors import ConfigError, StepError
 from tp_core.fully_sharded._optimizers import (
     WholeSteps,
@@ -21,9 +19,10 @@ from tp_core.fully_sharded._optimizers import (
     move_state,
 )
 from tp_core.fully_sharded._sharding import Sharding, sharded_modules
-from tp_core.replicas._compiler import is_torchs_own
+from tp_core.modules._compiler import is_torchs_own
+from tp_core.modules._parameters import check_not_quantized, is_dtensor
+from tp_core.sessions._process_group_session import ProcessGroupSession
 from tp_core.state import whole
-from tp_core.tensors._slices import check_not_quantized, is_dtensor
 
 _SHARDS_ALONE = (
     "the loss was computed with a parameter of a unit that is fully sharded, outside of the unit's forward "

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tp_core._contracts._batch import StepOutput
 from tp_core._contracts._job import Job
-from tp_core._contracts._session import PerModule
 from tp_core._trees import tree_leaves
-from tp_core.data._step_outputs import StepOutput
 from tp_core.errors import ModelError, StepError
 from tp_core.fully_sharded._optimizers import WholeParameters
 from tp_core.fully_sharded._options import FullyShardOptions, parameter_type, reduction_type, remedy
 from tp_core.fully_sharded._units import find_units
 from tp_core.modules._blocks import without_cache
+from tp_core.modules._parameters import check_no_first_fsdp, is_dtensor
+from tp_core.sessions._per_module import PerModule
 from tp_core.tensors._deferred import initial_value, materialize
-from tp_core.tensors._slices import check_no_first_fsdp, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ from torch import nn
 from tp_core.errors import ConfigError, ModelError
 from tp_core.fully_sharded._options import UnitRule
 from tp_core.modules._blocks import CONTAINERS, found_blocks, named_blocks
-from tp_core.tensors._slices import check_no_max_norm
+from tp_core.modules._parameters import check_no_max_norm
 
 _LEAST_NBYTES = 4 * 2**20
 """The least size of a unit that is found by size: a smaller one is not worth its own collective."""

@@ -5,8 +5,8 @@ the same code. `ReplicaWrapper` is the base of modules that run replicas. Mark o
 them as `untraced`.
 """
 
+from tp_core.modules._compiler import not_compiled_alone, untraced
 from tp_core.replicas._caller import has_modes
-from tp_core.replicas._compiler import not_compiled_alone, untraced
 from tp_core.replicas._random import is_random_op
 from tp_core.replicas._replicas import Replicas, leave_to_others
 from tp_core.replicas._wrapper import ReplicaWrapper

@@ -15,7 +15,7 @@ from torch.nn.parallel.comm import broadcast
 
 from tp_core._transfer import to_device
 from tp_core.errors import ModelError
-from tp_core.tensors._slices import is_quantized
+from tp_core.modules._parameters import is_quantized
 
 # -- Comparison of dictionaries by identity -------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tp_core.errors import ModelError
-from tp_core.replicas._compiler import not_compiled_alone, untraced
+from tp_core.modules._compiler import not_compiled_alone, untraced
 
 # -- Torch's functions that draw random numbers ---------------------------------------------------
 

@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 
 from tp_core._transfer import to_device
 from tp_core.errors import ModelError
-from tp_core.replicas._compiler import compile_in_place
+from tp_core.modules._compiler import compile_in_place
+from tp_core.modules._parameters import is_sharded
 from tp_core.replicas._mirror import Contents, OriginalBuffers, OwnBuffers, same_objects
-from tp_core.tensors._slices import is_sharded
 
 # -- Marks of a replica ---------------------------------------------------------------------------
 

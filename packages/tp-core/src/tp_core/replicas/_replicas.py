@@ -18,8 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tp_core._devices import DeviceSpec, resolve_devices
 from tp_core._trees import containers
 from tp_core.errors import ConfigError, ModelError
+from tp_core.modules._compiler import compile_in_place, untraced
+from tp_core.modules._parameters import check_no_max_norm
 from tp_core.replicas._caller import Caller, on_device
-from tp_core.replicas._compiler import compile_in_place, untraced
 from tp_core.replicas._mirror import (
     LINK,
     OriginalBuffers,
@@ -33,7 +34,6 @@ from tp_core.replicas._mirror import (
 from tp_core.replicas._random import Streams
 from tp_core.replicas._replica_modules import ReplicaModules, Structure, call_as_replica, is_scripted
 from tp_core.replicas._threads import ReplicaThreads, raise_first
-from tp_core.tensors._slices import check_no_max_norm
 
 # -- The cache of replicas between calls, and the rules for its renewal ----------------------------
 

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core.modules._parameters import fill_from_whole as fill_from_whole
+    from tp_core.modules._parameters import named_parameters as named_parameters
+    from tp_core.modules._parameters import plain_name as plain_name
+    from tp_core.modules._parameters import plain_state as plain_state
+    from tp_core.modules._parameters import whole as whole
     from tp_core.state._files import TENSORS_FILE as TENSORS_FILE
     from tp_core.state._files import TENSORS_FOLDER as TENSORS_FOLDER
     from tp_core.state._files import Cut as Cut
@@ -12,14 +17,10 @@ if TYPE_CHECKING:
     from tp_core.state._files import load_state as load_state
     from tp_core.state._files import open_tensors as open_tensors
     from tp_core.state._files import slice_of as slice_of
-    from tp_core.state._files import whole as whole
     from tp_core.state._files import write_whole as write_whole
     from tp_core.state._optimizers import hook_steps as hook_steps
     from tp_core.state._optimizers import is_zero_redundancy as is_zero_redundancy
-    from tp_core.state._optimizers import named_parameters as named_parameters
     from tp_core.state._optimizers import optimizer_names as optimizer_names
-    from tp_core.state._optimizers import plain_name as plain_name
-    from tp_core.state._optimizers import plain_state as plain_state
     from tp_core.state._plain import from_json as from_json
     from tp_core.state._plain import to_json as to_json
     from tp_core.state._training import collect_state as collect_state
@@ -39,13 +40,19 @@ if TYPE_CHECKING:
     from tp_core.tensors._safetensors import safetensors_dtype as safetensors_dtype
     from tp_core.tensors._safetensors import split_over_files as split_over_files
     from tp_core.tensors._safetensors import write_safetensors as write_safetensors
-    from tp_core.tensors._slices import StoredTensors as StoredTensors
-    from tp_core.tensors._slices import TensorInfo as TensorInfo
-    from tp_core.tensors._slices import fill_from_whole as fill_from_whole
+    from tp_core.tensors._stored import StoredTensors as StoredTensors
+    from tp_core.tensors._stored import TensorInfo as TensorInfo
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "tp_core.modules._parameters": [
+                "fill_from_whole",
+                "named_parameters",
+                "plain_name",
+                "plain_state",
+                "whole",
+            ],
             "tp_core.state._files": [
                 "TENSORS_FILE",
                 "TENSORS_FOLDER",
@@ -54,16 +61,12 @@ else:
                 "load_state",
                 "open_tensors",
                 "slice_of",
-                "whole",
                 "write_whole",
             ],
             "tp_core.state._optimizers": [
                 "hook_steps",
                 "is_zero_redundancy",
-                "named_parameters",
                 "optimizer_names",
-                "plain_name",
-                "plain_state",
             ],
             "tp_core.state._plain": ["from_json", "to_json"],
             "tp_core.state._training": [
@@ -82,6 +85,6 @@ else:
                 "split_over_files",
                 "write_safetensors",
             ],
-            "tp_core.tensors._slices": ["StoredTensors", "TensorInfo", "fill_from_whole"],
+            "tp_core.tensors._stored": ["StoredTensors", "TensorInfo"],
         },
     )

@@ -11,17 +11,10 @@ from torch import Tensor
 
 from tp_core.errors import StateError
 from tp_core.files._atomic import showing_system_errors
+from tp_core.modules._parameters import TensorSlice, fill_from_whole, is_dtensor, local_parts
 from tp_core.tensors._digests import INDEX, DigestingFile, FileRecord, without_checksums
 from tp_core.tensors._files import read_tensors, tensor_infos
-from tp_core.tensors._slices import (
-    StoredTensors,
-    TensorInfo,
-    TensorSlice,
-    check_targets,
-    fill_from_whole,
-    is_dtensor,
-    local_parts,
-)
+from tp_core.tensors._stored import StoredTensors, TensorInfo, check_targets
 
 # -- Where a tensor of a checkpoint goes: a whole one, a slice of one, this rank's part of a DTensor
 
@@ -44,21 +37,6 @@ def slice_of(cut: Cut, parameter: Tensor, value: Tensor) -> Tensor | TensorSlice
 def is_cut(cut: Cut, parameter: Tensor) -> bool:
     """Return whether this rank has only a part of the parameter."""
     return is_dtensor(parameter) or isinstance(cut(parameter, parameter), TensorSlice)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return the whole value of a DTensor, or of an object with ``full_tensor``; others as they are.
-
-    Collective: those of ``full_tensor``: every rank must call it.
-    """
-    if not is_dtensor(tensor):
-        put_together: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-        return tensor if put_together is None else put_together()
-    device = tensor.device_mesh.device_type
-    # With offload the host keeps the parts, and the ranks' group communicates on the device only.
-    there: Any = tensor if tensor.device.type == device else tensor.to(device)
-    full: Tensor = there.full_tensor()
-    return full
 
 
 class SliceBuffer:

@@ -21,6 +21,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tp_core.errors import StateError
+from tp_core.modules._parameters import (
+    SHARDED_ATTRIBUTE,
+    TensorSlice,
+    fill_from_whole,
+    is_dtensor,
+    is_sharded,
+    plain_name,
+    plain_state,
+    quantized_parts,
+    with_own_names,
+)
 from tp_core.state._files import Cut, SliceBuffer, is_cut, slice_of
 from tp_core.state._optimizers import (
     OptimizerValues,
@@ -28,21 +39,10 @@ from tp_core.state._optimizers import (
     named_state,
     numbered_state,
     parameters_as_saved,
-    plain_name,
-    plain_state,
     steps_whole,
 )
 from tp_core.state._plain import Get, StoredTensor, from_json, joined, refs_in, split, to_json
-from tp_core.tensors._slices import (
-    SHARDED_ATTRIBUTE,
-    StoredTensors,
-    TensorInfo,
-    TensorSlice,
-    fill_from_whole,
-    is_dtensor,
-    is_sharded,
-    quantized_parts,
-)
+from tp_core.tensors._stored import StoredTensors, TensorInfo
 
 FORMAT = 1
 
@@ -249,11 +249,9 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         RuntimeError: Names or shapes do not fit the model (torch's own error).
     """
     current = model.state_dict(keep_vars=True)
-    actual = {plain_name(name): name for name in current}
-    given: dict[str, Any] = {}
-    for name, value in plain_state(state).items():
-        own = actual.get(name, name)
-        like = current.get(own)
+    own = with_own_names(model, state)
+    for name, value in own.items():
+        like = current.get(name)
         # A value that is a DTensor too has been cut before.
         if (
             isinstance(like, Tensor)
@@ -263,9 +261,8 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         ):
             place = SliceBuffer(_uncut, like, value.dtype)
             fill_from_whole(place.target, value)
-            value = place.take()  # noqa: PLW2901 - the same value, as this rank holds it
-        given[own] = value
-    model.load_state_dict(given)
+            own[name] = place.take()
+    model.load_state_dict(own)
 
 
 def _load_optimizer(

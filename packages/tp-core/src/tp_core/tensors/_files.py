@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from tp_core.modules._parameters import TensorSlice
 from tp_core.tensors._digests import FileRecord
 from tp_core.tensors._index import read_index, read_into
-from tp_core.tensors._slices import TensorInfo, TensorSlice, check_targets
+from tp_core.tensors._stored import TensorInfo, check_targets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -27,10 +27,11 @@ from torch.futures import Future
 
 from tp_core.errors import StateError
 from tp_core.files._atomic import atomic_part, showing_system_errors
+from tp_core.modules._parameters import TensorSlice, is_dtensor
 from tp_core.tensors._digests import INDEX, DigestingFile, FileRecord
 from tp_core.tensors._index import IndexEntry, StoredPart, dump_index
 from tp_core.tensors._safetensors import in_file_order, write_file
-from tp_core.tensors._slices import TensorInfo, TensorSlice, is_dtensor
+from tp_core.tensors._stored import TensorInfo
 
 
 class _Planner(DefaultSavePlanner):

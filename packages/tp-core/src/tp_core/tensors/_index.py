@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tp_core.errors import StateError
+from tp_core.modules._parameters import TensorSlice, local_parts
 from tp_core.tensors._digests import INDEX
 from tp_core.tensors._safetensors import check_file, fill_from_file
-from tp_core.tensors._slices import TensorInfo, TensorSlice, local_parts
+from tp_core.tensors._stored import TensorInfo
 
 _DTYPES = {
     str(value).removeprefix("torch."): value

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from tp_core.errors import ConfigError, StateError
 from tp_core.files._atomic import atomic_part
+from tp_core.modules._parameters import TensorSlice, fill_from_whole
 from tp_core.tensors._digests import DigestingFile
-from tp_core.tensors._slices import StoredTensors, TensorInfo, TensorSlice, check_targets, fill_from_whole
+from tp_core.tensors._stored import StoredTensors, TensorInfo, check_targets
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"

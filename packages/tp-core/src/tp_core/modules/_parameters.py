@@ -1,24 +1,54 @@
-"""Slices of tensors and their description in a file; checks of a model's parameters.
+"""The parameters of a user's model: their names, which of them are parts of larger ones, checks of them."""
 
-The functions that read and write are elsewhere: torch's own take half a second to import.
-"""
-
-import math
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from tp_core.errors import ModelError, StateError
+from tp_core.errors import ModelError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+# -- Names in a model as its author wrote it, whatever has been compiled since --------------------
+
+
+_COMPILED = "_orig_mod"
+"""The name under which ``torch.compile(module)`` holds the module; it is part of every name in its state."""
+
+
+def plain_name(name: str) -> str:
+    """Return a name without what ``torch.compile`` puts into it.
+
+    Example:
+        >>> plain_name("_orig_mod.head._orig_mod.weight")
+        'head.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's state under plain names."""
+    return {plain_name(name): value for name, value in state.items()}
+
+
+def with_own_names(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state under the names that the model itself has now, with compiled parts or without."""
+    own = {plain_name(name): name for name in model.state_dict(keep_vars=True)}
+    return {own.get(name, name): value for name, value in plain_state(state).items()}
+
+
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters under all of their plain names: a tied one has several."""
+    return {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+# -- Kinds of parameters ---------------------------------------------------------------------------
 
 
 SHARDED_ATTRIBUTE = "tp_sharded"
@@ -108,25 +138,7 @@ def check_no_max_norm(model: torch.nn.Module, who: str) -> None:
             raise ModelError(msg)
 
 
-# -- in a file -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """The shape and dtype of a written tensor.
-
-    Attributes:
-        shape: Its whole shape.
-        dtype: Its dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its elements in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+# -- Parts of a larger tensor ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,35 +208,16 @@ def local_parts(tensor: Tensor | TensorSlice) -> Sequence[tuple[tuple[int, ...],
     return [(tuple(chunk.offsets), tensor.to_local().detach())]
 
 
-class StoredTensors(ABC):
-    """Tensors by name, on the disk.
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole value of a DTensor, or of an object with ``full_tensor``; others as they are.
 
-    Attributes:
-        path: Their file or folder.
-        infos: The shape and dtype of each tensor, in the order of the names.
+    Collective: those of ``full_tensor``: every rank must call it.
     """
-
-    path: Path
-    infos: Mapping[str, TensorInfo]
-
-    @abstractmethod
-    def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
-        """Fill whole tensors, or a rank's slices of them.
-
-        Raises:
-            StateError: A tensor is missing or has another shape, which is found before any target is
-                touched; or a file is damaged.
-        """
-
-
-def check_targets(
-    targets: Mapping[str, Tensor | TensorSlice], infos: Mapping[str, TensorInfo], place: Path
-) -> None:
-    """Check that what is to be filled is in a place with these tensors, in the same shapes."""
-    for name, target in targets.items():
-        if name not in infos:
-            msg = f"{place} lacks {name!r}; it has {', '.join(list(infos)[:5])} ..."
-            raise StateError(msg)
-        if tuple(target.shape) != infos[name].shape:
-            msg = f"{place} has {name!r} of shape {infos[name].shape}, not {tuple(target.shape)}"
-            raise StateError(msg)
+    if not is_dtensor(tensor):
+        put_together: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+        return tensor if put_together is None else put_together()
+    device = tensor.device_mesh.device_type
+    # With offload the host keeps the parts, and the ranks' group communicates on the device only.
+    there: Any = tensor if tensor.device.type == device else tensor.to(device)
+    full: Tensor = there.full_tensor()
+    return full

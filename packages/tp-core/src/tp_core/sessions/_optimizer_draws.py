@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tp_core.errors import ConfigError
+from tp_core.modules._parameters import is_sharded
 from tp_core.random import device_rng_state, seed_of, seed_torch, set_device_rng_state
 from tp_core.state._optimizers import hook_steps
-from tp_core.tensors._slices import is_sharded
 
 _sharing: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 

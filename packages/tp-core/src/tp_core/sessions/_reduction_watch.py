@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from tp_core._contracts._stepping_data_parallel import SteppingDataParallel
 from tp_core.errors import StepError
+from tp_core.sessions._stepping_data_parallel import SteppingDataParallel
 from tp_core.state._optimizers import is_inner_step
 
 log = logging.getLogger("tp_core")

@@ -13,17 +13,18 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tp_core._contracts._batch import Share, StepOutput
 from tp_core._contracts._job import Job
-from tp_core._contracts._object_exchange import broadcast_object, gather_objects
-from tp_core._contracts._optimizer_draws import share_draws
-from tp_core._contracts._reduction_watch import ReductionWatch
 from tp_core._contracts._session import ReduceOp, Session, check_reduce_op
-from tp_core._contracts._stepping_data_parallel import SteppingDataParallel
-from tp_core._launch._process_group import new_process_group
-from tp_core.data._batches import Share
-from tp_core.data._step_outputs import StepOutput, zero_backward
+from tp_core.data._step_outputs import zero_backward
 from tp_core.errors import ConfigError, DisagreementError, ModelError
-from tp_core.tensors._slices import check_no_max_norm, quantized_parts
+from tp_core.modules._parameters import check_no_max_norm, quantized_parts
+from tp_core.sessions._object_exchange import broadcast_object, gather_objects
+from tp_core.sessions._optimizer_draws import share_draws
+from tp_core.sessions._process_group import new_process_group
+from tp_core.sessions._reduction_watch import ReductionWatch
+from tp_core.sessions._stepping_data_parallel import SteppingDataParallel
+from tp_core.state._training import load_whole_state
 
 T = TypeVar("T")
 
@@ -407,6 +408,10 @@ class ProcessGroupSession(Session):
         """Return the user's own module of a prepared model."""
         inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         return inner
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Load a state of :meth:`model_state`; this rank's part of a DTensor is cut out of the whole."""
+        load_whole_state(self.unwrap(model), state)
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Give the data group its first rank's buffers, for example batch norm's running statistics.

@@ -1,0 +1,55 @@
+"""Values that a session has for each module, as long as the module lives."""
+
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
+
+T = TypeVar("T")
+
+
+class PerModule(Generic[T]):
+    """A value for each module, as long as the module lives, also where the value refers to the module.
+
+    A weak dictionary would keep the module alive then: it holds its values, and so their keys. Here the
+    module holds the value: a cycle, which the garbage collector frees. What a session keeps for a model must
+    not end earlier: ranks collect at different times, and to make it again may need a collective.
+    """
+
+    def __init__(self) -> None:
+        self._modules: WeakSet[nn.Module] = WeakSet()
+
+    def __setitem__(self, module: nn.Module, value: T) -> None:
+        held = vars(module).get(_HELD)
+        if not isinstance(held, _Held):  # in a pickled copy of a module it is a dict
+            held = vars(module)[_HELD] = _Held()
+        held.values[self] = value
+        self._modules.add(module)
+
+    def get(self, module: nn.Module) -> T | None:
+        held = vars(module).get(_HELD)
+        # The set, since a shallow copy of a module has its attributes.
+        return held.values.get(self) if isinstance(held, _Held) and module in self._modules else None
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._modules))
+
+    def clear(self) -> None:
+        for module in self:
+            if isinstance(held := vars(module).get(_HELD), _Held):
+                held.values.pop(self, None)
+        self._modules.clear()
+
+
+_HELD = "_tp_held"
+
+
+class _Held:
+    """The values of one module; copies and pickles of the module have none."""
+
+    def __init__(self) -> None:
+        self.values: WeakKeyDictionary[PerModule[Any], Any] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return dict, ()  # not this class: who loads the module may not have tp
