@@ -775,7 +775,7 @@ MISTAKES = {
     ),
     "verify: a name for a way": (
         lambda: verify(parallel="ddp"),
-        "parallel is a function of the model, or a Way as ways.DataParallel(), got 'ddp'",
+        "parallel is a function of the model, or a Strategy as strategies.DDP(), got 'ddp'",
     ),
     "verify: a type as text": (
         lambda: verify(dtype="bf16"),

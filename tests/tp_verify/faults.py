@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from tp_core.ranks import RankPool
-from tp_verify import Way, verify, ways
+from tp_verify import Strategy, strategies, verify
 
 from tests.bench._results import Results
 from tests.tp_verify import models as m
@@ -32,7 +32,7 @@ class Case:
     """
 
     name: str
-    way: Way
+    way: Strategy
     kind: str = ""
     where: str = ""
     build: Any = m.build
@@ -55,7 +55,7 @@ class Case:
 # -- Faults of data parallelism, sharding, accumulation, clipping and states ----------------------
 
 
-class Ddp(ways.DataParallel):
+class Ddp(strategies.DDP):
     """DDP with a fault by its name."""
 
     def __init__(self, fault="", **options):
@@ -149,7 +149,7 @@ class Ddp(ways.DataParallel):
                 model.module.norm.bias += 1e-3 * dist.get_rank()
 
 
-class Sharded(ways.FullyShard):
+class Sharded(strategies.FullyShard):
     """FSDP2 with a fault by its name."""
 
     def __init__(self, fault="", **options):
@@ -307,7 +307,7 @@ FAULTS = [
     ),
     Case(
         "torch's pipelining, uneven tokens",
-        ways.Pipelining(**PIPE),
+        strategies.Pipelining(**PIPE),
         "pipeline",
         r"step 1: the (loss|gradient)",
         build=m.build_stages,
@@ -325,12 +325,12 @@ def right_ways():
     """Return ways that are right: each with two batches, then accumulated, clipped and tied."""
     found = []
     for name, way in {
-        "ddp": ways.DataParallel(),
-        "ddp, buffers of their own": ways.DataParallel(broadcast_buffers=False),
-        "ddp, as views": ways.DataParallel(gradient_as_bucket_view=True, static_graph=False),
-        "fully_shard": ways.FullyShard(),
-        "fully_shard, kept": ways.FullyShard(reshard_after_forward=False),
-        "a plan of the MLPs": ways.TensorParallel(PLAN),
+        "ddp": strategies.DDP(),
+        "ddp, buffers of their own": strategies.DDP(broadcast_buffers=False),
+        "ddp, as views": strategies.DDP(gradient_as_bucket_view=True, static_graph=False),
+        "fully_shard": strategies.FullyShard(),
+        "fully_shard, kept": strategies.FullyShard(reshard_after_forward=False),
+        "a plan of the MLPs": strategies.TensorParallel(PLAN),
         "two dimensions": m.Mixed(),
         "by hand": m.ByHand(),
     }.items():
@@ -342,21 +342,24 @@ def right_ways():
         }.items():
             found.append(Case(name + more, way, options=options))
     found += [
-        Case("ddp, tied", ways.DataParallel(), build=m.build_tied),
-        Case("fully_shard, tied", ways.FullyShard(), build=m.build_tied, options=CLIP),
+        Case("ddp, tied", strategies.DDP(), build=m.build_tied),
+        Case("fully_shard, tied", strategies.FullyShard(), build=m.build_tied, options=CLIP),
         Case("context by hand", m.Context(), options=OF_ONE_LENGTH),
         Case("context by hand, even", m.Context(), batches=m.EVEN, options=OF_ONE_LENGTH),
         *(
             Case(
                 f"pipelining, {name}",
-                ways.Pipelining(schedule=name, **PIPE),
+                strategies.Pipelining(schedule=name, **PIPE),
                 build=m.build_stages,
                 batches=m.EVEN,
             )
             for name in ("ScheduleGPipe", "Schedule1F1B")
         ),
-        Case("accelerate", ways.Accelerate(), options=CLIP),
-        *(Case(f"tp's {name}", ways.TpBackend(name), options=CLIP) for name in ("ddp", "fsdp", "shard")),
+        Case("accelerate", strategies.Accelerate(), options=CLIP),
+        *(
+            Case(f"tp's {name}", strategies.InstalledBackend(name), options=CLIP)
+            for name in ("ddp", "fsdp", "shard")
+        ),
     ]
     return found
 

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from tp_verify import Way
-from tp_verify.ways import clip_mixed
+from tp_verify import Strategy
+from tp_verify.strategies import clip_mixed
 
 WIDTH, HEADS, WORDS, LENGTH = 16, 4, 24, 8
 
@@ -208,7 +208,7 @@ class VocabularyEmbedding(nn.Module):
         return Reduce.apply(found)
 
 
-class ByHand(Way):
+class ByHand(Strategy):
     """Megatron's layers by hand; ``fault`` names what is wrong, and ``at`` the module where it is."""
 
     name, data = "tensor parallel by hand", "whole"
@@ -259,7 +259,7 @@ class ByHand(Way):
 # -- Context parallelism by hand ------------------------------------------------------------------
 
 
-class Context(Way):
+class Context(Strategy):
     """Each rank has half of the places; keys and values are gathered."""
 
     name, data = "context by hand", "whole"
@@ -319,7 +319,7 @@ class Context(Way):
         return output["loss"].detach()
 
 
-class Mixed(Way):
+class Mixed(Strategy):
     """`fully_shard` over two ranks, of what a plan has split over two others."""
 
     name, data = "two dimensions", "whole"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from tp_core.ranks import RankPool
-from tp_verify import verify, ways
+from tp_verify import strategies, verify
 
 from tests.bench._results import Results
 from tests.tp_verify import faults
@@ -120,20 +120,20 @@ BATCHED = EAGER | {"experts_implementation": "batched_mm"}
 LOOP = EAGER | {"experts_implementation": "eager"}
 LEAVES = {"stage": 3, "leaf_module": {"name_suffixes": ["experts"]}}
 STACKS = {
-    "transformers tp": (ways.Transformers(EAGER, tp_size=2), MODELS),
-    "transformers fsdp": (ways.Transformers(EAGER, fsdp_size=2), MODELS),
-    "transformers tp+ep": (ways.Transformers(EAGER, tp_size=2, ep_size=2), EXPERTS),
-    "transformers tp+ep, batched": (ways.Transformers(BATCHED, tp_size=2, ep_size=2), EXPERTS),
-    "transformers tp+ep, loop": (ways.Transformers(LOOP, tp_size=2, ep_size=2), EXPERTS),
-    "transformers fsdp+ep": (ways.Transformers(EAGER, fsdp_size=2, ep_size=2), EXPERTS),
-    "accelerate ddp": (ways.Accelerate(), MODELS),
-    "accelerate fsdp2": (ways.Accelerate(fsdp2), MODELS),
+    "transformers tp": (strategies.Transformers(EAGER, tp_size=2), MODELS),
+    "transformers fsdp": (strategies.Transformers(EAGER, fsdp_size=2), MODELS),
+    "transformers tp+ep": (strategies.Transformers(EAGER, tp_size=2, ep_size=2), EXPERTS),
+    "transformers tp+ep, batched": (strategies.Transformers(BATCHED, tp_size=2, ep_size=2), EXPERTS),
+    "transformers tp+ep, loop": (strategies.Transformers(LOOP, tp_size=2, ep_size=2), EXPERTS),
+    "transformers fsdp+ep": (strategies.Transformers(EAGER, fsdp_size=2, ep_size=2), EXPERTS),
+    "accelerate ddp": (strategies.Accelerate(), MODELS),
+    "accelerate fsdp2": (strategies.Accelerate(fsdp2), MODELS),
     "lightning ddp": (Fabric("ddp", is_joint=True), MODELS),
     "lightning fsdp2": (Fabric("model parallel", is_joint=False), MODELS),
-    "deepspeed 1": (ways.DeepSpeed(1), MODELS),
-    "deepspeed 2": (ways.DeepSpeed(2), MODELS),
-    "deepspeed 3": (ways.DeepSpeed(3), MODELS),
-    "deepspeed 3, leaves": (ways.DeepSpeed(3, zero_optimization=LEAVES), EXPERTS),
+    "deepspeed 1": (strategies.DeepSpeed(1), MODELS),
+    "deepspeed 2": (strategies.DeepSpeed(2), MODELS),
+    "deepspeed 3": (strategies.DeepSpeed(3), MODELS),
+    "deepspeed 3, leaves": (strategies.DeepSpeed(3, zero_optimization=LEAVES), EXPERTS),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tp_verify._preload import imports_of
-from tp_verify._script import Run, Trials, compare_runs
+from tp_verify._script_runs import ScriptRun, Trials, compare_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,7 +184,7 @@ def test_a_run_that_hangs_is_a_finding(tmp_path):
     (tmp_path / "train.py").write_text("import time\n\ntime.sleep(1000)\n")
     # Private: the command has one deadline for all its runs, also for those that have to train.
     hung = Trials(tmp_path / "train.py", [], tmp_path, steps=2, timeout_s=3.0).run("ddp", "ddp")
-    report = compare_runs(Run([]), Run([]), hung, "ddp", 1, 2)
+    report = compare_runs(ScriptRun([]), ScriptRun([]), hung, "ddp", 1, 2)
     assert not report.ok
     assert report.finding.said == "it had not ended after 3 s"
 
@@ -215,7 +215,7 @@ def record(**changes):
 
 def test_where_a_script_names_its_own_backend_nothing_is_claimed():
     # Private, as the two below: a script has to be wrong on one backend alone, at a known step.
-    report = compare_runs(*[Run([record()])] * 2, Run([record(backend="tuple")]), "ddp", 2, 3)
+    report = compare_runs(*[ScriptRun([record()])] * 2, ScriptRun([record(backend="tuple")]), "ddp", 2, 3)
     assert (report.ok, report.compared) == (True, {})
     assert report.not_covered == ["the script itself names a backend, 'tuple'"]
 
@@ -227,7 +227,7 @@ def test_the_first_step_with_another_weight_is_named():
         weights={"a.weight": torch.full((1,), 1.2)},
         norms={1: {"a.weight": 1.0}, 2: {"a.weight": 1.1}, 3: {"a.weight": 1.2}},
     )
-    first, last = Run([whole]), Run([other])
+    first, last = ScriptRun([whole]), ScriptRun([other])
     finding = compare_runs(first, first, last, "ddp", 1, 3).finding
     assert str(finding) == "step 2: the weight of a.weight: rank 0: its norm is 1.1, and not 1"
     # Where a rounding of the first weights grows as far, this is one, too.
@@ -237,11 +237,11 @@ def test_the_first_step_with_another_weight_is_named():
 
 
 def test_ranks_that_share_samples_have_those_of_one_device():
-    whole, first = [Run([record()])] * 2, record(backend="ddp", rows=[[2.0]] * 3)
-    report = compare_runs(*whole, Run([first, record(backend="ddp", rows=[[1.0]] * 3)]), "ddp", 2, 3)
+    whole, first = [ScriptRun([record()])] * 2, record(backend="ddp", rows=[[2.0]] * 3)
+    report = compare_runs(*whole, ScriptRun([first, record(backend="ddp", rows=[[1.0]] * 3)]), "ddp", 2, 3)
     assert (report.ok, report.compared["batches"]) == (True, 3)
     report = compare_runs(
-        *whole, Run([first, record(backend="ddp", rows=[[1.0], [3.0], [1.0]])]), "ddp", 2, 3
+        *whole, ScriptRun([first, record(backend="ddp", rows=[[1.0], [3.0], [1.0]])]), "ddp", 2, 3
     )
     assert (report.finding.what, report.finding.step) == ("the order of samples", 2)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tp_core.errors import ConfigError, ModelError, RankFailedError
 from tp_core.ranks import RankPool
-from tp_verify import Way, verify, ways
+from tp_verify import Strategy, strategies, verify
 
 from tests.tp_verify import faults
 from tests.tp_verify import models as m
@@ -103,14 +103,14 @@ def square(model, batch):
 
 
 def test_what_no_batch_reached_is_listed(ranks):
-    way = ways.DataParallel(find_unused_parameters=True)
+    way = strategies.DDP(find_unused_parameters=True)
     report = verify(Branches, [torch.ones(4, 3)], parallel=way, step=square, ranks=ranks)
     assert report.ok
     assert "modules that no batch reached: unused" in report.not_covered
     assert "parameters that got no gradient: unused.weight, unused.bias" in report.not_covered
 
 
-class OfOneLength(ways.DataParallel):
+class OfOneLength(strategies.DDP):
     """DDP of a model that is right for batches of the user's length alone."""
 
     def __init__(self, otherwise):
@@ -157,7 +157,7 @@ def counted(model, batch):
 
 
 def test_numbers_and_masks_are_varied_and_what_is_of_no_known_kind_is_not(ranks):
-    options = {"parallel": ways.DataParallel(find_unused_parameters=True), "ranks": ranks}
+    options = {"parallel": strategies.DDP(find_unused_parameters=True), "ranks": ranks}
     batch = {"values": torch.ones(4, 6, 3).cumsum(0), "mask": torch.ones(4, 6)}
     report = verify(Branches, [batch], step=masked, **options)
     assert report.proven[1] == (
@@ -197,9 +197,9 @@ def test_the_rank_with_the_wrong_copy_is_named(ranks):
 def test_a_way_without_its_package_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(ConfigError, match="Megatron needs the package megatron: pip install 'megatron-core'"):
-        ways.Megatron({}).parallelize(m.build())
+        strategies.Megatron({}).parallelize(m.build())
     with pytest.raises(ConfigError, match=r"no backend 'none' is installed; there are .*ddp"):
-        ways.TpBackend("none").parallelize(m.build())
+        strategies.InstalledBackend("none").parallelize(m.build())
 
 
 def test_batches_that_the_ranks_cannot_share_are_refused():
@@ -283,7 +283,7 @@ def with_ranks(model, batch):
 @pytest.mark.slow
 def test_tokens_a_checkpoint_and_dropout_are_proven_too(ranks):
     more = {"generate": most_likely, "reload_on": ranks, "dropout": 20}
-    report = verify(m.build, m.EVEN[:1], parallel=ways.FullyShard(), step=m.step, ranks=ranks, **more)
+    report = verify(m.build, m.EVEN[:1], parallel=strategies.FullyShard(), step=m.step, ranks=ranks, **more)
     assert report.ok, str(report)
     assert report.proven[-3:] == [
         "what is generated from the first batch",
@@ -292,18 +292,18 @@ def test_tokens_a_checkpoint_and_dropout_are_proven_too(ranks):
     ]
 
 
-class LosesStates(ways.DataParallel):
+class LosesStates(strategies.DDP):
     def load(self, model, optimizer, folder):
         super().load(model, optimizer, folder)
         optimizer.state.clear()
 
 
-class SameMasks(ways.DataParallel):
+class SameMasks(strategies.DDP):
     def seed(self, number):
         torch.manual_seed(number)
 
 
-class MoreDropout(ways.DataParallel):
+class MoreDropout(strategies.DDP):
     def parallelize(self, model):
         for block in model.blocks:
             block.drop.p = 0.6
@@ -321,7 +321,7 @@ class MoreDropoutInAnOwnLoop(MoreDropout):
 @pytest.mark.parametrize(
     ("way", "more", "said"),
     [
-        (ways.DataParallel(), {"generate": with_ranks}, r"what is generated: rank 1 has \d+ at \(0, 0\)"),
+        (strategies.DDP(), {"generate": with_ranks}, r"what is generated: rank 1 has \d+ at \(0, 0\)"),
         (LosesStates(), {"reload_on": 2}, r"the loaded optimizer's state of .*: no rank has it"),
         (SameMasks(), {"dropout": 4}, "ranks 0 and 1 have their own rows, and the same masks"),
         (MoreDropout(), {"dropout": 40}, "the loss with dropout: its (mean|variance) over 40 seeds is"),
@@ -354,7 +354,7 @@ def labels(batch):
     return batch["labels"]
 
 
-PIPELINING = ways.Pipelining(inputs=tokens, target=labels, loss=m.loss_of)
+PIPELINING = strategies.Pipelining(inputs=tokens, target=labels, loss=m.loss_of)
 ROWS = [torch.randn(4, 3, generator=torch.Generator().manual_seed(0))]
 
 
@@ -367,7 +367,7 @@ ROWS = [torch.randn(4, 3, generator=torch.Generator().manual_seed(0))]
             statistics,
             ROWS,
             square,
-            ways.FullyShard(),
+            strategies.FullyShard(),
             r"rank 1: the output of 0\.1 differs by 0",
             marks=pytest.mark.nightly,
         ),
@@ -408,7 +408,7 @@ def test_a_script_that_cannot_name_what_it_needs_is_refused_before_anything_runs
             verify(m.build, m.EVEN, parallel=way, step=m.step, reproduce="smallest.py")
 
 
-class Dies(Way):
+class Dies(Strategy):
     def parallelize(self, model):
         if torch.distributed.get_rank() == 1:
             raise RuntimeError("rank 1 has no memory left")
@@ -428,7 +428,7 @@ def test_the_backends_of_tp_are_proven(name, ranks):
     report = verify(
         m.build,
         m.EVEN,
-        parallel=ways.TpBackend(name),
+        parallel=strategies.InstalledBackend(name),
         step=m.step,
         optimizer=m.adamw,
         ranks=ranks,
@@ -455,7 +455,7 @@ def test_backends_that_split_samples_are_proven(name, ranks):
     report = verify(
         llama,
         m.EVEN,
-        parallel=ways.TpBackend(name),
+        parallel=strategies.InstalledBackend(name),
         step=own_loss,
         optimizer=m.adamw,
         ranks=ranks,
@@ -468,7 +468,7 @@ def test_backends_that_split_samples_are_proven(name, ranks):
 @pytest.mark.needs("transformers")
 @pytest.mark.parametrize("config", [{"tp_size": 2}, {"fsdp_size": 2}], ids=str)
 def test_a_model_of_transformers_is_proven_by_its_own_plan(config, ranks):
-    report = verify(llama, m.EVEN, parallel=ways.Transformers(**config), step=own_loss, ranks=ranks)
+    report = verify(llama, m.EVEN, parallel=strategies.Transformers(**config), step=own_loss, ranks=ranks)
     assert report.ok, str(report)
 
 
@@ -481,5 +481,5 @@ def fsdp_plugin():
 @pytest.mark.slow
 @pytest.mark.needs("accelerate")
 def test_accelerate_is_proven_with_fsdp2():
-    report = verify(m.build, m.EVEN, parallel=ways.Accelerate(fsdp_plugin), step=m.step, max_norm=0.1)
+    report = verify(m.build, m.EVEN, parallel=strategies.Accelerate(fsdp_plugin), step=m.step, max_norm=0.1)
     assert report.ok, str(report)

@@ -15,7 +15,7 @@ from accelerate.utils import (
     save_fsdp_optimizer,
 )
 from peft import LoraConfig, get_peft_model
-from tp_verify import ways
+from tp_verify import strategies
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -40,7 +40,7 @@ def plugin():
     }
 
 
-class Adapters(ways.Accelerate):
+class Adapters(strategies.Accelerate):
     """Accelerate, with a checkpoint of the adapters alone, as transformers' Trainer writes it."""
 
     def save(self, model, optimizer, folder):

@@ -8,7 +8,7 @@ Tokens of other ranks' experts have a number of their own. GPT-OSS counts them w
 """
 
 import torch
-from tp_verify import ways
+from tp_verify import strategies
 from transformers import GptOssConfig, GptOssForCausalLM
 
 SIZES = {
@@ -31,6 +31,6 @@ def step(model, batch):
 
 
 def cases():
-    way = ways.Transformers(EAGER, tp_size=2, ep_size=2)
+    way = strategies.Transformers(EAGER, tp_size=2, ep_size=2)
     batches = [torch.randint(48, (2, 6), generator=torch.Generator().manual_seed(0))]
     return {"build": build, "batches": batches, "step": step, "parallel": way, "dtype": torch.float32}

@@ -18,7 +18,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from tp_verify import Way
+from tp_verify import Strategy
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, logging
 from transformers.distributed import DistributedConfig
 from transformers.integrations import tensor_parallel as styles
@@ -88,7 +88,7 @@ class Alone(PairedRouter):
     sums = False
 
 
-class Experts(Way):
+class Experts(Strategy):
     """A model whose experts are divided over ranks, with one fault."""
 
     data = "whole"

@@ -3,14 +3,14 @@
     pip install torch accelerate tp-verify
     tp verify hybrid.py:cases
 
-On a CPU, Accelerate refuses it, and leaves FSDP out without a word. ``ways.Accelerate`` has it choose as on
-a GPU.
+On a CPU, Accelerate refuses it, and leaves FSDP out without a word. ``strategies.Accelerate`` has it choose
+as on a GPU.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tp_verify import ways
+from tp_verify import strategies
 
 
 def build():
@@ -38,6 +38,6 @@ def cases():
     batch = torch.randint(24, (4, 6), generator=torch.Generator().manual_seed(0))
     case = {"build": build, "batches": [batch], "step": step, "dtype": torch.float32, "max_norm": 0.5}
     return [
-        case | {"parallel": ways.Accelerate(sharded)},
-        case | {"parallel": ways.Accelerate(hybrid), "ranks": 4},
+        case | {"parallel": strategies.Accelerate(sharded)},
+        case | {"parallel": strategies.Accelerate(hybrid), "ranks": 4},
     ]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from tp_verify import Way
+from tp_verify import Strategy
 
 
 def build():
@@ -28,7 +28,7 @@ def sharded(model, mesh):
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-class Fabric(Way):
+class Fabric(Strategy):
     """Fabric on as many processes as there are ranks."""
 
     data = "rows"

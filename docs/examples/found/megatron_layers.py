@@ -9,7 +9,7 @@ The second case sets ``disable_grad_reduce`` of the column layer: no rank has th
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tp_verify.ways import Megatron
+from tp_verify.strategies import Megatron
 
 
 class Model(nn.Module):

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from tp_verify import Way
+from tp_verify import Strategy
 
 sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()
 
@@ -76,7 +76,7 @@ def step(model, batch):
     return cross_entropy_loss(model(batch)[:, :-1], labels) / labels.numel()
 
 
-class Titan(Way):
+class Titan(Strategy):
     """torchtitan's ``parallelize_llama``. Its FSDP sums gradients: its trainer divides by all tokens."""
 
     def __init__(self, tensor=1):

@@ -12,7 +12,7 @@ import tempfile
 from contextlib import nullcontext
 
 import torch
-from tp_verify import Way
+from tp_verify import Strategy
 
 
 def build():
@@ -26,7 +26,7 @@ def step(model, batch):
     return {"loss": model(**batch).loss, "weight": (batch["labels"][:, 1:] != -100).sum()}
 
 
-class Trained(Way):
+class Trained(Strategy):
     def __init__(self, average):
         super().__init__(data="rows", name=f"Trainer, average_tokens_across_devices={average}")
         self.average = average

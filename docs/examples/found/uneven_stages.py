@@ -10,7 +10,7 @@ which shows the first, is written to smallest.py.
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tp_verify import ways
+from tp_verify import strategies
 
 
 def build():
@@ -38,6 +38,6 @@ def cases():
     fewer = drawn.clone()
     fewer[0, 1:] = -100
     case = {"build": build, "step": step}
-    case |= {"parallel": ways.Pipelining(inputs=tokens, target=labels, loss=loss_of)}
+    case |= {"parallel": strategies.Pipelining(inputs=tokens, target=labels, loss=loss_of)}
     uneven, even = ([{"tokens": drawn, "labels": given}] for given in (fewer, drawn))
     return [case | {"batches": uneven, "reproduce": "smallest.py"}, case | {"batches": even}]

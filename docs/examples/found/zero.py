@@ -3,8 +3,8 @@
     pip install torch deepspeed tp-verify
     tp verify zero.py:cases
 
-``ways.DeepSpeed`` has gloo communicate. By itself, DeepSpeed first compiles a kernel for shared memory. After
-a build that was ended early, it waits without end for the lock of that build.
+``strategies.DeepSpeed`` has gloo communicate. By itself, DeepSpeed first compiles a kernel for shared memory.
+After a build that was ended early, it waits without end for the lock of that build.
 
 The last case does not clip, and parts: DeepSpeed clips to a norm of 1 where its configuration does not say
 ``"gradient_clipping": 0.0``.
@@ -13,7 +13,7 @@ The last case does not clip, and parts: DeepSpeed clips to a norm of 1 where its
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tp_verify import ways
+from tp_verify import strategies
 
 
 def build():
@@ -40,5 +40,5 @@ def cases():
     batches = [torch.randint(24, (4, 6), generator=generator) for _ in range(3)]
     case = {"build": build, "batches": batches, "step": step, "dtype": torch.float32}
     case |= {"micro": 2, "max_norm": 0.5}
-    plain = case | {"step": louder, "optimizer": sgd, "max_norm": None, "parallel": ways.DeepSpeed(2)}
-    return [*(case | {"parallel": ways.DeepSpeed(stage)} for stage in (1, 2, 3)), plain]
+    plain = case | {"step": louder, "optimizer": sgd, "max_norm": None, "parallel": strategies.DeepSpeed(2)}
+    return [*(case | {"parallel": strategies.DeepSpeed(stage)} for stage in (1, 2, 3)), plain]

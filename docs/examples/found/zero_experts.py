@@ -12,7 +12,7 @@ OLMoE, have to be named as "leaf modules".
 """
 
 import torch
-from tp_verify import ways
+from tp_verify import strategies
 
 LEAVES = {"stage": 3, "leaf_module": {"name_suffixes": ["mlp.experts"]}}
 
@@ -37,8 +37,8 @@ def case(way, timeout_s):
 
 
 def cases():
-    return case(ways.DeepSpeed(3, gradient_clipping=0.0, zero_optimization=LEAVES), 300)
+    return case(strategies.DeepSpeed(3, gradient_clipping=0.0, zero_optimization=LEAVES), 300)
 
 
 def fails():
-    return case(ways.DeepSpeed(3, gradient_clipping=0.0), 60) | {"vary": False}
+    return case(strategies.DeepSpeed(3, gradient_clipping=0.0), 60) | {"vary": False}

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from tp_core.compare import Bound, Selections, joined_parts, selected
 
-from tp_verify._compare import Comparison
+from tp_verify._compare import RunComparison
 from tp_verify._report import Finding
-from tp_verify._run import StepRecord
+from tp_verify._training_task import StepRecord
 
 _DEVIATIONS = 5.0  # how far statistics of as many seeds may be apart: by chance once in a million
 
 
-def compare_generated(comparison: Comparison) -> Finding | None:
+def compare_generated(comparison: RunComparison) -> Finding | None:
     """Compare what was generated, which has to be equal, rank by rank."""
     for name, whole in comparison.exact.generated.items():
         near = comparison.near.generated[name]
@@ -36,7 +36,7 @@ def compare_generated(comparison: Comparison) -> Finding | None:
     return None
 
 
-def compare_loaded(comparison: Comparison, loaded: Sequence[StepRecord]) -> Finding | None:
+def compare_loaded(comparison: RunComparison, loaded: Sequence[StepRecord]) -> Finding | None:
     """Compare what ranks have loaded with what others had at the end of the training, bit by bit."""
     if not loaded:
         return None
@@ -46,16 +46,16 @@ def compare_loaded(comparison: Comparison, loaded: Sequence[StepRecord]) -> Find
     for what, kind in (("weight", "weights"), ("optimizer's state", "states"), ("buffer", "buffers")):
         saved = joined_parts(getattr(exact, kind), [getattr(one, kind) for one in last])
         parts = [getattr(one, kind) for one in loaded]
-        found = same.tensors(f"the loaded {what}", step, saved, saved, parts)
-        if found:
-            return found
+        finding = same.tensors(f"the loaded {what}", step, saved, saved, parts)
+        if finding:
+            return finding
     return None
 
 
-def compare_draws(comparison: Comparison, draws: Sequence[tuple[float, float]]) -> Finding | None:
+def compare_draws(comparison: RunComparison, draws: Sequence[tuple[float, float]]) -> Finding | None:
     """Compare the distribution of the loss with dropout over seeds.
 
-    All rows are alike. So ranks with rows of their own that draw the same masks have equal losses, and ranks
+    All rows are equal. So ranks with rows of their own that draw the same masks have equal losses, and ranks
     with the same rows that draw different ones have not.
     """
     if not draws:
@@ -68,7 +68,7 @@ def compare_draws(comparison: Comparison, draws: Sequence[tuple[float, float]]) 
     comparison.count("seeds of dropout", len(draws))
     losses = torch.tensor([[loss for loss, _ in r.draws] for r in ranks], dtype=torch.float64)
     weights = torch.tensor([[weight for _, weight in r.draws] for r in ranks], dtype=torch.float64)
-    if not bool(weights.any()):  # of a way that does not call the step itself
+    if not bool(weights.any()):  # of a strategy that does not call the step itself
         weights = torch.ones_like(weights)
     known = [rank for rank in range(len(ranks)) if not bool(losses[rank].isnan().any())]
     for a, b in itertools.pairwise(known):
@@ -108,4 +108,6 @@ def _same_share(one: Selections, other: Selections) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)

@@ -14,7 +14,7 @@ import typer
 from tp_core.errors import ConfigError
 from typer.core import TyperCommand
 
-from tp_verify._report import Report, as_page
+from tp_verify._report import VerifyReport, as_page
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -84,7 +84,7 @@ def verify_command(
     if arguments and script is None:
         msg = f"{arguments[0]!r} follows a function, which takes no arguments"
         raise ConfigError(msg)
-    reports: Sequence[Report]
+    reports: Sequence[VerifyReport]
     text = ""
     with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the report
         if program is None:
@@ -93,7 +93,7 @@ def verify_command(
             tried = verify_backends(ranks=ranks, timeout_s=timeout_s)
             reports, text = tried, as_table(tried)
         elif script is not None:
-            from tp_verify._script import verify_script
+            from tp_verify._script_runs import verify_script
 
             reports = verify_script(script, arguments or [], steps=steps, timeout_s=timeout_s)
         else:
@@ -112,7 +112,7 @@ def verify_command(
     raise typer.Exit(0 if ok else 1)
 
 
-def _verify_cases(program: str, ranks: int, types: Sequence[str]) -> list[Report]:
+def _verify_cases(program: str, ranks: int, types: Sequence[str]) -> list[VerifyReport]:
     import torch
     from tp_core.builders import load_function
 

@@ -22,18 +22,18 @@ from tp_core.compare import (
 )
 
 from tp_verify._report import Finding
-from tp_verify._run import RunRecord, StepRecord
+from tp_verify._training_task import RunRecord, StepRecord
 
 # -- One step -------------------------------------------------------------------------------------
 
 
 @dataclass
-class Comparison:
-    """The comparison of a way's records with those of one device.
+class RunComparison:
+    """The comparison of the ranks' records with those of one device.
 
     Attributes:
         exact: The reference in float64.
-        near: The reference in the way's own type.
+        near: The reference in the type in which the ranks compute.
         ranks: The records of all ranks.
         bound: What rounding explains.
         compared: How many tensors of each kind were compared.
@@ -51,44 +51,45 @@ class Comparison:
 
     def first(self) -> Finding | None:
         """Return the first place where the ranks part from one device."""
-        found = self.tensors(
+        finding = self.tensors(
             "the weights before the first step",
             0,
             dict(self.exact.initial),
             self.near.initial,
             [r.initial for r in self.ranks],
         )
-        if found:
-            return found
+        if finding:
+            return finding
         for number in range(len(self.exact.steps)):
-            found = self._step(number)
-            if found:
-                return found
+            finding = self._step(number)
+            if finding:
+                return finding
         for number, exact in self.exact.evaluations.items():
             records = [r.evaluations[number] for r in self.ranks if r.evaluations]
             if not records:
-                self.unknown["evaluation"] = "this way has none"
+                self.unknown["evaluation"] = "this strategy has none"
                 return None
-            near, step = self.near.evaluations[number], number + 1 if number else 0
-            found = self._forward("evaluation", step, exact, near, records) or self._loss(
+            near = self.near.evaluations[number]
+            step = number + 1 if number else 0
+            finding = self._forward("evaluation", step, exact, near, records) or self._loss(
                 "the loss of the evaluation", step, exact, near, records
             )
-            if found:
-                return found
+            if finding:
+                return finding
         return None
 
     def _step(self, number: int) -> Finding | None:
         exact, near = self.exact.steps[number], self.near.steps[number]
         records = [r.steps[number] for r in self.ranks]
         step = number + 1
-        found = self._forward("forward", step, exact, near, records) or self._loss(
+        finding = self._forward("forward", step, exact, near, records) or self._loss(
             "the loss", step, exact, near, records
         )
-        if found:
-            return found
-        found = self._gradients(step, exact, near, records)
-        if found:
-            return found
+        if finding:
+            return finding
+        finding = self._gradients(step, exact, near, records)
+        if finding:
+            return finding
         if exact.norm is not None and near.norm is not None:
             limit = self.bound.limit(torch.tensor(exact.norm), torch.tensor(near.norm), exact.norm)
             for rank, one in enumerate(records):
@@ -100,14 +101,14 @@ class Comparison:
                         f"rank {rank} has {one.norm!s:.8}, one device {exact.norm:.6g}",
                     )
             self.count("norms")
-            found = self.tensors(
+            finding = self.tensors(
                 "the clipped gradient", step, exact.clipped, near.clipped, [r.clipped for r in records]
             )
-            if found:
-                return found
-        found = self._updates(step, number, records)
-        if found:
-            return found
+            if finding:
+                return finding
+        finding = self._updates(step, number, records)
+        if finding:
+            return finding
         return self.tensors(
             "the optimizer's state", step, exact.states, near.states, [r.states for r in records]
         ) or self.tensors("the buffer", step, exact.buffers, near.buffers, [r.buffers for r in records])
@@ -189,7 +190,8 @@ class Comparison:
         shares: Sequence[Selections],
     ) -> Match:
         scale = norm_of(exact)
-        limit = self.bound.limit(exact, None if near is None else near.tensor, scale)
+        nudged = None if near is None else near.tensor
+        limit = self.bound.limit(exact, nudged, scale)
         return relate(exact, locals_, shares, limit, reorders=self.reorders)
 
     def _shares(self, step: int) -> list[Selections]:
@@ -203,9 +205,12 @@ class Comparison:
         limit = self.bound.limit(torch.tensor(exact.loss), torch.tensor(near.loss), abs(exact.loss))
         known = [(r.loss, r.weight) for r in records if r.loss is not None and not math.isnan(r.loss)]
         losses = [loss for loss, _ in known]
-        # A way that does not call the step itself has no weights; then ranks count alike.
+        # A strategy that does not call the step itself has no weights; then ranks count equally.
         total = sum(weight for _, weight in known)
-        mean = sum(v * w / total if total else v / len(known) for v, w in known)
+        if total:
+            mean = sum(loss * weight / total for loss, weight in known)
+        else:
+            mean = sum(loss / len(known) for loss in losses)
         self.count("losses")
         if losses and (
             abs(mean - exact.loss) <= limit or all(abs(loss - exact.loss) <= limit for loss in losses)
@@ -229,8 +234,8 @@ class Comparison:
         ratios = {name: ratio for name, (_, ratio) in wrong.items()}
         scale = max((norm_of(g) for g in exact.gradients.values() if g is not None), default=0.0)
         # One that is all but zero is right by any factor.
-        given = {n for n, g in exact.gradients.items() if g is not None and norm_of(g) > 1e-6 * scale}
-        if len(wrong) > 1 and given <= wrong.keys():
+        weighty = {n for n, g in exact.gradients.items() if g is not None and norm_of(g) > 1e-6 * scale}
+        if len(wrong) > 1 and weighty <= wrong.keys():
             first = next(iter(ratios.values()))
             if first and all(r and abs(r - first) < 1e-3 * abs(first) for r in ratios.values()):
                 return Finding(
@@ -262,78 +267,81 @@ class Comparison:
         scale = max((norm_of(g) for g in exact.values() if g is not None), default=0.0)
         wrong = {}
         for name, whole in exact.items():
-            found = {rank: one[name] for rank, one in enumerate(ranks) if name in one}
-            if whole is None or any(one is None for one in found.values()):
-                given = [one is not None and bool(one.any()) for one in found.values()]
-                if whole is None and any(given):
+            grads = {rank: one[name] for rank, one in enumerate(ranks) if name in one}
+            if whole is None or any(grad is None for grad in grads.values()):
+                has_grad = [grad is not None and bool(grad.any()) for grad in grads.values()]
+                if whole is None and any(has_grad):
                     wrong[name] = ("it has a gradient, and on one device it has none", 0.0)
-                elif whole is not None and norm_of(whole) > self.bound.atol * scale and not all(given):
-                    wrong[name] = (f"{given.count(False)} of {len(given)} ranks have no gradient", 0.0)
+                elif whole is not None and norm_of(whole) > self.bound.atol * scale and not all(has_grad):
+                    wrong[name] = (f"{has_grad.count(False)} of {len(has_grad)} ranks have no gradient", 0.0)
                 continue
-            if not found:
+            if not grads:
                 self.unknown.setdefault(name, "no rank has it")
                 continue
-            said = self._difference(whole, near.get(name), found, scale)
+            said = self._difference(whole, near.get(name), grads, scale)
             if said:
-                ratio = _ratio(next(iter(found.values())).double(), whole)
+                ratio = _ratio(next(iter(grads.values())).double(), whole)
                 wrong[name] = (said, ratio)
         return wrong
 
     def _difference(
-        self, whole: Tensor, near: Tensor | None, found: Mapping[int, Tensor], scale: float
+        self, whole: Tensor, near: Tensor | None, parts: Mapping[int, Tensor], scale: float
     ) -> str:
         """Return in words how ranks differ from the whole; empty where they do not."""
-        return difference_on_ranks(whole, found, self.bound.limit(whole, near, scale))
+        return difference_on_ranks(whole, parts, self.bound.limit(whole, near, scale))
 
     def _first_backward(
         self, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord]
     ) -> tuple[TensorPlace, Match] | None:
         """Return the first input of a module, in the order of backward, from which all gradients part."""
-        shares, scales = self._shares(step), None
+        shares = self._shares(step)
+        scales = None
         matches: list[tuple[TensorPlace, str, Match]] = []
         for (place, side), whole in exact.backward.items():
             keys = [[(p, side) for p in self._calls(exact.forward, r.forward, place)] for r in records]
             rows = [_rows(whole.tensor, shares, rank) for rank in range(len(records))]
             locals_ = [merged(r.backward, k, n) for r, k, n in zip(records, keys, rows, strict=True)]
-            if scales is None:  # of each rank's loss: found at the first gradient there is
+            if scales is None:  # of each rank's loss: known at the first gradient there is
                 scales = self._scales(whole.tensor, locals_, shares)
                 if scales is None:
                     continue
-            even = [
-                None if one is None else LocalTensor(one.tensor.double() / c, one.layout)
-                for one, c in zip(locals_, scales, strict=True)
-            ]
+            even: list[LocalTensor | None] = []
+            for one, factor in zip(locals_, scales, strict=True):
+                scaled = None
+                if one is not None:
+                    scaled = LocalTensor(one.tensor.double() / factor, one.layout)
+                even.append(scaled)
             match = self._relate(whole.tensor, near.backward.get((place, side)), even, shares)
             if match.kind != "unknown":
                 matches.append((place, side, match))
         suffix = len(matches)
         while suffix and matches[suffix - 1][2].kind != "same":
             suffix -= 1
-        found = next(((p, match) for p, side, match in matches[suffix:] if side == "input"), None)
-        if found is None or matches[suffix][1] != "input":
+        first = next(((p, match) for p, side, match in matches[suffix:] if side == "input"), None)
+        if first is None or matches[suffix][1] != "input":
             return None
-        # Others of its parts have given their gradients since, and were right.
-        inside = f"{found[0].module}."
+        # Others of its parts have had their gradients since, and were right.
+        inside = f"{first[0].module}."
         parts = [
             (p, match)
             for p, side, match in matches[:suffix]
             if side == "input" and match.kind != "same" and p.module.startswith(inside)
         ]
-        return parts[0] if parts else found
+        return parts[0] if parts else first
 
     def _scales(
         self, whole: Tensor, locals_: Sequence[LocalTensor | None], shares: Sequence[Selections]
     ) -> list[float] | None:
         """Return how much larger each rank's gradients are than one device's, by those at its output."""
-        found = []
+        scales = []
         for rank, one in enumerate(locals_):
             if one is None or (one.layout and any(k != "same" for k, *_ in one.layout)):
                 return None
             expected = selected(whole, shares[rank]) if rank < len(shares) else whole
             if expected.shape != one.tensor.shape or not norm_of(expected):
                 return None
-            found.append(norm_of(one.tensor) / norm_of(expected) or 1.0)
-        return found
+            scales.append(norm_of(one.tensor) / norm_of(expected) or 1.0)
+        return scales
 
     # -- parameters, states, buffers ----------------------------------------------------------------
 
@@ -348,22 +356,21 @@ class Comparison:
         """Compare parameters, or what belongs to them, by name; return the first that parts."""
         scale = max((norm_of(t) for t in exact.values() if t is not None), default=0.0)
         for name, whole in exact.items():
-            found = {rank: one[name] for rank, one in enumerate(ranks) if one.get(name) is not None}
+            parts = {rank: one[name] for rank, one in enumerate(ranks) if one.get(name) is not None}
             if whole is None:
                 continue
-            parameter = name.partition(":")[0]
-            if not found:
+            parameter, _, key = name.partition(":")
+            if not parts:
                 if what.startswith("the weights") or parameter in self.unknown:
                     self.unknown.setdefault(parameter, "no rank has it")
                     continue
                 said = "no rank has it"
             else:
-                said = self._difference(whole.double(), near.get(name), found, scale)
+                said = self._difference(whole.double(), near.get(name), parts, scale)
             self.count(what.removeprefix("the "))
             if said:
                 module, _, tensor = parameter.rpartition(".")
-                key = name.partition(":")[2]
-                return Finding(what, module, step, said, tensor=f"{tensor} {key}" if key else tensor)
+                return Finding(what, module, step, said, tensor=f"{tensor} {key}".rstrip())
         return None
 
     def _updates(self, step: int, number: int, records: Sequence[StepRecord]) -> Finding | None:
@@ -399,12 +406,12 @@ def _position(order: Sequence[str], name: str) -> int:
     return len(order) if "" in order else 0
 
 
-def _ratio(found: Tensor, whole: Tensor) -> float:
+def _ratio(local: Tensor, whole: Tensor) -> float:
     """Return the number that one tensor is times another; 0 where it is none."""
-    if found.shape != whole.shape or not norm_of(whole):
+    if local.shape != whole.shape or not norm_of(whole):
         return 0.0
-    ratio = float((found * whole).sum() / (whole * whole).sum())
-    return ratio if relative_error(found, ratio * whole) < 1e-2 else 0.0
+    ratio = float((local * whole).sum() / (whole * whole).sum())
+    return ratio if relative_error(local, ratio * whole) < 1e-2 else 0.0
 
 
 def _said(match: Match) -> str:

@@ -14,8 +14,8 @@ from tp_core.messages import check_installed
 from tp_core.plugins import Backend, Job, Verdict, registry
 
 from tp_verify._preload import preloading
-from tp_verify._report import Report
-from tp_verify._script import AT_ONCE, Run, Trials, check_trained, compare_runs
+from tp_verify._report import VerifyReport
+from tp_verify._script_runs import AT_ONCE, ScriptRun, Trials, check_trained, compare_runs
 from tp_verify._small_training import STEPS, train_by_hand
 
 _SCRIPT = Path(__file__).parent / "scripts" / "small.py"
@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class BackendReport(Report):
+class BackendReport(VerifyReport):
     """The result of one backend, on some devices of this host.
 
     Attributes:
@@ -74,9 +74,9 @@ class BackendTrial:
             return f"{self.ranks} processes ({', '.join(dict.fromkeys(names))})"
         return f"one process ({', '.join(names)})" if names else ""
 
-    def report(self, found: Report) -> BackendReport:
+    def report(self, report: VerifyReport) -> BackendReport:
         """Return a report with what it is of."""
-        values = {field.name: getattr(found, field.name) for field in fields(Report)}
+        values = {field.name: getattr(report, field.name) for field in fields(VerifyReport)}
         values["name"] = f"backend {self.backend} of {self.origin}"
         values["dtype"] = str(self.dtype).removeprefix("torch.")
         return BackendReport(**values, backend=self.backend, origin=self.origin, layout=self.layout)
@@ -113,16 +113,16 @@ def verify_backends(*, ranks: int, timeout_s: float) -> list[BackendReport]:
         reports = []
         for trial in trials:
             if trial.unfit:
-                found = Report("", 1, "", None, {}, [], [trial.unfit])
+                report = VerifyReport("", 1, "", None, {}, [], [trial.unfit])
             elif trial.is_reference:
-                by_hand = Run([train_by_hand()])
-                found = compare_runs(by_hand, near, whole, trial.backend, 1, STEPS, computed=[trial.dtype])
+                by_hand = ScriptRun([train_by_hand()])
+                report = compare_runs(by_hand, near, whole, trial.backend, 1, STEPS, computed=[trial.dtype])
             else:
                 other = others[trial].result()
-                found = compare_runs(
+                report = compare_runs(
                     whole, near, other, trial.backend, trial.ranks, STEPS, computed=[trial.dtype]
                 )
-            reports.append(trial.report(found))
+            reports.append(trial.report(report))
     return reports
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from tp_core.compare import WithoutDropout, named_tensors, other_batches, watched_tables
 
-from tp_verify._run import Task, build_model, cast
-from tp_verify._way import Step, loss_and_weight
+from tp_verify._strategy import Step, loss_and_weight
+from tp_verify._training_task import TrainingTask, build_model, cast
 
 _STEPS = 3  # at least, on the user's batches and these; one more where the user gives as many
 _SAME = 2  # of the user's own shapes
@@ -29,14 +29,14 @@ class OwnBatches:
     same: Sequence[Any] = ()
     varied: Sequence[str] = ()
 
-    def choices(self, given: int) -> list[list[Any]]:
+    def choices(self, batches: int) -> list[list[Any]]:
         """Return what to try, beside a number of the user's batches; where ranks refuse it, the next."""
-        count = max(1, _STEPS - given)
+        count = max(1, _STEPS - batches)
         tried = [[*self.resized, *self.same][:count], list(self.same[:count]), []]
         return [one for n, one in enumerate(tried) if one or n == len(tried) - 1]
 
 
-def own_batches(task: Task) -> OwnBatches:
+def own_batches(task: TrainingTask) -> OwnBatches:
     """Return batches with other values, lengths and masks with which the plain model trains."""
     task = replace(task, dtype=torch.float64)
     model, batch = build_model(task), cast(task.batches[0], torch.float64)

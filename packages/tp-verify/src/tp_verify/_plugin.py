@@ -24,9 +24,9 @@ def tp_callbacks() -> Iterable[NamedCallback]:
 
 
 def _recorder() -> Callback:
-    from tp_verify._recorder import Recorder
+    from tp_verify._script_recorder import ScriptRecorder
 
-    return Recorder()
+    return ScriptRecorder()
 
 
 def _load() -> Any:

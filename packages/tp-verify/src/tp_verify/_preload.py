@@ -13,14 +13,14 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from tp_verify._recorder import watch_dropout
+from tp_verify._script_recorder import watch_dropout
 
 _VARIABLE = "TP_VERIFY_IMPORTS"
 
 
 @contextmanager
 def preloading(script: Path) -> Iterator[None]:
-    """Have a fork server that starts meanwhile make the imports of a script."""
+    """Have a fork server make the imports of a script while it starts."""
     os.environ[_VARIABLE] = json.dumps(imports_of(script))
     try:
         yield

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tp_verify._report import Report
+    from tp_verify._report import VerifyReport
 
 
 @pytest.fixture(scope="session")
-def tp_verify() -> "Iterator[Callable[..., Report]]":
+def tp_verify() -> "Iterator[Callable[..., VerifyReport]]":
     """Verify as `tp_verify.verify` does, and fail the test with the report where something parts.
 
     Example:
@@ -23,7 +23,7 @@ def tp_verify() -> "Iterator[Callable[..., Report]]":
 
     pools: dict[int, RankPool] = {}
 
-    def check(*args: Any, ranks: int = 2, **options: Any) -> "Report":
+    def check(*args: Any, ranks: int = 2, **options: Any) -> "VerifyReport":
         pool = pools.setdefault(ranks, RankPool(ranks))
         report = verify(*args, ranks=pool, **options)
         if not report:

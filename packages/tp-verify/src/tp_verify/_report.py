@@ -38,11 +38,11 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """The result of a verification. It is true where nothing parted.
 
     Attributes:
-        name: The name of the way.
+        name: The name of the strategy.
         ranks: The number of ranks.
         dtype: The type in which they computed.
         finding: The first place where they part; ``None`` if nothing does.
@@ -74,11 +74,14 @@ class Report:
 
     def __str__(self) -> str:
         """Return the report as text."""
-        head = f"{self.name} on {self.ranks} rank{'s' * (self.ranks > 1)}, {self.dtype}: "
-        lines = [head + _outcome(self) + ("" if self.ok else f"\n  {self.finding}")]
+        ranks = f"{self.ranks} ranks" if self.ranks > 1 else "1 rank"
+        lines = [f"{self.name} on {ranks}, {self.dtype}: {_outcome(self)}"]
+        if self.finding is not None:
+            lines.append(f"  {self.finding}")
         lines += [f"  proven for {line}" for line in self.proven]
         lines += [f"  not covered: {line}" for line in self.not_covered]
-        lines += [f"  reproduce: {self.reproduction}"] if self.reproduction else []
+        if self.reproduction:
+            lines.append(f"  reproduce: {self.reproduction}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,7 +97,7 @@ class Report:
         return as_page([self])
 
 
-def _outcome(report: Report) -> str:
+def _outcome(report: VerifyReport) -> str:
     if not report.ok:
         return "parts from one device"
     return "equal to one device" if report.compared else "not tried"
@@ -106,7 +109,7 @@ _STYLE = (
 )
 
 
-def as_page(reports: Sequence[Report]) -> str:
+def as_page(reports: Sequence[VerifyReport]) -> str:
     """Return reports as one page of HTML."""
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>tp verify</title><style>{_STYLE}</style>"
@@ -115,19 +118,19 @@ def as_page(reports: Sequence[Report]) -> str:
     )
 
 
-def _section(report: Report) -> str:
+def _section(report: VerifyReport) -> str:
     state = "ok" if report.ok else "parts"
     title = f"{report.name}, {report.ranks} ranks, {report.dtype}: {_outcome(report)}"
     rows = "".join(f"<tr><td>{html.escape(k)}<td>{v}" for k, v in report.compared.items())
     lists = (("Proven for", report.proven), ("Not covered", report.not_covered))
-    return (
-        f"<h2 class={state}>{html.escape(title)}</h2>"
-        + (f"<p><strong>{html.escape(str(report.finding))}</strong>" if report.finding else "")
-        + "".join(
-            f"<h3>{head}</h3><ul>{''.join(f'<li>{html.escape(line)}' for line in lines)}</ul>"
-            for head, lines in lists
-            if lines
-        )
-        + (f"<p>Reproduce: <code>{html.escape(report.reproduction)}</code>" if report.reproduction else "")
-        + f"<h3>Compared</h3><table>{rows}</table>"
-    )
+    pieces = [f"<h2 class={state}>{html.escape(title)}</h2>"]
+    if report.finding:
+        pieces.append(f"<p><strong>{html.escape(str(report.finding))}</strong>")
+    for head, lines in lists:
+        if lines:
+            items = "".join(f"<li>{html.escape(line)}" for line in lines)
+            pieces.append(f"<h3>{head}</h3><ul>{items}</ul>")
+    if report.reproduction:
+        pieces.append(f"<p>Reproduce: <code>{html.escape(report.reproduction)}</code>")
+    pieces.append(f"<h3>Compared</h3><table>{rows}</table>")
+    return "".join(pieces)

@@ -11,14 +11,16 @@ from tp_core.errors import ConfigError, ModelError
 from tp_core.modules import repeated_blocks
 
 from tp_verify._report import Finding
-from tp_verify._run import cast
-from tp_verify._way import Step, Way, function_lines, mapped, row_count
+from tp_verify._strategy import Step, Strategy, function_lines, mapped, row_count
+from tp_verify._training_task import cast
 
 
-def is_shown(finding: Finding, way: Way) -> bool:
+def is_shown(finding: Finding, strategy: Strategy) -> bool:
     """Return whether a script can show a finding: a number of the first forward and backward pass."""
-    inside = () if type(way).backward is not Way.backward else ("the output", "the gradient of the input")
-    return finding.step == 1 and finding.what in ("the loss", "the gradient", *inside)
+    shown = ["the loss", "the gradient"]
+    if type(strategy).backward is Strategy.backward:
+        shown += ["the output", "the gradient of the input"]
+    return finding.step == 1 and finding.what in shown
 
 
 @dataclass(frozen=True)
@@ -42,36 +44,37 @@ class Case:
         return model
 
 
-def smallest(case: Case, way: Way, parts: Callable[[Case], bool]) -> Case:
+def smallest(case: Case, strategy: Strategy, parts: Callable[[Case], bool]) -> Case:
     """Return the smallest case that still parts: with the fewest ranks, rows, places and layers."""
     for shrink in (_fewer_ranks, _fewer_rows, _fewer_places, _fewer_layers):
-        for smaller in shrink(case, way):
+        for smaller in shrink(case, strategy):
             if not parts(smaller):
                 break
             case = smaller
     return case
 
 
-def _fewer_ranks(case: Case, _way: Way) -> Iterator[Case]:
+def _fewer_ranks(case: Case, _way: Strategy) -> Iterator[Case]:
     if case.ranks > 2:
         yield replace(case, ranks=2)
 
 
-def _fewer_rows(case: Case, way: Way) -> Iterator[Case]:
-    rows, least = row_count(case.batch), case.ranks if way.data == "rows" else 1
+def _fewer_rows(case: Case, strategy: Strategy) -> Iterator[Case]:
+    rows = row_count(case.batch)
+    least = case.ranks if strategy.data == "rows" else 1
     while rows > least:
         rows = max(least, rows // 2)
         yield replace(case, batch=_narrowed(case.batch, 0, rows))
 
 
-def _fewer_places(case: Case, _way: Way) -> Iterator[Case]:
+def _fewer_places(case: Case, _way: Strategy) -> Iterator[Case]:
     places = next((t.size(1) for _, t in named_tensors(case.batch) if t.dim() > 1), 1)
     while places > 3:
         places //= 2
         yield replace(case, batch=_narrowed(case.batch, 1, places))
 
 
-def _fewer_layers(case: Case, _way: Way) -> Iterator[Case]:
+def _fewer_layers(case: Case, _way: Strategy) -> Iterator[Case]:
     with torch.random.fork_rng(devices=[]):
         model = case.build()
     try:
@@ -85,12 +88,17 @@ def _fewer_layers(case: Case, _way: Way) -> Iterator[Case]:
 
 def _narrowed(batch: Any, dim: int, size: int) -> Any:
     whole = next((t.size(dim) for _, t in named_tensors(batch) if t.dim() > dim), 0)
-    return mapped(batch, lambda t: t.narrow(dim, 0, size) if t.dim() > dim and t.size(dim) == whole else t)
+
+    def narrowed(tensor: Tensor) -> Tensor:
+        is_whole = tensor.dim() > dim and tensor.size(dim) == whole
+        return tensor.narrow(dim, 0, size) if is_whole else tensor
+
+    return mapped(batch, narrowed)
 
 
 # -- The script -----------------------------------------------------------------------------------
 
-_SCRIPT = '''"""{found}
+_SCRIPT = '''"""{finding}
 
     torchrun --nproc-per-node {ranks} FILE
 """
@@ -119,12 +127,14 @@ _DROPOUT = [
 ]
 
 
-def script(case: Case, step: Step, way: Way, finding: Finding, dtype: torch.dtype | None) -> str:
+def script(case: Case, step: Step, strategy: Strategy, finding: Finding, dtype: torch.dtype | None) -> str:
     """Return a script that prints how ranks differ from one device, for what the finding names."""
     with torch.random.fork_rng(devices=[]):
         model = case.build()
         plain = case()
-        output = step(plain if dtype is None else plain.to(dtype), cast(case.batch, dtype))
+        if dtype is not None:
+            plain = plain.to(dtype)
+        output = step(plain, cast(case.batch, dtype))
     functions = function_lines(case.build, step)
     if (case.build.__name__, step.__name__) != ("build", "step"):
         functions.append(f"build, step = {case.build.__name__}, {step.__name__}")
@@ -133,61 +143,77 @@ def script(case: Case, step: Step, way: Way, finding: Finding, dtype: torch.dtyp
         body.append("model.config.num_hidden_layers = 1")
     if any("Dropout" in type(m).__name__ or "drop" in "".join(vars(m)) for m in model.modules()):
         body += _DROPOUT
-    parallel, passes = way.lines(), _passes(case, way, finding, output)
-    if way.data == "rows":
-        share = "{k: t.tensor_split(ranks)[rank] for k, t in BATCH.items()}"
-        share = share if isinstance(case.batch, dict) else "BATCH.tensor_split(ranks)[rank]"
+    parallel = strategy.lines()
+    passes = _passes(case, strategy, finding, output)
+    has_rows = strategy.data == "rows"
+    if has_rows:
+        share = "BATCH.tensor_split(ranks)[rank]"
+        if isinstance(case.batch, dict):
+            share = "{k: t.tensor_split(ranks)[rank] for k, t in BATCH.items()}"
         parallel = [*parallel, f"batch, count = {share}, ranks"]
-    if type(way).backward is not Way.backward:  # the way's lines have run it
+    if type(strategy).backward is not Strategy.backward:  # the strategy's lines have run it
         passes = ["else:", *(f"    {line}" for line in passes)]
     name = finding.path or next(n for n, p in model.named_parameters() if p.requires_grad)
     body += ["if is_parallel:", *(f"    {line}" for line in parallel), *passes]
     if finding.what == "the loss":
         body.append("both.append(loss.detach())")
     else:
-        found = "seen[0]"
+        tensor = "seen[0]"
         if finding.what == "the gradient":
             body.append("parameters = {n.removeprefix('module.'): p for n, p in model.named_parameters()}")
-            found = f"parameters[{name!r}].grad"
-        whole = 'getattr(found, "full_tensor", found.clone)().detach()'
-        body += [f"found = {found}", f"both.append(torch.zeros(0) if found is None else {whole})"]
-    cut = {"the output": "", "the gradient of the input": " * ranks"}.get(finding.what)
+            tensor = f"parameters[{name!r}].grad"
+        whole = 'getattr(tensor, "full_tensor", tensor.clone)().detach()'
+        body += [f"tensor = {tensor}", f"both.append(torch.zeros(0) if tensor is None else {whole})"]
+    # Of an output or an input ranks have their rows; a gradient of the mean over fewer rows is larger.
+    factor = {"the output": "", "the gradient of the input": " * ranks"}.get(finding.what)
+    place = ""
+    if has_rows and factor is not None:
+        place = f"\nwhole = whole.tensor_split(ranks)[rank]{factor}"
+    what = finding.what
+    if what != "the loss":
+        what = f"{what} of {name}"
     return _SCRIPT.format(
-        found=finding,
+        finding=finding,
         ranks=case.ranks,
         functions="\n".join(functions),
         batch=_written(case.batch, dtype),
-        count=", count" if way.data == "rows" else "",
+        count=", count" if has_rows else "",
         dtype="" if dtype is None else f".to({dtype})",
-        one=", 1" if way.data == "rows" else "",
+        one=", 1" if has_rows else "",
         body="\n".join(f"    {line}" for line in body),
-        place=f"\nwhole = whole.tensor_split(ranks)[rank]{cut}"
-        if way.data == "rows" and cut is not None
-        else "",
-        what="the loss" if finding.what == "the loss" else f"{finding.what} of {name}",
+        place=place,
+        what=what,
     )
 
 
-def _passes(case: Case, way: Way, finding: Finding, output: Any) -> list[str]:
+def _passes(case: Case, strategy: Strategy, finding: Finding, output: Any) -> list[str]:
     """Return the lines of a forward pass, and of a backward pass where the finding is of one."""
     lines = []
     if finding.what.startswith("the gradient of the input") or finding.what == "the output":
         lines = ["modules = {n.removeprefix('module.'): m for n, m in model.named_modules()}", "seen = []"]
-        hook = "backward_hook(lambda m, inputs, _: seen.append(inputs[0]))"
+        hook = "full_backward_hook(lambda m, inputs, _: seen.append(inputs[0]))"
         if finding.what == "the output":
-            place = "".join(f"[{k if k.isdigit() else repr(k)}]" for k in finding.tensor.split(".") if k)
+            keys = [key if key.isdigit() else repr(key) for key in finding.tensor.split(".") if key]
+            place = "".join(f"[{key}]" for key in keys)
             hook = f"forward_hook(lambda m, args, output: seen.append(output{place}))"
-        kind = "full_" if "backward" in hook else ""
-        lines.append(f"modules[{finding.module!r}].register_{kind}{hook}")
+        lines.append(f"modules[{finding.module!r}].register_{hook}")
     if finding.what == "the output":
         return [*lines, "step(model, batch)"]
-    loss = '["loss"]' if isinstance(output, Mapping) else "" if isinstance(output, Tensor) else ".loss"
-    if way.data != "rows":
+    loss = ".loss"
+    if isinstance(output, Mapping):
+        loss = '["loss"]'
+    elif isinstance(output, Tensor):
+        loss = ""
+    if strategy.data != "rows":
         lines.append(f"loss = step(model, batch){loss}")
     else:
         lines += ["made = step(model, batch)", f"loss = made{loss}"]
-        rows = "batch" if isinstance(case.batch, Tensor) else "next(iter(batch.values()))"
-        weight = 'made["weight"]' if isinstance(output, Mapping) and "weight" in output else f"len({rows})"
+        if isinstance(output, Mapping) and "weight" in output:
+            weight = 'made["weight"]'
+        elif isinstance(case.batch, Tensor):
+            weight = "len(batch)"
+        else:
+            weight = "len(next(iter(batch.values())))"
         lines += [
             f"sums = torch.tensor([float(loss) * float({weight}), float({weight})], dtype=torch.float64)",
             "if is_parallel:",
@@ -196,7 +222,9 @@ def _passes(case: Case, way: Way, finding: Finding, output: Any) -> list[str]:
         ]
         if finding.what == "the loss":
             return [*lines[:-1], "loss = sums[0] / sums[1]"]
-    return lines if finding.what == "the loss" else [*lines, "loss.backward()"]
+    if finding.what != "the loss":
+        lines.append("loss.backward()")
+    return lines
 
 
 def _written(batch: Any, dtype: torch.dtype | None) -> str:
@@ -207,12 +235,12 @@ def _written(batch: Any, dtype: torch.dtype | None) -> str:
     return "{" + ", ".join(f"{key!r}: {_written(inner, dtype)}" for key, inner in batch.items()) + "}"
 
 
-def check_reproducible(build: Any, step: Any, batches: Any, way: Way) -> None:
+def check_reproducible(build: Any, step: Any, batches: Any, strategy: Strategy) -> None:
     """Check that a script can say what it needs.
 
     Raises:
         ConfigError: The builder or the step is not at the top of a file. Or a batch is neither a tensor nor a
-            dict of them, or the way has no lines for a script.
+            dict of them, or the strategy has no lines for a script.
     """
     function_lines(build, step)
     for batch in batches:
@@ -220,13 +248,13 @@ def check_reproducible(build: Any, step: Any, batches: Any, way: Way) -> None:
         if not all(isinstance(one, Tensor) for one in inside):
             msg = f"a script has tensors or a dict of them as batch, not {batch!r:.50}: leave out reproduce"
             raise ConfigError(msg)
-    way.lines()
+    strategy.lines()
     for method in ("parallelize", "prepare", "backward"):
-        if not issubclass(_definer(way, "lines"), _definer(way, method)):
-            kind = type(way).__name__
+        if not issubclass(_definer(strategy, "lines"), _definer(strategy, method)):
+            kind = type(strategy).__name__
             msg = f"{kind} has a {method}() that its lines() lack: override lines(), or leave out reproduce"
             raise ConfigError(msg)
 
 
-def _definer(way: Way, method: str) -> type:
-    return next(kind for kind in type(way).__mro__ if method in vars(kind))
+def _definer(strategy: Strategy, method: str) -> type:
+    return next(kind for kind in type(strategy).__mro__ if method in vars(kind))

@@ -1,4 +1,4 @@
-"""`verify`: the reference on one process, the way on real ranks, and the comparison."""
+"""`verify`: the reference on one process, the strategy on real ranks, and the comparison."""
 
 import math
 import tempfile
@@ -19,24 +19,24 @@ from tp_core.errors import ConfigError, ModelError, RankFailedError
 from tp_core.ranks import RankPool
 
 from tp_verify._after import compare_draws, compare_generated, compare_loaded
-from tp_verify._compare import Comparison
+from tp_verify._compare import RunComparison
 from tp_verify._own_batches import OwnBatches, own_batches
-from tp_verify._report import Finding, Report
+from tp_verify._report import Finding, VerifyReport
 from tp_verify._reproduce import Case, check_reproducible, is_shown, script, smallest
-from tp_verify._run import (
+from tp_verify._strategy import Step, Strategy, row_count
+from tp_verify._training_task import (
     Followed,
     OneDevice,
     RunRecord,
     StepRecord,
-    Task,
+    TrainingTask,
     build_model,
     load_task,
     one_thread,
     run_task,
 )
-from tp_verify._way import Step, Way, row_count
 
-Parallel = Way | Callable[[nn.Module], nn.Module | None]
+Parallel = Strategy | Callable[[nn.Module], nn.Module | None]
 
 
 def default_optimizer(model: nn.Module) -> Optimizer:
@@ -62,7 +62,7 @@ def verify(
     vary: bool = True,
     reproduce: str | Path | None = None,
     timeout_s: float = 300.0,
-) -> Report:
+) -> VerifyReport:
     """Train on one device and in parallel, and compare everything: the report names the first difference.
 
     Compared are, for each batch, the outputs of all modules, the loss, all gradients, the norm and clipped
@@ -73,7 +73,7 @@ def verify(
     Args:
         build: A function without arguments that returns the plain model, the same each time.
         batches: Whole batches, one for each optimizer step: tensors, nested as you like.
-        parallel: A :class:`Way`, or a function from the plain model to the parallel one.
+        parallel: A :class:`Strategy`, or a function from the plain model to the parallel one.
         step: ``step(model, batch)`` returns the loss, or a dict with "loss" and the "weight" that it is a
             mean over. It runs on the plain model and on the parallel one.
         optimizer: A function from a model to its optimizer.
@@ -105,21 +105,25 @@ def verify(
         >>> verify(build, batches, parallel=DistributedDataParallel, step=step)  # doctest: +SKIP
     """
     began = time.perf_counter()
-    if not isinstance(parallel, Way) and not callable(parallel):
-        msg = f"parallel is a function of the model, or a Way as ways.DataParallel(), got {parallel!r}"
+    if not isinstance(parallel, Strategy) and not callable(parallel):
+        msg = f"parallel is a function of the model, or a Strategy as strategies.DDP(), got {parallel!r}"
         raise ConfigError(msg)
-    way = parallel if isinstance(parallel, Way) else Way(parallel)
+    strategy = parallel if isinstance(parallel, Strategy) else Strategy(parallel)
     count = ranks.processes if isinstance(ranks, RankPool) else ranks
-    task = Task(build, batches, step, optimizer, micro, max_norm, dtype, generate=generate, seeds=dropout)
-    _check(task, way, count)
+    task = TrainingTask(
+        build, batches, step, optimizer, micro, max_norm, dtype, generate=generate, seeds=dropout
+    )
+    _check(task, strategy, count)
     if reproduce is not None:
-        check_reproducible(build, step, batches, way)
+        check_reproducible(build, step, batches, strategy)
     with one_thread(), torch.random.fork_rng(devices=[]):
         own = own_batches(task) if vary else OwnBatches()
-        runs = _trained(task, own.choices(len(batches)), way, ranks, reload_on, timeout_s)
-        task, exact = replace(runs.task, seeds=0), runs.exact
+        runs = _trained(task, own.choices(len(batches)), strategy, ranks, reload_on, timeout_s)
+        task = replace(runs.task, seeds=0)
+        exact = runs.exact
         kept = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
-        near, draws = exact, exact.draws
+        near = exact
+        draws = exact.draws
         computed = coarsest([kept, *exact.dtypes])
         if computed != torch.float64:
             # Each step begins with the ranks' weights and updates with their gradients: by rounding alone
@@ -132,7 +136,7 @@ def verify(
             near = run_task(replace(follower, nudge=nudge), OneDevice())
     # Of the follower too: under autocast, float64 stays float64, and float32 does not.
     bound = Bound.of([kept, *exact.dtypes, *near.dtypes])
-    comparison = Comparison(exact, near, runs.records, bound, {}, {}, way.reorders)
+    comparison = RunComparison(exact, near, runs.records, bound, {}, {}, strategy.reorders)
     finding = (
         comparison.first()
         or compare_generated(comparison)
@@ -141,45 +145,59 @@ def verify(
     )
     reproduction = ""
     if finding is not None and reproduce is not None:
-        reproduction = _reproduce(task, way, ranks, finding, timeout_s, Path(reproduce))
-    return Report(
-        name=way.name,
+        reproduction = _reproduce(task, strategy, ranks, finding, timeout_s, Path(reproduce))
+    proven = []
+    if finding is None:
+        proven = _proven(task, exact, comparison, runs, own)
+    not_covered = _not_covered(task, exact, comparison)
+    if runs.refused:
+        not_covered.append(runs.refused)
+    elif vary and not task.own:
+        not_covered.append(_UNKNOWN)
+    return VerifyReport(
+        name=strategy.name,
         ranks=count,
         dtype=str(kept).removeprefix("torch."),
         finding=finding,
         compared=comparison.compared,
-        proven=_proven(task, exact, comparison, runs, own) if finding is None else [],
-        not_covered=_not_covered(task, exact, comparison)
-        + ([runs.refused] if runs.refused else [_UNKNOWN] * (vary and not task.own)),
+        proven=proven,
+        not_covered=not_covered,
         seconds=time.perf_counter() - began,
         reproduction=reproduction,
     )
 
 
 def _reproduce(
-    task: Task, way: Way, ranks: int | RankPool, finding: Finding, timeout_s: float, file: Path
+    task: TrainingTask,
+    strategy: Strategy,
+    ranks: int | RankPool,
+    finding: Finding,
+    timeout_s: float,
+    file: Path,
 ) -> str:
     """Write the script of the smallest case that parts as the finding does; return how to run it."""
-    if not is_shown(finding, way):
+    if not is_shown(finding, strategy):
         return "no script: it shows the outputs, losses and gradients of the first step"
-    found = finding
+    latest = finding
 
     def parts(case: Case) -> bool:
-        nonlocal found
-        pool = case.ranks if isinstance(ranks, int) or ranks.processes != case.ranks else ranks
+        nonlocal latest
+        pool: int | RankPool = case.ranks
+        if isinstance(ranks, RankPool) and ranks.processes == case.ranks:
+            pool = ranks
         options: dict[str, Any] = {"ranks": pool, "dtype": task.dtype, "timeout_s": timeout_s, "vary": False}
         try:
-            report = verify(case, [case.batch], parallel=way, step=task.step, **options)
+            report = verify(case, [case.batch], parallel=strategy, step=task.step, **options)
         except Exception:  # noqa: BLE001 - what does not run when it is smaller does not part there
             return False
         if report.finding is None or report.finding.what != finding.what:
             return False
-        found = report.finding
+        latest = report.finding
         return True
 
     count = ranks if isinstance(ranks, int) else ranks.processes
-    case = smallest(Case(task.build, task.batches[0], count), way, parts)
-    file.write_text(script(case, task.step, way, found, task.dtype), encoding="utf-8")
+    case = smallest(Case(task.build, task.batches[0], count), strategy, parts)
+    file.write_text(script(case, task.step, strategy, latest, task.dtype), encoding="utf-8")
     return f"torchrun --nproc-per-node {case.ranks} {file}"
 
 
@@ -195,7 +213,7 @@ class _Runs:
         refused: A batch that the ranks did not take, and why; may be empty.
     """
 
-    task: Task
+    task: TrainingTask
     exact: RunRecord
     records: list[RunRecord]
     loaded: list[StepRecord]
@@ -206,42 +224,42 @@ _UNKNOWN = "batches of its own: the plain model takes none of those that are mad
 
 
 def _trained(
-    task: Task,
+    task: TrainingTask,
     choices: Sequence[Sequence[Any]],
-    way: Way,
+    strategy: Strategy,
     ranks: int | RankPool,
     reload_on: int | RankPool | None,
     timeout_s: float,
 ) -> _Runs:
-    """Train on the batches given and the first choice of others, or the next where ranks refuse those."""
+    """Train on the user's batches and the first choice of others, or the next where ranks refuse those."""
     made, *fewer = choices
     tried = replace(task, batches=[*task.batches, *made], own=len(made))
     exact = run_task(replace(tried, dtype=torch.float64, micro=1), OneDevice())
     _check_losses(tried, exact)
     try:
-        return _on_ranks(tried, exact, way, ranks, reload_on, timeout_s)
+        return _on_ranks(tried, exact, strategy, ranks, reload_on, timeout_s)
     except RankFailedError as error:
         if not fewer:
             raise
         said = str(error).strip().splitlines()[-1]
-    runs = _trained(task, fewer, way, ranks, reload_on, timeout_s)
+    runs = _trained(task, fewer, strategy, ranks, reload_on, timeout_s)
     return replace(runs, refused=f"a batch of its own, {_shapes(made[0])}: ranks raise {said}")
 
 
 def _on_ranks(
-    task: Task,
+    task: TrainingTask,
     exact: RunRecord,
-    way: Way,
+    strategy: Strategy,
     ranks: int | RankPool,
     reload_on: int | RankPool | None,
     timeout_s: float,
 ) -> _Runs:
     if reload_on is None:
-        return _Runs(task, exact, _on_pool(ranks, timeout_s, run_task, task, way), [])
+        return _Runs(task, exact, _on_pool(ranks, timeout_s, run_task, task, strategy), [])
     with tempfile.TemporaryDirectory(prefix="tp-verify-") as folder:
         saving = replace(task, folder=folder)
-        records = _on_pool(ranks, timeout_s, run_task, saving, way)
-        return _Runs(task, exact, records, _on_pool(reload_on, timeout_s, load_task, saving, way))
+        records = _on_pool(ranks, timeout_s, run_task, saving, strategy)
+        return _Runs(task, exact, records, _on_pool(reload_on, timeout_s, load_task, saving, strategy))
 
 
 def _on_pool(ranks: int | RankPool, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -260,7 +278,7 @@ def _in_group(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _check(task: Task, way: Way, count: int) -> None:
+def _check(task: TrainingTask, strategy: Strategy, count: int) -> None:
     if isinstance(task.build, nn.Module):
         msg = f"build is a function that returns the plain model, got a model, {type(task.build).__name__}"
         raise ConfigError(msg)
@@ -288,7 +306,7 @@ def _check(task: Task, way: Way, count: int) -> None:
         if not isinstance(number, int) or number < least:
             msg = f"{what} is a number of {least} or more, got {number!r}"
             raise ConfigError(msg)
-    needed = task.micro * (count if way.data == "rows" else 1)
+    needed = task.micro * (count if strategy.data == "rows" else 1)
     rows = min(map(row_count, task.batches))
     if rows < needed:
         msg = (
@@ -311,18 +329,20 @@ def _check(task: Task, way: Way, count: int) -> None:
             raise ModelError(msg)
 
 
-def _followed(exact: RunRecord, records: Sequence[RunRecord], task: Task) -> list[Followed]:
+def _followed(exact: RunRecord, records: Sequence[RunRecord], task: TrainingTask) -> list[Followed]:
     """Return the ranks' weights before each step, and the gradients that they updated with."""
-    found = []
+    followed = []
+    before = [record.initial for record in records]
     for number in range(len(task.batches)):
-        before = [r.steps[number - 1].weights if number else r.initial for r in records]
-        steps = [r.steps[number] for r in records]
-        after = [one.gradients if task.max_norm is None else one.clipped for one in steps]
-        found.append(Followed(joined_parts(exact.initial, before), joined_parts(exact.initial, after)))
-    return found
+        steps = [record.steps[number] for record in records]
+        grads = [step.gradients if task.max_norm is None else step.clipped for step in steps]
+        weights = joined_parts(exact.initial, before)
+        followed.append(Followed(weights, joined_parts(exact.initial, grads)))
+        before = [step.weights for step in steps]
+    return followed
 
 
-def _check_losses(task: Task, exact: RunRecord) -> None:
+def _check_losses(task: TrainingTask, exact: RunRecord) -> None:
     """Check that the first loss is a number, and the same for another seed, once dropout is left out.
 
     Raises:
@@ -341,16 +361,17 @@ def _check_losses(task: Task, exact: RunRecord) -> None:
         raise ModelError(msg)
 
 
-def _proven(task: Task, exact: RunRecord, comparison: Comparison, runs: _Runs, own: OwnBatches) -> list[str]:
-    given = task.batches[: len(task.batches) - task.own]
-    lines = [f"{_steps(given)} of {', '.join(dict.fromkeys(map(_shapes, given)))}"]
+def _proven(
+    task: TrainingTask, exact: RunRecord, comparison: RunComparison, runs: _Runs, own: OwnBatches
+) -> list[str]:
+    users = task.batches[: len(task.batches) - task.own]
+    lines = [f"{_steps(users)} of {', '.join(dict.fromkeys(map(_shapes, users)))}"]
     if task.own:
-        made = task.batches[len(given) :]
+        made = task.batches[len(users) :]
         shapes = ", ".join(dict.fromkeys(map(_shapes, made)))
         lines.append(f"{_steps(made)} of its own, {shapes}, with {' and '.join(own.varied)}")
-    lines.append(
-        f"training{'' if 'evaluation' in comparison.unknown else ' and evaluation'}, without dropout"
-    )
+    evaluated = "" if "evaluation" in comparison.unknown else " and evaluation"
+    lines.append(f"training{evaluated}, without dropout")
     if task.micro > 1:
         lines.append(f"{task.micro} micro-batches for each step")
     if task.max_norm is not None:
@@ -360,7 +381,8 @@ def _proven(task: Task, exact: RunRecord, comparison: Comparison, runs: _Runs, o
     if comparison.compared.get("generated tensors"):
         lines.append("what is generated from the first batch")
     if runs.loaded:
-        lines.append(f"a checkpoint that {len(runs.loaded)} rank{'s' if len(runs.loaded) > 1 else ''} loaded")
+        plural = "s" if len(runs.loaded) > 1 else ""
+        lines.append(f"a checkpoint that {len(runs.loaded)} rank{plural} loaded")
     if comparison.compared.get("seeds of dropout"):
         lines.append(f"dropout, in distribution over {comparison.compared['seeds of dropout']} seeds")
     return lines
@@ -374,7 +396,7 @@ def _shapes(batch: Any) -> str:
     return " and ".join(f"{place or 'one tensor'} {tuple(t.shape)}" for place, t in named_tensors(batch))
 
 
-def _not_covered(task: Task, exact: RunRecord, comparison: Comparison) -> list[str]:
+def _not_covered(task: TrainingTask, exact: RunRecord, comparison: RunComparison) -> list[str]:
     with torch.random.fork_rng(devices=[]):
         model = build_model(task)
     reached = {place.module for one in exact.steps for place in one.forward}

@@ -109,7 +109,7 @@ def difference_on_ranks(whole: Tensor, found: Mapping[int, Tensor], limit: float
     match = _relate_joined(whole, [whole] * len(parts), parts, limit)
     if match.kind == "unknown":
         shapes = ", ".join(str(tuple(one.shape)) for one in parts)
-        return f"ranks have {shapes}, which do not join to {tuple(whole.shape)}: give Way.whole()"
+        return f"ranks have {shapes}, which do not join to {tuple(whole.shape)}: give Strategy.whole()"
     return "" if match.kind == "same" else f"it differs by {match.error:.2g} of its norm"
 
 

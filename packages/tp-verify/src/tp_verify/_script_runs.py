@@ -20,8 +20,8 @@ from tp_core.ranks import RankOutcome, rank_outcomes
 from tp_core.state import open_tensors
 
 from tp_verify._preload import preloading
-from tp_verify._recorder import INPUTS, MOST_STEPS, run_script, steps_beyond
-from tp_verify._report import Finding, Report
+from tp_verify._report import Finding, VerifyReport
+from tp_verify._script_recorder import INPUTS, MOST_STEPS, run_script, steps_beyond
 
 _SAVED = 128 + 15  # the exit status of a run that a SIGTERM has ended
 AT_ONCE = 2  # runs at the same time
@@ -34,7 +34,7 @@ _NUDGES = (1, 2, 3)
 
 
 @dataclass(frozen=True)
-class Run:
+class ScriptRun:
     """A run of the script, and what its ranks have recorded.
 
     Attributes:
@@ -85,8 +85,8 @@ class Trials:
         resumes: str = "",
         plain: bool = False,
         nudge: int = 0,
-    ) -> Run:
-        """Run the script, and return what its ranks recorded.
+    ) -> ScriptRun:
+        """ScriptRun the script, and return what its ranks recorded.
 
         Args:
             label: The name of the run.
@@ -102,18 +102,18 @@ class Trials:
         folder.mkdir()
         # Also for scripts that save nothing: no run may find the checkpoints of another one.
         saved = self.folder / (resumes or label) / "checkpoints"
+        inputs = "" if backend == "single" else str(self.folder / self.example / INPUTS)
+        settings = {
+            "folder": str(folder),
+            "stops": stops,
+            "steps": self.steps,
+            "plain": plain,
+            "nudge": nudge,
+            "inputs": inputs,
+        }
         environ = {
             **{name: value for name, value in os.environ.items() if name.startswith("TP_")},
-            "TP_VERIFY": json.dumps(
-                {
-                    "folder": str(folder),
-                    "stops": stops,
-                    "steps": self.steps,
-                    "plain": plain,
-                    "nudge": nudge,
-                    "inputs": "" if backend == "single" else str(self.folder / self.example / INPUTS),
-                }
-            ),
+            "TP_VERIFY": json.dumps(settings),
             "TP_BACKEND": backend,
             "TP_DEVICES": ",".join(map(str, devices)),
             "TP_MAX_STEPS": str(self.steps or MOST_STEPS),
@@ -137,16 +137,16 @@ class Trials:
             return _failed(failed, folder, self.timeout_s)
         paths = [folder / f"rank{rank}.pt" for rank in range(ranks)]
         if not all(path.is_file() for path in paths):
-            return Run([], failed="it ended, and no trainer's run was seen")
+            return ScriptRun([], failed="it ended, and no trainer's run was seen")
         records = [torch.load(path, weights_only=False) for path in paths]
         when = folder / "stopped"
         stop_s = ended - float(when.read_text()) if when.is_file() else 0.0
-        return Run(records, _read_newest(saved), seconds=ended - began, stop_s=stop_s)
+        return ScriptRun(records, _read_newest(saved), seconds=ended - began, stop_s=stop_s)
 
 
 def verify_script(
     script: Path, arguments: Sequence[str], *, steps: int | None, timeout_s: float
-) -> list[Report]:
+) -> list[VerifyReport]:
     """Verify a script that trains with a `Trainer`; return a report of resuming, and one for each backend.
 
     Args:
@@ -158,7 +158,11 @@ def verify_script(
     Raises:
         ConfigError: The script does not train on one device.
     """
-    layouts = {found.item.name: layout for found in registry.backends() if (layout := _layout_of(found.item))}
+    layouts: dict[str, tuple[int, int]] = {}
+    for contribution in registry.backends():
+        layout = _layout_of(contribution.item)
+        if layout is not None:
+            layouts[contribution.item.name] = layout
     with (
         tempfile.TemporaryDirectory(prefix="tp-verify-") as folder,
         preloading(script),
@@ -194,7 +198,7 @@ def verify_script(
     return reports
 
 
-def check_trained(run: Run, script: Path) -> Run:
+def check_trained(run: ScriptRun, script: Path) -> ScriptRun:
     """Return a run on one device, which has to train to its end."""
     if run.failed:
         msg = f"{script} does not train on the backend 'single': {run.failed}"
@@ -235,26 +239,29 @@ def _first_failed(outcomes: Sequence[RankOutcome], status: int) -> RankOutcome |
     return min(failed, key=lambda one: (one.error is None, one.exitcode in (None, 0)), default=None)
 
 
-def _failed(outcome: RankOutcome, folder: Path, timeout_s: float) -> Run:
+def _failed(outcome: RankOutcome, folder: Path, timeout_s: float) -> ScriptRun:
     error = folder / f"error{outcome.rank}.json"
     if error.is_file():
-        return Run([], **json.loads(error.read_text()))
+        return ScriptRun([], **json.loads(error.read_text()))
     if outcome.ok:
         output = (folder / f"output{outcome.rank}").read_text(errors="replace")
         last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
-        said = f"it ended with status {outcome.value}" + (f": {last}" if last else "")
-        return Run([], failed=said)
+        said = f"it ended with status {outcome.value}"
+        if last:
+            said = f"{said}: {last}"
+        return ScriptRun([], failed=said)
     if outcome.exitcode in (None, -9):  # killed by the parent
-        return Run([], failed=f"it had not ended after {timeout_s:g} s")
-    return Run([], failed=str(outcome))
+        return ScriptRun([], failed=f"it had not ended after {timeout_s:g} s")
+    return ScriptRun([], failed=str(outcome))
 
 
-def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
+def _resumed(whole: ScriptRun, stopped: ScriptRun, resumed: ScriptRun, steps: int) -> VerifyReport:
     """Compare a run that was stopped and resumed with one that was not: bit for bit."""
-    name, finding = "stopped by SIGTERM and resumed", None
+    name = "stopped by SIGTERM and resumed"
+    finding = None
     if stopped.failed or resumed.failed:
         finding = Finding("the run", "", 0, stopped.failed or resumed.failed)
-        return Report(name, 1, "its own", finding, {}, [], [])
+        return VerifyReport(name, 1, "its own", finding, {}, [], [])
     first, second = whole.records[0], resumed.records[0]
     compared: dict[str, int] = {}
     rows = stopped.records[0]["rows"] + second["rows"]
@@ -274,35 +281,39 @@ def _resumed(whole: Run, stopped: Run, resumed: Run, steps: int) -> Report:
         said = f"the generator of {' and of '.join(drawn)} is in another state"
         finding = Finding("the random numbers", "", steps, said)
     at = stopped.records[0]["step"]
-    return Report(
+    kinds = "weights, optimizer state, buffers, metrics and random numbers"
+    not_covered = ["the order of samples: the model takes no tensor"]
+    if rows:
+        kinds = "weights, optimizer state, buffers, metrics, order of samples and random numbers"
+        not_covered = []
+    proven = []
+    if finding is None:
+        proven = [
+            f"{steps} steps, of which a SIGTERM ended the run after {at}, in {stopped.stop_s:.1f} s",
+            f"{kinds}, bit for bit",
+        ]
+    return VerifyReport(
         name,
         1,
         "its own",
         finding,
         compared,
-        [
-            f"{steps} steps, of which a SIGTERM ended the run after {at}, in {stopped.stop_s:.1f} s",
-            "weights, optimizer state, buffers, metrics, order of samples and random numbers, bit for bit"
-            if rows
-            else "weights, optimizer state, buffers, metrics and random numbers, bit for bit",
-        ]
-        if finding is None
-        else [],
-        [] if rows else ["the order of samples: the model takes no tensor"],
+        proven,
+        not_covered,
         seconds=whole.seconds + stopped.seconds + resumed.seconds,
     )
 
 
 def compare_runs(
-    plain: Run,
-    near: Run,
-    other: Run,
+    plain: ScriptRun,
+    near: ScriptRun,
+    other: ScriptRun,
     backend: str,
     ranks: int,
     steps: int,
     *,
     computed: Sequence[torch.dtype] = _INSIDE,
-) -> Report:
+) -> VerifyReport:
     """Compare a run on another backend with the one on one device, up to rounding.
 
     How far a rounding can grow in this training is what ``near`` has: its first weights differed by one.
@@ -318,45 +329,50 @@ def compare_runs(
     """
     name = f"backend {backend}"
     if other.is_refused:
-        return Report(name, ranks, "its own", None, {}, [], [f"it refused: {other.failed}"])
+        return VerifyReport(name, ranks, "its own", None, {}, [], [f"it refused: {other.failed}"])
     if other.failed:
         failure = Finding("the run", "", 0, other.failed)
-        return Report(name, ranks, "its own", failure, {}, [], [])
+        return VerifyReport(name, ranks, "its own", failure, {}, [], [])
     first, nudged = plain.records[0], near.records[0]
     dtypes = {tensor.dtype for kind in ("weights", "states") for tensor in first[kind].values()}
     bound = Bound.of([*computed, *dtypes], depth="training")
     if (first["backend"], other.records[0]["backend"]) != ("single", backend):
         own = f"the script itself names a backend, {other.records[0]['backend']!r}"
-        return Report(name, ranks, "its own", None, {}, [], [own])
+        return VerifyReport(name, ranks, "its own", None, {}, [], [own])
     compared: dict[str, int] = {}
     finding = _first_batch_apart(first["rows"], [record["rows"] for record in other.records], compared)
     for rank, record in enumerate(other.records):
-        found = finding or _first_apart(first, record, compared, nudged, bound)
-        if found is not None and finding is None:
+        apart = finding or _first_apart(first, record, compared, nudged, bound)
+        if apart is not None and finding is None:
             # A weight may have parted long before the end; of a split one a rank has a part.
             shapes = {n: tensor.shape for n, tensor in record["weights"].items()}
             whole = {n for n, tensor in first["weights"].items() if shapes.get(n) == tensor.shape}
             norms = {step: {n: one[n] for n in one.keys() & whole} for step, one in first["norms"].items()}
             earlier = _first_step_apart(norms, record["norms"], nudged["norms"], bound)
-            found = earlier if earlier and found.what in ("the weight", "the state") else found
-            finding = replace(found, said=f"rank {rank}: {found.said}")
+            if earlier and apart.what in ("the weight", "the state"):
+                apart = earlier
+            finding = replace(apart, said=f"rank {rank}: {apart.said}")
     finding = finding or _first_saved_apart(plain, other, steps, compared, near, bound)
-    left_out = "dropout and the statistics of batch norms, which were left out of this comparison"
-    return Report(
+    proven = []
+    if finding is None:
+        proven = [f"{steps} steps: weights, optimizer state, metrics and the checkpoint, up to rounding"]
+    not_covered = _hidden(_grown(plain, near), bound)
+    if first["is_drawn"]:
+        left_out = "dropout and the statistics of batch norms, which were left out of this comparison"
+        not_covered = [left_out, *not_covered]
+    return VerifyReport(
         name,
         ranks,
         "its own",
         finding,
         compared,
-        [f"{steps} steps: weights, optimizer state, metrics and the checkpoint, up to rounding"]
-        if finding is None
-        else [],
-        [left_out] * bool(first["is_drawn"]) + _hidden(_grown(plain, near), bound),
+        proven,
+        not_covered,
         seconds=other.seconds,
     )
 
 
-def _grown(plain: Run, near: Run) -> float:
+def _grown(plain: ScriptRun, near: ScriptRun) -> float:
     """Return how far a rounding has grown, as the largest share of a weight."""
     weights, nudged = plain.records[0]["weights"], near.records[0]["weights"]
     return max((relative_error(tensor, nudged[name]) for name, tensor in weights.items()), default=0.0)
@@ -419,7 +435,8 @@ def _limit(value: float, near: float | None, bound: Bound | None, scale: float) 
     if bound is None:
         return 0.0
     whole = torch.tensor(value, dtype=torch.float64)
-    return bound.limit(whole, None if near is None else torch.tensor(near, dtype=torch.float64), scale)
+    nudged = None if near is None else torch.tensor(near, dtype=torch.float64)
+    return bound.limit(whole, nudged, scale)
 
 
 def _first_apart(
@@ -440,7 +457,8 @@ def _first_apart(
             if other is None or other.shape != tensor.shape:
                 continue  # a rank has a part of it, or nothing; the checkpoint has all
             compared[kind] = compared.get(kind, 0) + 1
-            said = _difference(tensor, other, scale, None if near is None else near[kind].get(name), bound)
+            nudged = None if near is None else near[kind].get(name)
+            said = _difference(tensor, other, scale, nudged, bound)
             if said:
                 path, _, key = name.partition(":")
                 module, _, parameter = path.rpartition(".")
@@ -457,11 +475,11 @@ def _first_apart(
 
 
 def _first_saved_apart(
-    first: Run,
-    second: Run,
+    first: ScriptRun,
+    second: ScriptRun,
     steps: int,
     compared: dict[str, int],
-    near: Run | None = None,
+    near: ScriptRun | None = None,
     bound: Bound | None = None,
 ) -> Finding | None:
     """Return the first tensor of the last checkpoint that differs."""

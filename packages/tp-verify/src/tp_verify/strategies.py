@@ -1,4 +1,4 @@
-"""Ready ways: of torch, transformers, Accelerate, DeepSpeed, Megatron-core, and the backends of tp."""
+"""Ready strategies: of torch, transformers, Accelerate, DeepSpeed, Megatron-core, and the backends of tp."""
 
 import os
 import tempfile
@@ -16,10 +16,10 @@ from tp_core.messages import check_installed
 from tp_core.modules import repeated_blocks
 from tp_core.tensors import is_dtensor
 
-from tp_verify._way import (
+from tp_verify._strategy import (
     MakeOptimizer,
     Step,
-    Way,
+    Strategy,
     function_lines,
     loss_and_weight,
     plain_options,
@@ -27,19 +27,19 @@ from tp_verify._way import (
 )
 
 __all__ = [
+    "DDP",
     "Accelerate",
-    "DataParallel",
     "DeepSpeed",
     "FullyShard",
+    "InstalledBackend",
     "Megatron",
     "Pipelining",
     "TensorParallel",
-    "TpBackend",
     "Transformers",
 ]
 
 
-class DataParallel(Way):
+class DDP(Strategy):
     """``DistributedDataParallel``.
 
     Args:
@@ -65,7 +65,7 @@ class DataParallel(Way):
         model.require_backward_grad_sync = last  # type: ignore[assignment]  # torch's own attribute
 
 
-class FullyShard(Way):
+class FullyShard(Strategy):
     """``fully_shard`` of each repeated block and of the whole model (FSDP2).
 
     Args:
@@ -104,7 +104,7 @@ class FullyShard(Way):
         model.set_requires_gradient_sync(last)  # type: ignore[operator]  # of what fully_shard returned
 
 
-class TensorParallel(Way):
+class TensorParallel(Strategy):
     """``parallelize_module`` with a plan; all ranks read the same batch.
 
     Args:
@@ -144,7 +144,7 @@ def clip_mixed(model: nn.Module, max_norm: float) -> Tensor:
     return total
 
 
-class Transformers(Way):
+class Transformers(Strategy):
     """A model of transformers that ``from_pretrained`` loads in parts, by the model's own plan.
 
     Args:
@@ -155,10 +155,10 @@ class Transformers(Way):
 
     def __init__(self, options: Mapping[str, Any] | None = None, **config: Any) -> None:
         sizes = ", ".join(f"{key}={value}" for key, value in config.items())
-        super().__init__(
-            data="rows" if config.get("fsdp_size", 1) > 1 else "whole", name=f"transformers, {sizes}"
-        )
-        self._options, self._config = dict(options or {}), config
+        data: Literal["rows", "whole"] = "rows" if config.get("fsdp_size", 1) > 1 else "whole"
+        super().__init__(data=data, name=f"transformers, {sizes}")
+        self._options = dict(options or {})
+        self._config = config
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Save the plain model, and load it in parts on all ranks.
@@ -166,7 +166,7 @@ class Transformers(Way):
         Raises:
             ConfigError: transformers is not installed.
         """
-        check_installed("transformers", by="ways.Transformers", extra="transformers")
+        check_installed("transformers", by="strategies.Transformers", extra="transformers")
         from transformers.distributed.configuration_utils import DistributedConfig
 
         plain: Any = model
@@ -204,19 +204,20 @@ class Transformers(Way):
         return clip_mixed(model, max_norm)
 
 
-class Accelerate(Way):
+class Accelerate(Strategy):
     """Hugging Face Accelerate: ``Accelerator(**options).prepare(model, optimizer)``.
 
     Args:
         options: A function that returns the options on each rank, such as an ``fsdp_plugin``.
-        **given: The options themselves, where they can be sent to other processes.
+        **more: The options themselves, where they can be sent to other processes.
     """
 
     name, data = "accelerate", "rows"
 
-    def __init__(self, options: Callable[[], Mapping[str, Any]] | None = None, **given: Any) -> None:
+    def __init__(self, options: Callable[[], Mapping[str, Any]] | None = None, **more: Any) -> None:
         super().__init__()
-        self._options, self._given = options, given
+        self._make_options = options
+        self._options = more
 
     def prepare(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         """Prepare the model and its optimizer together.
@@ -224,11 +225,14 @@ class Accelerate(Way):
         Raises:
             ConfigError: Accelerate is not installed.
         """
-        check_installed("accelerate", by="ways.Accelerate", extra="accelerate")
+        check_installed("accelerate", by="strategies.Accelerate", extra="accelerate")
         from accelerate import Accelerator, PartialState
         from accelerate.utils import DistributedType
 
-        options = {**(self._options() if self._options is not None else {}), **self._given}
+        options: dict[str, Any] = {}
+        if self._make_options is not None:
+            options |= self._make_options()
+        options |= self._options
         if options.keys() & {"fsdp_plugin", "parallelism_config"}:
             # As on a GPU: on a CPU, Accelerate leaves the former out in silence, and refuses the latter.
             PartialState(cpu=True)
@@ -255,7 +259,7 @@ class Accelerate(Way):
         self._accelerator.state._reset_state(reset_partial_state=True)
 
 
-class DeepSpeed(Way):
+class DeepSpeed(Strategy):
     """DeepSpeed's engine, with ZeRO. It computes in float32 or bfloat16: verify with that ``dtype``.
 
     Args:
@@ -282,7 +286,7 @@ class DeepSpeed(Way):
         Raises:
             ConfigError: DeepSpeed is not installed.
         """
-        check_installed("deepspeed", by="ways.DeepSpeed", extra="deepspeed")
+        check_installed("deepspeed", by="strategies.DeepSpeed", extra="deepspeed")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import
         import deepspeed
 
@@ -303,7 +307,8 @@ class DeepSpeed(Way):
 
         Collective: an all-reduce of the weights, and the engine's own.
         """
-        weights, mean = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        weights = torch.zeros((), dtype=torch.float64)
+        mean = torch.zeros((), dtype=torch.float64)
         for number, part in enumerate(parts):
             self._engine.set_gradient_accumulation_boundary(number == len(parts) - 1)
             loss, weight = loss_and_weight(step(self._engine, part), part)
@@ -328,7 +333,7 @@ class DeepSpeed(Way):
         return self._gradients.get(parameter)
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:  # noqa: ARG002 - the engine has it
-        """Make the engine's optimizer step, which clips; return the norm that it found."""
+        """Make the engine's optimizer step, which clips; return the norm before."""
         self._zero.clip_grad = max_norm
         self._engine.step()
         self._is_updated = True
@@ -368,27 +373,28 @@ class _ZeroStates:
     """The states of an optimizer that ZeRO has wrapped, by the model's parameters."""
 
     def __init__(self, zero: Any, parameters: list[nn.Parameter]) -> None:
-        self._zero, self.param_groups = zero, [{"params": parameters}]
+        self._zero = zero
+        self.param_groups = [{"params": parameters}]
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Return whole states; those without dimensions are alike for all.
+        """Return whole states; those without dimensions are the same for all.
 
         Collective: an all-reduce for each.
         """
         from deepspeed.utils import safe_get_full_optimizer_state
 
         kept: dict[str, Tensor] = next(iter(self._zero.optimizer.state.values()), {})
-        return {
-            p: {
-                key: safe_get_full_optimizer_state(p, key) if value.dim() else value
-                for key, value in kept.items()
-            }
-            for p in self.param_groups[0]["params"]
-        }
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for parameter in self.param_groups[0]["params"]:
+            states[parameter] = {}
+            for key, value in kept.items():
+                whole = safe_get_full_optimizer_state(parameter, key) if value.dim() else value
+                states[parameter][key] = whole
+        return states
 
 
-class Megatron(Way):
+class Megatron(Strategy):
     """Layers of megatron-core in place of a plain model's; all ranks read the same batch.
 
     Args:
@@ -407,7 +413,7 @@ class Megatron(Way):
         Raises:
             ConfigError: megatron-core is not installed.
         """
-        check_installed("megatron", by="ways.Megatron", extra="megatron-core")
+        check_installed("megatron", by="strategies.Megatron", extra="megatron-core")
         from megatron.core import tensor_parallel
 
         for name, module in list(model.named_modules()):
@@ -436,7 +442,8 @@ def _of_megatron(layers: Any, kind: str, module: Any) -> nn.Module:
     """Return megatron-core's layer with this rank's part of the plain layer's values."""
     from megatron.core import ModelParallelConfig
 
-    ranks, weight = dist.get_world_size(), module.weight
+    ranks = dist.get_world_size()
+    weight = module.weight
     config = ModelParallelConfig(
         tensor_model_parallel_size=ranks, use_cpu_initialization=True, params_dtype=weight.dtype
     )
@@ -461,7 +468,7 @@ def _of_megatron(layers: Any, kind: str, module: Any) -> nn.Module:
     return made  # type: ignore[no-any-return]  # a module of a package that may be missing
 
 
-class Pipelining(Way):
+class Pipelining(Strategy):
     """A schedule of ``torch.distributed.pipelining``, of a model that is a ``Sequential``.
 
     Args:
@@ -507,7 +514,7 @@ class Pipelining(Way):
         number, _, rest = name.partition(".")
         if not number:
             return None
-        return f"{int(number) + self._first}{'.' if rest else ''}{rest}"
+        return f"{int(number) + self._first}.{rest}".rstrip(".")
 
     def lines(self) -> list[str]:
         """Return the lines of a script, with the schedule's own passes."""
@@ -520,9 +527,9 @@ class Pipelining(Way):
             "own = torch.nn.Sequential(*blocks[begin:end])",
             'stage = pipelining.PipelineStage(own, rank, ranks, torch.device("cpu"))',
             f"schedule = pipelining.{self._schedule_name}(stage, {self._microbatches}, loss_fn={loss})",
-            f"given = [{inputs}(batch)] if rank == 0 else []",
-            f"more = {{'target': {target}(batch), 'losses': losses}} if rank == ranks - 1 else {{}}",
-            "schedule.step(*given, **more)",
+            f"args = [{inputs}(batch)] if rank == 0 else []",
+            f"kwargs = {{'target': {target}(batch), 'losses': losses}} if rank == ranks - 1 else {{}}",
+            "schedule.step(*args, **kwargs)",
             "loss = torch.stack(losses).mean() if losses else torch.zeros(0)",
         ]
 
@@ -540,17 +547,19 @@ class Pipelining(Way):
         self._shape = shape
         losses: list[Tensor] = []
         is_last = dist.get_rank() == dist.get_world_size() - 1
-        given = [self._inputs(batch)] if dist.get_rank() == 0 else []
-        more = {"target": self._target(batch), "losses": losses} if is_last else {}
-        self._schedule.step(*given, **more)
-        return torch.stack(losses).mean().detach() if is_last else torch.tensor(float("nan"))
+        args = [self._inputs(batch)] if dist.get_rank() == 0 else []
+        kwargs = {"target": self._target(batch), "losses": losses} if is_last else {}
+        self._schedule.step(*args, **kwargs)
+        if not is_last:
+            return torch.tensor(float("nan"))
+        return torch.stack(losses).mean().detach()
 
     def evaluate(self, model: nn.Module, step: Step, share: Any) -> None:  # noqa: ARG002 - contract
         """Evaluate nothing: the schedule trains."""
         return
 
 
-class TpBackend(Way):
+class InstalledBackend(Strategy):
     """A backend of tp by its name, through the contract that a trainer uses.
 
     Args:
@@ -624,16 +633,17 @@ class TpBackend(Way):
             return super().whole(name, tensor)
         parameter = self._parameters.get(name)
         placed: Any = tensor if parameter is None else self._session.as_slice(parameter, tensor.detach())
+        mine = None if isinstance(placed, Tensor) else (placed.shape, placed.parts)
         everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            everyones, None if isinstance(placed, Tensor) else (placed.shape, placed.parts)
-        )
-        if all(one is None for one in everyones):
+        dist.all_gather_object(everyones, mine)
+        slices = [one for one in everyones if one is not None]
+        if not slices:
             return tensor
-        joined = torch.zeros(next(one[0] for one in everyones if one is not None), dtype=tensor.dtype)
-        for one in everyones:
-            for start, part in one[1] if one is not None else ():
-                joined[tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))] = part
+        joined = torch.zeros(slices[0][0], dtype=tensor.dtype)
+        for _, parts in slices:
+            for start, part in parts:
+                ends = [first + size for first, size in zip(start, part.shape, strict=True)]
+                joined[tuple(map(slice, start, ends))] = part
         return joined
 
     def close(self) -> None:

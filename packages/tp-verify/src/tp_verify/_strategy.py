@@ -1,4 +1,4 @@
-"""The contract: what `verify` asks of a parallel way of training, with defaults that a way overrides."""
+"""The contract of a parallel strategy: what `verify` asks of it, with defaults that it overrides."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 _WRAPPED = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
-class Way:
-    """A parallel way of training. All methods are called on every rank, in a process group (gloo).
+class Strategy:
+    """A parallel strategy of training. All methods are called on every rank, in a process group (gloo).
 
     Override :meth:`parallelize`, and what your training does otherwise than the defaults.
 
@@ -35,7 +35,7 @@ class Way:
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
-        >>> class Mine(Way):
+        >>> class Mine(Strategy):
         ...     name, data = "mine", "rows"
         ...     def parallelize(self, model):
         ...         return fully_shard(model)
@@ -60,16 +60,16 @@ class Way:
         """Return the parallel model; the plain one may be changed.
 
         Raises:
-            ConfigError: No function was given, or it returns something else.
+            ConfigError: There is no function, or it returns something else.
         """
         if self._parallelize is None:
             msg = f"{type(self).__name__} has no parallelize(): override it, or give a function in its place"
             raise ConfigError(msg)
-        found = self._parallelize(model)
-        if not isinstance(found, nn.Module | None):
-            msg = f"{self.name}() has to return the parallel model, got {type(found).__name__}"
+        parallel = self._parallelize(model)
+        if not isinstance(parallel, nn.Module | None):
+            msg = f"{self.name}() has to return the parallel model, got {type(parallel).__name__}"
             raise ConfigError(msg)
-        return model if found is None else found
+        return model if parallel is None else parallel
 
     def share(self, batch: Any) -> Any:
         """Return this rank's part of a whole batch, by default as ``data`` says.
@@ -99,12 +99,13 @@ class Way:
 
         Returns:
             The mean over this rank's samples, or over all. Ranks count by the weights of the steps that it
-            calls, and alike where it calls none.
+            calls, and equally where it calls none.
 
         Collective: an all-reduce of the weights, where ranks have different samples.
         """
         count = dist.get_world_size() if self.data == "rows" else 1
-        weights, mean = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        weights = torch.zeros((), dtype=torch.float64)
+        mean = torch.zeros((), dtype=torch.float64)
         for number, part in enumerate(parts):
             self.sync_gradients(model, last=number == len(parts) - 1)
             loss, weight = loss_and_weight(step(model, part), part)
@@ -126,19 +127,19 @@ class Way:
         """Scale the gradients to the global norm ``max_norm`` at most; return the norm before."""
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
-    def update(self, model: nn.Module, optimizer: Optimizer) -> None:  # noqa: ARG002 - for other ways
+    def update(self, model: nn.Module, optimizer: Optimizer) -> None:  # noqa: ARG002 - for others
         """Make the optimizer step, and drop the gradients."""
         optimizer.step()
         optimizer.zero_grad()
 
     def evaluate(self, model: nn.Module, step: Step, share: Any) -> tuple[float, float] | None:
-        """Return the loss of an evaluation and its weight; ``None`` where the way cannot evaluate."""
+        """Return the loss of an evaluation and its weight; ``None`` where the strategy cannot evaluate."""
         with torch.no_grad():
             loss, weight = loss_and_weight(step(model, share), share)
         return float(loss), weight
 
     def seed(self, number: int) -> None:
-        """Seed what a step draws: by default alike on ranks with the same samples, else each otherwise."""
+        """Seed what a step draws: by default the same on ranks with the same samples, else each otherwise."""
         own = number * dist.get_world_size() + dist.get_rank()
         torch.manual_seed(own if self.data == "rows" else number)
 
@@ -160,13 +161,13 @@ class Way:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
 
     def close(self) -> None:
-        """Release what the way holds, once all is recorded."""
+        """Release what the strategy holds, once all is recorded."""
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this rank's gradient of a parameter; what a wrapper keeps elsewhere is not in ``grad``."""
         return parameter.grad
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002 - for ways that need the name
+    def whole(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002 - for those that need the name
         """Return a whole parameter, gradient or optimizer state from this rank's part of it.
 
         DTensors are known. Plain parts may stay as they are, if ranks have slices along one dimension.
@@ -189,10 +190,11 @@ class Way:
     def lines(self) -> list[str]:
         """Return the lines of a script that make ``model`` parallel, for a reproduction without tp.
 
-        A way with a :meth:`backward` of its own runs it there, too: on ``batch``, with the loss in ``loss``.
+        A strategy with a :meth:`backward` of its own runs it there, too: on ``batch``, with the loss in
+        ``loss``.
 
         Raises:
-            ConfigError: The way has none.
+            ConfigError: The strategy has none.
         """
         if self._parallelize is None:
             msg = f"{type(self).__name__} has no lines for a script: override lines(), or leave out reproduce"
@@ -213,12 +215,13 @@ def function_lines(*functions: Any) -> list[str]:
             msg = f"a script calls functions at the top of a file, not {function!r}: leave out reproduce"
             raise ConfigError(msg)
         by_file.setdefault(inspect.getsourcefile(function), []).append(function.__name__)
-    return [
-        f"{', '.join(names)} = map(runpy.run_path({file!r}).get, {names})"
-        if len(names) > 1
-        else f"{names[0]} = runpy.run_path({file!r})[{names[0]!r}]"
-        for file, names in by_file.items()
-    ]
+    lines = []
+    for file, names in by_file.items():
+        if len(names) > 1:
+            lines.append(f"{', '.join(names)} = map(runpy.run_path({file!r}).get, {names})")
+        else:
+            lines.append(f"{names[0]} = runpy.run_path({file!r})[{names[0]!r}]")
+    return lines
 
 
 def plain_options(options: Mapping[str, Any]) -> str:
@@ -258,10 +261,16 @@ def rows_of(batch: Any, number: int, parts: int) -> Any:
     return mapped(batch, cut)
 
 
-def alike(batch: Any) -> Any:
+def repeat_first_row(batch: Any) -> Any:
     """Return a batch all rows of which are its first."""
     rows = row_count(batch)
-    return mapped(batch, lambda t: t[:1].repeat_interleave(rows, 0) if t.dim() and len(t) == rows else t)
+
+    def repeated(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) != rows:
+            return tensor
+        return tensor[:1].repeat_interleave(rows, 0)
+
+    return mapped(batch, repeated)
 
 
 def loss_and_weight(output: Any, batch: Any) -> tuple[Tensor, float]:
@@ -270,11 +279,18 @@ def loss_and_weight(output: Any, batch: Any) -> tuple[Tensor, float]:
     Raises:
         ConfigError: The step returned no loss, or not one number.
     """
-    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    loss = output.get("loss") if isinstance(output, Mapping) else loss
+    weight = None
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+        weight = output.get("weight")
+    elif isinstance(output, Tensor):
+        loss = output
+    else:
+        loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(output).__name__
-        msg = f"a step returns a loss of one number, or a dict with it as 'loss', and a 'weight'; got {found}"
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(output).__name__
+        msg = f"a step returns a loss of one number, or a dict with it as 'loss', and a 'weight'; got {got}"
         raise ConfigError(msg)
-    weight = output.get("weight") if isinstance(output, Mapping) else None
-    return loss, float(row_count(batch) if weight is None else weight)
+    if weight is None:
+        weight = row_count(batch)
+    return loss, float(weight)

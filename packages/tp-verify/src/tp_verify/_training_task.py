@@ -24,7 +24,15 @@ from tp_core.compare import (
 from tp_core.errors import ModelError
 from tp_core.tensors import is_dtensor
 
-from tp_verify._way import MakeOptimizer, Step, Way, alike, loss_and_weight, mapped, rows_of
+from tp_verify._strategy import (
+    MakeOptimizer,
+    Step,
+    Strategy,
+    loss_and_weight,
+    mapped,
+    repeat_first_row,
+    rows_of,
+)
 
 
 @dataclass
@@ -69,7 +77,7 @@ class Followed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """What a process trains: the plain model's builder, whole batches, and how.
 
     Attributes:
@@ -97,7 +105,7 @@ class Task:
     nudge: torch.dtype | None = None
 
 
-class OneDevice(Way):
+class OneDevice(Strategy):
     """The reference: one process with the whole batch."""
 
     name = "one device"
@@ -127,7 +135,7 @@ class OneDevice(Way):
         torch.manual_seed(number)
 
 
-def build_model(task: Task) -> nn.Module:
+def build_model(task: TrainingTask) -> nn.Module:
     """Build the plain model, from the seed that all processes use."""
     torch.manual_seed(0)
     model: nn.Module = task.build()
@@ -144,65 +152,75 @@ def cast(batch: Any, dtype: torch.dtype | None) -> Any:
     return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def run_task(task: Task, way: Way, *, seed: int = 0) -> RunRecord:
-    """Train as a way does, and return the record of this process."""
+def run_task(task: TrainingTask, strategy: Strategy, *, seed: int = 0) -> RunRecord:
+    """Train as a strategy does, and return the record of this process."""
     record = RunRecord()
-    model, optimizer = way.prepare(build_model(task), task.make_optimizer)
-    record.initial = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
+    model, optimizer = strategy.prepare(build_model(task), task.make_optimizer)
+    record.initial = _whole(strategy, {n: p.detach() for n, p in model.named_parameters()})
     model.train()
     torch.manual_seed(seed)
-    lines, computed = ForwardLines(model), ComputedTypes()
-    watching: AbstractContextManager[Any] = computed if isinstance(way, OneDevice) else nullcontext()
-    with lines if isinstance(way, OneDevice) else nullcontext():
+    lines = ForwardLines(model)
+    computed = ComputedTypes()
+    noting_lines: AbstractContextManager[Any] = nullcontext()
+    watching: AbstractContextManager[Any] = nullcontext()
+    if isinstance(strategy, OneDevice):
+        noting_lines = lines
+        watching = computed
+    with noting_lines:
         for number, batch in enumerate(task.batches):
-            record.shares.append(_selection(way, batch))
+            record.shares.append(_selection(strategy, batch))
             followed = task.follow[number] if task.follow else None
             if followed is not None:
                 _put(model, followed.weights, lambda parameter: parameter.data)
-            seen = _one_step(task, way, model, optimizer, cast(batch, task.dtype), followed, watching)
+            seen = _one_step(task, strategy, model, optimizer, cast(batch, task.dtype), followed, watching)
             record.steps.append(seen)
         model.eval()
-        for number in (0, len(task.batches) - task.own) if task.own else (0,):
+        evaluated = [0]
+        if task.own:
+            evaluated.append(len(task.batches) - task.own)
+        for number in evaluated:
             seen = StepRecord()
-            with _recorded(task, way, model, seen), watching, WithoutDropout(model):
-                found = way.evaluate(model, task.step, way.share(cast(task.batches[number], task.dtype)))
-            if found is not None:
-                seen.loss, seen.weight = found
+            batch = cast(task.batches[number], task.dtype)
+            with _recorded(task, strategy, model, seen), watching, WithoutDropout(model):
+                loss_and_its_weight = strategy.evaluate(model, task.step, strategy.share(batch))
+            if loss_and_its_weight is not None:
+                seen.loss, seen.weight = loss_and_its_weight
                 record.evaluations[number] = seen
-    record.idle_lines, record.dtypes = lines.idle(), frozenset(computed.dtypes)
-    share = way.share(cast(task.batches[0], task.dtype))
+    record.idle_lines = lines.idle()
+    record.dtypes = frozenset(computed.dtypes)
+    share = strategy.share(cast(task.batches[0], task.dtype))
     if task.generate is not None:
         with torch.no_grad():
             record.generated = {n: copy_of(t) for n, t in named_tensors(task.generate(model, share))}
     if task.folder:
-        way.save(model, optimizer, task.folder)
-    record.draws = _draws(task, way, model)
-    way.close()
+        strategy.save(model, optimizer, task.folder)
+    record.draws = _draws(task, strategy, model)
+    strategy.close()
     return record
 
 
-def load_task(task: Task, way: Way) -> StepRecord:
+def load_task(task: TrainingTask, strategy: Strategy) -> StepRecord:
     """Load the checkpoint into a new model, and return what it holds then."""
-    model, optimizer = way.prepare(build_model(task), task.make_optimizer)
-    way.load(model, optimizer, task.folder)
+    model, optimizer = strategy.prepare(build_model(task), task.make_optimizer)
+    strategy.load(model, optimizer, task.folder)
     seen = StepRecord()
-    _record_state(seen, way, model, optimizer)
-    way.close()
+    _record_state(seen, strategy, model, optimizer)
+    strategy.close()
     return seen
 
 
-def _draws(task: Task, way: Way, model: nn.Module) -> list[tuple[float, float]]:
-    """Return the loss with dropout, and its weight, for each seed; all rows of the batch are alike."""
-    found = []
+def _draws(task: TrainingTask, strategy: Strategy, model: nn.Module) -> list[tuple[float, float]]:
+    """Return the loss with dropout, and its weight, for each seed; all rows of the batch are equal."""
+    draws = []
     model.train()
-    share = way.share(alike(cast(task.batches[0], task.dtype)))
+    share = strategy.share(repeat_first_row(cast(task.batches[0], task.dtype)))
     for number in range(task.seeds):
         seen = StepRecord()
-        way.seed(number)
-        loss = float(way.backward(model, _noting(task.step, seen), [share]))
-        found.append((loss, seen.weight))
+        strategy.seed(number)
+        loss = float(strategy.backward(model, _noting(task.step, seen), [share]))
+        draws.append((loss, seen.weight))
         model.zero_grad()
-    return found
+    return draws
 
 
 def _put(model: nn.Module, values: dict[str, Tensor], place: Callable[[nn.Parameter], Tensor | None]) -> None:
@@ -214,8 +232,8 @@ def _put(model: nn.Module, values: dict[str, Tensor], place: Callable[[nn.Parame
 
 
 def _one_step(
-    task: Task,
-    way: Way,
+    task: TrainingTask,
+    strategy: Strategy,
     model: nn.Module,
     optimizer: Optimizer,
     batch: Any,
@@ -223,28 +241,32 @@ def _one_step(
     watching: AbstractContextManager[Any],
 ) -> StepRecord:
     seen = StepRecord()
-    share = way.share(batch)
-    parts = [rows_of(share, n, task.micro) for n in range(task.micro)] if task.micro > 1 else [share]
-
-    with _recorded(task, way, model, seen), watching, WithoutDropout(model):
-        seen.loss = float(way.backward(model, _noting(task.step, seen), parts))
-    seen.gradients = _whole(way, {n: way.gradient(p) for n, p in model.named_parameters()})
+    share = strategy.share(batch)
+    parts = [share]
+    if task.micro > 1:
+        parts = [rows_of(share, number, task.micro) for number in range(task.micro)]
+    with _recorded(task, strategy, model, seen), watching, WithoutDropout(model):
+        seen.loss = float(strategy.backward(model, _noting(task.step, seen), parts))
+    seen.gradients = _whole(strategy, {n: strategy.gradient(p) for n, p in model.named_parameters()})
     if task.max_norm is not None:
-        norm = way.clip(model, task.max_norm)
-        seen.norm = float(norm.full_tensor() if is_dtensor(norm) else norm)
-        seen.clipped = _whole(way, {n: way.gradient(p) for n, p in model.named_parameters()})
+        norm = strategy.clip(model, task.max_norm)
+        if is_dtensor(norm):
+            norm = norm.full_tensor()
+        seen.norm = float(norm)
+        seen.clipped = _whole(strategy, {n: strategy.gradient(p) for n, p in model.named_parameters()})
     if followed is not None:
         _put(model, followed.gradients, lambda parameter: parameter.grad)
-    way.update(model, optimizer)
-    _record_state(seen, way, model, optimizer)
+    strategy.update(model, optimizer)
+    _record_state(seen, strategy, model, optimizer)
     return seen
 
 
 @contextmanager
-def _recorded(task: Task, way: Way, model: nn.Module, seen: StepRecord) -> Iterator[None]:
+def _recorded(task: TrainingTask, strategy: Strategy, model: nn.Module, seen: StepRecord) -> Iterator[None]:
     """Record what modules return, and the gradients between them, but for single numbers, as a loss is."""
-    recording = Recording(model, plain_name=way.plain_name, gradients=True)
-    with nullcontext() if task.nudge is None else nudged(model, task.nudge), recording:
+    recording = Recording(model, plain_name=strategy.plain_name, gradients=True)
+    rounding = nullcontext() if task.nudge is None else nudged(model, task.nudge)
+    with rounding, recording:
         yield
     seen.forward = {place: one for place, one in recording.outputs.items() if one.tensor.dim()}
     seen.backward = {place: one for place, one in recording.gradients.items() if one.tensor.dim()}
@@ -262,60 +284,64 @@ def _noting(step: Step, seen: StepRecord) -> Step:
     return noting
 
 
-def _record_state(seen: StepRecord, way: Way, model: nn.Module, optimizer: Optimizer) -> None:
-    seen.weights = _whole(way, {n: p.detach() for n, p in model.named_parameters()})
-    seen.states = _states(way, model, optimizer)
+def _record_state(seen: StepRecord, strategy: Strategy, model: nn.Module, optimizer: Optimizer) -> None:
+    seen.weights = _whole(strategy, {n: p.detach() for n, p in model.named_parameters()})
+    seen.states = _states(strategy, model, optimizer)
     for name, buffer in model.named_buffers():
-        plain = way.plain_name(name)
+        plain = strategy.plain_name(name)
         if plain is not None:
-            seen.buffers[plain] = copy_of(buffer.full_tensor() if is_dtensor(buffer) else buffer)
+            whole = buffer.full_tensor() if is_dtensor(buffer) else buffer
+            seen.buffers[plain] = copy_of(whole)
 
 
-def _whole(way: Way, tensors: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _whole(strategy: Strategy, tensors: dict[str, Any]) -> dict[str, Any]:
+    wholes: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        plain = way.plain_name(name)
+        plain = strategy.plain_name(name)
         if plain is not None:
-            found[plain] = None if tensor is None else copy_of(way.whole(plain, tensor))
-    return found
+            wholes[plain] = None if tensor is None else copy_of(strategy.whole(plain, tensor))
+    return wholes
 
 
-def _states(way: Way, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def _states(strategy: Strategy, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors by the parameter's name and their own: ``layer.weight:exp_avg``."""
-    names = {id(p): way.plain_name(n) for n, p in model.named_parameters()}
+    names = {id(p): strategy.plain_name(n) for n, p in model.named_parameters()}
     states = optimizer.state  # once: ZeRO's are gathered
-    found = {}
+    wholes = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             plain = names.get(id(parameter))
             for key, value in sorted(states.get(parameter, {}).items()):
                 if plain is not None and isinstance(value, Tensor):
                     is_like = value.dim() > 0 or value.shape == parameter.shape
-                    whole = way.whole(plain, value) if is_like else value
-                    found[f"{plain}:{key}"] = copy_of(whole)
-    return found
+                    whole = strategy.whole(plain, value) if is_like else value
+                    wholes[f"{plain}:{key}"] = copy_of(whole)
+    return wholes
 
 
-def _selection(way: Way, batch: Any) -> dict[str, BatchSelection]:
+def _selection(strategy: Strategy, batch: Any) -> dict[str, BatchSelection]:
     """Return which elements of each tensor this rank has."""
     shapes = {place: tuple(tensor.shape) for place, tensor in named_tensors(batch)}
     numbers = mapped(batch, lambda t: torch.arange(t.numel()).view(t.shape))
     try:
-        mine = dict(named_tensors(way.share(numbers)))
+        mine = dict(named_tensors(strategy.share(numbers)))
     except Exception:  # noqa: BLE001 - a share that computes with values; what it selects stays unknown
         return {}
-    found = {}
+    selections = {}
     for place, local in mine.items():
         shape = shapes.get(place)
         if shape and len(shape) == local.dim() and local.numel():
             row = math.prod(shape[1:])
-            rows = local.flatten(1)[:, 0] // row if local.dim() > 1 else local
-            inner = math.prod(shape[2:])
-            places = local[0].flatten(1)[:, 0] % row // inner if local.dim() > 2 else None
+            rows = local
+            places = None
+            if local.dim() > 1:
+                rows = local.flatten(1)[:, 0] // row
             if local.dim() == 2:
                 places = local[0] % row
-            found[place] = BatchSelection(shape, rows, places)
-    return found
+            elif local.dim() > 2:
+                places = local[0].flatten(1)[:, 0] % row // math.prod(shape[2:])
+            selections[place] = BatchSelection(shape, rows, places)
+    return selections
 
 
 @contextmanager

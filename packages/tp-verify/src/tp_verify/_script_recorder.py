@@ -75,7 +75,7 @@ def _write_error(error: Exception, folder: Path, rank: str) -> None:
     (folder / f"error{rank}.json").write_text(json.dumps({"failed": said, "is_refused": is_refused}))
 
 
-class Recorder(Callback):
+class ScriptRecorder(Callback):
     """Records weights, states, metrics, the order of samples and random numbers of one rank.
 
     The variable ``TP_VERIFY`` has its settings as JSON: "folder", where records go; "stops", whether the run
@@ -98,7 +98,7 @@ class Recorder(Callback):
         inputs = self._settings["inputs"]
         if not inputs:
             return
-        named = {found.item.name: found.item for found in registry.backends()}
+        named = {each.item.name: each.item for each in registry.backends()}
         names = {id(p): name for name, p in model.named_parameters()}
         try:
             _adapt(named[os.environ["TP_BACKEND"]], model, Path(inputs))
@@ -232,7 +232,7 @@ def _watched(function: Callable[..., Tensor], key: str, at: int) -> Callable[...
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        # A rate that is not given is above zero, but for attention.
+        # The default rate is above zero, but for attention.
         rate = args[at] if len(args) > at else kwargs.get(key, at == 1)
         if rate:
             _drawing.add(function.__name__)
