@@ -731,7 +731,10 @@ class Trainer:
             msg = "backward() comes after the preparation: trainer.prepare(model, optimizer, loader)"
             raise ConfigError(msg)
         share = None if shares is None else shares.of_loss(loss) if batch is None else shares.of_batch(batch)
-        scale = 1.0 if preparation.scaler is None else preparation.scaler.scale
+        scale = 1.0
+        if preparation.scaler is not None:
+            preparation.scaler.begin_backward(preparation.models())
+            scale = preparation.scaler.scale
         graph = {"retain_graph": True, "create_graph": create_graph} if retain_graph or create_graph else {}
         try:
             if weight is None:
@@ -852,6 +855,8 @@ class Trainer:
             ConfigError: The backend has the option of a static graph, which excludes this.
         """
         prepared = self._preparation.prepare_model(model)
+        if self._preparation.scaler is not None:
+            self._preparation.scaler.keep_while_accumulating(prepared)
         return self.session.no_sync(prepared)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:

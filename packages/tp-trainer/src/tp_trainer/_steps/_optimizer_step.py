@@ -181,7 +181,10 @@ class OptimizerStep:
         self._is_plain = False
 
     def _scaled_backward(self, loss: Tensor, share: Share | None) -> None:
-        factor = 1.0 if self.scaler is None else self.scaler.scale
+        factor = 1.0
+        if self.scaler is not None:
+            self.scaler.begin_backward([self.model])
+            factor = self.scaler.scale
         if self._weighs:
             samples = 1 if share is None else share.total
             self._first = self._first or samples
@@ -199,7 +202,10 @@ class OptimizerStep:
         Collectives: as in `Session.backward`; before it an all-reduce of one number, if one batch makes a
         step, or for the first batch of all.
         """
-        session, scale = self.session, 1.0 if self.scaler is None else self.scaler.scale
+        session, scale = self.session, 1.0
+        if self.scaler is not None:
+            self.scaler.begin_backward([self.model])
+            scale = self.scaler.scale
         self._is_weighted, self._is_plain = True, False
         if not self._accumulates:
             self._weight = total_weight(session, weight)
@@ -234,8 +240,8 @@ class OptimizerStep:
             self.optimizer.zero_grad()
             return False
         if self.scaler is not None:
-            factor /= self.scaler.scale
-        if factor != 1.0:
+            self.scaler.unscale(self.session, self.model, factor)
+        elif factor != 1.0:
             self.session.scale_gradients(self.model, factor)
         if self._clip_value is not None:
             self.session.clip_grad_value(self.model, self._clip_value)
@@ -308,7 +314,7 @@ class OptimizerStep:
         scale = 1.0
         if self.scaler is not None:
             scale = self.scaler.scale
-            self.scaler.update(finite=is_finite)
+            self.scaler.note(finite=is_finite)
         if is_finite:
             self._skipped_in_a_row = 0
             return True

@@ -2,7 +2,8 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -139,14 +140,70 @@ class LossScaler:
     scaler decides on each rank alone, and ranks with different shards would decide differently. Here the
     caller passes the result for all ranks.
 
+    Between two backward passes every gradient is at this scale, or unscaled and known to be. So several
+    optimizers of a model and several models share one scale: :meth:`unscale` divides a gradient once, and the
+    scale changes only before a backward pass, which puts all gradients that are left at the new scale. Scales
+    are powers of two, so this rounds nothing.
+
+    Attributes:
+        scale: The factor of the next loss.
+
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the defaults are as in
     ``torch.amp.GradScaler``.
     """
 
     def __init__(self) -> None:
         self.scale = 65536.0
-        self._good = 0
+        self._good = 0  # steps in a row
+        self._all_finite: bool | None = None  # the gradients of the updates since the last backward pass
+        self._unscaled: dict[int, weakref.ref[nn.Parameter]] = {}  # by id: tensors do not compare to a bool
+        # Models that accumulate: on fsdp nobody can reach the gradients that are not reduced yet.
+        self._accumulating: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._makes_step = False
+
+    def keep_while_accumulating(self, model: nn.Module) -> None:
+        """Keep the scale until the next :meth:`unscale` of a model, whose gradients accumulate unreduced."""
+        self._accumulating.add(model)
+
+    @torch.no_grad()
+    def begin_backward(self, models: Iterable[nn.Module]) -> None:
+        """Decide on the scale, and put all gradients that these models have at it."""
+        for reference in self._unscaled.values():
+            parameter = reference()
+            if parameter is not None and parameter.grad is not None:
+                parameter.grad.mul_(self.scale)
+        self._unscaled.clear()
+        if self._all_finite is None or self._accumulating:
+            return
+        before = self.scale
+        self.scale, self._good = self._next()
+        self._all_finite = None
+        if self.scale == before:
+            return
+        # By id: models may share parameters.
+        parameters = {id(parameter): parameter for model in models for parameter in model.parameters()}
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.scale / before)
+
+    @torch.no_grad()
+    def unscale(self, session: Session, model: nn.Module, factor: float) -> None:
+        """Multiply a model's gradients by a factor, and divide by the scale those that are at it."""
+        self._accumulating.discard(model)
+        graded = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        unscaled = [parameter for parameter in graded if id(parameter) in self._unscaled]
+        if len(unscaled) < len(graded):
+            # Rare: this model shares parameters with another one, which was unscaled before.
+            for parameter in unscaled:
+                parameter.grad.mul_(self.scale)  # type: ignore[union-attr]  # they have one, as seen
+            factor /= self.scale
+        if factor != 1.0:
+            session.scale_gradients(model, factor)
+        self._unscaled.update({id(parameter): weakref.ref(parameter) for parameter in graded})
+
+    def note(self, *, finite: bool) -> None:
+        """Note whether the gradients of an update were finite, for the scale of the next backward pass."""
+        self._all_finite = finite and self._all_finite is not False
 
     def guard(self, optimizer: Optimizer) -> None:
         """Have an optimizer refuse steps other than those of :meth:`step`, as its gradients are scaled."""
@@ -168,19 +225,23 @@ class LossScaler:
             )
             raise ConfigError(msg)
 
-    def update(self, *, finite: bool) -> None:
-        if not finite:
-            self.scale, self._good = self.scale / 2, 0
-            return
-        self._good += 1
-        if self._good == 2000:
-            self.scale, self._good = self.scale * 2, 0
+    def _next(self) -> tuple[float, int]:
+        """Return the scale of the next backward pass, and the good steps before it."""
+        if self._all_finite is None:
+            return self.scale, self._good
+        if not self._all_finite:
+            return self.scale / 2, 0
+        if self._good + 1 == 2000:
+            return self.scale * 2, 0
+        return self.scale, self._good + 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good": self._good}
+        scale, good = self._next()
+        return {"scale": scale, "good": good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scale, self._good = float(state["scale"]), int(state["good"])
+        self._all_finite = None
 
 
 # -- Training and evaluation modes of modules -----------------------------------------------------
