@@ -14,7 +14,7 @@ from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
 from tp_core.jobs import CompileOptions, Precision
 from tp_core.plugins import Job, Session
-from tp_core.random import seed_everything
+from tp_core.random import seed_everything, seed_of
 
 from tp_trainer._checks import check_model
 from tp_trainer._opening._session import LazySession
@@ -126,10 +126,10 @@ class Preparation:
         from tp_trainer._steps._loaders import BatchShares
 
         self.shares = BatchShares(session)
-        if self.seed is not None:
-            # All ranks built their models from the seed itself. From here on dropout and augmentation must
-            # differ between data ranks.
-            seed_everything(self.seed + session.data_rank * 1_000_003)
+        if self.seed is not None and session.data_rank:
+            # From here on dropout, noise and augmentation must differ between data ranks. The first one goes on
+            # as one device does: the models that a program makes later are broadcast from it.
+            seed_everything(seed_of((self.seed, session.data_rank, 2)))
 
     def take_choice(self) -> str:
         """Return the line on the chosen backend for the first run; later runs get an empty one."""
