@@ -1,4 +1,4 @@
-"""An optimizer that draws random numbers draws them alike on all ranks, and dropout stays each rank's own."""
+"""An optimizer that draws random numbers draws the same on all ranks, and dropout stays each rank's own."""
 
 import pytest
 import torch
@@ -9,7 +9,9 @@ from tp_trainer import FsdpOptions, Trainer
 
 
 class Noisy(torch.optim.SGD):
-    """Adds noise to each step, as stochastic rounding does."""
+    """Adds noise to each step, as stochastic rounding does; in a class below from a later step on."""
+
+    first = 1
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -18,22 +20,27 @@ class Noisy(torch.optim.SGD):
                 state = self.state[p]
                 state["step"] = state.get("step", torch.zeros(())) + 1
                 local = p.to_local() if hasattr(p, "to_local") else p
-                local.add_(torch.randn_like(local), alpha=0.01)
+                if state["step"] >= self.first:
+                    local.add_(torch.randn_like(local), alpha=0.01)
         return super().step(closure)
+
+
+class NoisyLater(Noisy):
+    first = 2  # as after a burn-in
 
 
 def step(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def fit(backend, epochs=2, folder=None):
+def fit(backend, epochs=2, folder=None, kind=Noisy):
     """Return the weights, those that are this rank's own as well, and what the rank draws afterwards."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
     options = FsdpOptions(replicas=2) if backend == "fsdp" else None
     with Trainer(backend=backend, devices="cpu", options=options, seed=2, progress=False) as trainer:
-        optimizer = Noisy(model.parameters(), lr=0.1)
+        optimizer = kind(model.parameters(), lr=0.1)
         arguments = {} if folder is None else {"checkpoint": folder, "resume": "auto"}
         loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
         trainer.fit(model, optimizer, loader, step=step, epochs=epochs, **arguments)
@@ -42,9 +49,10 @@ def fit(backend, epochs=2, folder=None):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [Noisy, NoisyLater])
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_ranks_keep_the_same_weights(two_ranks, backend):
-    (first, drawn), (second, others) = two_ranks.run(fit, backend)
+def test_ranks_keep_the_same_weights(two_ranks, backend, kind):
+    (first, drawn), (second, others) = two_ranks.run(fit, backend, 2, None, kind)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not torch.equal(drawn, others)
 

@@ -127,8 +127,8 @@ class Preparation:
 
         self.shares = BatchShares(session)
         if self.seed is not None and session.data_rank:
-            # From here on dropout, noise and augmentation must differ between data ranks. The first one goes on
-            # as one device does: the models that a program makes later are broadcast from it.
+            # From here on dropout, noise and augmentation must differ between data ranks. The first one goes
+            # on as one device does: the models that a program makes later are broadcast from it.
             seed_everything(seed_of((self.seed, session.data_rank, 2)))
 
     def take_choice(self) -> str:

@@ -29,9 +29,11 @@ class _CommonDraws:
     """Draws the random numbers of an optimizer's steps, the same on all ranks.
 
     Ranks draw other dropouts, and so have generators in other states. What they hold in common would drift
-    apart by what an optimizer draws. The first step shows whether it draws at all.
+    apart by what an optimizer draws, in its first step or in a later one: noise after a burn-in, a projection
+    that is renewed at times. So every step begins at a state of its own, and the rank's comes back after it.
 
-    Collective: where some of its parameters are split, and not all, one all-gather after the first step.
+    Collective: where some of its parameters are split, and not all, one all-gather after the first step, the
+    second, the fourth and so on.
     """
 
     def __init__(
@@ -42,35 +44,34 @@ class _CommonDraws:
         gather: Callable[[list[bytes]], list[list[bytes]]],
     ) -> None:
         self._seed, self._device, self._gather = seed, device, gather
-        self._draws: bool | None = None
         self._kept: list[Tensor] | None = None
-        self._begun: list[Tensor] = []
         self._steps = 0
         hook_steps(optimizer, before=self._before, after=self._after)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Not with a closure: it draws the dropout of a forward pass.
-        if self._draws is False or any(callable(value) for value in (*args, *kwargs.values())):
+        if any(callable(value) for value in (*args, *kwargs.values())):
             return
         self._kept = self._states()
         # By the step of the state, if it has one: a resumed run then draws what one without a break does.
         known = (s["step"] for s in optimizer.state.values() if isinstance(s, dict) and "step" in s)
         seed_torch(seed_of((self._seed, int(next(known, self._steps)))))
-        self._begun = self._states()
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         if self._kept is None:
             return
-        states = self._states()
-        drew = any(not a.equal(b) for a, b in zip(self._begun, states, strict=True))
-        self._draws = self._draws or drew
         self._steps += 1
+        states = self._states()
         kept, self._kept = self._kept, None
         torch.set_rng_state(kept[0])
         if len(kept) > 1:
             set_device_rng_state(self._device, kept[1])
-        split = {is_sharded(p) for group in optimizer.param_groups for p in group["params"]}
-        if self._steps == 1 and len(split) == 2:
+        # Ranks with larger parts of split parameters may draw more numbers. An exchange in each step would be
+        # dear.
+        if self._steps & (self._steps - 1):
+            return
+        kinds = {is_sharded(p) for group in optimizer.param_groups for p in group["params"]}
+        if len(kinds) == 2:
             found = self._gather([bytes(state.numpy()) for state in states])
             if any(one != found[0] for one in found):
                 msg = (
