@@ -30,8 +30,7 @@ def predicted(parts):
     """Return the idle share of each schedule on two ranks, and the activations that it keeps."""
     found = {}
     for name in SCHEDULES:
-        options = PipelineOptions(schedule=name)
-        orders = Orders(name, 2, options.depth, is_v=options.is_v)
+        orders = Orders(name, 2)
         order = orders.learning(parts)
         spans = timeline(order, orders.stages - 1)
         found[name] = idle_share(spans), max(map(most_kept, order.values()))
@@ -55,8 +54,7 @@ def test_idle_shares_are_those_of_the_formulas():
 def test_what_a_stage_has_made_is_sent_before_the_next_work():
     # DualPipeV pairs a forward with a backward, after which torch sends what both have made.
     for name in SCHEDULES:
-        options = PipelineOptions(schedule=name)
-        orders = Orders(name, 4, options.depth, is_v=options.is_v)
+        orders = Orders(name, 4)
         for order in orders.learning(8).values():
             last = None
             for work in order:
@@ -69,8 +67,7 @@ def test_what_a_stage_has_made_is_sent_before_the_next_work():
 
 def test_what_a_rank_needs_travels_while_it_computes():
     for name in SCHEDULES:
-        options = PipelineOptions(schedule=name)
-        orders = Orders(name, 4, options.depth, is_v=options.is_v, is_early=True)
+        orders = Orders(name, 4, is_early=True)
         for order in orders.learning(8).values():
             computed = [w for w in order if w.kind in COSTS]
             for place, work in enumerate(order):
@@ -98,9 +95,7 @@ def test_a_trace_has_the_work_of_all_stages(pair, tmp_path):
     assert first == second != "auto"
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     forwards = {(e["args"]["stage"], e["args"]["micro-batch"]) for e in events if "forward" in e["name"]}
-    assert forwards == {
-        (stage, part) for stage in range(2 * PipelineOptions(schedule=first).depth) for part in range(8)
-    }
+    assert forwards == {(stage, part) for stage in range(Orders(first, 2).stages) for part in range(8)}
     for rank in range(2):
         own = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == rank)
         assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(own))

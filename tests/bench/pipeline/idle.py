@@ -72,8 +72,8 @@ def sleep_in_stages(schedule: str, ranks: int, parts: int, stage_s: float, path:
         path: The file of the trace.
     """
     options = PipelineOptions(schedule=schedule, microbatches=parts, trace=path)  # type: ignore[arg-type]
-    stages = ranks * options.depth
-    model = nn.Sequential(*(SleepingBlock(stage_s / options.depth) for _ in range(stages)))
+    orders = Orders(schedule, ranks)
+    model = nn.Sequential(*(SleepingBlock(stage_s / orders.depth) for _ in range(orders.stages)))
     job = Job(
         devices=resolve_devices("cpu"),
         environment=LaunchEnvironment.read(),
@@ -99,8 +99,7 @@ def measured_share(path: Path) -> tuple[float, float]:
 
 def predicted_share(schedule: str, ranks: int, parts: int) -> float:
     """Return the share that "auto" predicts."""
-    options = PipelineOptions(schedule=schedule)  # type: ignore[arg-type]
-    orders = Orders(schedule, ranks, options.depth, is_v=options.is_v)
+    orders = Orders(schedule, ranks)
     return idle_share(timeline(orders.learning(parts), orders.stages - 1))
 
 

@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job, registry
 from tp_pipeline import PipelineOptions
+from tp_pipeline._schedule import Orders  # private: which stages a rank has
 from tp_testing import run_ranks
 
 from tests.bench._results import Results
@@ -40,8 +41,8 @@ class Block(nn.Module):
 
 def by_hand(model: nn.Sequential, options: PipelineOptions, ranks: int, parts: int) -> Any:
     """Return a function that runs a step on torch's own schedule, with its mean of means."""
-    me, device, count = dist.get_rank(), torch.device("cpu"), ranks * options.depth
-    own = [me, count - 1 - me] if options.is_v else [*range(me, count, ranks)]
+    device, orders = torch.device("cpu"), Orders(options.schedule, ranks)
+    own, count = orders.stages_of(dist.get_rank()), orders.stages
     each = BLOCKS // count
     stages = [PipelineStage(model[s * each : (s + 1) * each], s, count, device) for s in own]
     kind: Any = get_schedule_class(options.schedule)

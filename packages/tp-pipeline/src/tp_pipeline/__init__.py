@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 from tp_core.plugins import lazy_exports
 
 if TYPE_CHECKING:
-    from tp_pipeline._options import PipelineOptions as PipelineOptions
+    from tp_pipeline._pipeline_options import PipelineOptions as PipelineOptions
 
     __version__: str
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, {"tp_pipeline._options": ["PipelineOptions"]})
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__, {"tp_pipeline._pipeline_options": ["PipelineOptions"]}
+    )

@@ -6,7 +6,7 @@ from tp_core import tree_leaves, tree_map
 from tp_core.data import Parts, count_samples, length_along, split_evenly, split_rows
 from tp_core.errors import StepError
 
-from tp_pipeline._options import PipelineOptions
+from tp_pipeline._pipeline_options import PipelineOptions
 from tp_pipeline._schedule import Orders
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -29,20 +29,21 @@ from tp_core.sessions import (
 from tp_core.state import load_whole_state, plain_state, whole
 from tp_core.tensors import TensorSlice, check_not_quantized
 
-from tp_pipeline._agreement import gather_or_raise
+from tp_pipeline._batch_run import BatchRun, PlannedBatch
 from tp_pipeline._batch_trace import BatchTrace
 from tp_pipeline._micro_batches import split_batch
-from tp_pipeline._options import PipelineOptions, ScheduleName
-from tp_pipeline._plan import Plan, find_units
+from tp_pipeline._pipeline_options import PipelineOptions, ScheduleName
 from tp_pipeline._row_shards import RowShards
-from tp_pipeline._run import BatchRun, Exchange, weigh_output
-from tp_pipeline._schedule import Orders, Span, choose_schedule
+from tp_pipeline._schedule import Orders, Span, StageWork, choose_schedule
+from tp_pipeline._stage_agreement import gather_or_raise
+from tp_pipeline._stage_exchange import StageExchange
 from tp_pipeline._stage_gradients import (
     DataParallelGradients,
     PendingGradients,
     counted_in_norm,
     sum_over_stages,
 )
+from tp_pipeline._stage_units import find_units
 from tp_pipeline._staged_model import PipelineRanks, StagedModel
 
 log = logging.getLogger("tp_pipeline")
@@ -84,8 +85,8 @@ class PipelineSession(ProcessGroupSession):
             options = _choose_options(options, job, ranks)
         self.options = options
         is_early = self.device.type == "cpu"
-        self.orders = Orders(options.schedule, ranks, options.depth, is_v=options.is_v, is_early=is_early)
-        self._exchange = Exchange(
+        self.orders = Orders(options.schedule, ranks, options.stages_per_rank, is_early=is_early)
+        self._exchange = StageExchange(
             self._pipeline.group,
             self.orders,
             self.device,
@@ -280,25 +281,21 @@ class PipelineSession(ProcessGroupSession):
         if staged is None:
             msg = "the step runs with a model that was not prepared: trainer.prepare(model) first"
             raise ModelError(msg)
-        parts, plans = self._plan(staged, step, batch)
-        learns = torch.is_grad_enabled() and all(plan.has_loss for plan in plans)
+        planned = self._plan(staged, step, batch)
+        learns = torch.is_grad_enabled() and all(plan.has_loss for plan in planned.plans)
         trained = staged.trained()
         run = BatchRun(
-            step,
-            model,
-            parts,
-            plans,
-            units=staged.units,
-            exchange=self._exchange,
-            seed=int(torch.randint(2**62, ())) if learns else self.job.seed,
-            weigh=partial(self._weigh, parts),
+            planned,
+            staged,
+            self._exchange,
             trained=list(trained.values()),
-            uncast=self._uncast,
-            compiled=staged.compiled,
+            seed=int(torch.randint(2**62, ())) if learns else self.job.seed,
+            is_sum=self.job.loss == "sum",
             scale=self._scale,
             is_timed=self.options.trace is not None,
         )
-        orders = self.orders.learning(len(parts)) if learns else self.orders.forwards(len(parts))
+        number = len(planned.parts)
+        orders = self.orders.learning(number) if learns else self.orders.forwards(number)
         before = {name: parameter.grad for name, parameter in trained.items()}
         gradients: dict[str, Tensor] = {}
         self._is_in_step = True
@@ -315,16 +312,16 @@ class PipelineSession(ProcessGroupSession):
             self._is_in_step = False
             for name, parameter in trained.items():
                 parameter.grad = before[name]
-        output, reached, total = self._gather_outputs(staged, parts, run, list(gradients), learns=learns)
+        output, reached, total = self._gather_outputs(
+            staged, planned.parts, run, list(gradients), learns=learns
+        )
         if not learns:
             return output
         gradients = sum_over_stages(staged, self._pipeline, gradients, reached)
         return self._with_gradients(output, PendingGradients(staged, gradients, total))
 
-    def _plan(
-        self, staged: StagedModel, step: Callable[..., StepOutput], batch: Any
-    ) -> tuple[Parts, list[Plan]]:
-        """Return the micro-batches of a batch and the plan of each; cut the model if it is not cut yet.
+    def _plan(self, staged: StagedModel, step: Callable[..., StepOutput], batch: Any) -> PlannedBatch:
+        """Return a batch that is ready to run; cut the model if it is not cut yet.
 
         Collectives: as :meth:`run` says, before the batch.
         """
@@ -343,17 +340,7 @@ class PipelineSession(ProcessGroupSession):
             staged.agree(None, self._gradient_group)
         if agrees or not staged.is_cut:
             staged.cut(self._optimizers)
-        return parts, plans
-
-    def _weigh(self, parts: Parts, output: Any, part: int) -> tuple[Tensor, float]:
-        return weigh_output(output, parts.counts[part], is_sum=self.job.loss == "sum")
-
-    def _uncast(self) -> AbstractContextManager[Any]:
-        # The trainer's autocast is around the whole step, and a backward pass runs in the types of forward.
-        kind = self.device.type
-        if torch.is_autocast_enabled(kind):
-            return torch.autocast(kind, enabled=False)
-        return nullcontext()
+        return PlannedBatch(step, parts, plans)
 
     def run_several(
         self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
@@ -417,7 +404,7 @@ class PipelineSession(ProcessGroupSession):
         _, output, total, _ = gathered[ranks.places.index(last_place)]
         return tree_map(self._to_device, output), reached, total
 
-    def _spans_of(self, works: Sequence[Sequence[tuple[Any, float, float]]]) -> list[Span]:
+    def _spans_of(self, works: Sequence[Sequence[tuple[StageWork, float, float]]]) -> list[Span]:
         """Return the spans of one rank of each place, by the work of all ranks that hold the model."""
         ranks = self._pipeline
         spans = []

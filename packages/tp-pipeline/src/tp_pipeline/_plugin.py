@@ -14,6 +14,6 @@ tp_contract = 1
 @hookimpl
 def tp_backends() -> "Iterable[Backend[Any]]":
     """Return the backend that gives each rank some stages of the model."""
-    from tp_pipeline._backend import PipelineBackend
+    from tp_pipeline._pipeline_backend import PipelineBackend
 
     return [PipelineBackend()]

@@ -30,7 +30,7 @@ class RowShards:
 
     def own(self, count: int) -> slice:
         """Return which of ``count`` rows this rank has."""
-        each = -(-count // self.size)
+        each = self._rows_of_a_rank(count)
         return slice(min(count, self._rank * each), min(count, (self._rank + 1) * each))
 
     @torch.no_grad()
@@ -40,16 +40,17 @@ class RowShards:
         Collective: an all-gather for each bucket.
         """
         whole: list[Tensor] = []
-        for first, end in buckets(shapes, [t.dtype for t in rows]):
-            part = shapes[first:end]
-            pieces = [self._padded(t, s, self._each(s)) for t, s in zip(rows[first:end], part, strict=True)]
-            sent = torch.cat(pieces)
-            found = sent.new_empty(self.size, sent.numel())
-            all_gather_single(found.view(-1), sent, group=self._group)
-            of_each = found.split([p.numel() for p in pieces], dim=1)
-            for piece, shape in zip(of_each, part, strict=True):
+        for first, end in buckets(shapes, [tensor.dtype for tensor in rows]):
+            sent = []
+            for tensor, shape in zip(rows[first:end], shapes[first:end], strict=True):
+                sent.append(_flat_with_rows(tensor, self._rows_of_a_rank(shape[0])))
+            bucket = torch.cat(sent)
+            gathered = bucket.new_empty(self.size, bucket.numel())
+            all_gather_single(gathered.view(-1), bucket, group=self._group)
+            of_tensors = gathered.split([flat.numel() for flat in sent], dim=1)
+            for of_ranks, shape in zip(of_tensors, shapes[first:end], strict=True):
                 # (ranks, elements of a rank) -> (rows with padding, ...), of which the first ones are whole
-                padded = piece.reshape(-1, *shape[1:])
+                padded = of_ranks.reshape(-1, *shape[1:])
                 whole.append(padded if len(padded) == shape[0] else padded[: shape[0]].clone())
         return whole
 
@@ -61,30 +62,31 @@ class RowShards:
         """
         rows: list[Tensor] = []
         for first, end in buckets([t.shape for t in whole], [t.dtype for t in whole]):
-            pieces = [
-                self._padded(t, t.shape, self.size * self._each(t.shape)).view(self.size, -1)
-                for t in whole[first:end]
-            ]
-            sent = torch.cat(pieces, dim=1)
-            found = sent.new_empty(sent.size(1))
-            reduce_scatter_single(found, sent.view(-1), group=self._group)
-            found.div_(self.size)
-            of_each = found.split([p.size(1) for p in pieces])
-            for piece, tensor in zip(of_each, whole[first:end], strict=True):
+            sent = []
+            for tensor in whole[first:end]:
+                flat = _flat_with_rows(tensor, self.size * self._rows_of_a_rank(len(tensor)))
+                sent.append(flat.view(self.size, -1))
+            bucket = torch.cat(sent, dim=1)
+            own_sum = bucket.new_empty(bucket.size(1))
+            reduce_scatter_single(own_sum, bucket.view(-1), group=self._group)
+            own_mean = own_sum.div_(self.size)
+            of_tensors = own_mean.split([flat.size(1) for flat in sent])
+            for flat, tensor in zip(of_tensors, whole[first:end], strict=True):
                 own = self.own(len(tensor))
-                rows.append(piece.view(-1, *tensor.shape[1:])[: own.stop - own.start].clone())
+                rows.append(flat.view(-1, *tensor.shape[1:])[: own.stop - own.start].clone())
         return rows
 
-    def _each(self, shape: torch.Size) -> int:
-        return -(-shape[0] // self.size)
+    def _rows_of_a_rank(self, count: int) -> int:
+        return -(-count // self.size)
 
-    def _padded(self, tensor: Tensor, shape: torch.Size, rows: int) -> Tensor:
-        """Return the elements of a tensor with as many rows as ranks exchange."""
-        if len(tensor) == rows:
-            return tensor.reshape(-1)
-        padded = tensor.new_zeros(rows, *shape[1:])
-        padded[: len(tensor)] = tensor
-        return padded.view(-1)
+
+def _flat_with_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Return the elements of a tensor, padded to as many rows as ranks exchange."""
+    if len(tensor) == rows:
+        return tensor.reshape(-1)
+    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded.view(-1)
 
 
 def can_be_sharded(parameter: Tensor) -> bool:

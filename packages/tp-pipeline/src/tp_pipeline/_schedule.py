@@ -15,10 +15,10 @@ from torch.distributed.pipelining.schedules import (
 )
 from tp_core.errors import ConfigError
 
-from tp_pipeline._options import V_SCHEDULES, ScheduleName, depth_of
+from tp_pipeline._pipeline_options import V_SCHEDULES, ScheduleName, default_depth
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """A piece of work of a rank.
 
     Attributes:
@@ -36,12 +36,19 @@ class Work(NamedTuple):
 def rank_of_stage(stage: int, ranks: int, *, is_v: bool) -> int:
     """Return the rank that has a stage.
 
+    Args:
+        stage: The stage.
+        ranks: The number of ranks.
+        is_v: Whether every second lap of stages runs back over the ranks.
+
     Example:
         >>> [rank_of_stage(s, 2, is_v=True) for s in range(4)]
         [0, 1, 1, 0]
     """
     lap, place = divmod(stage, ranks)
-    return ranks - 1 - place if is_v and lap % 2 else place
+    if is_v and lap % 2:
+        return ranks - 1 - place
+    return place
 
 
 class Span(NamedTuple):
@@ -55,7 +62,7 @@ class Span(NamedTuple):
     """
 
     rank: int
-    work: Work
+    work: StageWork
     begin: float
     end: float
 
@@ -64,7 +71,7 @@ COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """About how long each kind of work takes: backward has two products for each one of forward."""
 
 
-def timeline(order: Mapping[int, Sequence[Work]], last_stage: int) -> list[Span]:
+def timeline(order: Mapping[int, Sequence[StageWork]], last_stage: int) -> list[Span]:
     """Return when each rank would compute what, where sending takes no time, by `COSTS`.
 
     Args:
@@ -72,42 +79,67 @@ def timeline(order: Mapping[int, Sequence[Work]], last_stage: int) -> list[Span]
         last_stage: The last stage.
     """
     left = {rank: [w for w in works if w.kind in COSTS] for rank, works in order.items()}
-    ended: dict[Work, float] = {}
+    ended: dict[StageWork, float] = {}
     clock = dict.fromkeys(left, 0.0)
     spans: list[Span] = []
     while any(left.values()):
         for rank, works in left.items():
             while works:
-                kind, stage, part = work = works[0]
-                needs = [Work("F", stage - 1, part)] if kind == "F" and stage else []
-                if kind in "BI":
-                    needs = [Work("F", stage, part)]
-                    if stage < last_stage:
-                        after = Work("I", stage + 1, part)
-                        needs.append(after if after in ended else Work("B", stage + 1, part))
-                if any(n not in ended for n in needs):
+                work = works[0]
+                inputs = _inputs_of(work, last_stage, ended)
+                if any(needed not in ended for needed in inputs):
                     break
-                begin = max([clock[rank], *(ended[n] for n in needs)])
-                clock[rank] = ended[work] = begin + COSTS[kind]
-                spans.append(Span(rank, work, begin, clock[rank]))
+                begin = max([clock[rank], *(ended[needed] for needed in inputs)])
+                end = begin + COSTS[work.kind]
+                clock[rank] = ended[work] = end
+                spans.append(Span(rank, work, begin, end))
                 works.pop(0)
     return spans
 
 
+def _inputs_of(work: StageWork, last_stage: int, ended: Mapping[StageWork, float]) -> list[StageWork]:
+    """Return the work that must have ended before another one begins."""
+    kind, stage, part = work
+    if kind == "F" and stage:
+        return [StageWork("F", stage - 1, part)]
+    if kind not in {"B", "I"}:
+        return []
+    inputs = [StageWork("F", stage, part)]
+    if stage < last_stage:
+        # The next stage has the gradients of its inputs from either kind of backward.
+        inputs_alone = StageWork("I", stage + 1, part)
+        inputs.append(inputs_alone if inputs_alone in ended else StageWork("B", stage + 1, part))
+    return inputs
+
+
 def idle_share(spans: Sequence[Span]) -> float:
-    """Return which part of the time ranks compute nothing, between the first and the last work of all."""
-    whole = max(s.end for s in spans) - min(s.begin for s in spans)
+    """Return the share of time in which ranks compute nothing, between the first and the last work of all."""
+    duration = max(s.end for s in spans) - min(s.begin for s in spans)
     ranks = len({s.rank for s in spans})
-    return 1.0 - sum(s.end - s.begin for s in spans) / (ranks * whole)
+    return 1.0 - sum(s.end - s.begin for s in spans) / (ranks * duration)
 
 
-def most_kept(order: Sequence[Work]) -> int:
+def most_kept(order: Sequence[StageWork]) -> int:
     """Return the most micro-batches of stages that a rank keeps activations of at once."""
     kept = most = 0
     for work in order:
         kept += (work.kind == "F") - (work.kind in {"B", "W"})
         most = max(most, kept)
     return most
+
+
+class _ScheduleCost(NamedTuple):
+    """A schedule to choose from; the least one is the best.
+
+    Attributes:
+        idle: The share of time in which ranks compute nothing.
+        kept: The most micro-batches of whole ranks that a rank keeps activations of.
+        name: The name.
+    """
+
+    idle: float
+    kept: float
+    name: ScheduleName
 
 
 def choose_schedule(
@@ -121,20 +153,22 @@ def choose_schedule(
         parts: The number of micro-batches.
         blocks: The number of blocks, of which each stage needs one.
     """
-    found: list[tuple[float, float, ScheduleName]] = []
+    candidates: list[_ScheduleCost] = []
+    most: float = ranks
     for name in names:
-        depth = depth_of(name)
-        orders = Orders(name, ranks, depth, is_v=name in V_SCHEDULES)
+        orders = Orders(name, ranks)
         if orders.stages > blocks or not orders.is_made_of(parts):
             continue
         order = orders.learning(parts)
         idle = idle_share(timeline(order, orders.stages - 1))
-        found.append((round(idle, 6), max(map(most_kept, order.values())) / depth, name))
-    most = next((kept for _, kept, name in found if name == "1F1B"), ranks)
-    fitting = [one for one in found if one[1] <= most] or [(0.0, 0.0, "1F1B")]
-    idle, kept, name = min(fitting)
-    why = f"idle {idle:.0%} of a step of {parts} micro-batches, with the activations of {kept:g} of them"
-    return name, why
+        kept = max(map(most_kept, order.values())) / orders.depth
+        candidates.append(_ScheduleCost(round(idle, 6), kept, name))
+        if name == "1F1B":
+            most = kept
+    fitting = [candidate for candidate in candidates if candidate.kept <= most]
+    best = min(fitting, default=_ScheduleCost(0.0, 0.0, "1F1B"))
+    why = f"idle {best.idle:.0%} of a step of {parts} micro-batches, with the activations of {best.kept:g}"
+    return best.name, f"{why} of them"
 
 
 class Orders:
@@ -143,15 +177,21 @@ class Orders:
     Args:
         schedule: The name of the schedule, as torch has it.
         ranks: The number of ranks.
-        depth: The number of stages of each rank.
-        is_v: Whether stages go back over the ranks, as `PipelineOptions.is_v` says.
+        depth: The number of stages of each rank; 0 for the schedule's default.
         is_early: Whether a receive begins before the work that comes ahead of it, so that its tensors travel
-            meanwhile. That needs messages that are found by their tags, as gloo's are and NCCL's are not.
+            during that. It needs messages that are matched by their tags, as gloo's are and NCCL's are not.
+
+    Attributes:
+        stages: The number of all stages.
     """
 
-    def __init__(self, schedule: str, ranks: int, depth: int, *, is_v: bool, is_early: bool = False) -> None:
-        self.schedule, self.ranks, self.stages = schedule, ranks, ranks * depth
-        self._is_v, self._depth, self._is_early = is_v, depth, is_early
+    def __init__(self, schedule: str, ranks: int, depth: int = 0, *, is_early: bool = False) -> None:
+        self.schedule, self.ranks = schedule, ranks
+        self.depth = depth or default_depth(schedule)
+        self.stages = ranks * self.depth
+        self._is_v = schedule in V_SCHEDULES
+        self._is_early = is_early
+        # torch takes long for a large order, and each batch asks for one.
         self.learning = lru_cache(maxsize=64)(self._learning)
         self.forwards = lru_cache(maxsize=64)(self._forwards)
         self.is_made_of = lru_cache(maxsize=64)(self._is_made_of)
@@ -160,7 +200,11 @@ class Orders:
         """Return the rank in the group that has a stage."""
         return rank_of_stage(stage, self.ranks, is_v=self._is_v)
 
-    def _learning(self, parts: int) -> dict[int, list[Work]]:
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank."""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def _learning(self, parts: int) -> dict[int, list[StageWork]]:
         """Return the work of each rank to learn from this many micro-batches.
 
         Where they are too few for the schedule, as in the last batch of an epoch, all go forward before the
@@ -169,30 +213,20 @@ class Orders:
         try:
             return self._with_exchange(self._of_torch(parts))
         except ValueError:
-            there = [[s for s in range(self.stages) if self.rank_of(s) == r] for r in range(self.ranks)]
-            kinds = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
-            return self._with_exchange(
-                {
-                    r: [_Action(s, kinds[0], p) for s in own for p in range(parts)]
-                    + [_Action(s, kinds[1], p) for s in reversed(own) for p in range(parts)]
-                    for r, own in enumerate(there)
-                }
-            )
+            pass
+        order: dict[int, list[Any]] = {}
+        for rank in range(self.ranks):
+            stages = self.stages_of(rank)
+            order[rank] = _actions(_ComputationType.FORWARD, stages, parts)
+            order[rank] += _actions(_ComputationType.FULL_BACKWARD, stages[::-1], parts)
+        return self._with_exchange(order)
 
-    def _forwards(self, parts: int) -> dict[int, list[Work]]:
+    def _forwards(self, parts: int) -> dict[int, list[StageWork]]:
         """Return the work of each rank to compute outputs alone."""
-        forward = _ComputationType.FORWARD
-        return self._with_exchange(
-            {
-                r: [
-                    _Action(s, forward, p)
-                    for s in range(self.stages)
-                    if self.rank_of(s) == r
-                    for p in range(parts)
-                ]
-                for r in range(self.ranks)
-            }
-        )
+        order = {}
+        for rank in range(self.ranks):
+            order[rank] = _actions(_ComputationType.FORWARD, self.stages_of(rank), parts)
+        return self._with_exchange(order)
 
     def _is_made_of(self, parts: int) -> bool:
         """Return whether the schedule can be made of this many micro-batches."""
@@ -213,7 +247,7 @@ class Orders:
         except ValueError as error:
             msg = (
                 f"the schedule {self.schedule!r} of backend 'pipeline' cannot be made of {parts} micro-"
-                f"batches on {self.ranks} ranks with {self._depth} stages each: {error}; give another "
+                f"batches on {self.ranks} ranks with {self.depth} stages each: {error}; give another "
                 "number: options={'pipeline': {'microbatches': ...}}, and batches of at least as many samples"
             )
             raise ConfigError(msg) from error
@@ -224,38 +258,52 @@ class Orders:
             return {rank: _one_forward_one_backward(rank, self.ranks, parts) for rank in range(self.ranks)}
         kind: Any = get_schedule_class(self.schedule)
         # What torch reads of its stages to order their work; its own ones need a process group.
-        stages: Any = [
-            SimpleNamespace(
+        stages: list[Any] = []
+        for stage in self.stages_of(0):
+            described = SimpleNamespace(
                 num_stages=self.stages,
-                stage_index=s,
+                stage_index=stage,
                 group_size=self.ranks,
                 group_rank=0,
-                is_first=s == 0,
-                is_last=s == self.stages - 1,
+                is_first=stage == 0,
+                is_last=stage == self.stages - 1,
                 submod=nn.Identity(),
             )
-            for s in range(self.stages)
-            if self.rank_of(s) == 0
-        ]
-        made = kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts)
-        return {rank: list(order) for rank, order in made.pipeline_order.items()}
+            stages.append(described)
+        own = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        schedule = kind(own, parts)
+        return {rank: list(order) for rank, order in schedule.pipeline_order.items()}
 
-    def _with_exchange(self, order: dict[int, list[Any]]) -> dict[int, list[Work]]:
-        # A forward and a backward that a GPU may overlap run in turn, and what the first has made is sent at
-        # once: after both, as torch sends it, other ranks wait twice as long.
-        apart = {
-            r: [one for a in actions for one in (a and a.sub_actions) or [a]] for r, actions in order.items()
-        }
-        computed = {r: [a for a in actions if a is None or a.is_compute_op] for r, actions in apart.items()}
+    def _with_exchange(self, order: dict[int, list[Any]]) -> dict[int, list[StageWork]]:
+        """Return the work of each rank, with sends and receives between the computations."""
+        computed: dict[int, list[Any]] = {}
+        for rank, actions in order.items():
+            computed[rank] = []
+            for action in actions:
+                # A forward and a backward that a GPU may overlap run in turn, and what the first has made is
+                # sent at once: after both, as torch sends it, other ranks wait twice as long.
+                separate = [action]
+                if action is not None and action.sub_actions:
+                    separate = action.sub_actions
+                computed[rank] += [one for one in separate if one is None or one.is_compute_op]
         # Private to torch: it puts each receive where its send is, so that no two ranks wait for each other.
-        whole = _add_send_recv(computed, stage_to_rank=self.rank_of, num_stages=self.stages)
-        works = {r: [_work(a) for a in actions if a is not None] for r, actions in whole.items()}
-        return {r: _early(order) for r, order in works.items()} if self._is_early else works
+        exchanged = _add_send_recv(computed, stage_to_rank=self.rank_of, num_stages=self.stages)
+        works = {}
+        for rank, actions in exchanged.items():
+            works[rank] = [_work_of(action) for action in actions if action is not None]
+            if self._is_early:
+                works[rank] = _receive_early(works[rank])
+        return works
 
 
-def _early(order: Sequence[Work]) -> list[Work]:
+def _actions(kind: Any, stages: Sequence[int], parts: int) -> list[Any]:
+    """Return the actions of torch for all micro-batches of each stage."""
+    return [_Action(stage, kind, part) for stage in stages for part in range(parts)]
+
+
+def _receive_early(order: Sequence[StageWork]) -> list[StageWork]:
     """Return an order in which each receive begins before the computation that is ahead of it."""
-    moved: list[Work] = []
+    moved: list[StageWork] = []
     for work in order:
         place = len(moved)
         if work.kind.startswith("RECV"):
@@ -275,13 +323,13 @@ def _one_forward_one_backward(rank: int, ranks: int, parts: int) -> list[Any]:
     kinds = [_ComputationType.FORWARD] * ahead
     kinds += [_ComputationType.FORWARD, _ComputationType.FULL_BACKWARD] * (parts - ahead)
     kinds += [_ComputationType.FULL_BACKWARD] * ahead
-    seen = dict.fromkeys(kinds, -1)
+    last_part = dict.fromkeys(kinds, -1)
     order = []
     for kind in kinds:
-        seen[kind] += 1
-        order.append(_Action(rank, kind, seen[kind]))
+        last_part[kind] += 1
+        order.append(_Action(rank, kind, last_part[kind]))
     return order
 
 
-def _work(action: Any) -> Work:
-    return Work(action.computation_type.value, action.stage_index, action.microbatch_index)
+def _work_of(action: Any) -> StageWork:
+    return StageWork(action.computation_type.value, action.stage_index, action.microbatch_index)

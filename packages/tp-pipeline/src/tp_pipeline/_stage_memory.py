@@ -19,9 +19,9 @@ from tp_core.jobs import BUCKET_NBYTES, Axis, Footprint, Layout, MemoryNeed, div
 from tp_core.plugins import Job
 from tp_core.tensors import is_deferred
 
-from tp_pipeline._options import PipelineOptions, ScheduleName, depth_of
-from tp_pipeline._plan import find_units, smallest_largest
-from tp_pipeline._schedule import Orders, Work
+from tp_pipeline._pipeline_options import PipelineOptions, ScheduleName, default_depth, depth_of
+from tp_pipeline._schedule import Orders, StageWork
+from tp_pipeline._stage_units import find_units, smallest_largest
 
 _PARTS = (2, 4, 8)
 """The micro-batches of a batch for each rank: more of them wait less, and keep more."""
@@ -31,8 +31,14 @@ _SCHEDULES: tuple[ScheduleName, ...] = ("1F1B", "Interleaved1F1B", "InterleavedZ
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
-    """A stage: the names of its blocks, its parameters, and the number of those that it multiplies with."""
+class StageUnits:
+    """The consecutive units of a stage.
+
+    Attributes:
+        blocks: The names of its blocks.
+        parameters: Its parameters by name; tied ones under each name.
+        multiplied: The number of parameters that it multiplies with, which those of embeddings are not.
+    """
 
     blocks: list[str]
     parameters: dict[str, nn.Parameter]
@@ -49,9 +55,9 @@ def list_layouts(model: nn.Module, size: int) -> Iterator[Layout]:
     for ranks in divisors(size):
         axes: dict[Axis, int] = {"data": size // ranks, "pipeline": ranks}
         for schedule in _SCHEDULES:
-            if ranks * depth_of(schedule) > len(starts):
+            if ranks * default_depth(schedule) > len(starts):
                 continue
-            orders = _orders(schedule, ranks, depth_of(schedule), is_v=False)
+            orders = _orders(schedule, ranks)
             for parts in (each * ranks for each in _PARTS):
                 if orders.is_made_of(parts):
                     options = {"ranks": ranks, "schedule": schedule, "microbatches": parts}
@@ -60,8 +66,8 @@ def list_layouts(model: nn.Module, size: int) -> Iterator[Layout]:
 
 # Torch takes seconds for a large order, and layouts of one differ in what is around their stages.
 @lru_cache(maxsize=8)
-def _orders(schedule: str, ranks: int, depth: int, *, is_v: bool) -> Orders:
-    return Orders(schedule, ranks, depth, is_v=is_v)
+def _orders(schedule: str, ranks: int, depth: int = 0) -> Orders:
+    return Orders(schedule, ranks, depth)
 
 
 # -- Memory -----------------------------------------------------------------------------------------
@@ -84,7 +90,7 @@ def estimate(job: Job, ranks: int, options: PipelineOptions, *, split: int = 1) 
         _, starts = find_units(job.model, options.cuts)
     except TpError:  # the session refuses it with the reason
         return replicated_memory(job, job.footprint)
-    if options.cuts is None and len(starts) < ranks * options.depth:
+    if options.cuts is None and len(starts) < ranks * depth_of(options):
         return replicated_memory(job, job.footprint)
     # Ranks that hold a model together read the same samples.
     of_group = job.footprint.with_batch_of(ranks * split * job.footprint.part)
@@ -118,36 +124,40 @@ def memory_of_ranks(job: Job, ranks: int, options: PipelineOptions, *, split: in
     footprint, model = job.footprint, job.model
     if footprint is None or model is None:
         return []
-    orders = _orders(options.schedule, ranks, options.depth, is_v=options.is_v)
+    orders = _orders(options.schedule, ranks, depth_of(options))
     parts = options.microbatches or 4 * ranks
     stages = stages_by_order(model, orders.stages, options.cuts)
     order = orders.learning(parts)
-    of_rank = [{i: s for i, s in enumerate(stages) if orders.rank_of(i) == r} for r in range(ranks)]
-    ranks_of = Counter(k for own in of_rank for k in {id(p) for p in _parameters(own.values())})
+    of_ranks = [{number: stages[number] for number in orders.stages_of(rank)} for rank in range(ranks)]
+    ranks_with = Counter(p for own in of_ranks for p in _parameters(own.values()))
     multiplied = sum(stage.multiplied for stage in stages)
-    found = []
-    for rank, own in enumerate(of_rank):
-        values = {i: _values(footprint, stage, i == orders.stages - 1, parts) for i, stage in own.items()}
-        # Gradients of tied weights: those of the other rank, and the sum.
-        summed = 2 * sum(p.nbytes for p in _parameters(own.values()) if ranks_of[id(p)] > 1)
-        trained = {i: _nbytes(job, [one], trained=True) for i, one in own.items()}
-        most = _most(order[rank], values, trained, before=job.accumulate > 1)
+    copies = job.environment.world_size // (ranks * split)
+    shared = copies if options.data == "fsdp" else 1
+    needs = []
+    for rank, own in enumerate(of_ranks):
+        stage_bytes, trained = {}, {}
+        for number, stage in own.items():
+            is_last = number == orders.stages - 1
+            stage_bytes[number] = _bytes_of_stage(footprint, stage, is_last=is_last, parts=parts)
+            trained[number] = _nbytes(job, [stage], trained=True)
+        most = _most(order[rank], stage_bytes, trained, before=job.accumulate > 1)
+        # Gradients of tied weights: those of the other rank, and the sum. See Note [how gradients of stages
+        # are counted], 2.
+        summed = 2 * sum(p.nbytes for p in _parameters(own.values()) if ranks_with[p] > 1)
         activations = max(int(most), summed)
-        share = sum(stage.multiplied for stage in own.values()) / max(1, multiplied)
-        activations += int(footprint.casts * share)
-        copies = job.environment.world_size // (ranks * split)
-        shared = copies if options.data == "fsdp" else 1
-        found.append(_need(job, footprint, list(own.values()), activations, copies, shared))
-    return found
+        part = sum(stage.multiplied for stage in own.values()) / max(1, multiplied)
+        activations += int(footprint.casts * part)
+        needs.append(_need(job, footprint, list(own.values()), activations, copies, shared))
+    return needs
 
 
-def _parameters(stages: Iterable[_Stage]) -> list[nn.Parameter]:
+def _parameters(stages: Iterable[StageUnits]) -> list[nn.Parameter]:
     """Return the parameters of stages; tied ones once."""
-    return list({id(p): p for stage in stages for p in stage.parameters.values()}.values())
+    return list(dict.fromkeys(p for stage in stages for p in stage.parameters.values()))
 
 
 @dataclass(frozen=True, slots=True)
-class _Values:
+class _StageBytes:
     """The bytes of a stage for a micro-batch.
 
     Attributes:
@@ -163,27 +173,39 @@ class _Values:
     waiting: float
 
 
-def _values(footprint: Footprint, stage: _Stage, is_last: bool, parts: int) -> _Values:
+def _bytes_of_stage(footprint: Footprint, stage: StageUnits, *, is_last: bool, parts: int) -> _StageBytes:
     kept = sum(footprint.kept.get(name, 0) for name in stage.blocks)
-    passed = next((footprint.passed[n] for n in stage.blocks if n in footprint.passed), 0)
-    own = [(footprint.timeline[n], p) for n, p in stage.parameters.items() if n in footprint.timeline]
-    left = min((both[-1] for both, _ in own), default=0)
+    passed = next((footprint.passed[name] for name in stage.blocks if name in footprint.passed), 0)
     waiting = kept / 2
+
+    # What is there of the activations when a parameter's gradient is computed: at the peak, then, at the end.
+    timelines = [(footprint.timeline[n], p) for n, p in stage.parameters.items() if n in footprint.timeline]
+    left = min((timeline[-1] for timeline, _ in timelines), default=0)
+    peak = max((timeline[0] for timeline, _ in timelines), default=0)
     if is_last:
         # The loss keeps log-probabilities; at the peak their gradients and the logits' are there together.
         # While the weights wait, it has gone, and the logits' gradient is there.
-        kept += max(0, max((both[0] for both, _ in own), default=0) - left - kept) // 3
-    highest = max((both[0] - left for both, _ in own), default=0.0) / parts
+        kept += max(0, peak - left - kept) // 3
+    highest = (peak - left) / parts if timelines else 0.0
     # The gradient of a weight is computed beside the sum of the micro-batches before.
-    weight = max((p.nbytes for _, p in own), default=0) * (parts > 1)
-    making = max(((both[1] - left) / parts + p.nbytes * (parts > 1) for both, p in own), default=0.0)
-    beyond = {"B": max(highest, making), "I": highest}
-    beyond = {kind: max(0.0, most - kept / parts) for kind, most in beyond.items()} | {"W": float(weight)}
-    return _Values(kept / parts, passed / parts, beyond, waiting / parts)
+    is_added = parts > 1
+    weight = max((p.nbytes for _, p in timelines), default=0) * is_added
+    with_weight = ((timeline[1] - left) / parts + p.nbytes * is_added for timeline, p in timelines)
+    backward = max(highest, max(with_weight, default=0.0))
+    beyond = {
+        "B": max(0.0, backward - kept / parts),
+        "I": max(0.0, highest - kept / parts),
+        "W": float(weight),
+    }
+    return _StageBytes(kept / parts, passed / parts, beyond, waiting / parts)
 
 
 def _most(
-    order: Sequence[Work], values: Mapping[int, _Values], gradients: Mapping[int, int], *, before: bool
+    order: Sequence[StageWork],
+    stages: Mapping[int, _StageBytes],
+    gradients: Mapping[int, int],
+    *,
+    before: bool,
 ) -> float:
     """Return the most bytes that a rank needs beside gradients, by following its work.
 
@@ -193,54 +215,63 @@ def _most(
     held: defaultdict[tuple[int, int], float] = defaultdict(float)
     now = most = 0.0 if before else -float(sum(gradients.values()))
     missing = dict(gradients)
-    for kind, stage, part in order:
-        own, key = values[stage], (stage, part)
-        gained = {"RECV_F": own.passed, "RECV_B": own.passed, "I": own.waiting}.get(kind, 0.0)
+    for kind, number, part in order:
+        stage, key = stages[number], (number, part)
+        gained = 0.0
         if kind == "F":
-            gained = own.kept + (0.0 if stage else own.passed)  # the embedding's output
+            gained = stage.kept
+            if number == 0:  # the embedding's output
+                gained += stage.passed
+        elif kind in {"RECV_F", "RECV_B"}:
+            gained = stage.passed
+        elif kind == "I":
+            gained = stage.waiting
         held[key] += gained
         now += gained
-        most = max(most, now + own.beyond.get(kind, 0.0))
+        most = max(most, now + stage.beyond.get(kind, 0.0))
         # What is sent stays until the end of the batch.
         if kind == "SEND_F":
-            held[key] -= own.passed
+            held[key] -= stage.passed
         elif kind == "SEND_B":
-            now += own.passed
+            now += stage.passed
         elif kind in {"B", "W"}:
-            now += missing.pop(stage, 0) - held.pop(key)
+            now += missing.pop(number, 0) - held.pop(key)
     return max(0.0, most)
 
 
 def _need(
-    job: Job, footprint: Footprint, own: list[_Stage], activations: int, copies: int, shared: int
+    job: Job, footprint: Footprint, own: list[StageUnits], activations: int, copies: int, shared: int
 ) -> MemoryNeed:
     """Return what a rank needs that has its weights in equal parts with ``shared`` data ranks."""
     weights, gradients = _nbytes(job, own), _nbytes(job, own, trained=True)
     part = gradients / max(1, footprint.gradients) / shared
     optimizer = int(footprint.optimizer_nbytes * part)
+    parameters = [] if job.model is None else list(job.model.parameters())
+    here = _parameters(own)
+
     updated = part
-    model = job.model or nn.Module()
-    parameters = list(model.parameters())
-    largest = max((p.nbytes for p in parameters if p.requires_grad), default=1)
-    deferred = {id(p): p.nbytes for p in parameters if is_deferred(p)}
     if footprint.update < footprint.gradients:  # of a parameter at a time
-        updated = max((p.nbytes for p in _parameters(own) if p.requires_grad), default=0) / largest / shared
+        largest = max((p.nbytes for p in parameters if p.requires_grad), default=1)
+        updated = max((p.nbytes for p in here if p.requires_grad), default=0) / largest / shared
     activations = max(activations, int(footprint.update * updated)) + footprint.batch
+
     # Gradients are averaged when the activations have gone, and whole weights, too.
-    whole = weights if shared > 1 else 0
+    gathered = weights if shared > 1 else 0
     bucket = min(gradients, BUCKET_NBYTES) if copies > 1 else 0
-    communication = max(whole, bucket - activations)
+    communication = max(gathered, bucket - activations)
     weights //= shared
+
     # Until the first step cuts it, each rank holds the weights of the whole model, if it was not built here.
-    here = {id(p) for p in _parameters(own)}
-    elsewhere = sum(nbytes for key, nbytes in deferred.items() if key not in here)
+    here_set = set(here)
+    elsewhere = sum(p.nbytes for p in parameters if is_deferred(p) and p not in here_set)
     at_start = footprint.weights - elsewhere - gradients - optimizer - activations - communication
+    known = footprint.activations is not None
     return MemoryNeed(
         weights=max(weights, at_start),
         gradients=gradients,
         optimizer=optimizer,
         communication=communication,
-        activations=None if footprint.activations is None else activations,
+        activations=activations if known else None,
         free=job.free_nbytes,
         device=str(job.devices[0]),
         assumed=footprint.assumed,
@@ -248,36 +279,43 @@ def _need(
     )
 
 
-def stages_by_order(model: nn.Module, count: int, cuts: Sequence[str] | None) -> list[_Stage]:
+def stages_by_order(model: nn.Module, count: int, cuts: Sequence[str] | None) -> list[StageUnits]:
     """Cut a model by hand, or so that the largest stage is as small as can be; see `make_plan`.
 
     Units are taken in the model's order; a step shows in which order it calls them.
     """
-    units, starts = find_units(model, cuts)
+    units, can_start = find_units(model, cuts)
     names = list(units)
-    places = [i for i, name in enumerate(names) if name in starts]
+    firsts = [number for number, name in enumerate(names) if name in can_start]
     costs = [_multiplied(units[name]) for name in names]
     if cuts is None:
-        bounds = [0, *places[1:], len(names)]
-        pieces = [float(sum(costs[a:b])) for a, b in pairwise(bounds)]
-        places = [bounds[e] for e in smallest_largest(pieces, count)]
-    found = []
-    for a, b in pairwise([0, *places, len(names)]):
-        own = names[a:b]
-        parameters = {f"{name}.{n}": p for name in own for n, p in units[name].named_parameters()}
-        found.append(_Stage([n for n in own if cuts or n in starts], parameters, sum(costs[a:b])))
-    return found
+        bounds = [0, *firsts[1:], len(names)]
+        pieces = [float(sum(costs[first:end])) for first, end in pairwise(bounds)]
+        firsts = [bounds[piece] for piece in smallest_largest(pieces, count)]
+    stages = []
+    for first, end in pairwise([0, *firsts, len(names)]):
+        own = names[first:end]
+        parameters: dict[str, nn.Parameter] = {}
+        for name in own:
+            parameters |= units[name].named_parameters(prefix=name)
+        blocks = [name for name in own if cuts or name in can_start]
+        stages.append(StageUnits(blocks, parameters, sum(costs[first:end])))
+    return stages
 
 
 def _multiplied(unit: nn.Module) -> int:
-    layers = [m for m in unit.modules() if not isinstance(m, nn.Embedding)]
-    return sum(p.numel() for m in layers for p in m.parameters(recurse=False))
+    layers = [module for module in unit.modules() if not isinstance(module, nn.Embedding)]
+    return sum(p.numel() for layer in layers for p in layer.parameters(recurse=False))
 
 
-def _nbytes(job: Job, own: list[_Stage], *, trained: bool = False) -> int:
+def _nbytes(job: Job, own: list[StageUnits], *, trained: bool = False) -> int:
     """Return the bytes of the parameters of stages."""
-    return sum(
-        p.numel() * (2 if job.precision == "bf16-true" and p.is_floating_point() else p.element_size())
-        for p in _parameters(own)
-        if p.requires_grad or not trained
-    )
+    nbytes = 0
+    for parameter in _parameters(own):
+        if trained and not parameter.requires_grad:
+            continue
+        size = parameter.element_size()
+        if job.precision == "bf16-true" and parameter.is_floating_point():
+            size = 2
+        nbytes += parameter.numel() * size
+    return nbytes

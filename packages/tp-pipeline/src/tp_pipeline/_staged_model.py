@@ -26,12 +26,14 @@ from tp_core.plugins import Session
 from tp_core.state import load_whole_state, plain_state
 from tp_core.tensors import TensorSlice, initial_value, is_deferred, materialize
 
-from tp_pipeline._agreement import gather_or_raise
-from tp_pipeline._plan import Plan, Spec, find_units, make_plan, swapped
 from tp_pipeline._row_shards import RowShards, can_be_sharded
-from tp_pipeline._run import StandIn
 from tp_pipeline._schedule import Orders
+from tp_pipeline._stage_agreement import gather_or_raise
+from tp_pipeline._stage_dry_run import TensorSpec
 from tp_pipeline._stage_memory import stages_by_order
+from tp_pipeline._stage_plan import CutRules, StagePlan, Start, make_plan
+from tp_pipeline._stage_units import find_units, swapped
+from tp_pipeline._stand_in import StandIn
 from tp_pipeline._tensor_pieces import TensorPieces, gather_pieces
 
 
@@ -138,8 +140,8 @@ class StagedModel:
 
         # What the dry runs of steps have shown: the plans by the form of a micro-batch, the calls with which
         # stages begin, and the places with stages that use each parameter.
-        self._plans: dict[object, Plan] = {}
-        self._starts: list[tuple[str, int]] | None = None
+        self._plans: dict[object, StagePlan] = {}
+        self._starts: list[Start] | None = None
         self._used: dict[str, set[int]] = {}
         self.is_agreed = False
         self.is_cut = False
@@ -248,7 +250,7 @@ class StagedModel:
         """Whether a step has shown with which calls stages begin."""
         return self._starts is not None
 
-    def plans_of(self, step: Callable[..., Any], parts: Sequence[Any]) -> list[Plan]:
+    def plans_of(self, step: Callable[..., Any], parts: Sequence[Any]) -> list[StagePlan]:
         """Return the plan of each micro-batch; a form that is new is run on stand-ins.
 
         Raises:
@@ -272,7 +274,7 @@ class StagedModel:
                 plans[form] = self._make_plan(step, part)
         return [plans[form] for form in forms]
 
-    def _make_plan(self, step: Callable[..., Any], part: Any) -> Plan:
+    def _make_plan(self, step: Callable[..., Any], part: Any) -> StagePlan:
         """Run the step on stand-ins.
 
         Raises:
@@ -287,11 +289,13 @@ class StagedModel:
                 step,
                 self.model,
                 part,
+                rules=CutRules(
+                    stages=self._orders.stages,
+                    cuts=self._cuts,
+                    starts=self._starts,
+                    count_of=lambda name: self.placements[name].whole_shape.numel(),
+                ),
                 shape_of=lambda name: self.placements[name].shape,
-                count_of=lambda name: self.placements[name].whole_shape.numel(),
-                cuts=self._cuts,
-                starts=self._starts,
-                stages=self._orders.stages,
                 device=self._ranks.device,
             )
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
@@ -317,7 +321,7 @@ class StagedModel:
                 raise StepError(msg)
         return plan
 
-    def _place_buffers(self, plan: Plan) -> None:
+    def _place_buffers(self, plan: StagePlan) -> None:
         """Place the buffers of each unit on the rank of its last call; those of no call on the first."""
         place_of = {}
         for call, stage in zip(plan.calls, plan.stage_of, strict=True):
@@ -380,7 +384,7 @@ class StagedModel:
             for name, parameter in self.model.named_parameters():
                 placement = self.placements[name]
                 if not self.has(name):
-                    spec = Spec(tuple(placement.shape), parameter.dtype, False)
+                    spec = TensorSpec(tuple(placement.shape), parameter.dtype, False)
                     like = StandIn.of(spec, self._ranks.device)
                     placement.stand_in = nn.Parameter(like, parameter.requires_grad)
                     _keep_rows(parameter, slice(0, 0), optimizers)

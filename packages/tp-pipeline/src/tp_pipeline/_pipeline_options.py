@@ -18,13 +18,15 @@ ScheduleName = Literal[
     "auto",
 ]
 _CHOICES = {"schedule": get_args(ScheduleName), "data": ("ddp", "fsdp"), "weights": ("whole", "shard")}
+_ONE_STAGE = frozenset({"GPipe", "1F1B"})
+"""The schedules in which each rank has one stage."""
 V_SCHEDULES = frozenset({"ZBVZeroBubble", "DualPipeV"})
 """Those in which the last rank has two stages in the middle, and the first rank the first and the last."""
 
 
-def depth_of(schedule: str) -> int:
-    """Return the number of stages of each rank by default."""
-    return 1 if schedule in {"GPipe", "1F1B"} else 2
+def default_depth(schedule: str) -> int:
+    """Return the number of stages of each rank, where the options do not say it."""
+    return 1 if schedule in _ONE_STAGE else 2
 
 
 @explain_init
@@ -102,7 +104,7 @@ class PipelineOptions:
                 f"{self.stages_per_rank}"
             )
             raise ConfigError(msg)
-        if self.schedule in {"GPipe", "1F1B"} and self.stages_per_rank not in {0, 1}:
+        if self.schedule in _ONE_STAGE and self.stages_per_rank not in {0, 1}:
             msg = (
                 f"the schedule {self.schedule!r} has one stage on each rank, got stages_per_rank="
                 f"{self.stages_per_rank}; take 'Interleaved1F1B' for several"
@@ -114,26 +116,26 @@ class PipelineOptions:
                 "stages_per_rank or cuts"
             )
             raise ConfigError(msg)
-        if self.cuts is None:
-            return
-        if (
-            isinstance(self.cuts, str)
-            or not all(isinstance(name, str) for name in self.cuts)
-            or len(set(self.cuts)) < len(self.cuts)
-        ):
-            msg = (
-                "PipelineOptions(cuts=...) must be a list of the names of modules with which stages begin, "
-                f"each once, as in ['layers.4', 'layers.8']; got {self.cuts!r}"
-            )
-            raise ConfigError(msg)
-        object.__setattr__(self, "cuts", tuple(self.cuts))
+        if self.cuts is not None:
+            _check_names(self.cuts)
+            object.__setattr__(self, "cuts", tuple(self.cuts))
 
-    @property
-    def depth(self) -> int:
-        """The number of stages of each rank."""
-        return self.stages_per_rank or depth_of(self.schedule)
 
-    @property
-    def is_v(self) -> bool:
-        """Whether the last rank has two stages in the middle, and the first rank the first and the last."""
-        return self.schedule in V_SCHEDULES
+def _check_names(cuts: Sequence[str]) -> None:
+    """Check that cuts are a list of different names.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    is_text = isinstance(cuts, str)
+    if is_text or not all(isinstance(name, str) for name in cuts) or len(set(cuts)) < len(cuts):
+        msg = (
+            "PipelineOptions(cuts=...) must be a list of the names of modules with which stages begin, "
+            f"each once, as in ['layers.4', 'layers.8']; got {cuts!r}"
+        )
+        raise ConfigError(msg)
+
+
+def depth_of(options: PipelineOptions) -> int:
+    """Return the number of stages of each rank."""
+    return options.stages_per_rank or default_depth(options.schedule)

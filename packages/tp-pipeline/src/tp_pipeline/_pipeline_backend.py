@@ -10,7 +10,7 @@ from tp_core.errors import ConfigError, ModelError
 from tp_core.jobs import Axis, Layout, MemoryNeed
 from tp_core.plugins import Backend, Job, RanksBackend, Verdict, registry
 
-from tp_pipeline._options import PipelineOptions
+from tp_pipeline._pipeline_options import PipelineOptions, depth_of
 
 if TYPE_CHECKING:  # backends that are not chosen cost nothing
     from tp_core.sessions import ProcessGroupSession
@@ -27,7 +27,8 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
 
     def assess_ranks(self, job: Job) -> Verdict:
         """Fit a model of whole parameters, below the backends that have all of it on each rank."""
-        traits, options, size = job.traits, self.parse_options(job), job.environment.world_size
+        traits, size = job.traits, job.environment.world_size
+        options = self.parse_options(job)
         weights, inner = self._weights(job)
         if weights is not None:
             verdict = weights.assess(inner)
@@ -50,11 +51,12 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         """Return what the fullest rank needs; until the first step, each has the weights of all stages."""
         from tp_pipeline._stage_memory import estimate, with_split_tensors
 
-        options, size = self.parse_options(job), job.environment.world_size
+        options = self.parse_options(job)
         weights, inner = self._weights(job)
         split = 1 if weights is None else weights.ranks_per_model(job)
-        shared = max(job.ranks_per_sample, 1)
-        ranks = size // (split * shared) if options.ranks == -1 else options.ranks
+        ranks = options.ranks
+        if ranks == -1:
+            ranks = job.environment.world_size // (split * max(job.ranks_per_sample, 1))
         need = estimate(job, ranks, options, split=split)
         is_plain = job.traits is not None and not job.traits.has_sharded_parameters
         if need is None or job.footprint is None or weights is None or not is_plain:
@@ -87,16 +89,19 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
             yield layout
             copies, ranks = layout.axes["data"], layout.axes["pipeline"]
             if is_alone and copies > 1:
-                yield _around(layout, {"fsdp": copies, "pipeline": ranks}, {"data": "fsdp"})
+                yield _with_axes(layout, {"fsdp": copies, "pipeline": ranks}, {"data": "fsdp"})
         if not is_alone:
             return
-        backends = [found.item for found in registry.backends() if found.item.name == "shard"]
+        backend = _find_backend("shard")
+        if backend is None:
+            return
         with suppress(ModelError):  # of a model that it cannot split, as it says itself
-            for inner in (layout for backend in backends for layout in backend.layouts(job)):
-                if "fsdp" not in inner.axes:  # which are shards of shards
-                    for layout in list_layouts(model, inner.axes["data"]):
-                        axes = {**layout.axes, "tensor": inner.axes["tensor"]}
-                        yield _around(layout, axes, {"weights": "shard"}, inner)
+            for inner in backend.layouts(job):
+                if "fsdp" in inner.axes:  # which are shards of shards
+                    continue
+                for layout in list_layouts(model, inner.axes["data"]):
+                    axes = {**layout.axes, "tensor": inner.axes["tensor"]}
+                    yield _with_axes(layout, axes, {"weights": "shard"}, inner)
 
     def open(self, job: Job) -> "PipelineSession":
         """Join the process group, unless the script has done so, and form the groups.
@@ -112,8 +117,8 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         options = self.parse_options(job)
         weights, inner = self._weights(job)
         if weights is None:
-            size, shared = job.environment.world_size, job.ranks_per_sample
-            return PipelineSession(job, options, ranks_of_a_model(options, size, shared))
+            ranks = ranks_of_a_model(options, job.environment.world_size, job.ranks_per_sample)
+            return PipelineSession(job, options, ranks)
         opened = cast("ProcessGroupSession", weights.open(inner))
         try:
             check_split_stages(opened, options)
@@ -132,8 +137,8 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
         inner = replace(job, ranks_per_sample=options.ranks, averages_gradients=False, footprint=None)
         if options.weights == "whole":
             return None, inner
-        found = [f.item for f in registry.backends() if f.item.name == options.weights]
-        if not found:
+        backend = _find_backend(options.weights)
+        if backend is None:
             msg = (
                 f"the option weights={options.weights!r} of backend 'pipeline' names a backend that is not "
                 f"installed: pip install tp-{options.weights}"
@@ -145,16 +150,23 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
                 "sequences yet; leave it out, or take backend 'context' with weights='shard'"
             )
             raise ConfigError(msg)
-        return found[0], inner
+        return backend, inner
 
 
-def _around(
+def _find_backend(name: str) -> Backend[Any] | None:
+    """Return the backend of a name, if it is installed."""
+    backends = (contribution.item for contribution in registry.backends())
+    return next((backend for backend in backends if backend.name == name), None)
+
+
+def _with_axes(
     layout: Layout, axes: Mapping[Axis, int], more: Mapping[str, str], inner: Layout | None = None
 ) -> Layout:
     """Return a layout of stages with other axes, more options, and those of the layout of its weights."""
-    stages = {"pipeline": {**layout.options["pipeline"], **more}}
-    options, setup = ({}, "") if inner is None else (inner.options, inner.setup)
-    return replace(layout, axes=axes, options={**options, **stages}, setup=setup)
+    options = {"pipeline": {**layout.options["pipeline"], **more}}
+    if inner is None:
+        return replace(layout, axes=axes, options=options, setup="")
+    return replace(layout, axes=axes, options={**inner.options, **options}, setup=inner.setup)
 
 
 def ranks_of_a_model(options: PipelineOptions, size: int, shared: int = 1) -> int:
@@ -180,7 +192,9 @@ def ranks_of_a_model(options: PipelineOptions, size: int, shared: int = 1) -> in
             "number, such as {'pipeline': {'ranks': 2}}"
         )
         raise ConfigError(msg)
-    ranks = size // max(shared, 1) if options.ranks == -1 else options.ranks
+    ranks = options.ranks
+    if ranks == -1:
+        ranks = size // max(shared, 1)
     if size % ranks:
         msg = (
             f"the option ranks={ranks} of backend 'pipeline' puts each model on this many ranks, and {size} "
@@ -203,7 +217,7 @@ def check_cuts(options: PipelineOptions, ranks: int) -> None:
     Raises:
         ConfigError: They make another number of stages.
     """
-    stages = ranks * options.depth
+    stages = ranks * depth_of(options)
     if options.cuts is not None and len(options.cuts) != stages - 1:
         msg = (
             f"the option cuts of backend 'pipeline' names {len(options.cuts)} modules with which stages "

@@ -13,7 +13,7 @@ _FIRST_NBYTES = 2**14
 """The size of the first all-gather's buffers; longer values take a second one."""
 
 
-class _Failure(NamedTuple):
+class _ReportedError(NamedTuple):
     """An error of a rank.
 
     Attributes:
@@ -68,7 +68,7 @@ def gather_or_raise(
     raise theirs
 
 
-def _describe_failure(error: Exception) -> _Failure:
+def _describe_failure(error: Exception) -> _ReportedError:
     pickled: bytes | None
     try:
         pickled = pickle.dumps(error)
@@ -76,7 +76,7 @@ def _describe_failure(error: Exception) -> _Failure:
             pickled = None
     except Exception:  # noqa: BLE001 - an error of any class, which may do anything when it is pickled
         pickled = None
-    return _Failure(time.time(), pickled, f"{type(error).__name__}: {error}")
+    return _ReportedError(time.time(), pickled, f"{type(error).__name__}: {error}")
 
 
 def _all_gather_pickled(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
