@@ -50,7 +50,7 @@ Step = Callable[[nn.Module, Any], StepOutput]
 Join = Callable[[Any, Cuts], Any]
 
 
-class Ranks(NamedTuple):
+class SequenceRanks(NamedTuple):
     """The ranks of a sequence: their process group, this rank in it, their number.
 
     Attributes:
@@ -152,7 +152,7 @@ def prove(
     batch: Any,
     sequences: BatchSequences,
     *,
-    ranks: Ranks,
+    ranks: SequenceRanks,
     tokens: int,
     join: Join,
     compares_gradients: bool = True,
@@ -213,7 +213,7 @@ def _as_it_is(output: Any) -> Any:
     return output
 
 
-def _compare_exchanges(ranks: Ranks, what: object) -> None:
+def _compare_exchanges(ranks: SequenceRanks, what: object) -> None:
     """Raise unless ranks of a sequence are about to exchange the same: one of them may have failed."""
     everyones = ranks.all_gather((ranks.sequence, what))
     ended = [said for kind, said in everyones if kind == "end"]
@@ -235,7 +235,7 @@ def _try(
     near: _StepRun,
     scheme: InputScheme,
     cuts: Cuts,
-    ranks: Ranks,
+    ranks: SequenceRanks,
     join: Join,
 ) -> tuple[int, str]:
     """Run the step on slices; return how far it went, and the problem or nothing: the same on all ranks.

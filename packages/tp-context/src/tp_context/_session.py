@@ -17,7 +17,7 @@ from tp_core.errors import ConfigError, DisagreementError, ModelError, PluginErr
 from tp_core.plugins import Job, Session
 from tp_core.sessions import ProcessGroupSession, SessionWrapper, join_process_group, new_process_group
 
-from tp_context._check import Ranks, SliceProof, prove, refuse
+from tp_context._check import SequenceRanks, SliceProof, prove, refuse
 from tp_context._inputs import splitting
 from tp_context._options import ContextOptions
 from tp_context._slices import (
@@ -92,7 +92,7 @@ class ContextSession(SessionWrapper):
         self.options = options
         # Ranks that exchange something else in a step, such as parts of weights, must agree in a check.
         together = None if inner.evaluates_together else self._ranks_of_samples()
-        self.ranks = Ranks(
+        self.ranks = SequenceRanks(
             inner.sample_group, inner.sample_rank, inner.sample_size, together, options.attention
         )
         self._splits = inner.sample_size > 1 and options.sequence != {}
