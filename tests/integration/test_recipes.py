@@ -110,14 +110,15 @@ def test_views_find_each_other(capsys):
     assert after > before + 0.15
 
 
-@pytest.mark.takes(30)
+@pytest.mark.takes(60)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of transformers' own
 def test_answers_are_learned_from_packed_chats(tmp_path, capsys):
     program, base = load("fine_tune"), tmp_path / "small"
     program.main(["--make", str(base)])
     given = [str(base), "--data", str(base / "chats.jsonl"), "--out", str(tmp_path / "tuned")]
-    assert program.main([*given, "--pack", "64", "--epochs", "6"]) > 0.9
+    # After six epochs it is 0.82 to 0.89, by the seed and by the order in which a processor sums.
+    assert program.main([*given, "--pack", "64", "--epochs", "12"]) > 0.95
     assert "loaded again: 7" in capsys.readouterr().out
 
 
