@@ -233,7 +233,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
     """
     replaces_all = torch.__future__.get_overwrite_module_params_on_conversion()
     is_there = all(p.device == device for p in module.parameters())
-    if (is_there and not replaces_all) or not _makes_other_parameters(device):
+    if (is_there and not replaces_all) or not makes_other_parameters(device):
         return module.to(device)
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -243,7 +243,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def _makes_other_parameters(device: torch.device) -> bool:
+def makes_other_parameters(device: torch.device) -> bool:
     """Return whether ``.to`` makes new parameters, which torch decides by the device."""
     probe = nn.ParameterList([nn.Parameter(torch.empty(0, device="cpu"))])
     before: Tensor = probe[0]

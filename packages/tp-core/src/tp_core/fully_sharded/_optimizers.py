@@ -1,8 +1,10 @@
 """Optimizers over shards, and sharded gradients."""
 
+import functools
 import math
 import re
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -10,8 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, StepError, TpError
+from tp_core.fully_sharded._plain_values import CommonValues, PlainValues, copy_of
 from tp_core.modules._parameters import SHARDED_ATTRIBUTE, is_dtensor, is_sharded
+from tp_core.modules._user_state import copy_attributes
+from tp_core.random import preserve_rng_state
 from tp_core.state import SliceBuffer, fill_from_whole
 from tp_core.state._files import Cut, is_cut
 from tp_core.state._optimizers import hook_steps, is_zero_redundancy, note_whole_steps, steps_whole
@@ -24,6 +29,10 @@ _WHOLE_MATRIX = re.compile(
 )
 # Of these LBFGS takes products of all parameters at once, and KFAC looks at the inputs of layers.
 _MORE_THAN_A_MATRIX = re.compile(r"lbfgs|kfac", re.IGNORECASE)
+
+
+_EXPLAINS = "_tp_explains"
+"""An attribute of a step whose errors say that it computes over shards."""
 
 
 def whole_matrix_optimizer(optimizer: Optimizer) -> str | None:
@@ -52,8 +61,11 @@ class WholeSteps:
     """Steps of an optimizer that needs whole matrices: each is gathered, stepped on all ranks, and cut again.
 
     One parameter at a time is whole, with its gradient and its state. Between the steps what has the
-    parameter's shape is cut as it is, and other state is whole. Parameters that are not split are stepped as
-    usual.
+    parameter's shape is cut as it is, and other state is whole. Parameters that are not split, or have no
+    gradient, are stepped as usual.
+
+    The steps of all matrices are one step: each begins with the settings, counters and common state that the
+    optimizer had, and these count once.
 
     Collective: at each step those of ``whole`` for the parameter, its gradient and its state, in the order of
     the optimizer's parameters.
@@ -62,11 +74,16 @@ class WholeSteps:
         optimizer: The optimizer; it treats each parameter by itself.
         whole: ``whole(parameter, value)`` returns the whole of a value that is cut as its parameter is.
         cut: As `tp_core.state.collect_state` takes it.
+
+    Raises:
+        ConfigError: At the first step: the optimizer computes with several parameters at once.
     """
 
     def __init__(self, optimizer: Optimizer, *, whole: Callable[[Tensor, Tensor], Tensor], cut: Cut) -> None:
         self._whole, self._cut = whole, cut
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self._common: CommonValues | None = None
+        self._checked: set[int] = set()  # groups, by their ids
         if not steps_whole(optimizer):
             note_whole_steps(optimizer)
             hook_steps(optimizer, before=self._before, after=self._after)
@@ -74,34 +91,46 @@ class WholeSteps:
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Step the parameters that are split, and leave the others to the step itself."""
-        self._after(optimizer)  # a step that raised an error has left its groups
+        self._restore_groups(optimizer)  # a step that raised an error has left its groups
         if any(callable(value) for value in (*args, *kwargs.values())):
             msg = (
                 f"{type(optimizer).__name__} steps gathered matrices here; a closure would compute their "
                 "gradients too late; compute the loss and its gradients before step(), and call it without"
             )
             raise ConfigError(msg)
+        _check_no_global_norm(optimizer)
         self._groups = [(group, group["params"]) for group in optimizer.param_groups]
-        numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, int | float)}
+        common = self._common = CommonValues(optimizer)
         try:
             for group, parameters in self._groups:
-                settings = {key: value for key, value in group.items() if key != "params"}
-                for parameter in parameters:
-                    if parameter.grad is not None and is_cut(self._cut, parameter):
-                        # From the same counters each time: the step of all parameters is one.
-                        group.update(settings)
-                        vars(optimizer).update(numbers)
-                        self._step(optimizer, group, parameter)
-                group["params"] = [p for p in parameters if not is_cut(self._cut, p)]
-                if group["params"]:
-                    group.update(settings)
+                settings = PlainValues(group, without={"params"})
+                split = [p for p in parameters if is_cut(self._cut, p)]
+                rest = [p for p in parameters if not is_cut(self._cut, p)]
+                stepped = [p for p in split if p.grad is not None]
+                if split and not stepped and not rest:
+                    # One without a gradient: an optimizer may count the step of a group all the same.
+                    stepped = [min(split, key=torch.numel)]
+                for parameter in stepped:
+                    settings.restore()
+                    common.restore()
+                    self._step(optimizer, group, parameter)
+                    common.note()
+                group["params"] = rest
+                if rest:
+                    settings.restore()  # their step counts
         except BaseException:
-            self._after(optimizer)
+            self._restore_groups(optimizer)
             raise
-        vars(optimizer).update(numbers)
+        common.restore()
         optimizer.param_groups[:] = [group for group, _ in self._groups if group["params"]]
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self._restore_groups(optimizer)
+        if self._common is not None:
+            self._common.commit()
+            self._common = None
+
+    def _restore_groups(self, optimizer: Optimizer) -> None:
         if self._groups:
             for group, parameters in self._groups:
                 group["params"] = parameters
@@ -111,7 +140,10 @@ class WholeSteps:
 
     def _step(self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
         weight = nn.Parameter(self._whole(parameter, parameter.detach()).clone())
-        weight.grad = self._whole(parameter, parameter.grad)  # type: ignore[arg-type]  # the caller has seen it
+        copy_attributes(parameter, weight)
+        vars(weight).pop(SHARDED_ATTRIBUTE, None)  # it is whole
+        if parameter.grad is not None:
+            weight.grad = self._whole(parameter, parameter.grad)
         kept = optimizer.state.pop(parameter, None)
         if kept is not None:
             optimizer.state[weight] = {
@@ -120,12 +152,10 @@ class WholeSteps:
                 else value
                 for key, value in kept.items()
             }
-        group["params"] = [weight]
-        optimizer.param_groups[:] = [group]
-        step = type(optimizer).step
-        # Below torch's wrapper, which calls the hooks: this is a part of the step that they are for.
-        step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
-        step(optimizer)
+        if id(group) not in self._checked and weight.grad is not None:
+            self._checked.add(id(group))
+            _check_steps_alone(optimizer, group, weight)
+        _step_only(optimizer, group, [weight])
         fill_from_whole(SliceBuffer(self._cut, parameter, None).target, weight)
         made = optimizer.state.pop(weight, None)
         if made:
@@ -141,6 +171,78 @@ class WholeSteps:
         part = place.take().to(parameter.device)
         setattr(part, SHARDED_ATTRIBUTE, True)
         return part
+
+
+def _step_only(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    """Run the optimizer's step with these parameters of one group alone."""
+    group["params"] = parameters
+    optimizer.param_groups[:] = [group]
+    step = type(optimizer).step
+    # Below torch's wrapper, which calls the hooks: this is a part of the step that they are for.
+    step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+    step(optimizer)
+
+
+def _check_no_global_norm(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if group.get("max_grad_norm"):
+            raise ConfigError(_steps_together(optimizer))
+
+
+def _steps_together(optimizer: Optimizer) -> str:
+    return (
+        f"{type(optimizer).__name__} computes with several parameters at once, as with the norm of all "
+        "gradients (max_grad_norm), and here each matrix is split over ranks, and stepped by itself. Make it "
+        "with max_grad_norm=None, and clip by clip_norm= of fit() or update(); or take the backend 'ddp', "
+        "with whole parameters on each rank"
+    )
+
+
+@torch.no_grad()
+def _check_steps_alone(optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter) -> None:
+    """Check that an optimizer steps a matrix as it does beside another one, by two trial steps.
+
+    Raises:
+        ConfigError: It does not: it computes with all of its parameters at once.
+    """
+    try:
+        alone = _after_trial(optimizer, group, weight, is_alone=True)
+        beside = _after_trial(optimizer, group, weight, is_alone=False)
+    except Exception:  # noqa: BLE001 - it knows its parameters by name, say: then nothing is known
+        return
+    if len(alone) != len(beside):
+        return
+    for one, other in zip(alone, beside, strict=True):
+        # Far above roundings, as of products of matrices in bfloat16, and far below a norm that is clipped.
+        if one.shape == other.shape and (one - other).norm() > 0.1 * one.norm():
+            raise ConfigError(_steps_together(optimizer))
+
+
+def _after_trial(
+    optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter, *, is_alone: bool
+) -> list[Tensor]:
+    """Return the update of a copy of a matrix, and its state after it; the optimizer stays as it is."""
+    settings, common = PlainValues(group, without={"params"}), CommonValues(optimizer)
+    trial = nn.Parameter(weight.detach().clone())
+    other = nn.Parameter(weight.detach().clone())
+    gradient: Any = weight.grad  # the caller has seen it
+    trial.grad = gradient.clone()
+    other.grad = gradient * 1024.0 + 1.0
+    for copied in (trial, other):
+        copy_attributes(weight, copied)
+        if weight in optimizer.state:
+            optimizer.state[copied] = {k: copy_of(v) for k, v in optimizer.state[weight].items()}
+    try:
+        with preserve_rng_state([] if weight.is_cpu else [weight.device]):
+            _step_only(optimizer, group, [trial] if is_alone else [trial, other])
+        state = optimizer.state.get(trial) or {}
+        found = [trial - weight, *(value for value in state.values() if type(value) is Tensor)]
+        return [value.float() for value in found if value.is_floating_point()]
+    finally:
+        for copied in (trial, other):
+            optimizer.state.pop(copied, None)
+        settings.restore()
+        common.restore()
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -161,7 +263,7 @@ def total_shard_norm(model: nn.Module, norm_type: float, *, device: torch.device
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     split: list[Any] = [grad for grad in grads if is_dtensor(grad)]
     whole = [grad for grad in grads if not is_dtensor(grad)]
-    dtype = grads[0].dtype if grads else torch.float32
+    dtype = grads[0].dtype.to_real() if grads else torch.float32
     total = _power([grad.to_local() for grad in split], norm_type, device)
     if split:
         # Over the last axis only, the shards': along another axis are copies, which must count once.
@@ -212,6 +314,39 @@ class WholeParameters:
 
 
 # -- optimizers ------------------------------------------------------------------------------------
+
+
+def explain_step_errors(optimizer: Optimizer) -> None:
+    """Say in errors of an optimizer's step that it computes over shards; torch's own know of them."""
+    own: Any = optimizer.step
+    if type(optimizer).__module__.startswith("torch.") or not isinstance(own, MethodType):
+        return
+    function: Any = own.__func__
+    if hasattr(function, _EXPLAINS):
+        return
+
+    # With its attributes: schedulers mark the step that they have wrapped, and warn of another one.
+    @functools.wraps(function)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except (AssertionError, IndexError, RuntimeError) as error:
+            has_closure = any(callable(value) for value in (*args, *kwargs.values()))
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            if isinstance(error, TpError) or has_closure or not any(map(is_dtensor, parameters)):
+                raise
+            msg = (
+                f"the step of {type(self).__name__} failed over parameters that are DTensors, of which each "
+                f"rank has a part, here or on another rank: {type(error).__name__}: {error}. Take an "
+                "optimizer that treats each element by itself, such as AdamW or SGD, or the backend 'ddp', "
+                "with whole parameters on each rank"
+            )
+            raise StepError(msg) from error
+
+    setattr(step, _EXPLAINS, True)
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # of this object alone
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -273,14 +408,18 @@ def move_state(optimizer: Optimizer, parameter: Tensor, shard: nn.Parameter) -> 
     """Move an optimizer's state of a parameter to the shard that replaces it, cut to the shard's part."""
     if parameter not in optimizer.state:
         return
+    kept = optimizer.state.pop(parameter)
+    optimizer.state[shard] = {
+        key: part_of_whole(value, shard)
+        if isinstance(value, Tensor) and value.shape == shard.shape
+        else value
+        for key, value in kept.items()
+    }
 
-    def part(value: object) -> object:
-        if not isinstance(value, Tensor) or value.shape != shard.shape:  # the whole's, which is empty now
-            return value
-        place = SliceBuffer(lambda _, whole: whole, shard, value.dtype)
-        fill_from_whole(place.target, value)
-        return place.take()
 
-    with torch.no_grad():
-        kept = optimizer.state.pop(parameter)
-        optimizer.state[shard] = {key: part(value) for key, value in kept.items()}
+@torch.no_grad()
+def part_of_whole(value: Tensor, shard: Tensor) -> Tensor:
+    """Return the part of a whole tensor that this rank holds, cut as a shard is."""
+    place = SliceBuffer(lambda _, whole: whole, shard, value.dtype)
+    fill_from_whole(place.target, value)
+    return place.take()

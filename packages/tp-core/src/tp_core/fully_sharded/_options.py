@@ -37,7 +37,7 @@ class FullyShardOptions:
             copy together, so that it may stay within a host.
         param_dtype: The dtype in which parameters are gathered and computed with. "auto" follows the
             trainer's precision: the lower dtype of a mixed one, else the parameters' own, as ``None`` does.
-            Batch norms keep their own.
+            Those of one dimension (biases, norms, scales) keep their own.
         reduce_dtype: The dtype in which gradients are summed over ranks. "auto" is float32 wherever
             parameters have a lower dtype; ``None`` is the gradients' own.
         offload: Whether to keep shards, gradients and optimizer state in pinned memory of the host, and on

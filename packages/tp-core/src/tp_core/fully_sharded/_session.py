@@ -1,5 +1,7 @@
 """The session of a rank that holds shards of its models."""
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +13,11 @@ from torch.optim import Optimizer
 from tp_core._contracts._batch import Share, StepOutput
 from tp_core._contracts._job import CompileOptions
 from tp_core.errors import ConfigError, StepError
+from tp_core.fully_sharded._exchange import SHARDS_ALONE, refuse_direct
 from tp_core.fully_sharded._optimizers import (
     WholeSteps,
     check_optimizer,
+    explain_step_errors,
     gathers_matrices,
     local_gradients,
     move_state,
@@ -21,16 +25,12 @@ from tp_core.fully_sharded._optimizers import (
 from tp_core.fully_sharded._sharding import Sharding, sharded_modules
 from tp_core.modules._compiler import is_torchs_own
 from tp_core.modules._parameters import check_not_quantized, is_dtensor
+from tp_core.modules._user_state import hooked_parameters
 from tp_core.sessions._process_group_session import ProcessGroupSession
 from tp_core.state import whole
 
-_SHARDS_ALONE = (
-    "the loss was computed with a parameter of a unit that is fully sharded, outside of the unit's forward "
-    "pass, when this rank had its shard alone. Call the module itself (which calls its forward), or leave it "
-    "out of the option units: what is in none is there in all of the step. For a penalty over all parameters "
-    "(L1, EWC) add its gradient before the optimizer steps, as in a callback's on_optimizer_step: "
-    "parameter.grad.add_(parameter.sign(), alpha=...)"
-)
+_OTHER_TYPES = re.compile(r"same dtype|expected scalar type|should be the same|expected .* dtype", re.I)
+"""torch's words for an operation on tensors of several types."""
 
 
 class FullyShardedSession(ProcessGroupSession):
@@ -54,12 +54,14 @@ class FullyShardedSession(ProcessGroupSession):
         Collective: a broadcast of each parameter and buffer, an all-gather of parameters in no unit.
         """
         check_not_quantized(model, "fully_shard")
+        # A hook of one rank alone would wait for the others in its collectives.
+        self.check_agreement("parameters with gradient hooks", hooked_parameters(model))
         self.sharding.shard(model)
         self._reductions.know(model)
         if self._gradient_size > 1:
             for parameter in model.parameters():
                 if is_dtensor(parameter) and parameter.requires_grad:
-                    parameter.register_hook(_refuse_direct)
+                    parameter.register_hook(refuse_direct)
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -74,6 +76,7 @@ class FullyShardedSession(ProcessGroupSession):
         if gathers_matrices(optimizer):
             WholeSteps(optimizer, whole=self.whole_of, cut=self.as_slice)
         check_optimizer(optimizer)  # after the replacement: it looks at shards
+        explain_step_errors(optimizer)
         return optimizer
 
     def whole_of(self, parameter: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002 - for shards of shards
@@ -153,6 +156,15 @@ class FullyShardedSession(ProcessGroupSession):
                 )
                 raise StepError(msg) from error
             _check_shards_alone(error)
+            lower = self.sharding.gathered_type
+            if lower is not None and _OTHER_TYPES.search(str(error)):
+                msg = (
+                    "a part of the step computes in another type than its parameters are gathered in, "
+                    f"{lower}: with autocast(enabled=False) or x.float(), say ({error}). The option "
+                    "param_dtype=torch.float32 of the backend gathers them in float32, as other backends "
+                    "have them, for twice the communication"
+                )
+                raise StepError(msg) from error
             if "not have been used in the graph" in str(error):
                 msg = (
                     "the step asked torch.autograd.grad for gradients of fully sharded parameters, which are "
@@ -167,7 +179,9 @@ class FullyShardedSession(ProcessGroupSession):
         Collective: those of the backward pass in :meth:`run`; inside :meth:`no_sync` all-gathers only.
         """
         try:
-            super().backward(loss, share, **graph)
+            self.sharding.run_backward(
+                lambda: super(FullyShardedSession, self).backward(loss, share, **graph)
+            )
         except torch.OutOfMemoryError as error:
             error.add_note(self.sharding.remedy)
             raise
@@ -212,15 +226,24 @@ class FullyShardedSession(ProcessGroupSession):
         if grads:
             torch._foreach_mul_(grads, factor)
 
+    # -- state --------------------------------------------------------------------------------
+
+    def find_nonfinite(self, model: nn.Module) -> str | None:
+        self.sharding.check_assignments(self.unwrap(model))
+        return super().find_nonfinite(model)
+
+    def close(self) -> None:
+        """Leave the process group, if this session has joined it.
+
+        Raises:
+            StepError: The data of a parameter was replaced since the last step: `AssignmentWatch`.
+        """
+        was_open = not self.closed
+        super().close()
+        if was_open and sys.exc_info()[0] is None:  # it would hide the error that ends the run
+            self.sharding.check_all_assignments()
+
 
 def _check_shards_alone(error: RuntimeError) -> None:
     if "mixed torch.Tensor and DTensor" in str(error):
-        raise StepError(_SHARDS_ALONE) from error
-
-
-def _refuse_direct(_gradient: Tensor) -> None:
-    """Raise an error for a gradient of a shard itself, and not of the gathered parameter.
-
-    It would count this rank's share of the batch only, while other gradients are averaged over all ranks.
-    """
-    raise StepError(_SHARDS_ALONE)
+        raise StepError(SHARDS_ALONE) from error

@@ -14,15 +14,24 @@ from torch.utils.checkpoint import checkpoint
 
 from tp_core._contracts._batch import StepOutput
 from tp_core._contracts._job import Job
+from tp_core._transfer import makes_other_parameters, move_module
 from tp_core._trees import tree_leaves
 from tp_core.errors import ModelError, StepError
-from tp_core.fully_sharded._optimizers import WholeParameters
+from tp_core.fully_sharded._exchange import (
+    AssignmentWatch,
+    GradientHooks,
+    ReplacedParameter,
+    retire,
+    share_attributes,
+)
+from tp_core.fully_sharded._optimizers import WholeParameters, part_of_whole
 from tp_core.fully_sharded._options import FullyShardOptions, parameter_type, reduction_type, remedy
 from tp_core.fully_sharded._units import find_units
 from tp_core.modules._blocks import without_cache
 from tp_core.modules._parameters import check_no_first_fsdp, is_dtensor
+from tp_core.modules._user_state import Hooks, attributes_of, take_gradient_hooks
 from tp_core.sessions._per_module import PerModule
-from tp_core.tensors._deferred import initial_value, materialize
+from tp_core.tensors._deferred import initial_value, is_deferred, materialize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,10 +73,13 @@ class Sharding:
         self._share = share
         self._whole: PerModule[WholeParameters] = PerModule()
         self._writes: PerModule[WriteWatch] = PerModule()
+        self._assignments: PerModule[AssignmentWatch] = PerModule()
+        self._hooks: PerModule[list[GradientHooks]] = PerModule()
+        self._went_back = False  # in the present call of `run`: a backward pass
         self._running = 0  # calls of `run` that have not ended, one within another
         # The shard that replaced a parameter of the model, by the parameter's id. Weakly: a reference to the
         # whole parameter would keep its memory.
-        self._shards: PerModule[dict[int, tuple[weakref.ref[Tensor], nn.Parameter]]] = PerModule()
+        self._shards: PerModule[dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]]] = PerModule()
 
     @functools.cached_property
     def mesh(self) -> "DeviceMesh":
@@ -80,21 +92,41 @@ class Sharding:
         Collective: a broadcast of each parameter and buffer that is not sharded yet; an all-gather of
         parameters in no unit.
         """
+        if makes_other_parameters(self._device) and not any(map(is_deferred, model.parameters())):
+            # All at once, for devices of torch's extensions: assigning to `data` across devices fails there.
+            move_module(model, self._device)
         # Weakly, so that each unit's whole parameters are freed before the next unit is sharded.
-        plain: dict[str, tuple[int, weakref.ref[Tensor]]] = {
+        plain: dict[str, tuple[int, weakref.ref[nn.Parameter]]] = {
             name: (id(p), weakref.ref(p)) for name, p in model.named_parameters(remove_duplicate=False)
         }
+        given = sharded_modules(model)
+        hooks, attributes = _taken_user_state(model)
         self._shard(model)
+        for name, parameter in model.named_parameters():
+            vars(parameter).update(attributes.get(name, {}))
         shards = self._shards.get(model) or {}
         for name, shard in model.named_parameters(remove_duplicate=False):
             key, reference = plain[name]
             whole = reference()
             if whole is not None and whole is not shard:
                 shards[key] = reference, shard
+                if type(whole) is ReplacedParameter:  # under another name
+                    continue
+                if whole.grad is not None:
+                    shard.grad = part_of_whole(whole.grad, shard)
                 # An optimizer that is prepared later has it: it would be in memory beside what is gathered.
-                whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
+                retire(whole, name)
         self._shards[model] = shards
-        self._begin(model)
+        self._hooks[model] = [
+            GradientHooks(name, parameter, *hooks.get(name, ({}, {})))
+            for name, parameter in model.named_parameters()
+        ]
+        for hooked in self._hooks.get(model) or []:
+            hooked.listen()
+        watch = self._assignments[model] = AssignmentWatch(model)
+        # Whatever is saved or exported comes from there.
+        model.register_state_dict_pre_hook(lambda *_: watch.check())
+        self._begin(model, given)
 
     def shard_of(self, parameter: Tensor) -> nn.Parameter | None:
         for model in self._shards:
@@ -135,7 +167,7 @@ class Sharding:
 
         self._share_weights(module)
         odd = _not_gathered_together(module)
-        writes = WriteWatch(module)
+        writes = WriteWatch(module, went_back=lambda: self._went_back)
         if is_root:
             self._writes[module] = writes
         else:
@@ -189,7 +221,7 @@ class Sharding:
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
             unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])
 
-    def _begin(self, model: nn.Module) -> None:
+    def _begin(self, model: nn.Module, given: list[Any]) -> None:
         """Make ``model`` torch's root module, and run an empty forward to raise its errors now.
 
         torch takes the first module with a forward pass for the root; a step may call an inner one first.
@@ -203,10 +235,31 @@ class Sharding:
         register_fsdp_forward_method(model, _RUN)
         model.register_forward_pre_hook(self._reshard_all, prepend=True)  # of a call outside of `run`
         model.register_forward_hook(self._end)
+        # Private to torch: the types in which parameters are gathered are known after it, and may be changed
+        # until the first gathering.
+        model._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # of FSDPModule
+        for module in sharded_modules(model):
+            for group in parameter_groups(module):
+                for fsdp_param in group.fsdp_params:
+                    share_attributes(fsdp_param)
+                if module not in given:
+                    keep_vectors(group)
+                reduce_in_one_type(group)
+                self._notice_backward(group)
         with torch.no_grad():
             self.run(model, dict)
         if callable(getattr(model, "generate", None)):
             self._gather_in_generate(model)
+
+    def _notice_backward(self, group: Any) -> None:
+        """Record a backward pass within the step, after which torch gathers anew."""
+        begin = group.pre_backward
+
+        def pre_backward(*args: Any) -> None:
+            self._went_back = self._went_back or bool(self._running)
+            begin(*args)
+
+        group.pre_backward = pre_backward
 
     def _gather_in_generate(self, model: Any) -> None:
         """Make ``model.generate`` gather parameters in no unit: peft's calls the model inside, past the root.
@@ -241,6 +294,9 @@ class Sharding:
                 _stay_gathered(model)
             return output
 
+        if not self._running:
+            self._went_back = False
+            self.check_assignments(model)
         self._reshard_all()
         self._running += 1
         try:
@@ -272,14 +328,68 @@ class Sharding:
             self._reshard_all()
 
     @property
+    def gathered_type(self) -> torch.dtype | None:
+        """The type in which parameters are gathered; ``None`` for their own."""
+        return parameter_type(self._options, self._job)
+
+    @property
     def remedy(self) -> str:
         """A sentence for out-of-memory errors."""
         return f"Where parameters are fully sharded, {remedy(self._options)}."
 
+    def check_assignments(self, model: nn.Module) -> None:
+        """Check that no assignment to the data of a model's parameters was lost.
+
+        Raises:
+            StepError: One was.
+        """
+        watch = self._assignments.get(model)
+        if watch is not None:
+            watch.check()
+
+    def check_all_assignments(self) -> None:
+        """Check the parameters of all models: `check_assignments`."""
+        for model in self._assignments:
+            self.check_assignments(model)
+
+    def run_backward(self, run: Callable[[], None]) -> None:
+        """Run a backward pass in which the user's hooks see its gradients over all ranks.
+
+        Collective: those of `GradientHooks` for each parameter with hooks.
+        """
+        hooked: list[GradientHooks] = []
+        for model in self._hooks:
+            for hooks in self._hooks.get(model) or []:
+                hooks.listen()
+                if hooks.exist():
+                    hooked.append(hooks)
+        for hooks in hooked:
+            hooks.begin()
+        try:
+            run()
+        finally:
+            for hooks in hooked:
+                hooks.end()
+
     def reduces(self, model: nn.Module, *, is_on: bool) -> None:
+        # With hooks each gradient is reduced at once: they are for the one over all ranks.
+        is_on = is_on or any(hooks.exist() for hooks in self._hooks.get(model) or [])
         model.set_requires_gradient_sync(is_on)  # type: ignore[operator]  # as above
         if (whole := self._whole.get(model)) is not None:
             whole.reduces = is_on
+
+
+def _taken_user_state(
+    model: nn.Module,
+) -> tuple[dict[str, tuple[Hooks, Hooks]], dict[str, dict[str, Any]]]:
+    """Return the gradient hooks, which are removed, and the attributes of parameters that are not sharded."""
+    hooks: dict[str, tuple[Hooks, Hooks]] = {}
+    attributes: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not is_dtensor(parameter):
+            hooks[name] = take_gradient_hooks(parameter)
+            attributes[name] = attributes_of(parameter)
+    return hooks, attributes
 
 
 def _checkpoint_activations(module: nn.Module) -> None:
@@ -325,11 +435,66 @@ def _stay_gathered(model: Any) -> None:
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    state = model._get_fsdp_state()
+    for group in parameter_groups(model):
+        group._training_state = TrainingState.FORWARD
+
+
+def parameter_groups(module: Any) -> list[Any]:
+    """Return torch's groups of the parameters of a sharded module; private to torch."""
+    state = module._get_fsdp_state()
     # One group in torch 2.11, a list of them since.
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-        if group is not None:
-            group._training_state = TrainingState.FORWARD
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def keep_vectors(group: Any) -> None:
+    """Gather parameters of one dimension in their own type: biases, norms, a temperature, a gate.
+
+    They are few elements, and what is computed in float32 on purpose is mostly computed with them: the
+    exponential of a temperature of 4.605 in bfloat16 is 1 percent off.
+    """
+    for fsdp_param in group.fsdp_params:
+        if fsdp_param.sharded_param.dim() == 1:
+            fsdp_param.param_dtype = None
+
+
+def reduce_in_one_type(group: Any) -> None:
+    """Bring the gradients of a unit to one type before torch reduces them, as it demands.
+
+    They are of several types if vectors keep their own, and if a parameter is first used in the last of
+    several accumulated batches: torch accumulates in the type of the reduction (pytorch#160279).
+    """
+    reduce = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            _bring_to_one_type(group)
+        reduce(*unused)
+
+    group.post_backward = post_backward
+
+
+def _bring_to_one_type(group: Any) -> None:
+    accumulated = None
+    fresh = []
+    for fsdp_param in group.fsdp_params:
+        fsdp_param.accumulate_unsharded_grad_if_needed()
+        if fsdp_param.unsharded_accumulated_grad is not None:
+            accumulated = fsdp_param.unsharded_accumulated_grad.dtype
+            continue
+        gathered = getattr(fsdp_param, "_unsharded_param", None)
+        if gathered is not None and gathered.grad is not None:
+            fresh.append((fsdp_param, gathered))
+    types = {gathered.grad.dtype for _, gathered in fresh}
+    if accumulated is not None:
+        types.add(accumulated)
+    if len(types) < 2:
+        return
+    common = group.mp_policy.param_dtype if accumulated is None else accumulated
+    for fsdp_param, gathered in fresh:
+        if gathered.grad.dtype != common:
+            fsdp_param.unsharded_accumulated_grad = gathered.grad.to(common)
+            gathered.grad = None
 
 
 def _not_gathered_together(module: nn.Module) -> list[nn.Parameter]:
@@ -423,9 +588,11 @@ class WriteWatch:
 
     Args:
         module: The unit, before it is sharded; parameters of inner units are not watched.
+        went_back: Returns whether the step has made a backward pass, which writes gathered parameters, too.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, went_back: Callable[[], bool]) -> None:
+        self._went_back = went_back
         self._places = [
             (f"{prefix}.{name}".lstrip("."), inner._parameters, name)
             for prefix, inner in module.named_modules()
@@ -474,14 +641,15 @@ class WriteWatch:
             self._is_first, self._sums = False, None
         if not any(changed):
             return
+        if self._went_back():
+            raise StepError(_WENT_BACK)
         names = [name for name, row, key in self._places if _is_whole(row[key])]
         msg = (
             f"the forward pass wrote the parameter {names[changed.index(True)]!r} of the model's "
             f"{self._class}, which each rank has gathered for this pass "
             "alone: fully sharded, what is written is lost. Change weights between two steps, on what "
             "model.parameters() gives then, compute the changed weight again in each forward pass "
-            "(torch.nn.utils.parametrize), or take the backend 'ddp', also for a step that asks "
-            "torch.autograd.grad for gradients"
+            "(torch.nn.utils.parametrize), or take the backend 'ddp'"
         )
         raise StepError(msg)
 

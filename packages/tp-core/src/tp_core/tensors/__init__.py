@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from tp_core.modules._parameters import is_dtensor as is_dtensor
     from tp_core.modules._parameters import is_sharded as is_sharded
     from tp_core.modules._parameters import quantized_parts as quantized_parts
+    from tp_core.modules._user_state import copy_attributes as copy_attributes
+    from tp_core.modules._user_state import hooked_parameters as hooked_parameters
+    from tp_core.modules._user_state import move_gradient_hooks as move_gradient_hooks
     from tp_core.tensors._deferred import build_deferred as build_deferred
     from tp_core.tensors._deferred import initial_value as initial_value
     from tp_core.tensors._deferred import is_deferred as is_deferred
@@ -34,5 +37,6 @@ else:
                 "is_sharded",
                 "quantized_parts",
             ],
+            "tp_core.modules._user_state": ["copy_attributes", "hooked_parameters", "move_gradient_hooks"],
         },
     )

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tp_core._trees import containers, tree_leaves, tree_map
+from tp_core.modules._user_state import copy_attributes, move_gradient_hooks
 
 LEAST_NBYTES = 64 * 2**10
 """Smaller tensors get memory at once: code that builds a model often reads numbers from small tensors."""
@@ -90,10 +91,11 @@ def materialize(module: nn.Module, value: Callable[[Tensor], Tensor] = initial_v
 
 
 def _in_place_of(tensor: Tensor, real: Tensor) -> Tensor:
-    """Return a real tensor in place of a deferred parameter or buffer, with its attributes."""
+    """Return a real tensor in place of a deferred parameter or buffer, with its attributes and hooks."""
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, tensor.requires_grad)
-    real.__dict__.update(tensor.__dict__)
+        move_gradient_hooks(tensor, real)
+    copy_attributes(tensor, real)
     return real
 
 
