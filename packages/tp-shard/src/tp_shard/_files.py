@@ -28,7 +28,15 @@ from tp_core.state import (
     write_safetensors,
     write_tensors,
 )
-from tp_core.tensors import DIGESTS, INDEX, TensorSlice, is_dtensor, read_digests
+from tp_core.tensors import (
+    DIGESTS,
+    INDEX,
+    TensorSlice,
+    copy_attributes,
+    is_dtensor,
+    move_gradient_hooks,
+    read_digests,
+)
 
 from tp_shard._shards import Shard, ShardTable, part_of, shard_spec, slice_of, unwrap
 from tp_shard._state_dict import is_first_rank, stream
@@ -345,7 +353,8 @@ def _put_in_place(model: nn.Module, made: dict[int, Tensor]) -> None:
                 continue
             if id(old) not in parameters:
                 parameters[id(old)] = nn.Parameter(made[id(old)], old.requires_grad)
-                parameters[id(old)].__dict__.update(old.__dict__)
+                copy_attributes(old, parameters[id(old)])
+                move_gradient_hooks(old, parameters[id(old)])
             module._parameters[name] = parameters[id(old)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and id(buffer) in made:

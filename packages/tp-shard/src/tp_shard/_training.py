@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from tp_core.compare import Bound
 from tp_core.errors import ConfigError, DisagreementError, NonFiniteLossError
 from tp_core.state import hook_steps
+from tp_core.tensors import copy_attributes
 
 from tp_shard._groups import _debug
 from tp_shard._groups._group import Group, GroupLike, as_group
@@ -418,6 +419,7 @@ class _Exchange:
                 grad = parameter.grad.coalesce()
                 rows = grad.indices()[0]
                 small = nn.Parameter(parameter.detach().index_select(0, rows))
+                copy_attributes(parameter, small)
                 small.grad = grad.values()
                 if parameter in optimizer.state:
                     optimizer.state[small] = {

@@ -24,7 +24,7 @@ from tp_core.errors import ConfigError
 from tp_core.jobs import Footprint, Precision, Recomputation
 from tp_core.plugins import Backend, Job, Verdict
 from tp_core.random import capture_rng_state, restore_rng_state
-from tp_core.tensors import is_sharded
+from tp_core.tensors import copy_attributes, is_sharded
 
 from tp_trainer._activations import recomputations, recompute
 from tp_trainer._opening._agreement import agree_at_start
@@ -80,6 +80,7 @@ class StandIns:
             is_converted = tensor.is_floating_point() and (is_parameter or self._buffers)
             fake = self.of_tensor(tensor, self._dtype if is_converted else None)
             self._copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+            copy_attributes(tensor, self._copies[id(tensor)])
         return copy.deepcopy(model, self._copies).train()
 
     def of_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tp_core.compare import copied, first_token, mapped, named_tensors, other_batches, watched_tables
 from tp_core.random import preserve_rng_state
+from tp_core.tensors import copy_attributes
 
 from tp_shard._plans._adapters import inside_peft, is_adapted
 
@@ -115,6 +116,7 @@ def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: boo
                 values = values.to(dtype) if p.is_floating_point() else values
                 values = values.clone() if values.data_ptr() == p.data_ptr() else values
                 memo[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
+                copy_attributes(p, memo[id(p)])
         for b in module._buffers.values():
             if b is not None and id(b) not in memo:
                 memo[id(b)] = _buffer(b, dtype, generator)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from tp_core.errors import ModelError
+from tp_core.tensors import copy_attributes
 
 from tp_shard._groups._group import Group
 from tp_shard._guards import guard_saving
@@ -229,11 +230,23 @@ class Conversion:
 
     @staticmethod
     def take(parameter: nn.Parameter, split: Split, group: Group) -> nn.Parameter:
-        """Return this rank's shard of a parameter, with its attributes and its gradient."""
+        """Return this rank's shard of a parameter, with its attributes and its gradient.
+
+        Raises:
+            ModelError: The parameter has a gradient hook.
+        """
         if group.size == 1:
             return parameter
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            msg = (
+                f"a parameter of shape {tuple(parameter.shape)} that is split has a gradient hook "
+                "(register_hook or register_post_accumulate_grad_hook), which would be lost: this rank's "
+                "gradient is that of its part. Put the hook on after the model is split, for the part, or "
+                "change gradients before the optimizer steps, as in a callback's on_optimizer_step"
+            )
+            raise ModelError(msg)
         shard = nn.Parameter(split.take(parameter.detach(), group.rank), parameter.requires_grad)
-        shard.__dict__.update(parameter.__dict__)
+        copy_attributes(parameter, shard)
         if parameter.grad is not None:
             shard.grad = split.take(parameter.grad, group.rank)
         return shard
