@@ -265,17 +265,21 @@ def test_data_that_is_replaced_between_steps_is_refused(two_ranks, arguments, na
         assert f"the data of the parameter {name!r} was replaced" in found[1]
 
 
-def assigned_and_closed(backend):
+def assigned_and_closed(backend, *, looks=False):
     model = make_model()
     with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
         model = trainer.prepare(model)
         model.student[2].weight.data = model.student[2].weight.data * 2
+        if looks:
+            weights(trainer, model)
+            pytest.fail("the state was returned")
 
 
-def test_data_that_is_replaced_after_the_last_step_is_refused_at_the_end(two_ranks):
-    for found in two_ranks.run(partial(error_of, assigned_and_closed, "fsdp")):
-        assert found is not None
-        assert "'student.2.weight' was replaced" in found[1]
+def test_data_that_is_replaced_after_the_last_step_is_refused_at_the_end_and_in_states(two_ranks):
+    for looks in (False, True):
+        for found in two_ranks.run(partial(error_of, assigned_and_closed, "fsdp", looks=looks)):
+            assert found is not None
+            assert "'student.2.weight' was replaced" in found[1]
 
 
 class WritesInPlace(Callback):

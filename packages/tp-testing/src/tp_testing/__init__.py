@@ -22,6 +22,7 @@ if "pytest" in sys.modules:
         "tp_testing._logger_conformance",
         "tp_testing._plugin_conformance",
         "tp_testing._training_conformance",
+        "tp_testing._user_state_conformance",
         "tp_testing._wrapper_checks",
     )
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from tp_testing._plugin_conformance import PluginConformance as PluginConformance
     from tp_testing._plugin_conformance import fake_distribution as fake_distribution
     from tp_testing._training_conformance import TrainingConformance as TrainingConformance
+    from tp_testing._user_state_conformance import UserStateConformance as UserStateConformance
     from tp_testing._wrapper_checks import GpuWrapperConformance as GpuWrapperConformance
     from tp_testing._wrapper_checks import WrapperConformance as WrapperConformance
 
@@ -62,6 +64,7 @@ else:
             "tp_testing._logger_conformance": ["LoggerConformance"],
             "tp_testing._plugin_conformance": ["PluginConformance", "fake_distribution"],
             "tp_testing._training_conformance": ["TrainingConformance"],
+            "tp_testing._user_state_conformance": ["UserStateConformance"],
             "tp_testing._wrapper_checks": ["GpuWrapperConformance", "WrapperConformance"],
         },
     )
