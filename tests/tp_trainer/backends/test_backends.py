@@ -211,6 +211,33 @@ def test_a_parameter_that_is_trained_only_since_then_is_an_error(two_ranks):
         assert message.startswith("'b.weight', 'b.bias' of the model were frozen when it was prepared")
 
 
+def _frozen(options):
+    """Freeze the first layer after a step; return the message of a refusal, or the weights."""
+    torch.manual_seed(0)
+    plain = Branches()
+    with DdpBackend().open(make_job(TestDdp(), model=plain, options={"ddp": options})) as session:
+        model = session.prepare_model(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            if number:
+                plain.a.requires_grad_(requires_grad=False)
+            session.backward(model(torch.full((2, 1), 1.0 + session.rank), both=True).square().mean())
+            try:
+                optimizer.step()
+            except StepError as error:
+                return str(error)
+        return [p.item() for p in plain.parameters()]
+
+
+def test_a_parameter_that_is_frozen_since_then_is_named(two_ranks):
+    for message in two_ranks.run(_frozen, {}):
+        assert message.startswith("'a.weight', 'a.bias' of the model were trained when it was prepared")
+        assert "are frozen now" in message
+    first, second = two_ranks.run(_frozen, {"find_unused_parameters": True})
+    assert first == second
+
+
 def test_steps_may_differ_in_what_they_use_where_that_was_said(two_ranks):
     uses = [(True, True), (False, True), (False, False)]
     body = partial(_branches, uses, options={"find_unused_parameters": True})

@@ -140,15 +140,24 @@ class SteppingDataParallel(DistributedDataParallel):
 
     def _unused(self, message: str) -> str:
         """Return the message for parameters without gradients, from their numbers in torch's message."""
-        trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
         found = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", message)
         rank, unused = "this rank", "some"
         if found is not None:
             rank = f"rank {found[1]}"
-            unused = _listed([trained[int(i)] for i in found[2].split()])
+            # The numbers are of those that were trained when torch made its buckets.
+            missing = [self._trained[int(number)] for number in found[2].split()]
+            frozen = [name for name, parameter, _ in missing if not parameter.requires_grad]
+            if frozen:
+                return (
+                    f"{_listed(frozen)} of the model were trained when it was prepared for several ranks, "
+                    "and are frozen now: the ranks wait for their gradients; freeze them before the "
+                    "preparation, set the learning rate of their group to 0, or give the backend's option "
+                    "find_unused_parameters=True"
+                )
+            unused = _listed([name for name, _, _ in missing])
         return (
-            f"the loss on {rank} came without {unused} of the model's {len(trained)} parameters, and the "
-            "ranks wait for the gradients of all of them; use each in every step, freeze what is never "
+            f"the loss on {rank} came without {unused} of the model's {len(self._trained)} parameters, and "
+            "the ranks wait for the gradients of all of them; use each in every step, freeze what is never "
             "trained, or give the backend's option find_unused_parameters=True"
         )
 
