@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -207,6 +208,39 @@ def test_set_epoch_reaches_the_samplers():
     loader.set_epoch(7)
     list(loader)
     assert sampler.told == 7
+
+
+class Dated(Dataset):
+    """Its samples are the epoch that it was told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+class DatedStream(IterableDataset):
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([self.epoch] * 2)
+
+
+@pytest.mark.parametrize("kind", [Dated, DatedStream])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_set_epoch_reaches_datasets_also_in_workers_that_stay(kind, workers):
+    loader = DataLoader(kind(), batch_size=2, num_workers=workers, persistent_workers=workers > 0)
+    prepared = PreparedLoader(loader)
+    assert [batch.tolist() for _ in range(3) for batch in prepared] == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_batches_are_moved_and_counted():

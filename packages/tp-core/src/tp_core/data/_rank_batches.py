@@ -206,6 +206,9 @@ class IndexedBatches(RankBatches):
         has_own = iterates_itself(self._loader)
         looks = True
         try:
+            dataset: Any = getattr(self._source, "dataset", None)
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
             source = iterate_seeded(self._source, seed=self._seed, epoch=epoch, is_ours=True)
             self._left = source if has_own else None
             if has_own and self._ranks.size == 1:  # it may leave batches out, or repeat them

@@ -18,7 +18,13 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from tp_core.data._batches import call_set_epoch
-from tp_core.data._user_loaders import copy_loader, is_elastic, is_hugging_face, position_holder
+from tp_core.data._user_loaders import (
+    copy_loader,
+    is_elastic,
+    is_hugging_face,
+    keeps_old_epochs,
+    position_holder,
+)
 from tp_core.data._workers import iterate_seeded
 from tp_core.errors import LoaderError
 from tp_core.random import preserve_rng_state
@@ -107,6 +113,9 @@ class Stream:
     """The batches of a loader in their own order, and the position of an epoch among them."""
 
     def __init__(self, loader: Iterable[Any], *, seed: int, size: int, is_ours: bool) -> None:
+        if isinstance(loader, DataLoader) and keeps_old_epochs(loader):
+            loader = copy_loader(loader, None, None)
+            is_ours = True
         self.loader = loader
         self._seed, self._size, self._is_ours = seed, size, is_ours
         self._is_endless = is_stream(loader)

@@ -158,9 +158,16 @@ def copy_loader(
     if batches is not None:
         copied.__dict__["batch_sampler"] = batches
     copied.__dict__["_iterator"] = None  # a persistent iterator belongs to the original
+    if keeps_old_epochs(loader):
+        copied.__dict__["persistent_workers"] = False
     if collate is not None:
         copied.__dict__["collate_fn"] = collate(loader.collate_fn)
     return copied
+
+
+def keeps_old_epochs(loader: DataLoader[Any]) -> bool:
+    """Return whether workers stay with a copy of the dataset that no later call of its set_epoch reaches."""
+    return loader.persistent_workers and hasattr(loader.dataset, "set_epoch")
 
 
 def is_hugging_face(dataset: object) -> bool:
