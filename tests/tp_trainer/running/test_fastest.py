@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_testing import run_ranks
-from tp_trainer import Trainer
+from tp_trainer import Trainer, _memory
 
 SAMPLES = TensorDataset(torch.arange(48.0).reshape(12, 4) / 48, torch.arange(12) % 3)
 
@@ -58,6 +58,24 @@ def test_all_ranks_keep_the_same_one():
 def test_the_only_one_that_fits_is_taken_untimed():
     _, name, why = trained("fastest")
     assert (name, why) == ("single", "fastest: only 'single' fits")
+
+
+def test_memory_is_estimated_once(monkeypatch):
+    estimates = []
+    estimate = _memory.add_memory  # private: nothing public tells how often it is called
+
+    def counted(job, work):
+        estimates.append(work)
+        return estimate(job, work)
+
+    monkeypatch.setattr(_memory, "add_memory", counted)
+    options = {"backend": "fastest", "devices": ["cpu", "cpu"], "progress": False}
+    with Trainer(**options, activation_checkpointing="auto") as trainer:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+        loader = DataLoader(SAMPLES, batch_size=4)
+        trainer.fit(model, torch.optim.AdamW(model.parameters()), loader, step=step)
+        assert trainer.selection.asked_by.startswith("fastest, by the time of a step: ")
+    assert len(estimates) == 1
 
 
 def test_what_cannot_be_timed_is_refused():

@@ -85,14 +85,17 @@ class Preparation:
     def selection(self) -> Selection:
         return self._lazy.selection
 
-    def choose(self, model: nn.Module, work: "StepParts") -> Selection:
-        """Return the selection for a model by the memory of its steps, without opening anything."""
+    def choose(self, model: nn.Module, work: "StepParts") -> tuple[Selection, Job]:
+        """Return the selection for a model by the memory of its steps, and the job with this memory.
+
+        Nothing is opened.
+        """
         return self._lazy.choice(model, lambda job: _with_memory(job, work))
 
-    def require(self, backend: str, reason: str) -> None:
-        """Choose the backend that was timed as the fastest."""
+    def require(self, backend: str, reason: str, estimated: Job) -> None:
+        """Choose the backend that was timed as the fastest, for the job of :meth:`choose`."""
         self.make_trial = None
-        self._lazy.require(backend, reason)
+        self._lazy.require(backend, reason, estimated)
 
     def open(self, *models: nn.Module, by: str, work: "StepParts | None" = None) -> Session:
         """Return the session, after a check that its backend fits the models.

@@ -277,6 +277,7 @@ class LazySession:
         self._seed = seed
         self._selection: Selection | None = None
         self._asked_by = ""
+        self._estimated: Job | None = None  # the job with its memory, where the backend was chosen before
         self._opened_by = ""
         self._assessed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the backend fits
         self._prepared: PerModule[nn.Module] | None = None  # from the first model on
@@ -291,13 +292,21 @@ class LazySession:
         """The selection of the backend; before the session is open, the one for an unspecified model."""
         return choose(self._job, self.plugins, self._backend) if self._selection is None else self._selection
 
-    def choice(self, model: nn.Module, estimate: Callable[[Job], Iterable[Job]]) -> Selection:
-        """Return the selection for a model, without opening anything; ``estimate`` is as for :meth:`open`."""
-        return self._select([model], estimate)[0]
+    def choice(self, model: nn.Module, estimate: Callable[[Job], Iterable[Job]]) -> tuple[Selection, Job]:
+        """Return the selection for a model and its job, without opening anything.
 
-    def require(self, backend: str, why: str) -> None:
-        """Choose the backend before the session is open; the selection names the reason."""
-        self._backend, self._asked_by = backend, why
+        ``estimate`` is as for :meth:`open`.
+        """
+        return self._select([model], estimate)
+
+    def require(self, backend: str, why: str, estimated: Job) -> None:
+        """Choose the backend before the session is open; the selection names the reason.
+
+        ``estimated`` is the job of :meth:`choice`: its memory is not estimated again.
+        """
+        self._backend = backend
+        self._asked_by = why
+        self._estimated = replace(estimated, model=None)  # the model may end before the session opens
 
     def open(
         self, *models: nn.Module, by: str, estimate: Callable[[Job], Iterable[Job]] | None = None
@@ -373,7 +382,10 @@ class LazySession:
         jobs: Iterable[Job] = [job]
         # Every rank knows the size without an exchange; for a small model a measurement is not worth it.
         is_small = job.traits is None or job.traits.nbytes < MEASURED_NBYTES
-        if estimate is not None and job.traits and not (is_small and job.recomputation is None):
+        if self._estimated is not None:
+            jobs = [replace(self._estimated, model=job.model, seed=seed)]
+            self._estimated = None  # if the session does not open, the next call may be for another model
+        elif estimate is not None and job.traits and not (is_small and job.recomputation is None):
             jobs = estimate(job)
         for job in jobs:
             selection = choose(job, self.plugins, self._backend)

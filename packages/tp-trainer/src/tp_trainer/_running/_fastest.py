@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, Subset
+from tp_core.discovery import Selection
 from tp_core.errors import ConfigError, ModelError, StepError
+from tp_core.plugins import Job
 from tp_core.random import capture_rng_state, restore_rng_state
 
 from tp_trainer._memory import StepParts
 from tp_trainer._preparation import Preparation
-from tp_trainer._running._settings import FitSettings
 from tp_trainer._steps._step import Step
 
 log = logging.getLogger("tp_trainer")
@@ -31,9 +32,11 @@ def choose_fastest(
     make_trial: Callable[..., Any],
     model: nn.Module,
     optimizer: Optimizer,
-    settings: FitSettings,
+    work: StepParts,
 ) -> None:
     """Time steps on the best backends, and have the session open on the fastest.
+
+    The memory of the job is estimated once: the trials and the session take over what the choice knows.
 
     Raises:
         ConfigError: The loader's first batches cannot be read again.
@@ -41,18 +44,20 @@ def choose_fastest(
 
     Collectives: those of a session of each backend, and a gather of objects for each.
     """
-    name, reason = _find_fastest(preparation, make_trial, model, optimizer, settings)
-    preparation.require(name, reason)
+    selection, job = preparation.choose(model, work)
+    name, reason = _find_fastest(selection, job, make_trial, model, optimizer, work)
+    preparation.require(name, reason, job)
     if preparation.job.environment.is_main:
         log.info("backend %r is kept: %s", name, reason)
 
 
 def _find_fastest(
-    preparation: Preparation,
+    selection: Selection,
+    job: Job,
     make_trial: Callable[..., Any],
     model: nn.Module,
     optimizer: Optimizer,
-    settings: FitSettings,
+    work: StepParts,
 ) -> tuple[str, str]:
     """Return the name of the fastest of the best backends, and the times of all in words.
 
@@ -61,20 +66,20 @@ def _find_fastest(
 
     Collectives: those of a session of each backend, and a gather of objects for each.
     """
-    work = StepParts(optimizer, settings.train_loader, settings.step)
-    selection = preparation.choose(model, work)
     fitting = [c.name for c in selection.candidates if c.verdict.is_fit][:_MOST]
     names = fitting or [selection.chosen.name]  # which the environment names
     if len(names) == 1:
         return names[0], f"fastest: only {names[0]!r} fits"
-    batches = _first_batches(settings.train_loader)
+    batches = _first_batches(work.loader)
     times: dict[str, float] = {}
     refusals: list[str] = []
-    generators = capture_rng_state(preparation.job.devices)
+    generators = capture_rng_state(job.devices)
     for name in names:
         copied, using = copy.deepcopy((model, optimizer))  # together: the copy has the copied parameters
         try:
-            times[name] = _time_steps(make_trial(backend=name), copied, using, batches, settings.step)
+            trial = make_trial(backend=name)
+            trial._preparation.require(name, "a trial of the fastest", job)
+            times[name] = _time_steps(trial, copied, using, batches, work.step)
         except (ConfigError, ModelError, StepError) as error:  # which all ranks raise
             refusals.append(f"{name}: {error}")
         finally:
@@ -103,7 +108,7 @@ def _first_batches(loader: Iterable[Any]) -> DataLoader[Any]:
 
 
 def _time_steps(
-    trainer: Any, model: nn.Module, optimizer: Optimizer, batches: DataLoader[Any], step: Step
+    trainer: Any, model: nn.Module, optimizer: Optimizer, batches: DataLoader[Any], step: Step | None
 ) -> float:
     """Return the seconds of the fastest step, of the slowest rank."""
     with trainer:

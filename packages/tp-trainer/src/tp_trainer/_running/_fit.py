@@ -89,9 +89,9 @@ def fit(preparation: Preparation, settings: FitSettings, model: nn.Module, optim
     Collectives: as in `build_loop` and `_train`.
     """
     settings.loop.events.send("on_setup", model, optimizer)
-    if preparation.make_trial is not None:
-        choose_fastest(preparation, preparation.make_trial, model, optimizer, settings)
     work = StepParts(optimizer, settings.train_loader, settings.step)
+    if preparation.make_trial is not None:
+        choose_fastest(preparation, preparation.make_trial, model, optimizer, work)
     session = preparation.open(model, by="fit()", work=work)
     logs = plan_log(preparation, settings.loop, [optimizer])
     check_owner(optimizer, [model])
