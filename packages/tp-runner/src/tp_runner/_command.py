@@ -64,7 +64,8 @@ def find(inputs: Sequence[str], form: str, *, outputs: Sequence[Path]) -> list[I
             if form == "parquet":
                 msg = "--format parquet needs a file that can be searched; write standard input to one first"
                 raise ConfigError(msg)
-            found[name] = InputFile(None, "lines" if form == "auto" else form)
+            kind = "lines" if form == "auto" else form
+            found[name] = InputFile(None, kind)
             continue
         for path in _expand(name):
             real, is_named = path.resolve(), path == Path(name)
@@ -95,7 +96,8 @@ def read(sources: Iterable[InputFile]) -> Iterator[Record]:
 def _kind_of(path: Path, form: str, *, is_listed: bool) -> str:
     if form != "auto":
         return form
-    return _BY_SUFFIX.get(_without_gz(path).suffix, "files" if is_listed else "lines")
+    default = "files" if is_listed else "lines"
+    return _BY_SUFFIX.get(_without_gz(path).suffix, default)
 
 
 def _without_gz(path: Path) -> Path:
@@ -121,7 +123,7 @@ def _expand(name: str) -> list[Path]:
         raise ConfigError(msg)
     if path.is_dir():
         files = sorted(child for child in path.rglob("*") if child.is_file())
-        return [file for file in files if not any(p.startswith(".") for p in file.relative_to(path).parts)]
+        return [file for file in files if not _is_hidden(file.relative_to(path))]
     if path.exists():
         return [path]
     found = sorted(Path(match) for match in glob.glob(name, recursive=True))  # noqa: PTH207 - it may be absolute
@@ -129,6 +131,10 @@ def _expand(name: str) -> list[Path]:
         msg = f"no file, directory or pattern {name!r}; nothing matches it{file_meant(path)}"
         raise ConfigError(msg)
     return [path for path in found if path.is_file()]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _parse(lines: Iterable[str], source: str, kind: str) -> Iterator[Record]:
@@ -153,9 +159,12 @@ def _parse(lines: Iterable[str], source: str, kind: str) -> Iterator[Record]:
 
 
 def _rows_of_parquet(path: Path) -> Iterator[Record]:
-    stamp, batches = _stamp(path), import_extra("pyarrow.parquet").ParquetFile(path).iter_batches(1024)
-    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-        yield Record(str(path), number, stamp, row)
+    stamp = _stamp(path)
+    number = 0
+    for batch in import_extra("pyarrow.parquet").ParquetFile(path).iter_batches(1024):
+        for row in batch.to_pylist():
+            number += 1
+            yield Record(str(path), number, stamp, row)
 
 
 def _digest(text: str) -> str:
@@ -405,9 +414,13 @@ def _write_csv(journal: Path, part: Path) -> None:
 
 
 def _write_parquet(journal: Path, part: Path) -> None:
-    pyarrow, rows = import_extra("pyarrow"), list(rows_of(journal))
+    pyarrow = import_extra("pyarrow")
+    rows = list(rows_of(journal))
+    columns: dict[str, list[Any]] = {}
+    for name in _columns(rows):
+        columns[name] = [row.get(name) for row in rows]
     try:
-        table = pyarrow.table({name: [row.get(name) for row in rows] for name in _columns(rows)})
+        table = pyarrow.table(columns)
     except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's are these, too
         msg = f"the results do not fit into the columns of a table: {error}; they are all in {journal}"
         raise StateError(msg) from error
@@ -415,7 +428,10 @@ def _write_parquet(journal: Path, part: Path) -> None:
 
 
 def _columns(rows: Iterable[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(["source", "line", *(name for row in rows for name in row)]))
+    names = {"source": None, "line": None}  # a dict, which keeps the order of the columns
+    for row in rows:
+        names |= dict.fromkeys(row)
+    return list(names)
 
 
 def rows_of(journal: Path) -> Iterator[dict[str, Any]]:
@@ -549,81 +565,173 @@ def run(
     failed are tried again, those that are others now are done again. The exit status is 1 if items failed.
     Hidden files of a directory are passed over.
     """
-    if form not in FORMATS:
-        meant = did_you_mean(form, FORMATS)
-        msg = f"--format must be one of {', '.join(FORMATS)}, got {form!r}{meant}"
-        raise ConfigError(msg)
-    if retry_delay_s is not None and not max_retries:
-        msg = "--retry-delay-s is about items that are tried again; give --max-retries too"
-        raise ConfigError(msg)
-    is_stdout = str(output) == "-"
-    if as_json and is_stdout:
-        msg = "--json prints its document where --output - has the results; name a file for these"
-        raise ConfigError(msg)
-    if timeline is not None and (timeline.is_dir() or not timeline.absolute().parent.is_dir()):
-        msg = f"--timeline must be a file in a folder that is there, got {str(timeline)!r}"
-        raise ConfigError(msg)
-    folder = output if is_folder(output) else None
-    if folder is not None and form not in {"images", "files"}:
-        msg = f"--output {output} is a folder, which takes one picture for each file: give --format images"
-        raise ConfigError(msg)
-    with contextlib.redirect_stdout(sys.stderr):
-        kind = _load(runner)
-    if form == "images" or folder is not None:
-        kind = _image_runner(kind, reads=form == "images", folder=folder, batched=batch is not None)
-    file = journal_of(output)
-    sources = find([*inputs, *(more or [])], form, outputs=[output, file])
-    if output.suffix == ".parquet":
-        import_extra("pyarrow.parquet")
-    if folder is not None:
-        import_extra("PIL.Image")
-    records: collections.deque[Record] = collections.deque()  # those on their way, oldest first
-    with owned(file):
-        with (
-            Journal(file) as journal,
-            _reserve_stdout() if as_json or is_stdout else contextlib.nullcontext(),
-            _report_failure(journal, records, output),
-        ):
-            taken: dict[Path, str] = {}
-            if folder is not None:  # those that are known now, before any work
-                done = [row["source"] for row in rows_of(file)]
-                for source in (*done, *(str(path) for path, _ in sources if path)):
-                    if source != "-":
-                        require_apart(source, folder, taken)
-
-            def items() -> Any:
-                for record in read(sources):
-                    if not journal.has(record):
-                        if folder is not None:  # and those that standard input names
-                            require_apart(record.item, folder, taken)
-                        records.append(record)
-                        yield record.item
-
-            with kind(
-                _devices(devices),
-                batch=batch,
-                max_retries=max_retries,
-                retry_delay_s=retry_delay_s,
-                max_restarts=max_restarts,
-                on_error="return" if keep_going else "raise",
-                timeout_s=timeout_s,
-                progress="auto" if progress else False,
-                timeline=True,
-            ) as running:
-                for result in running.stream(items()):
-                    journal.write(records.popleft(), result, keep_going=keep_going)
-                if timeline is not None:
-                    running.write_timeline(timeline)
-                if progress and journal.n_now:
-                    typer.echo(f"{running.stats()}\n{running.draw_timeline()}", err=True)
-        with saving(output):
-            write_table(file, output)
+    request = RunRequest(
+        runner=runner,
+        inputs=(*inputs, *(more or ())),
+        output=output,
+        form=form,
+        devices=devices,
+        batch=batch,
+        max_retries=max_retries,
+        retry_delay_s=retry_delay_s,
+        max_restarts=max_restarts,
+        timeout_s=timeout_s,
+        keep_going=keep_going,
+        timeline=timeline,
+        progress=progress,
+        as_json=as_json,
+    )
+    journal = _run_request(request)
     if as_json:
         typer.echo(json.dumps({"output": str(output), **journal.counts()}, indent=2))
     else:
         _report(journal, output)
     if journal.n_failed:
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """The arguments of ``tp run``; the help of its options describes each.
+
+    Raises:
+        ConfigError: Arguments contradict each other, or name what cannot be.
+    """
+
+    runner: str
+    inputs: tuple[str, ...]
+    output: Path
+    form: str
+    devices: str
+    batch: int | None
+    max_retries: int
+    retry_delay_s: float | None
+    max_restarts: int
+    timeout_s: float | None
+    keep_going: bool
+    timeline: Path | None
+    progress: bool
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMATS:
+            meant = did_you_mean(self.form, FORMATS)
+            msg = f"--format must be one of {', '.join(FORMATS)}, got {self.form!r}{meant}"
+            raise ConfigError(msg)
+        if self.retry_delay_s is not None and not self.max_retries:
+            msg = "--retry-delay-s is about items that are tried again; give --max-retries too"
+            raise ConfigError(msg)
+        if self.as_json and self.is_stdout:
+            msg = "--json prints its document where --output - has the results; name a file for these"
+            raise ConfigError(msg)
+        timeline = self.timeline
+        if timeline is not None and (timeline.is_dir() or not timeline.absolute().parent.is_dir()):
+            msg = f"--timeline must be a file in a folder that is there, got {str(timeline)!r}"
+            raise ConfigError(msg)
+        if self.folder is not None and self.form not in {"images", "files"}:
+            msg = (
+                f"--output {self.output} is a folder, which takes one picture for each file: give "
+                "--format images"
+            )
+            raise ConfigError(msg)
+
+    @property
+    def is_stdout(self) -> bool:
+        """Whether results go to standard output."""
+        return str(self.output) == "-"
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder for pictures, or ``None`` where the output is a file."""
+        return self.output if is_folder(self.output) else None
+
+    @property
+    def journal(self) -> Path:
+        """The file with the results, line by line."""
+        return journal_of(self.output)
+
+    def runner_class(self) -> type[OrderedRunner]:
+        """Return the runner class, wrapped where it reads or writes pictures."""
+        with contextlib.redirect_stdout(sys.stderr):
+            kind = _load(self.runner)
+        reads = self.form == "images"
+        if reads or self.folder is not None:
+            return _image_runner(kind, reads=reads, folder=self.folder, batched=self.batch is not None)
+        return kind
+
+    def runner_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of the runner."""
+        on_error = "return" if self.keep_going else "raise"
+        progress = "auto" if self.progress else False
+        return {
+            "batch": self.batch,
+            "max_retries": self.max_retries,
+            "retry_delay_s": self.retry_delay_s,
+            "max_restarts": self.max_restarts,
+            "on_error": on_error,
+            "timeout_s": self.timeout_s,
+            "progress": progress,
+            "timeline": True,
+        }
+
+
+def _run_request(request: RunRequest) -> Journal:
+    """Run every item that is not done, and write the results; return the journal, which is closed."""
+    kind = request.runner_class()
+    file = request.journal
+    sources = find(request.inputs, request.form, outputs=[request.output, file])
+    # Before any work: a missing library would otherwise be named after hours of it.
+    if request.output.suffix == ".parquet":
+        import_extra("pyarrow.parquet")
+    if request.folder is not None:
+        import_extra("PIL.Image")
+    records: collections.deque[Record] = collections.deque()  # those on their way, oldest first
+    keeps_stdout = request.as_json or request.is_stdout
+    with owned(file):
+        with (
+            Journal(file) as journal,
+            _reserve_stdout() if keeps_stdout else contextlib.nullcontext(),
+            _report_failure(journal, records, request.output),
+        ):
+            items = _items_to_do(request, sources, journal, records)
+            with kind(_devices(request.devices), **request.runner_options()) as running:
+                for result in running.stream(items):
+                    journal.write(records.popleft(), result, keep_going=request.keep_going)
+                if request.timeline is not None:
+                    running.write_timeline(request.timeline)
+                if request.progress and journal.n_now:
+                    typer.echo(f"{running.stats()}\n{running.draw_timeline()}", err=True)
+        with saving(request.output):
+            write_table(file, request.output)
+    return journal
+
+
+def _items_to_do(
+    request: RunRequest, sources: Sequence[InputFile], journal: Journal, records: collections.deque[Record]
+) -> Iterator[Any]:
+    """Return an iterator over the items that are not done; each one's record is added to ``records``.
+
+    Two sources whose pictures have one name are refused: those that are known, at once, before any work.
+    """
+    folder = request.folder
+    taken: dict[Path, str] = {}
+    if folder is not None:
+        done = [row["source"] for row in rows_of(request.journal)]
+        named = [str(source.path) for source in sources if source.path is not None]
+        for name in (*done, *named):
+            if name != "-":
+                require_apart(name, folder, taken)
+
+    def items() -> Iterator[Any]:
+        for record in read(sources):
+            if journal.has(record):
+                continue
+            if folder is not None:  # and those that standard input names
+                require_apart(record.item, folder, taken)
+            records.append(record)
+            yield record.item
+
+    return items()
 
 
 @contextlib.contextmanager
@@ -681,11 +789,14 @@ def _load(name: str) -> type[OrderedRunner]:
         msg = f"no runner {name!r}: there is no file {module_name!r}{file_meant(file)}"
         raise ConfigError(msg)
     # The workers import it, too: a file by its module name, from its folder.
-    here = str(file.parent.resolve() if file.suffix == ".py" else Path.cwd())
+    folder, importable = Path.cwd(), module_name
+    if file.suffix == ".py":
+        folder, importable = file.parent.resolve(), file.stem
+    here = str(folder)
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        module = importlib.import_module(file.stem if file.suffix == ".py" else module_name)
+        module = importlib.import_module(importable)
     except ImportError as error:
         meant = file_meant(Path(here, f"{module_name}.py")) if error.name == module_name else ""
         msg = f"no runner {name!r}: {error}; it is looked for from {here}{meant}"
