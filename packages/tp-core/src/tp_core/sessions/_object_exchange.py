@@ -67,6 +67,7 @@ def _differ(one: str | None, other: str | None) -> bool:
 
 def _users_line() -> str:
     """Return the line of the user's program that led here, for a message."""
+    # From the stack: the program calls fit() or evaluate(), which cannot be asked for its caller's line.
     for frame, number in traceback.walk_stack(None):
         if not frame.f_globals.get("__name__", "").startswith(("tp_", "contextlib")):
             file = frame.f_code.co_filename

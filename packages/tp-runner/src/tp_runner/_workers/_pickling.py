@@ -231,6 +231,7 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, list | tuple):
         parts = [(f"[{place}]", value) for place, value in enumerate(obj)]
     elif callable(obj) and getattr(obj, "__closure__", None):
+        # As cloudpickle does: what a function holds is pickled with it, and may be what cannot be.
         names = obj.__code__.co_freevars
         cells = [cell.cell_contents for cell in obj.__closure__]
         parts = [(f".<closure {name}>", value) for name, value in zip(names, cells, strict=True)]
