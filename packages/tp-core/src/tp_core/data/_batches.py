@@ -293,7 +293,9 @@ def has_fewer(batch: Any, samples: int) -> bool:
     A collate function that leaves samples out does not report it. The check cannot notice it where one
     sample is left, or where the batch has no tensor.
     """
-    found = count_samples(batch.batch if isinstance(batch, Envelope) else batch)
+    if isinstance(batch, Envelope):
+        batch = batch.batch
+    found = count_samples(batch)
     if not 1 < found < samples:
         return False
     log.warning(

@@ -367,9 +367,11 @@ class StreamBatches(_OwnBatches):
             if not any_rank(mine is not NOTHING):
                 return
             progress.number, done = done, done + 1
-            batch = batch if mine is NOTHING else mine
+            if mine is not NOTHING:
+                batch = mine
             samples = count_samples(batch)
-            progress.share = Share(0 if mine is NOTHING else samples, samples * self._ranks.size)
+            own = 0 if mine is NOTHING else samples
+            progress.share = Share(own, samples * self._ranks.size)
             yield batch if move is None else move(batch)
 
     def length(self, epoch: int) -> int:

@@ -32,12 +32,11 @@ def length_along(value: Any, dim: int = 0) -> int | None:
     """
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
-    if isinstance(value, Tensor) or is_array(value):
-        return (
-            None
-            if value.ndim <= dim
-            else int(value.size(dim) if isinstance(value, Tensor) else value.shape[dim])
-        )
+    if isinstance(value, Tensor):
+        # Not its shape, which a nested tensor does not have.
+        return int(value.size(dim)) if value.ndim > dim else None
+    if is_array(value):
+        return int(value.shape[dim]) if value.ndim > dim else None
     return None
 
 

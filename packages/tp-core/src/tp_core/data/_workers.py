@@ -259,4 +259,6 @@ def _end(popen: Any) -> None:
         popen.wait(_END_S)
     finally:
         if is_main:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
+            # None: the handler was set by C code, which Python cannot set again.
+            handler = signal.SIG_DFL if before is None else before
+            signal.signal(signal.SIGCHLD, handler)

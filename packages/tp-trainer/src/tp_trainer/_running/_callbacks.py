@@ -168,14 +168,13 @@ class Events:
         self._find()
 
     def _find(self) -> None:
-        self._calls: dict[str, list[tuple[Callable[..., None], Callback | None]]] = {
-            name: [
-                (getattr(one, name), one if one in self._joined else None)
-                for one in self.callbacks
-                if _overrides(one, name)
-            ]
-            for name in _EVENTS
-        }
+        self._calls: dict[str, list[tuple[Callable[..., None], Callback | None]]] = {}
+        for name in _EVENTS:
+            calls = self._calls[name] = []
+            for callback in self.callbacks:
+                if _overrides(callback, name):
+                    joined = callback if callback in self._joined else None
+                    calls.append((getattr(callback, name), joined))
 
     def has(self, name: str) -> bool:
         return bool(self._calls[name])

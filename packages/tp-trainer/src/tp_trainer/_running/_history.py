@@ -203,9 +203,10 @@ class History:
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the table, and curves if matplotlib is installed."""
         columns = self.to_dict()
-        cells = [
-            "".join(f"<td>{_worded(columns[name][row])}</td>" for name in columns) for row in range(len(self))
-        ]
+        cells = []
+        for row in range(len(self)):
+            worded = [_worded(column[row]) for column in columns.values()]
+            cells.append("".join(f"<td>{text}</td>" for text in worded))
         head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
         table = f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
         return (

@@ -122,7 +122,10 @@ class RunLog:
         rows, self._rows = self._rows, []
         if not rows:
             return
-        read = _read([value for *_, row in rows for value in row.values() if isinstance(value, Tensor)])
+        tensors: list[Tensor] = []
+        for *_, row in rows:
+            tensors += [value for value in row.values() if isinstance(value, Tensor)]
+        read = _read(tensors)
         for step, epoch, row in rows:
             numbers = {n: next(read) if isinstance(v, Tensor) else v for n, v in row.items()}
             self._each(lambda logger, n=numbers, s=step, e=epoch: logger.log(n, step=s, epoch=e))

@@ -138,16 +138,20 @@ class Loop:
         self._looked_for_more = False  # whether the loader has more batches than it says
 
         # What comes next, and what ends the run.
+        log_every = logs.every if logs.is_on else None
+        validate_every = None if validation is None else validation.every_steps
+        save_every = None if checkpoints is None else checkpoints.every_steps
         self._schedule = StepSchedule(
-            log_every=logs.every if logs.is_on else None,
-            validate_every=None if validation is None else validation.every_steps,
-            save_every=None if checkpoints is None else checkpoints.every_steps,
+            log_every=log_every,
+            validate_every=validate_every,
+            save_every=save_every,
             last_step=limits.max_steps,
         )
+        checkpointer = None if self._saving is None else self._saving.checkpointer
         self._requests = Requests(
             session,
             limits,
-            None if self._saving is None else self._saving.checkpointer,
+            checkpointer,
             may_come=hooks.counts_batches or bool(settings.events.callbacks),
         )
         self._next_look: float = 0  # at this many batches done
@@ -527,7 +531,8 @@ class Loop:
         if schedule.last_step is not None and step >= schedule.last_step:
             self._ending = f"max_steps={schedule.last_step}"
         self._follow_requests(step, ended_step=ended_step)
-        self._requests.schedule(math.inf if self._ticker is None else self._ticker.next_update)
+        next_update = math.inf if self._ticker is None else self._ticker.next_update
+        self._requests.schedule(next_update)
         position.is_in_step = True
         steps_left = schedule.next_after(step)
         return steps_left if steps_left == math.inf else position.batches_after(int(steps_left))
@@ -670,9 +675,10 @@ class Loop:
             return {}
         self._settings.events.send("on_validation_start", self)
         boundaries = self._requests.boundaries
+        saving_boundaries = None if self._saving is None else boundaries
         try:
             with self._watching():
-                means = dict(self._hooks.validate(None if self._saving is None else boundaries, None))
+                means = dict(self._hooks.validate(saving_boundaries, None))
         except GatherInterruptedError as cut:
             # Before the save: callbacks put the model's own weights back in place of averages.
             self._settings.events.send("on_validation_end", self, {})

@@ -33,7 +33,8 @@ class Reporter:
             self._notebook.remove_bar()
             return
         if not self._on_terminal:
-            yield Ticker(label, steps, _LINE_INTERVAL_S if self._has_lines else math.inf, first=first)
+            interval_s = _LINE_INTERVAL_S if self._has_lines else math.inf
+            yield Ticker(label, steps, interval_s, first=first)
             return
         from rich.console import Console
         from rich.progress import (

@@ -202,8 +202,9 @@ class UserState:
             if not isinstance(self._values.get(name), nn.Module)
         }
         everyones = self._session.gather_objects(digests, where="digests of states")
-        known = {name for theirs in everyones for name in theirs}
-        return {name for name in known if len({theirs.get(name) for theirs in everyones}) > 1}
+        known: set[str] = set().union(*everyones)
+        first, *others = everyones
+        return {name for name in known if any(theirs.get(name) != first.get(name) for theirs in others)}
 
 
 def _has_state(value: object) -> bool:
@@ -418,13 +419,14 @@ class RunState:
         if base is not None:
             base.check(self._session, model, path)
         self._restored_base = base
+        frozen = () if base is None else base.weights
         restore_state(
             model,
             self._optimizers(),
             tensors,
             cut=self._session.as_slice,
             same_groups=bool(trained.schedulers),
-            without=() if base is None else base.weights,
+            without=frozen,
         )
         for name, scheduler in trained.schedulers.items():
             _load_state_of(scheduler, schedulers[name])
