@@ -12,7 +12,7 @@ from tp_trainer._running._log import RunLog  # private: which numbers wait is no
 
 def log_of(*loggers):
     """Return the log of a run of one rank."""
-    session = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value)
+    session = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value, **_: value)
     return RunLog(session, loggers)
 
 
