@@ -25,7 +25,6 @@ def alone():
 
 def who():
     d = ts.distributed
-    assert d.get_group_size() == d.get_world_size()
     return d.is_initialized(), d.get_rank(), d.get_world_size(), d.get_group() is not None
 
 

@@ -6,13 +6,23 @@ import tp_shard as ts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from tp_shard._split import Split  # private: any split, without its ranks
-from tp_shard.nn import init as shard_init
+
+# private: any split, without its ranks, and methods that no layer uses
+from tp_shard._groups._group import ALONE, current_group
+from tp_shard._shards import get_split
+from tp_shard._split import Split
+from tp_shard.nn import _init as shard_init
 
 from tests.tp_shard.on_each_rank import own
 
 d, init = ts.distributed, nn.init
-helper = ts.nn.init.shard_init_helper_
+
+
+def initialize(method, shard, **kwargs):
+    """Fill a shard as a layer does, by the split that its marks say."""
+    group = current_group() or ALONE
+    shard_init.init_shard_(method, shard, get_split(shard, group), group, kwargs)
+
 
 METHODS = [
     (init.uniform_, {"a": -2.0, "b": 3.0}),
@@ -45,7 +55,7 @@ def every_method_gives_the_values_of_the_whole_tensor():
                 after = torch.rand(1)
                 layer = ts.nn.ParallelLinear(9, 23, dim=dim, dtype=dtype)
                 torch.manual_seed(5)
-                helper(method, layer.weight, **kwargs)
+                initialize(method, layer.weight, **kwargs)
                 assert torch.equal(layer.weight, own(expected, axis)), method
                 assert torch.equal(torch.rand(1), after)
                 assert layer.weight.dtype == dtype
@@ -54,7 +64,7 @@ def every_method_gives_the_values_of_the_whole_tensor():
     torch.manual_seed(5)
     layer = ts.nn.ParallelLinear(9, 23, dim=1)
     torch.manual_seed(5)
-    helper(init.uniform_, layer.bias)
+    initialize(init.uniform_, layer.bias)
     assert torch.equal(layer.bias, own(bias, 0))
 
 
@@ -63,10 +73,10 @@ def a_marked_tensor_and_a_generator_of_ones_own_are_honoured():
     for order_type, dim, axis in [(0, -1, 0), (1, -1, 1), (0, 0, 1), (1, 0, 0)]:
         tensor = own(torch.empty(6, 8), axis).clone()
         ts.register_parallel_attribute(tensor, dim, order_type, size=expected.size(axis))
-        helper(init.normal_, tensor, generator=torch.Generator().manual_seed(9 + d.get_rank()))
+        initialize(init.normal_, tensor, generator=torch.Generator().manual_seed(9 + d.get_rank()))
         assert torch.equal(tensor, own(expected, axis))
     plain = torch.empty(3)
-    helper(init.uniform_, plain)
+    initialize(init.uniform_, plain)
     if d.get_world_size() > 1:
         copies = d.gather(plain.reshape(1, 3), 0)
         assert (copies == copies[0]).all()

@@ -52,14 +52,15 @@ def test_on_ranks(on_ranks, world):
     on_ranks(world, marks_stay_with_parameters_and_are_needed_by_nobody)
 
 
-def test_register_parallel_dim_marks_what_goes_through_it():
+def test_tensors_and_parameters_get_marks_by_hand():
     x = torch.empty(3)
     assert ts.get_parallel_dim(x) is None
-    assert ts.get_parallel_dim(ts.nn.RegisterParallelDim(dim=0)(x)) == 0
+    ts.register_parallel_dim(x, 0)
+    assert ts.get_parallel_dim(x) == 0
+    ts.register_parallel_dim(x, None)
     assert ts.get_parallel_dim(x) is None
-    assert ts.get_parallel_dim(ts.nn.RegisterParallelDim()(x)) is None
     with pytest.raises(ConfigError, match="got 3"):
-        ts.nn.RegisterParallelDim(3)
+        ts.register_parallel_dim(x, 3)
     parameter = torch.empty(20, 30)
     ts.register_parallel_attribute(parameter, -1, 1)
     assert ts.get_parallel_dim(parameter) == -1

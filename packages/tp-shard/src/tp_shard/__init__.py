@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from tp_shard._plans._styles import Row as Row
     from tp_shard._plans._styles import Sequence as Sequence
     from tp_shard._plans._styles import Vocab as Vocab
-    from tp_shard._plans._summary import LayerSummary as LayerSummary
-    from tp_shard._plans._summary import Summary as Summary
     from tp_shard._plans._summary import summary as summary
     from tp_shard._shards import get_parallel_dim as get_parallel_dim
     from tp_shard._shards import register_parallel_attribute as register_parallel_attribute
@@ -76,9 +74,6 @@ if TYPE_CHECKING:
     from tp_shard._training import clip_grad_norm_ as clip_grad_norm_
     from tp_shard._training import parameter_groups as parameter_groups
     from tp_shard._training import update_sampled_rows as update_sampled_rows
-    from tp_shard._verify._report import Fault as Fault
-    from tp_shard._verify._report import ModuleReport as ModuleReport
-    from tp_shard._verify._report import Report as Report
     from tp_shard._verify._report import verify as verify
     from tp_shard.compat import _ORDER_TYPE as _ORDER_TYPE
     from tp_shard.compat import _PARALLEL_ATTR as _PARALLEL_ATTR
@@ -107,7 +102,7 @@ else:
                 "Sequence",
                 "Vocab",
             ],
-            "tp_shard._plans._summary": ["LayerSummary", "Summary", "summary"],
+            "tp_shard._plans._summary": ["summary"],
             "tp_shard._shards": ["get_parallel_dim", "register_parallel_attribute", "register_parallel_dim"],
             "tp_shard._files": ["export", "load_pretrained", "load_sharded", "save_sharded"],
             "tp_shard._state_dict": [
@@ -123,7 +118,7 @@ else:
                 "parameter_groups",
                 "update_sampled_rows",
             ],
-            "tp_shard._verify._report": ["Fault", "ModuleReport", "Report", "verify"],
+            "tp_shard._verify._report": ["verify"],
             "tp_shard.compat": [
                 "_ORDER_TYPE",
                 "_PARALLEL_ATTR",

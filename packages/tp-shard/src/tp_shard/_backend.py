@@ -131,7 +131,7 @@ class ShardBackend(RanksBackend[ShardOptions]):
         return self._ranks(job)[0]
 
     def layouts(self, job: Job) -> Iterable[Layout]:
-        """Return numbers of ranks that split tensors, and ways for the copies."""
+        """Return numbers of ranks that split tensors, each with how the copies share samples."""
         from tp_shard._split_memory import list_layouts
 
         size = job.environment.world_size

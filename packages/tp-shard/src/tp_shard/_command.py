@@ -12,7 +12,7 @@ from tp_core.errors import ConfigError
 
 from tp_shard import plans
 from tp_shard._verify._examples import example_call
-from tp_shard._verify._report import Report, verify
+from tp_shard._verify._report import PlanReport, verify
 
 _KEYS = ("model", "plan", "batch", "loss")
 _MOST = 1024  # ranks of a group of a model
@@ -56,7 +56,7 @@ def _proposed(model: nn.Module, batch: Any, ranks: int, how: Literal["auto", "hf
     return propose(model, batch, group=Group(0, ranks), verbose=False)
 
 
-def _verified(builder: str, ranks: int, propose: Literal["auto", "hf"]) -> Report:
+def _verified(builder: str, ranks: int, propose: Literal["auto", "hf"]) -> PlanReport:
     built = call_builder(builder, _KEYS)
     model, batch = built["model"], built.get("batch")
     if batch is None:

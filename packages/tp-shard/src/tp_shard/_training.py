@@ -340,7 +340,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float | None = None) -> 
             leaves decay to the optimizer.
 
     Returns:
-        Dicts with "params", "name" and "sharded", and with "weight_decay" if it was given. No group is empty.
+        Dicts with "params", "name" and "sharded", and with "weight_decay" if there is one. No group is empty.
 
     Example:
         >>> model = ts.nn.ParallelLinear(4, 4, dim=0)
@@ -352,14 +352,16 @@ def parameter_groups(model: nn.Module, *, weight_decay: float | None = None) -> 
         if parameter.requires_grad:
             decays = weight_decay is not None and parameter.dim() > 1
             groups.setdefault((holds_shard(parameter), decays), []).append(parameter)
-    found = []
+    result = []
     for (sharded, decays), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True):
-        name = ("sharded" if sharded else "replicated") + (", decayed" if decays else "")
+        name = "sharded" if sharded else "replicated"
+        if decays:
+            name = f"{name}, decayed"
         group: dict[str, Any] = {"params": parameters, "name": name, "sharded": sharded}
         if weight_decay is not None:
             group["weight_decay"] = weight_decay if decays else 0.0
-        found.append(group)
-    return found
+        result.append(group)
+    return result
 
 
 def update_sampled_rows(optimizer: Optimizer) -> None:
@@ -368,7 +370,7 @@ def update_sampled_rows(optimizer: Optimizer) -> None:
     Most of torch's optimizers refuse sparse gradients, and SGD moves all rows by their momentum. After this
     call each step passes those rows to the optimizer, in a small parameter with its part of the state, and
     writes them back. The other rows keep their values, momentum and moments, and get no weight decay. Partial
-    FC (arXiv:2010.05222) updates sampled centers this way, and so does :class:`torch.optim.SparseAdam` for
+    FC (arXiv:2010.05222) updates sampled centers like this, and so does :class:`torch.optim.SparseAdam` for
     Adam. Parameters with dense gradients are updated as usual.
 
     Args:
@@ -422,10 +424,10 @@ class _Exchange:
                 copy_attributes(parameter, small)
                 small.grad = grad.values()
                 if parameter in optimizer.state:
-                    optimizer.state[small] = {
-                        key: value.index_select(0, rows) if _is_like(value, parameter) else value
-                        for key, value in optimizer.state[parameter].items()
-                    }
+                    of_rows = {}
+                    for key, value in optimizer.state[parameter].items():
+                        of_rows[key] = value.index_select(0, rows) if _is_like(value, parameter) else value
+                    optimizer.state[small] = of_rows
                 self._places.append((parameters, i, parameter, small, rows))
         for parameters, i, _, small, _ in self._places:
             parameters[i] = small

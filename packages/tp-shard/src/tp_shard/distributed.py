@@ -30,7 +30,6 @@ from tp_shard._groups._group import (
 )
 
 __all__ = [
-    "Group",
     "copy",
     "debug",
     "destroy_process_group",
@@ -38,7 +37,6 @@ __all__ = [
     "gather_batch",
     "get_data_group",
     "get_group",
-    "get_group_size",
     "get_rank",
     "get_world_size",
     "init_process_group",
@@ -137,11 +135,6 @@ def get_rank() -> int:
 
 def get_world_size() -> int:
     """Return the number of ranks in the model-parallel group; 1 without one."""
-    return (current_group() or ALONE).size
-
-
-def get_group_size() -> int:
-    """Return the number of ranks that hold a tensor together: another name of :func:`get_world_size`."""
     return (current_group() or ALONE).size
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import tp_shard as ts
 from torch.nn import functional as F
+from tp_shard._groups._group import ALONE  # private: the group of a rank alone, beside the ranks' own
 
 from tests.tp_shard.on_each_rank import own
 
@@ -127,11 +128,11 @@ def a_sample_equals_the_dense_loss_of_its_classes_and_the_targets():
 def a_sample_does_not_depend_on_the_number_of_ranks():
     classes = 200_003
     mine = sample_classes(classes, 0.1, seed=9)
-    whole = sample_classes(classes, 0.1, seed=9, group=ts.distributed.Group())
+    whole = sample_classes(classes, 0.1, seed=9, group=ALONE)
     start, stop = own(torch.arange(classes), 0)[[0, -1]].tolist()
     assert torch.equal(mine + start, whole[(whole >= start) & (whole <= stop)])
     assert abs(whole.numel() / classes - 0.1) < 0.005
-    assert not torch.equal(whole, sample_classes(classes, 0.1, seed=10, group=ts.distributed.Group()))
+    assert not torch.equal(whole, sample_classes(classes, 0.1, seed=10, group=ALONE))
 
 
 def autocast_multiplies_in_bfloat16_and_does_the_rest_in_float32():
@@ -222,7 +223,7 @@ def the_layer_trains_like_the_whole_one_and_a_resumed_one_goes_on_with_its_sampl
         return [*found, head(x, target).item()]
 
     for rate in (1.0, 0.3):
-        split, whole = losses(None, rate), losses(ts.distributed.Group(), rate)
+        split, whole = losses(None, rate), losses(ALONE, rate)
         assert split == pytest.approx(whole, rel=1e-5)
         assert split[-1] < split[0]
     torch.manual_seed(2)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import tp_shard as ts
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from tp_shard._groups._group import ALONE  # private: the group of a rank alone, beside the ranks' own
 
 d = ts.distributed
 OPTIMIZERS = {
@@ -47,7 +48,7 @@ def a_collected_state_is_that_of_the_whole_layer_and_goes_back():
         "body.bias": (6,),
         "head.weight": (11, 6),
     }
-    alone = made(sample_rate=0.5, group=ts.distributed.Group())
+    alone = made(sample_rate=0.5, group=ALONE)
     trained(alone, OPTIMIZERS["AdamW"](alone.parameters()))
     torch.testing.assert_close(dict(whole), dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
     other = made()
@@ -182,7 +183,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_three(on_ranks, tmp_path):
 
 def copies_of_a_split_head_train_like_one(sparse):
     classes = 11
-    whole = made(sample_rate=0.4, sparse=sparse, group=ts.distributed.Group())
+    whole = made(sample_rate=0.4, sparse=sparse, group=ALONE)
     model = made(sample_rate=0.4, sparse=sparse)
     copies = DistributedDataParallel(Loss(model))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, whole)]

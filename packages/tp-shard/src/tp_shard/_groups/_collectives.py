@@ -243,7 +243,7 @@ def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: Gro
     axis = _axis(tensor, dim)
     if ranks.size == 1:
         return tensor
-    return apply(_Gather, tensor, axis, _sizes(tensor, axis, size, ranks), ranks, 1)
+    return apply(_AllGather, tensor, axis, _sizes(tensor, axis, size, ranks), ranks, 1)
 
 
 def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = None) -> Tensor:
@@ -277,7 +277,7 @@ def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = 
     if ranks.size == 1:
         return tensor
     sizes = _sizes(tensor, axis, size, ranks)
-    return apply(_Gather, tensor, axis, sizes, ranks, ranks.size)
+    return apply(_AllGather, tensor, axis, sizes, ranks, ranks.size)
 
 
 def reduce_(tensor: Tensor, group: Group, layer: Any) -> Tensor:
@@ -373,10 +373,10 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         sizes = shard_sizes(ctx.size, ctx.group.size)
-        return apply(_Gather, grad, ctx.dim, sizes, ctx.group, 1), None, None
+        return apply(_AllGather, grad, ctx.dim, sizes, ctx.group, 1), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     # Forward: an all-gather. Backward: nothing, this rank's part of the gradient.
     @staticmethod
     def keep(ctx: Any, _tensor: Tensor, dim: int, sizes: list[int], group: Group, factor: int) -> None:
@@ -384,7 +384,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, sizes: list[int], group: Group, factor: int) -> Tensor:
-        _Gather.keep(ctx, tensor, dim, sizes, group, factor)
+        _AllGather.keep(ctx, tensor, dim, sizes, group, factor)
         return all_gather(tensor, dim, sizes, group)
 
     @staticmethod

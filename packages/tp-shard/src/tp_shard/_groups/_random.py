@@ -14,7 +14,7 @@ from tp_shard._groups._group import Group, GroupLike, as_group
 class RandomTracker:
     """A stream of random numbers of each rank's own that follows torch's default generator.
 
-    Torch's default generator stays the same on the ranks of a group, for what they all compute alike, such as
+    Torch's default generator stays the same on the ranks of a group, for what all of them compute, such as
     dropout of a whole activation. Operations on a shard draw inside :meth:`fork`. Each fork takes one number
     from the default generator of the CPU and mixes the rank into it. Restoring that generator therefore
     restores the masks: in a resumed run, and when ``torch.utils.checkpoint`` computes a forward pass again.
@@ -34,7 +34,7 @@ class RandomTracker:
     def __init__(self, seed: int, *, group: GroupLike = None) -> None:
         self.group: Group = as_group(group)
         self.seed = seed
-        self._forks: list[list[int]] = []  # per open fork: the number drawn, the `_alike` blocks
+        self._forks: list[list[int]] = []  # per open fork: the number drawn, the `_shared` blocks
 
     @contextmanager
     def fork(self, device: torch.device | str = "cpu") -> Iterator[None]:
@@ -57,7 +57,7 @@ class RandomTracker:
             set_state(before, place, None)
 
     @contextmanager
-    def _alike(self, device: torch.device | str = "cpu") -> Iterator[None]:
+    def _shared(self, device: torch.device | str = "cpu") -> Iterator[None]:
         """Draw the same numbers on all ranks in a block inside a fork; outside a fork they do anyway."""
         if not self._forks:
             yield
@@ -92,7 +92,7 @@ def _seed(place: torch.device, seed: int) -> None:
 
 
 def mixed_seed(drawn: int, seed: int, rank: int) -> int:
-    """Return the seed of a rank's own numbers; for rank -1, of the numbers that all ranks draw alike."""
+    """Return the seed of a rank's own numbers; for rank -1, of the numbers that are the same on all ranks."""
     # The seed is a sum. With a factor of 1, rank 1 of seed 0 would draw the numbers of rank 0 of seed 1; a
     # large odd one (about 2**32 divided by the golden ratio) keeps neighboring seeds and ranks apart.
     return (drawn + seed + 0x9E3779B1 * (rank + 1)) % 2**63

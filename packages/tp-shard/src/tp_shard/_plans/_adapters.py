@@ -68,7 +68,7 @@ def with_copies(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Ent
 
     One copy is trained. The others, and the original, are called after a switch of adapters.
     """
-    found = dict(entries)
+    result = dict(entries)
     for path, module in model.named_modules():
         copies = module._modules.get("modules_to_save")
         if copies is None or "original_module" not in module._modules:
@@ -77,23 +77,24 @@ def with_copies(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Ent
         for start in starts:
             inside = {n: e for n, e in entries.items() if n == start or n.startswith(f"{start}.")}
             for other in starts:
-                found.update({other + name[len(start) :]: entry for name, entry in inside.items()})
-    return found
+                result.update({other + name[len(start) :]: entry for name, entry in inside.items()})
+    return result
 
 
 def with_inner_layers(chosen: Mapping[str, tuple[nn.Module, Style]]) -> dict[str, tuple[nn.Module, Style]]:
     """Return the modules that a plan names, with the linear layers inside adapted ones that are split too."""
     adapted = {path: layer for path, (layer, style) in chosen.items() if _is_split(layer, style)}
     inside = {id(m) for layer in adapted.values() for m in layer.modules() if m is not layer}
-    found = {path: entry for path, entry in chosen.items() if id(entry[0]) not in inside}
+    result = {path: entry for path, entry in chosen.items() if id(entry[0]) not in inside}
     for path, layer in adapted.items():
-        style = chosen[path][1]
-        # The outputs are joined once, and not those of each layer.
-        inner = replace(style, gather_output=False) if isinstance(style, Column | Vocab) else style
+        style = inner = chosen[path][1]
+        if isinstance(style, Column | Vocab):  # the outputs are joined once, and not those of each layer
+            inner = replace(style, gather_output=False)
         for name, module in layer.named_modules():
             if any(module is part for part in _split_linears(layer, style)):
-                found[f"{path}.{name}" if path else name] = module, inner
-    return found
+                inner_path = f"{path}.{name}" if path else name
+                result[inner_path] = module, inner
+    return result
 
 
 def tensors_of_layer(
@@ -106,13 +107,16 @@ def tensors_of_layer(
     if not is_adapted(layer):
         yield from ((layer, name, p) for name, p in layer._parameters.items())
         return
-    linears = _split_linears(layer, style) if _is_split(layer, style) else []
-    vectors = list(_split_vectors(layer, style)) if _is_split(layer, style) else []
+    linears: list[nn.Module] = []
+    vectors: list[tuple[nn.Module, str, int]] = []
+    if _is_split(layer, style):
+        linears = _split_linears(layer, style)
+        vectors = list(_split_vectors(layer, style))
     for module in layer.modules():
+        is_split_linear = any(module is linear for linear in linears)
         for name, p in module._parameters.items():
-            is_cut = any(module is m for m in linears) or any(
-                module is m and name == n for m, n, _ in vectors
-            )
+            is_split_vector = any(module is owner and name == vector for owner, vector, _ in vectors)
+            is_cut = is_split_linear or is_split_vector
             yield base_of(layer) if is_cut else None, name, p
 
 
@@ -122,7 +126,8 @@ def _is_split(layer: nn.Module, style: Style | None) -> bool:
 
 def _split_linears(layer: nn.Module, style: Style | None) -> list[nn.Module]:
     """Return the linear layers inside an adapted layer that are split as it is."""
-    return [base_of(layer), *_children(layer, "lora_A" if isinstance(style, Row) else "lora_B").values()]
+    matrix = "lora_A" if isinstance(style, Row) else "lora_B"
+    return [base_of(layer), *_children(layer, matrix).values()]
 
 
 def _split_vectors(layer: Any, style: Style | None) -> Iterator[tuple[nn.Module, str, int]]:
@@ -177,7 +182,8 @@ def split_adapters(
     for owner, splits in cuts.items():
         hold(owner, PartialMixin, splits, group)
     if has_parts:
-        for inner in _children(layer, "lora_B" if isinstance(style, Row) else "lora_A").values():
+        whole_matrix = "lora_B" if isinstance(style, Row) else "lora_A"
+        for inner in _children(layer, whole_matrix).values():
             mix_in(SequenceMixin, inner, sequence_group=group)
     joins = not isinstance(style, Row) and style.gather_output
     mix_in(AdaptedMixin, layer, group=group, joins_output=joins)
@@ -192,13 +198,14 @@ class OrderedMixin(Mixin):
 
     def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any) -> Tensor:
         # peft calls them in the order of a set of names, which differs between processes.
-        made, rows = [], []
+        outputs = []
+        rows = []
         for name in sorted(set(adapter_names)):
             mine = [row for row, other in enumerate(adapter_names) if other == name]
             names = [name] * len(mine)
-            made.append(super()._mixed_batch_forward(x[mine], *args, adapter_names=names, **kwargs))  # type: ignore[misc]  # mixed into a module
+            outputs.append(super()._mixed_batch_forward(x[mine], *args, adapter_names=names, **kwargs))  # type: ignore[misc]  # mixed into a module
             rows += mine
-        return torch.cat(made)[torch.tensor(rows, device=x.device).argsort()]
+        return torch.cat(outputs)[torch.tensor(rows, device=x.device).argsort()]
 
 
 def order_adapters(model: nn.Module) -> None:
@@ -221,7 +228,8 @@ class AdaptedMixin(OrderedMixin):
     joins_output: bool
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        base, draws = self.base_layer, self.base_layer.draws
+        base = self.base_layer
+        draws = base.draws
         is_watched = draws is not None and draws.is_watching
         if is_watched:
             # The base of a column layer has begun the rank's own random numbers before the dropout of the

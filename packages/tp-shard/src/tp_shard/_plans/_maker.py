@@ -102,9 +102,8 @@ def choose(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
     unused = [pattern for pattern in plan if pattern not in used]
     if unused:
         names = [repr(path) for path, m in model.named_modules() if path and not list(m.children())]
-        msg = f"the plan's {unused} fit no layer; the layers are {', '.join(names[:20])}" + (
-            ", ..." if len(names) > 20 else ""
-        )
+        listed = ", ".join([*names[:20], "..."] if len(names) > 20 else names)
+        msg = f"the plan's {unused} fit no layer; the layers are {listed}"
         raise ConfigError(msg)
     return chosen
 
@@ -163,7 +162,8 @@ class Maker:
 
     def __init__(self, model: nn.Module, group: Group, sequence: SequenceState | None, seed: int) -> None:
         self._conversion = Conversion(model, group)
-        self._group, self._sequence = group, sequence
+        self._group = group
+        self._sequence = sequence
         self._tracker = RandomTracker(seed, group=group)
         self._model = model
         self.lists: list[str] = []
@@ -173,7 +173,9 @@ class Maker:
         """Return the sequence state for a layer, ``None`` where it works on whole sequences."""
         inside = any(path.startswith(f"{name}.") for name in self.lists)
         is_whole = any(path == name or path.startswith(f"{name}.") for name in self.wholes)
-        return self._sequence if (inside or not self.lists) and not is_whole else None
+        if is_whole or (self.lists and not inside):
+            return None
+        return self._sequence
 
     def make(self, path: str, module: nn.Module, style: Style) -> nn.Module:
         if isinstance(style, Gathered):
@@ -220,21 +222,20 @@ class Maker:
     def _linear(self, path: str, layer: nn.Module, style: Column | Row | Vocab) -> nn.Module:
         plain = is_transposed(layer) or computes_linear(layer)
         make = PlannedLinear if plain else parallel_class(type(layer), nn.Linear, PlannedLinear)
-        ranges, gather_output = (
-            style_ranges(layer, style, self._group.size),
-            not isinstance(style, Row) and style.gather_output,
-        )
-        return self._conversion.replace(
-            layer,
-            lambda: make.from_plan(
+        ranges = style_ranges(layer, style, self._group.size)
+        dim = 0 if isinstance(style, Row) else -1
+
+        def made() -> PlannedLinear:
+            return make.from_plan(
                 layer,
-                0 if isinstance(style, Row) else -1,
-                gather_output=gather_output,
+                dim,
+                gather_output=not isinstance(style, Row) and style.gather_output,
                 group=self._group,
                 ranges=ranges,
                 sequence=self._sequence_at(path),
-            ),
-        )
+            )
+
+        return self._conversion.replace(layer, made)
 
     def _embedding(self, path: str, layer: nn.Embedding, dim: int | None) -> nn.Module:
         make = parallel_class(type(layer), nn.Embedding, PlannedEmbedding)
@@ -268,6 +269,6 @@ class Maker:
                 if type(same) is not type(style):
                     msg = (
                         f"{path or 'the layer'} shares its weight with {other_path}, which the plan does "
-                        f"not split alike; give it {type(style).__name__}() too, or untie them"
+                        f"not split the same; give it {type(style).__name__}() too, or untie them"
                     )
                     raise ModelError(msg)

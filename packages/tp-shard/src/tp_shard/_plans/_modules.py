@@ -52,14 +52,17 @@ class LocalMixin(PartialMixin):
     head_inputs: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = list(args)
+        if self.group.size == 1:
+            return super().forward(*args, **kwargs)
+        positional = list(args)
         names = _names(type(self).__bases__[1])
-        for name in self.head_inputs if self.group.size > 1 else ():
+        for name in self.head_inputs:
             if name in kwargs:
                 kwargs[name] = self._mine(kwargs[name])
-            elif name in names and names.index(name) < len(given):
-                given[names.index(name)] = self._mine(given[names.index(name)])
-        return super().forward(*given, **kwargs)
+            elif name in names and names.index(name) < len(positional):
+                at = names.index(name)
+                positional[at] = self._mine(positional[at])
+        return super().forward(*positional, **kwargs)
 
     def _mine(self, value: Any) -> Any:
         """Return this rank's heads of a tensor with all heads; any other value as it is."""
@@ -68,6 +71,7 @@ class LocalMixin(PartialMixin):
         count = self.head_counts.query
         start, stop = self.head_counts.query_bounds(self.group.rank)
         dim = 1 if value.dim() == 4 else 0
+        # Without a dimension of their own, heads are folded into the first one, with the batch.
         has_all = value.size(dim) == count if dim else value.size(0) % count == 0
         if not has_all:
             return value
@@ -132,7 +136,8 @@ def count_local_groups(attention: nn.Module, style: Style, group: Group) -> None
 
 def check_parts(path: str, module: nn.Module, style: Style, group: Group) -> None:
     """Raise unless a module has the numbers and parameters that its style names; nothing is changed."""
-    style = style.local if isinstance(style, Gathered) and style.local is not None else style
+    if isinstance(style, Gathered) and style.local is not None:
+        style = style.local
     if isinstance(style, Local):
         _local_parts(path, module, style, group)
     elif isinstance(style, Experts):
@@ -193,7 +198,8 @@ def _expert_splits(path: str, module: nn.Module, style: Experts, group: Group) -
         if len(shape) not in ((2, 3) if is_column else (3,)):
             msg = f"{path}.{name} has shape {tuple(shape)}; weights of experts have three dimensions"
             raise ConfigError(msg)
-        dim = len(shape) + (-1 if len(shape) == 2 else out_dim if is_column else in_dim)
+        from_end = out_dim if is_column else in_dim
+        dim = 1 if len(shape) == 2 else 3 + from_end
         sections = style.sections if is_column else 1
         if shape[dim] // sections < group.size:
             msg = (
@@ -262,7 +268,7 @@ def _parameter(path: str, module: nn.Module, name: str) -> nn.Parameter:
 
 
 @dataclass(slots=True)
-class _Gather:
+class _GatherArguments:
     """A hook that gathers the arguments of a module from their parts.
 
     Forward: an all-gather for each argument. Backward: a reduce-scatter, because its column layers do not sum
@@ -276,9 +282,10 @@ class _Gather:
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         join = join_sequence if self.whole else gather_sequence
-        given, named = list(args), dict(kwargs)
+        positional = list(args)
+        named = dict(kwargs)
         if not self.inputs:
-            given, named = _on_first(given, named, lambda t: join(t, self.state, self.group))
+            positional, named = _on_first(positional, named, lambda t: join(t, self.state, self.group))
         for name in self.inputs:
             if isinstance(named.get(name), Tensor):
                 named[name] = join(named[name], self.state, self.group)
@@ -286,11 +293,14 @@ class _Gather:
         # summed here, or each rank would have the gradient of its own heads alone.
         if not self.whole:
             named = {n: self._shared(n, v) for n, v in named.items()}
-        return tuple(given), named
+        return tuple(positional), named
 
     def _shared(self, name: str, value: Any) -> Any:
-        is_whole = isinstance(value, Tensor) and value.requires_grad and name in _WHOLE_INPUTS
-        return copy(value, group=self.group) if is_whole and name not in self.inputs else value
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        if name not in _WHOLE_INPUTS or name in self.inputs:
+            return value
+        return copy(value, group=self.group)
 
 
 _WHOLE_INPUTS = ("key_value_states", "encoder_hidden_states")
@@ -301,8 +311,8 @@ def _part_of_input(
     state: SequenceState, group: Group, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Take this rank's part of a block's input. Forward: nothing. Backward: an all-gather."""
-    given, named = _on_first(list(args), dict(kwargs), lambda t: scatter_sequence(t, state, group))
-    return tuple(given), named
+    positional, named = _on_first(list(args), dict(kwargs), lambda t: scatter_sequence(t, state, group))
+    return tuple(positional), named
 
 
 def _part_of_output(state: SequenceState, group: Group, _module: nn.Module, _args: Any, output: Any) -> Any:
@@ -319,18 +329,18 @@ def _whole_output(state: SequenceState, group: Group, _module: nn.Module, _args:
 class _OwnNumbers:
     """Hooks that make a block draw the rank's own random numbers, so that parts drop different elements.
 
-    For later draws that are alike on all ranks, the block counts as one number. Modules inside that work on
-    whole sequences draw alike: otherwise their parameters would get different gradients on each rank.
+    For later draws that are the same on all ranks, the block counts as one number. Modules inside that work
+    on whole sequences draw the same: otherwise their parameters would get different gradients on each rank.
     """
 
     tracker: RandomTracker
-    alike: bool = False
+    shared: bool = False
     before: list[Any] = field(default_factory=list)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training:
             device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
-            fork = self.tracker._alike(device) if self.alike else self.tracker.fork(device)
+            fork = self.tracker._shared(device) if self.shared else self.tracker.fork(device)
             fork.__enter__()
             self.before.append(fork)
 
@@ -349,9 +359,9 @@ def gather_at(
     tracker: RandomTracker,
 ) -> None:
     """Hook a module so that it works on whole sequences, inside a model with parts of them."""
-    module.register_forward_pre_hook(_Gather(state, group, inputs, whole), with_kwargs=True)
+    module.register_forward_pre_hook(_GatherArguments(state, group, inputs, whole), with_kwargs=True)
     if whole:
-        _draw(module, _OwnNumbers(tracker, alike=True))
+        _draw(module, _OwnNumbers(tracker, shared=True))
         module.register_forward_hook(functools.partial(_part_of_output, state, group))
 
 
@@ -366,7 +376,7 @@ def split_at(blocks: list[nn.Module], state: SequenceState, group: Group, tracke
 def draw_alike(modules: Iterable[nn.Module], tracker: RandomTracker) -> None:
     """Hook modules on whole sequences, in blocks that have gathered them, to draw the same on all ranks."""
     for module in modules:
-        _draw(module, _OwnNumbers(tracker, alike=True))
+        _draw(module, _OwnNumbers(tracker, shared=True))
 
 
 def _draw(module: nn.Module, numbers: _OwnNumbers) -> None:

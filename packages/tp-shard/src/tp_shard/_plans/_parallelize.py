@@ -78,7 +78,7 @@ def describe(model: nn.Module, plan: Plan, notes: Mapping[str, str], ranks: int)
 
 
 def reasons(notes: Mapping[str, str], most: int = 5) -> str:
-    """Return notes as one text, with one entry for blocks that are alike."""
+    """Return notes as one text, with one entry for equal blocks."""
     found: dict[tuple[str, str], None] = {}
     for path, reason in notes.items():
         found[re.sub(r"\b\d+\b", "*", path), re.sub(r"(?<!\d)\.\d+\b", ".*", reason)] = None

@@ -1,4 +1,4 @@
-"""The styles of a plan: one for each way to treat a module."""
+"""The styles of a plan: each says how a module is split."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

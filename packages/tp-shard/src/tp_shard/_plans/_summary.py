@@ -117,23 +117,25 @@ def _collectives(module: nn.Module) -> str:
         return "none"
     if isinstance(module, MarginCrossEntropy):  # its gradients are computed in the forward pass
         return "all-gather forward, all-reduce forward"
-    found = []
+    names = []
     if isinstance(module, PlannedLinear) and module.sequence is not None and module.dim is not None:
         if module.dim == 0:
-            found = ["reduce-scatter forward", "all-gather backward"]
-            found += ["all-reduce backward (one for all such gradients)"] if module.bias is not None else []
+            names = ["reduce-scatter forward", "all-gather backward"]
+            if module.bias is not None:
+                names.append("all-reduce backward (one for all such gradients)")
         else:
-            found = ["all-gather forward", "reduce-scatter backward"]
+            names = ["all-gather forward", "reduce-scatter backward"]
     elif module.dim == 0:
-        found = ["all-reduce forward"]
+        names = ["all-reduce forward"]
     elif module.dim is not None and isinstance(module, ParallelLinear):
-        found = ["all-reduce backward"]
+        names = ["all-reduce backward"]
     if getattr(module, "gather_output", False) and module.dim not in (None, 0):
-        found.append("all-gather forward")
+        names.append("all-gather forward")
     if isinstance(module, PlannedEmbedding) and module.sequence is not None:
-        found.append("all-gather backward")
-    for split in module.splits.values() if isinstance(module, PlannedLinear) else ():
+        names.append("all-gather backward")
+    if isinstance(module, PlannedLinear):
         from tp_shard.nn._heads import _shared
 
-        found += ["all-reduce backward (shared heads)"] if _shared(split) else []
-    return ", ".join(found) or "none"
+        shared = [split for split in module.splits.values() if _shared(split)]
+        names += ["all-reduce backward (shared heads)"] * len(shared)
+    return ", ".join(names) or "none"

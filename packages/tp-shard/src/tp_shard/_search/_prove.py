@@ -16,7 +16,7 @@ from tp_shard._plans._styles import Column, Experts, Local, Replicated, Row, Sty
 from tp_shard._search._trace import Flow, Region, innermost_around, record_calls, trace
 from tp_shard._search._variants import attention_variants, expert_variants, head_counts, plain_variants
 from tp_shard._verify._examples import (
-    Call,
+    TrialCall,
     bytes_needed,
     cast,
     first_alone,
@@ -27,7 +27,7 @@ from tp_shard._verify._examples import (
     without_cache,
 )
 from tp_shard._verify._report import Fault, compare, compare_ranks, missed
-from tp_shard._verify._simulate import Run, reference, rows_of, run_split, takes
+from tp_shard._verify._simulate import TrialRun, reference, rows_of, run_split, takes
 from tp_shard.nn._convert import base_of, is_linear, widths
 
 T = TypeVar("T")
@@ -52,13 +52,13 @@ class Proof:
     notes: dict[str, str]
     flow: Flow
     probe: nn.Module
-    calls: list[Call]
+    calls: list[TrialCall]
     repeats: dict[str, str] = field(default_factory=dict)
     unreached: list[str] = field(default_factory=list)
     together: list[frozenset[str]] = field(default_factory=list)
 
     def everywhere(self, plan: dict[str, T]) -> dict[str, T]:
-        """Return a plan, or notes, for the whole model: entries of the probe count for all blocks alike."""
+        """Return a plan, or notes, for the whole model: entries of the probe count for all equal blocks."""
         found = dict(plan)
         for repeat, first in self.repeats.items():
             inside = {n: s for n, s in found.items() if first in ancestors(n)}
@@ -111,16 +111,16 @@ class Proof:
         """Return the calls that the plan was proven for, and the modules that it was not proven for."""
         lines = ["proven for " + "; and, with values of tp's own, ".join(map(str, self.calls))]
         if self.repeats:
-            lines.append("blocks that are built alike were tried as one, because memory is short")
+            lines.append("equal blocks were tried as one, because memory is short")
         if self.unreached:
             lines.append(f"not proven, because no call reached it: {', '.join(self.unreached)}")
         return "\n".join(lines)
 
 
-def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
+def prove(model: nn.Module, call: TrialCall, ranks: int) -> Proof:
     """Find the modules of a model that can be split over ``ranks`` ranks.
 
-    Blocks that are built alike are tried once. They share one module in the copy of the model if the ranks
+    Equal blocks are tried once. They share one module in the copy of the model if the ranks
     could not each verify a whole copy in half of the machine's memory.
 
     Collectives: none.
@@ -167,7 +167,7 @@ def prove(model: nn.Module, call: Call, ranks: int) -> Proof:
                     f"over {ranks} ranks: {reason}"
                 )
         if found is None:
-            proof.notes[region.container] = reason or "no way to split it is known"
+            proof.notes[region.container] = reason or "no split of it is known"
         else:
             proof.plan.update(found)
             proof.together.append(frozenset(found))
@@ -196,7 +196,7 @@ def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _traced(model: nn.Module, call: Call, *, share: bool) -> tuple[nn.Module, Call, Flow]:
+def _traced(model: nn.Module, call: TrialCall, *, share: bool) -> tuple[nn.Module, TrialCall, Flow]:
     """Run a copy of a model in float64, or in float32 if that fails."""
     try:
         return _traced_in(model, call, torch.float64, share=share)
@@ -205,15 +205,15 @@ def _traced(model: nn.Module, call: Call, *, share: bool) -> tuple[nn.Module, Ca
 
 
 def _traced_in(
-    model: nn.Module, call: Call, dtype: torch.dtype, *, share: bool
-) -> tuple[nn.Module, Call, Flow]:
+    model: nn.Module, call: TrialCall, dtype: torch.dtype, *, share: bool
+) -> tuple[nn.Module, TrialCall, Flow]:
     probe = probe_copy(model, dtype=dtype, random=True, share=share)
     call = replace(call, args=cast(call.args, dtype), kwargs=cast(call.kwargs, dtype))
     call = without_cache(probe, call)
     return probe, call, trace(probe, call)
 
 
-def _proposals(model: nn.Module, region: Region, call: Call, ranks: int) -> Iterator[dict[str, Style]]:
+def _proposals(model: nn.Module, region: Region, call: TrialCall, ranks: int) -> Iterator[dict[str, Style]]:
     if region.is_attention:
         return attention_variants(model, region, call, ranks)
     if widths(model.get_submodule(region.row))[0] < ranks:
@@ -222,12 +222,16 @@ def _proposals(model: nn.Module, region: Region, call: Call, ranks: int) -> Iter
 
 
 def _first_right(
-    model: nn.Module, container: str, proposals: Iterator[dict[str, Style]], calls: list[Call], ranks: int
+    model: nn.Module,
+    container: str,
+    proposals: Iterator[dict[str, Style]],
+    calls: list[TrialCall],
+    ranks: int,
 ) -> tuple[dict[str, Style] | None, str | None]:
     """Return the first plan for a module that changes no number of it; its names are the model's."""
     module = model.get_submodule(container)
     reason = None
-    wholes: list[tuple[Run, Call]] = []
+    wholes: list[tuple[TrialRun, TrialCall]] = []
     start = f"{container}." if container else ""
     for plan in proposals:
         inside = {name[len(start) :] if name != container else "": style for name, style in plan.items()}
@@ -247,7 +251,7 @@ def _first_right(
     return None, reason
 
 
-def _whole_runs(module: nn.Module, call: Call, plan: dict[str, Style]) -> tuple[Run, Call]:
+def _whole_runs(module: nn.Module, call: TrialCall, plan: dict[str, Style]) -> tuple[TrialRun, TrialCall]:
     """Run a module that is not split."""
     try:
         return reference(module, call, frozenset(rows_of(module, plan)))
@@ -258,7 +262,7 @@ def _whole_runs(module: nn.Module, call: Call, plan: dict[str, Style]) -> tuple[
 
 
 def _split_fault(
-    module: nn.Module, plan: dict[str, Style], whole: Run, call: Call, ranks: int
+    module: nn.Module, plan: dict[str, Style], whole: TrialRun, call: TrialCall, ranks: int
 ) -> Fault | None:
     try:
         runs = run_split(module, plan, call, ranks)
@@ -268,7 +272,7 @@ def _split_fault(
 
 
 def _fault_with_dropout(
-    module: nn.Module, plan: dict[str, Style], whole: Run, call: Call, ranks: int
+    module: nn.Module, plan: dict[str, Style], whole: TrialRun, call: TrialCall, ranks: int
 ) -> Fault | None:
     return compare_ranks(whole, run_split(module, plan, call, ranks, dropout=True))
 

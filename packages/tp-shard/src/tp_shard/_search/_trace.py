@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tp_shard._groups._collectives import apply
 from tp_shard._plans._adapters import modules_inside
-from tp_shard._verify._examples import Call, fresh, tensors_of
+from tp_shard._verify._examples import TrialCall, fresh, tensors_of
 from tp_shard.nn._convert import is_linear
 
 _FEW = 3  # names in a message
@@ -100,8 +100,8 @@ class _Called:
 
 
 @dataclass(slots=True)
-class _Way:
-    """The marks and leaves on the way back from a module's input."""
+class _Ancestors:
+    """The marks and leaves among the ancestors of a module's input in autograd's graph."""
 
     sources: set[int] = field(default_factory=set)
     passed: set[int] = field(default_factory=set)  # dropouts, which do not end the walk
@@ -109,7 +109,7 @@ class _Way:
     mixes: bool = False
 
 
-def trace(model: nn.Module, call: Call) -> Flow:
+def trace(model: nn.Module, call: TrialCall) -> Flow:
     """Run a copy of a model in evaluation mode, with gradients of all parameters; return its flow."""
     model.eval()
     model.requires_grad_(True)
@@ -132,10 +132,10 @@ def trace(model: nn.Module, call: Call) -> Flow:
     finally:
         for handle in handles:
             handle.remove()
-    ways = [_walk(one.into, calls) for one in calls]
+    by_call = [_walk(one.into, calls) for one in calls]
     end = _walk([t.grad_fn for _, t in tensors_of(output)], calls)
     names = {id(p): name for name, p in model.named_parameters()}
-    return _flow(calls, ways, end, names)
+    return _flow(calls, by_call, end, names)
 
 
 def _called(calls: list[_Called], path: str, module: nn.Module, given: Any, output: Any) -> Any:
@@ -146,8 +146,8 @@ def _called(calls: list[_Called], path: str, module: nn.Module, given: Any, outp
     return output
 
 
-def _walk(start: list[Any], calls: list[_Called]) -> _Way:
-    way = _Way()
+def _walk(start: list[Any], calls: list[_Called]) -> _Ancestors:
+    ancestors = _Ancestors()
     seen: set[Any] = set()
     waiting = list(start)
     while waiting:
@@ -158,49 +158,55 @@ def _walk(start: list[Any], calls: list[_Called]) -> _Way:
         if isinstance(node, _Mark._backward_cls):
             index: int = getattr(node, "index")  # noqa: B009 - set by forward, unknown to the type checker
             if not isinstance(calls[index].module, nn.Dropout):
-                way.sources.add(index)
+                ancestors.sources.add(index)
                 continue
-            way.passed.add(index)
+            ancestors.passed.add(index)
         elif hasattr(node, "variable"):
-            way.leaves.append(node.variable)
-        way.mixes = way.mixes or any(word in node.name() for word in _MIXING)
+            ancestors.leaves.append(node.variable)
+        ancestors.mixes = ancestors.mixes or any(word in node.name() for word in _MIXING)
         waiting += [following for following, _ in node.next_functions]
-    return way
+    return ancestors
 
 
-def _flow(calls: list[_Called], ways: list[_Way], end: _Way, names: dict[int, str]) -> Flow:
+def _flow(calls: list[_Called], by_call: list[_Ancestors], end: _Ancestors, names: dict[int, str]) -> Flow:
     takers: dict[int, set[str]] = {}
-    for one, way in zip(calls, ways, strict=True):
+    for one, ancestors in zip(calls, by_call, strict=True):
         if not isinstance(one.module, nn.Dropout):
-            for source in way.sources:
+            for source in ancestors.sources:
                 takers.setdefault(source, set()).add(one.path)
     for source in end.sources:
         takers.setdefault(source, set()).add("")
-    found: dict[str, set[Region | None]] = {}
+    regions_by_row: dict[str, set[Region | None]] = {}
     rows = {one.path for one in calls if is_linear(one.module)}
-    for one, way in zip(calls, ways, strict=True):
+    for one, ancestors in zip(calls, by_call, strict=True):
         if is_linear(one.module):
-            found.setdefault(one.path, set()).add(_region(one, way, calls, takers, names, rows))
-    linears = [one.path for one in calls if is_linear(one.module)]
-    regions = [kind for kinds in found.values() if len(kinds) == 1 for kind in kinds if kind is not None]
+            region = _region(one, ancestors, calls, takers, names, rows)
+            regions_by_row.setdefault(one.path, set()).add(region)
+    regions = []
+    for kinds in regions_by_row.values():
+        if len(kinds) == 1:  # all calls of the row layer agree
+            regions += [region for region in kinds if region is not None]
+    paired = {name for region in regions for name in (*region.columns, region.row)}
+    at_end = {calls[source].path for source in end.sources}
+    linears = dict.fromkeys(one.path for one in calls if is_linear(one.module))
     return Flow(
         regions,
-        [path for path in dict.fromkeys(linears) if any(calls[s].path == path for s in end.sources)],
+        [path for path in linears if path in at_end],
         list(dict.fromkeys(one.path for one in calls if is_experts(one.module))),
         frozenset(one.path for one in calls),
-        _why_whole(calls, ways, takers, {name for r in regions for name in (*r.columns, r.row)}),
+        _why_whole(calls, by_call, takers, paired),
     )
 
 
 def _why_whole(
-    calls: list[_Called], ways: list[_Way], takers: dict[int, set[str]], paired: set[str]
+    calls: list[_Called], by_call: list[_Ancestors], takers: dict[int, set[str]], paired: set[str]
 ) -> dict[str, str]:
     """Return the reasons why linear layers are neither column nor row layers, by name."""
     taken: dict[str, set[str]] = {}
     fed: dict[str, set[str]] = {}
-    for index, (one, way) in enumerate(zip(calls, ways, strict=True)):
+    for index, (one, ancestors) in enumerate(zip(calls, by_call, strict=True)):
         taken.setdefault(one.path, set()).update(takers.get(index, ()))
-        fed.setdefault(one.path, set()).update(calls[i].path for i in way.sources)
+        fed.setdefault(one.path, set()).update(calls[i].path for i in ancestors.sources)
     why: dict[str, str] = {}
     for one in calls:
         if one.path in paired or not is_linear(one.module):
@@ -208,8 +214,10 @@ def _why_whole(
         to = sorted(name for name in taken[one.path] if name)
         if len(to) == 1:
             others = sorted(fed[to[0]] - {one.path})
-            besides = f", which also takes what {_some(others)} make" if others else " in more than one way"
-            why[one.path] = f"its outputs reach {to[0]}{besides}"
+            if others:
+                why[one.path] = f"its outputs reach {to[0]}, which also takes what {_some(others)} make"
+            else:
+                why[one.path] = f"its outputs reach {to[0]} by more than one path"
         elif to:
             why[one.path] = f"its outputs reach {_some(to)}, and not one layer alone"
         else:
@@ -218,12 +226,15 @@ def _why_whole(
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
+    listed = ", ".join(names[:_FEW])
+    if len(names) > _FEW:
+        listed = f"{listed} and {len(names) - _FEW} more"
+    return listed
 
 
 def _region(
     row: _Called,
-    way: _Way,
+    ancestors: _Ancestors,
     calls: list[_Called],
     takers: dict[int, set[str]],
     names: dict[int, str],
@@ -231,15 +242,15 @@ def _region(
 ) -> Region | None:
     columns: list[str] = []
     tables: list[str] = []
-    for source in sorted(way.sources):
+    for source in sorted(ancestors.sources):
         one = calls[source]
         if is_linear(one.module) and takers[source] == {row.path}:
             columns.append(one.path)
-        elif isinstance(one.module, nn.Embedding) and way.mixes and takers[source] <= linears:
+        elif isinstance(one.module, nn.Embedding) and ancestors.mixes and takers[source] <= linears:
             tables.append(one.path)
         else:
             return None
-    parameters = [names.get(id(leaf)) for leaf in way.leaves]
+    parameters = [names.get(id(leaf)) for leaf in ancestors.leaves]
     if not columns or row.path in columns or None in parameters:
         return None
     return Region(
@@ -247,18 +258,18 @@ def _region(
         row.path,
         tuple(dict.fromkeys(tables)),
         tuple(sorted(name for name in parameters if name)),
-        tuple(sorted({calls[i].path for i in way.passed})),
-        way.mixes,
+        tuple(sorted({calls[i].path for i in ancestors.passed})),
+        ancestors.mixes,
     )
 
 
-def record_calls(model: nn.Module, call: Call, paths: set[str]) -> dict[str, Call]:
+def record_calls(model: nn.Module, call: TrialCall, paths: set[str]) -> dict[str, TrialCall]:
     """Run a model, and return the first call of each of the named modules."""
-    found: dict[str, Call] = {}
+    found: dict[str, TrialCall] = {}
 
     def note(path: str, args: Any, kwargs: Any) -> None:
         if path not in found:
-            found[path] = Call(fresh(args), {name: fresh(v) for name, v in kwargs.items()})
+            found[path] = TrialCall(fresh(args), {name: fresh(v) for name, v in kwargs.items()})
 
     modules = dict(model.named_modules())
     handles = [

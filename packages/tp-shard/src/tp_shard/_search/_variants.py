@@ -23,7 +23,7 @@ from tp_shard._plans._styles import (
     Vocab,
 )
 from tp_shard._search._trace import Region, innermost_around
-from tp_shard._verify._examples import Call, tensors_of
+from tp_shard._verify._examples import TrialCall, tensors_of
 from tp_shard.nn._convert import (
     Conversion,
     base_of,
@@ -163,7 +163,7 @@ def head_counts(model: nn.Module, region: Region) -> list[tuple[int, int]]:
 
 
 def attention_variants(
-    model: nn.Module, region: Region, call: Call, ranks: int
+    model: nn.Module, region: Region, call: TrialCall, ranks: int
 ) -> Iterator[dict[str, Style]]:
     """Yield plans for an attention, by whole heads."""
     for heads, kv in head_counts(model, region):
@@ -203,7 +203,7 @@ def _layouts(model: nn.Module, region: Region, counts: Heads) -> Iterator[dict[s
         yield {**dict(zip(region.columns, styles, strict=True)), region.row: row, **tables}
 
 
-def _locals(model: nn.Module, region: Region, counts: Heads, call: Call) -> Iterator[dict[str, Style]]:
+def _locals(model: nn.Module, region: Region, counts: Heads, call: TrialCall) -> Iterator[dict[str, Style]]:
     """Yield styles for modules around split layers that may count heads themselves, fewer numbers first."""
     around = [
         path
@@ -279,7 +279,7 @@ def _names(
     return tuple(query), tuple(shared), tuple(groups)
 
 
-def _inputs(call: Call, counts: Heads) -> tuple[str, ...]:
+def _inputs(call: TrialCall, counts: Heads) -> tuple[str, ...]:
     """Return the names of arguments that may contain all heads."""
     found = []
     for name, value in call.kwargs.items():
@@ -291,7 +291,7 @@ def _inputs(call: Call, counts: Heads) -> tuple[str, ...]:
     return tuple(found)
 
 
-def expert_variants(model: nn.Module, path: str, call: Call) -> Iterator[dict[str, Style]]:
+def expert_variants(model: nn.Module, path: str, call: TrialCall) -> Iterator[dict[str, Style]]:
     """Yield plans for experts with weights that are parameters of one module."""
     module = model.get_submodule(path)
     own = {name: p for name, p in module._parameters.items() if p is not None}

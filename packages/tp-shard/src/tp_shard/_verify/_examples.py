@@ -20,7 +20,7 @@ _MOST = 6  # shapes in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TrialCall:
     """A call of a module, with its loss.
 
     Attributes:
@@ -36,9 +36,13 @@ class Call:
 
     def __str__(self) -> str:
         """Return the shapes of the arguments."""
-        given = {**{f"[{i}]": value for i, value in enumerate(self.args)}, **self.kwargs}
-        shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors_of(given)]
-        return ", ".join([*shapes[:_MOST], *(["..."] if len(shapes) > _MOST else [])]) or "no tensors"
+        arguments: dict[str, Any] = {f"[{i}]": value for i, value in enumerate(self.args)}
+        arguments |= self.kwargs
+        shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors_of(arguments)]
+        if not shapes:
+            return "no tensors"
+        listed = ", ".join(shapes[:_MOST])
+        return f"{listed}, ..." if len(shapes) > _MOST else listed
 
 
 def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -90,7 +94,7 @@ def loss_of(output: Any, tensors: Mapping[str, Tensor], loss: Loss | None) -> Te
     return total
 
 
-# -- Copies of a model: in another type, with other values, and one module for blocks that are alike
+# -- Copies of a model: in another type, with other values, and one module for equal blocks
 
 
 _DEEP = 4  # the depth to which configurations of blocks are compared
@@ -102,8 +106,8 @@ def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: boo
     """Return a copy on the CPU, in ``dtype``; the model is not changed.
 
     Tensors on the meta device get random values; with ``random`` all parameters do: zeros and equal values
-    would hide differences. With ``share`` blocks of one list that are built alike become one module, which
-    saves their memory.
+    would hide differences. With ``share`` equal blocks of one list become one module, which saves
+    their memory.
     """
     memo: dict[int, Any] = {}
     repeats = repeated_blocks(model) if share else {}
@@ -111,10 +115,12 @@ def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: boo
     for module in _reached(model, set(repeats)):
         for name, p in module._parameters.items():
             if p is not None and id(p) not in memo:
-                drawn = random or p.is_meta
-                values = _draw(module, p, name, generator) if drawn else p.detach().cpu()
-                values = values.to(dtype) if p.is_floating_point() else values
-                values = values.clone() if values.data_ptr() == p.data_ptr() else values
+                is_drawn = random or p.is_meta
+                values = _draw(module, p, name, generator) if is_drawn else p.detach().cpu()
+                if p.is_floating_point():
+                    values = values.to(dtype)
+                if values.data_ptr() == p.data_ptr():
+                    values = values.clone()
                 memo[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
                 copy_attributes(p, memo[id(p)])
         for b in module._buffers.values():
@@ -136,7 +142,7 @@ def bytes_needed(model: nn.Module, dtype: torch.dtype, *, share: bool) -> int:
 
 def repeated_blocks(model: nn.Module) -> dict[int, int]:
     """Return the blocks of lists that are built like an earlier one, each with that one, by their ids."""
-    found: dict[int, int] = {}
+    repeats: dict[int, int] = {}
     for module in model.modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
@@ -144,31 +150,35 @@ def repeated_blocks(model: nn.Module) -> dict[int, int]:
         for block in module.children():
             key = _structure(block)
             if first.setdefault(key, id(block)) != id(block):
-                found.setdefault(id(block), first[key])
-    return found
+                repeats.setdefault(id(block), first[key])
+    return repeats
 
 
 def _structure(block: nn.Module) -> Any:
     """Return a key that is equal for blocks that differ only in their weights and their place."""
-    return tuple(
-        (
-            path,
-            type(module),
-            tuple(
-                (n, None if p is None else (p.shape, p.requires_grad)) for n, p in module._parameters.items()
-            ),
-            tuple((n, _content(b)) for n, b in module._buffers.items()),
-            tuple(
-                (name, _content(value))
-                for name, value in sorted(vars(module).items())
-                if name not in ("_parameters", "_buffers", "_modules")
-                and not any(w in name for w in ("idx", "index", "layer_id"))
-                # Arguments of peft with the name of the layer in the model, and objects without state.
-                and not (name in ("kwargs", "lora_variant") and is_adapted(module))
-            ),
-        )
-        for path, module in block.named_modules()
-    )
+    keys = []
+    for path, module in block.named_modules():
+        parameters = []
+        for name, p in module._parameters.items():
+            parameters.append((name, None if p is None else (p.shape, p.requires_grad)))
+        buffers = [(name, _content(buffer)) for name, buffer in module._buffers.items()]
+        attributes = [
+            (name, _content(value))
+            for name, value in sorted(vars(module).items())
+            if not _is_place(module, name)
+        ]
+        keys.append((path, type(module), tuple(parameters), tuple(buffers), tuple(attributes)))
+    return tuple(keys)
+
+
+def _is_place(module: nn.Module, name: str) -> bool:
+    """Return whether an attribute is compared elsewhere, or depends on the module's place in the model."""
+    if name in ("_parameters", "_buffers", "_modules"):
+        return True
+    # Arguments of peft with the name of the layer in the model, and objects without state.
+    if name in ("kwargs", "lora_variant") and is_adapted(module):
+        return True
+    return any(word in name for word in ("idx", "index", "layer_id"))
 
 
 def _content(value: Any, depth: int = 0) -> Any:
@@ -176,10 +186,13 @@ def _content(value: Any, depth: int = 0) -> Any:
     if isinstance(value, int | float | str | None):
         return type(value), value
     if isinstance(value, Tensor):
-        known = not value.is_meta and not value.is_sparse
-        return value.shape, hash(value.detach().cpu().double().numpy().tobytes()) if known else value.dtype
-    if isinstance(value, nn.Module) or depth > _DEEP:
-        return type(value) if isinstance(value, nn.Module) else id(value)
+        if value.is_meta or value.is_sparse:
+            return value.shape, value.dtype
+        return value.shape, hash(value.detach().cpu().double().numpy().tobytes())
+    if isinstance(value, nn.Module):
+        return type(value)
+    if depth > _DEEP:
+        return id(value)
     if isinstance(value, tuple | list):
         return type(value), tuple(_content(one, depth + 1) for one in value)
     if isinstance(value, set | frozenset):
@@ -228,21 +241,22 @@ _ROWS, _PLACES = 2, 7
 _MORE_ROWS, _MORE_PLACES = 1, 3
 
 
-def example_call(model: nn.Module) -> Call | None:
+def example_call(model: nn.Module) -> TrialCall | None:
     """Return a call that a model may take, from a transformers configuration, or of tokens; else ``None``."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         if hasattr(model, "config") and isinstance(getattr(model, "main_input_name", None), str):
             return _of_transformers(model)
         table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-        return None if table is None else Call((_tokens(table.num_embeddings),))
+        return None if table is None else TrialCall((_tokens(table.num_embeddings),))
 
 
-def _of_transformers(model: Any) -> Call | None:
+def _of_transformers(model: Any) -> TrialCall | None:
     # Of the model inside, because a `PeftModel` passes on what it does not name.
-    config, accepted = model.config, inspect.signature(inside_peft(model)[1].forward).parameters
+    config = model.config
+    accepted = inspect.signature(inside_peft(model)[1].forward).parameters
     main = model.main_input_name
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     text = getattr(config, "text_config", config)
     vision = getattr(config, "vision_config", config)
     if (
@@ -250,26 +264,26 @@ def _of_transformers(model: Any) -> Call | None:
         and getattr(text, "vocab_size", None)
         and main in ("input_ids", "pixel_values")
     ):
-        given["input_ids"] = _tokens(text.vocab_size)
-    if "pixel_values" in accepted and (main == "pixel_values" or "input_ids" in given) and _sized(vision):
+        inputs["input_ids"] = _tokens(text.vocab_size)
+    if "pixel_values" in accepted and (main == "pixel_values" or "input_ids" in inputs) and _sized(vision):
         size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        given["pixel_values"] = torch.randn(_ROWS, getattr(vision, "num_channels", 3), height, width)
+        inputs["pixel_values"] = torch.randn(_ROWS, getattr(vision, "num_channels", 3), height, width)
     if main == "input_features":
         places = 2 * getattr(config, "max_source_positions", 50)
-        given["input_features"] = torch.randn(_ROWS, getattr(config, "num_mel_bins", 80), places)
+        inputs["input_features"] = torch.randn(_ROWS, getattr(config, "num_mel_bins", 80), places)
     if main == "input_values":
-        given["input_values"] = torch.randn(_ROWS, 4000)
-    if not given:
+        inputs["input_values"] = torch.randn(_ROWS, 4000)
+    if not inputs:
         return None
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
-        given["decoder_input_ids"] = _tokens(text.vocab_size)[:, :-2]
+        inputs["decoder_input_ids"] = _tokens(text.vocab_size)[:, :-2]
     if "use_cache" in accepted:
-        given["use_cache"] = False
-    return Call((), given)
+        inputs["use_cache"] = False
+    return TrialCall((), inputs)
 
 
-def without_cache(model: nn.Module, call: Call) -> Call:
+def without_cache(model: nn.Module, call: TrialCall) -> TrialCall:
     """Return a call without a cache of keys and values, and disable caches in the model's configurations.
 
     A cache is filled by the first call and read by the next one, and its content counts as a result.
@@ -289,16 +303,18 @@ def without_cache(model: nn.Module, call: Call) -> Call:
     return replace(call, kwargs={**call.kwargs, "use_cache": False})
 
 
-def other_calls(model: nn.Module, call: Call) -> Iterator[Call]:
+def other_calls(model: nn.Module, call: TrialCall) -> Iterator[TrialCall]:
     """Yield calls of the same kind with random values, of another shape first; see :func:`other_batches`."""
-    given = [tensor for _, tensor in tensors_of((call.args, dict(call.kwargs)))]
+    originals = [tensor for _, tensor in tensors_of((call.args, dict(call.kwargs)))]
     args, kwargs = fresh(call.args), fresh(dict(call.kwargs))
     copies = [tensor for _, tensor in tensors_of((args, kwargs))]
     model = copied(model)  # buffers and counts of calls stay as they are
-    with torch.no_grad(), preserve_rng_state(), watched_tables(model, copies) as found:
+    with torch.no_grad(), preserve_rng_state(), watched_tables(model, copies) as tables_of_copies:
         model(*args, **kwargs)
     tables = {
-        id(tensor): found[id(own)] for tensor, own in zip(given, copies, strict=True) if id(own) in found
+        id(original): tables_of_copies[id(copy)]
+        for original, copy in zip(originals, copies, strict=True)
+        if id(copy) in tables_of_copies
     }
     for args, kwargs in other_batches((call.args, dict(call.kwargs)), tables, _sizes):
         yield replace(call, args=args, kwargs=kwargs)

@@ -4,7 +4,7 @@ import math
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,9 @@ from tp_shard._plans._parallelize import words
 from tp_shard._plans._styles import Plan
 from tp_shard._shards import ParallelLayer
 from tp_shard._split import Split
-from tp_shard._verify._examples import Call, Loss, bytes_needed, cast, other_calls, probe_copy
+from tp_shard._verify._examples import Loss, TrialCall, bytes_needed, cast, other_calls, probe_copy
 from tp_shard._verify._simulate import (
-    Run,
+    TrialRun,
     Updates,
     reference,
     rows_of,
@@ -64,7 +64,7 @@ class Fault:
 
 
 @dataclass(slots=True)
-class Comparison:
+class SplitComparison:
     """The differences between two runs, each as a share of the norm of the whole.
 
     Attributes:
@@ -80,14 +80,14 @@ class Comparison:
     fault: Fault | None = None
 
 
-def compare(whole: Run, runs: list[Run]) -> Comparison:
-    comparison = Comparison()
-    found = next((f for f in _faults(whole, runs, comparison) if f is not None), None)
-    comparison.fault = found
+def compare(whole: TrialRun, runs: list[TrialRun]) -> SplitComparison:
+    comparison = SplitComparison()
+    faults = (fault for fault in _faults(whole, runs, comparison) if fault is not None)
+    comparison.fault = next(faults, None)
     return comparison
 
 
-def compare_ranks(whole: Run, runs: list[Run]) -> Fault | None:
+def compare_ranks(whole: TrialRun, runs: list[TrialRun]) -> Fault | None:
     """Return the first whole tensor that differs between runs with dropout; ``whole`` is one without."""
     failed = next((run for run in runs if run.error is not None), None)
     if failed is not None:
@@ -100,10 +100,10 @@ def compare_ranks(whole: Run, runs: list[Run]) -> Fault | None:
     shapes = {key: tensor.shape for key, tensor in _numbered(whole.steps)}
     others = [dict(_numbered(run.steps)) for run in runs[1:]]
     for key, mine in _numbered(first.steps):
-        alike = [other[key] for other in others if key in other and mine.shape == shapes.get(key)]
-        if key[0] not in first.cuts and any(
-            distance(mine, t) > bound.limit(mine) for t in alike if t.shape == mine.shape
-        ):
+        if key[0] in first.cuts or mine.shape != shapes.get(key):
+            continue  # a rank has its own part
+        of_others = [other[key] for other in others if key in other and other[key].shape == mine.shape]
+        if any(distance(mine, tensor) > bound.limit(mine) for tensor in of_others):
             return Fault(key[0], "with dropout its outputs differ between ranks", reason)
     for name, value in first.gradients.items():
         same = [run.gradients.get(name) for run in runs[1:]]
@@ -112,13 +112,14 @@ def compare_ranks(whole: Run, runs: list[Run]) -> Fault | None:
                 name.rpartition(".")[0], f"with dropout the gradient of {name} differs between ranks", reason
             )
     for name, (kept, saved) in first.kept.items():
-        found = [run.kept[name][0] for run in runs[1:] if name in run.kept]
-        if saved and name not in first.splits and any(distance(kept, t) > bound.limit(kept) for t in found):
+        others_kept = [run.kept[name][0] for run in runs[1:] if name in run.kept]
+        is_whole = saved and name not in first.splits
+        if is_whole and any(distance(kept, tensor) > bound.limit(kept) for tensor in others_kept):
             return Fault(name.rpartition(".")[0], f"with dropout its {name} differs between ranks", reason)
     return None
 
 
-def missed(model: nn.Module, whole: Run) -> Iterator[str]:
+def missed(model: nn.Module, whole: TrialRun) -> Iterator[str]:
     """Yield the names of modules that a run did not call, and of parameters without a gradient from it."""
     for path, module in model.named_modules():
         start = f"{path}." if path else ""
@@ -130,7 +131,7 @@ def missed(model: nn.Module, whole: Run) -> Iterator[str]:
             yield path
 
 
-def _faults(whole: Run, runs: list[Run], comparison: Comparison) -> Iterator[Fault | None]:
+def _faults(whole: TrialRun, runs: list[TrialRun], comparison: SplitComparison) -> Iterator[Fault | None]:
     bound = Bound.of(whole.dtypes)
     forward = _forward(whole, runs, comparison, bound)
     failed = next((run for run in runs if run.error is not None), None)
@@ -145,7 +146,7 @@ def _faults(whole: Run, runs: list[Run], comparison: Comparison) -> Iterator[Fau
     yield _tensor_fault(whole, runs, bound)
 
 
-def _raised(run: Run) -> Fault:
+def _raised(run: TrialRun) -> Fault:
     where = run.entered[-1] if run.entered else ""
     error: BaseException | None = run.error
     if isinstance(error, ModelError) and error.__cause__ is not None:
@@ -163,10 +164,12 @@ def _raised(run: Run) -> Fault:
     )
 
 
-def _forward(whole: Run, runs: list[Run], comparison: Comparison, bound: Bound) -> Fault | None:
+def _forward(
+    whole: TrialRun, runs: list[TrialRun], comparison: SplitComparison, bound: Bound
+) -> Fault | None:
     numbered = [dict(_numbered(run.steps)) for run in runs]
     nudged = dict(_numbered(whole.nudged.steps))
-    given = dict(_numbered(whole.given))
+    inputs = dict(_numbered(whole.row_inputs))
     first: Fault | None = None
     for (name, nth), expected in _numbered(whole.steps):
         for rank, (run, steps) in enumerate(zip(runs, numbered, strict=True)):
@@ -180,13 +183,14 @@ def _forward(whole: Run, runs: list[Run], comparison: Comparison, bound: Bound) 
             apart = relative_error(right, got)
             comparison.forward[name] = max(comparison.forward.get(name, 0.0), apart)
             near = nudged.get((name, nth))
-            limit = bound.limit(right, None if near is None else _part(near, cut, rank))
+            if near is not None:
+                near = _part(near, cut, rank)
+            limit = bound.limit(right, near)
             if distance(right, got) > limit and first is None:
                 reason = "it computes something else on a rank than in one piece"
-                if (name, nth) in given:
-                    reason = _why_row(
-                        given[name, nth], [dict(_numbered(r.given)).get((name, nth)) for r in runs], bound
-                    )
+                if (name, nth) in inputs:
+                    parts = [dict(_numbered(run.row_inputs)).get((name, nth)) for run in runs]
+                    reason = _why_row(inputs[name, nth], parts, bound)
                 first = Fault(name, f"outputs differ by {apart:.2g} on rank {rank}", reason)
     return first
 
@@ -206,13 +210,16 @@ def _why_row(whole: Tensor, parts: list[Tensor | None], bound: Bound) -> str:
     return "what reaches it is not as wide as what reaches it in one piece"
 
 
-def _outputs(whole: Run, runs: list[Run], comparison: Comparison, bound: Bound) -> Fault | None:
-    worst, wrong = 0.0, ""
+def _outputs(
+    whole: TrialRun, runs: list[TrialRun], comparison: SplitComparison, bound: Bound
+) -> Fault | None:
+    worst = 0.0
+    wrong = ""
     for name, expected in whole.outputs.items():
         got = [run.outputs.get(name) for run in runs]
         tensors = [tensor for tensor in got if tensor is not None]
         if len(tensors) < len(got):
-            return Fault("", f"{name} of its output is missing on a rank", "the ranks take other ways")
+            return Fault("", f"{name} of its output is missing on a rank", "the ranks take other branches")
         limit = bound.limit(expected, whole.nudged.outputs.get(name))
         joined = _joined(expected, tensors)
         apart = max(relative_error(expected, one) for one in joined)
@@ -246,7 +253,9 @@ def _joined(expected: Tensor, got: list[Tensor]) -> list[Tensor]:
     return got if dim is None else [torch.cat(got, dim)]
 
 
-def _gradients(whole: Run, runs: list[Run], comparison: Comparison, bound: Bound) -> Fault | None:
+def _gradients(
+    whole: TrialRun, runs: list[TrialRun], comparison: SplitComparison, bound: Bound
+) -> Fault | None:
     last = {name: i for i, (name, _) in enumerate(whole.steps)}
     scales: dict[str, float] = {}
     for name, gradient in whole.gradients.items():
@@ -260,26 +269,38 @@ def _gradients(whole: Run, runs: list[Run], comparison: Comparison, bound: Bound
         scale = max(scales[owner], _ROUNDING * overall)
         shards = [run.gradients.get(name) for run in runs]
         split = runs[0].splits.get(name)
-        apart, is_wrong = 0.0, False
+        apart = 0.0
+        is_wrong = False
         for rank, (got, run) in enumerate(zip(shards, runs, strict=True)):
-            right, near = (
-                None if one is None else _taken(one, run.splits.get(name), rank)
-                for one in (expected, whole.nudged.gradients.get(name))
-            )
+            right = _taken(expected, run.splits.get(name), rank)
+            near = _taken(whole.nudged.gradients.get(name), run.splits.get(name), rank)
             apart = max(apart, _gradient_error(right, got, scale))
             is_wrong |= _gradient_differs(right, got, bound, near, overall)
         if expected is not None or any(g is not None for g in shards):
             comparison.gradients[name] = apart
         if is_wrong:
-            fault = Fault(
-                owner, f"the gradient of {name} differs by {apart:.2g}", _why(expected, shards, split, scale)
-            )
+            what = f"the gradient of {name} differs by {apart:.2g}"
+            fault = Fault(owner, what, _why(expected, shards, split, scale))
             wrong.append((last.get(owner, -1), fault))
     return max(wrong, key=lambda item: item[0])[1] if wrong else None
 
 
-def _taken(whole: Tensor, split: Split | None, rank: int) -> Tensor:
-    return whole if split is None else split.take(whole, rank)
+@overload
+def _taken(whole: Tensor, split: Split | None, rank: int) -> Tensor: ...
+
+
+@overload
+def _taken(whole: None, split: Split | None, rank: int) -> None: ...
+
+
+@overload
+def _taken(whole: Tensor | None, split: Split | None, rank: int) -> Tensor | None: ...
+
+
+def _taken(whole: Tensor | None, split: Split | None, rank: int) -> Tensor | None:
+    if whole is None or split is None:
+        return whole
+    return split.take(whole, rank)
 
 
 def _gradient_error(right: Tensor | None, got: Tensor | None, scale: float) -> float:
@@ -302,8 +323,9 @@ def _gradient_differs(
     if one is None:
         return False
     zeros = torch.zeros_like(one)
-    expected, found = (zeros if tensor is None else tensor for tensor in (right, got))
-    return distance(expected, found) > bound.limit(expected, near, scale)
+    expected = zeros if right is None else right
+    actual = zeros if got is None else got
+    return distance(expected, actual) > bound.limit(expected, near, scale)
 
 
 def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None, scale: float) -> str:
@@ -323,19 +345,15 @@ def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None,
             )
         if any(relative_error(tensors[0], g, scale) > _RELATED for g in tensors):
             return "it differs between ranks: part of what it works on is a rank's own"
-    if (
-        expected is not None
-        and split is not None
-        and all(
-            relative_error(split.take(expected, r) * ranks, g, scale) < _RELATED
-            for r, g in enumerate(tensors)
-        )
-    ):
+    if expected is None or split is None:
+        return "what follows it goes backward otherwise than in one piece"
+    parts = [split.take(expected, rank) * ranks for rank in range(len(tensors))]
+    if all(relative_error(part, g, scale) < _RELATED for part, g in zip(parts, tensors, strict=True)):
         return f"it is {ranks} times too large: what follows is done by all ranks, and its gradient summed"
     return "what follows it goes backward otherwise than in one piece"
 
 
-def _inputs(whole: Run, runs: list[Run], bound: Bound) -> Fault | None:
+def _inputs(whole: TrialRun, runs: list[TrialRun], bound: Bound) -> Fault | None:
     # The gradient of positions is rounding alone if all values that they attend to are equal.
     scale = max(map(_norm, [*whole.inputs.values(), *whole.gradients.values()]), default=0.0)
     for name, expected in whole.inputs.items():
@@ -351,16 +369,18 @@ def _inputs(whole: Run, runs: list[Run], bound: Bound) -> Fault | None:
     return None
 
 
-def _tensor_fault(whole: Run, runs: list[Run], bound: Bound) -> Fault | None:
+def _tensor_fault(whole: TrialRun, runs: list[TrialRun], bound: Bound) -> Fault | None:
     for name, (expected, saved) in whole.kept.items():
         for rank, run in enumerate(runs):
-            got, split = run.kept.get(name, (expected, saved))[0], run.splits.get(name)
+            got, _ = run.kept.get(name, (expected, saved))
+            split = run.splits.get(name)
             right = _taken(expected, split, rank)
             # Outside of the state another shape is right: a rank keeps it for its own heads, such as a bias.
             if right.shape != got.shape and not saved:
                 continue
             near = whole.nudged.kept.get(name)
-            limit = bound.limit(right, None if near is None else _taken(near[0], split, rank))
+            nudged = None if near is None else _taken(near[0], split, rank)
+            limit = bound.limit(right, nudged)
             if distance(right, got) > limit:
                 apart = relative_error(right, got)
                 owner, _, own = name.rpartition(".")
@@ -418,7 +438,7 @@ class ModuleReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PlanReport:
     """The result of :func:`verify`; printed it is a table.
 
     Attributes:
@@ -507,7 +527,7 @@ def verify(
     loss: Loss | None = None,
     ranks: int | None = None,
     group: GroupLike = None,
-) -> Report:
+) -> PlanReport:
     """Run a whole model and its split form under a plan on one batch, and compare all numbers.
 
     It compares the outputs of every module, the loss, every gradient and the buffers after the run, in
@@ -519,7 +539,7 @@ def verify(
 
     The ranks are simulated in this process, one after another, on its CPU. No launcher and no other processes
     are needed, and nothing can hang. The model is copied, not changed. It computes in float64 if the copies
-    fit into memory. If not, blocks that are built alike share one module; if that does not suffice either, it
+    fit into memory. If not, equal blocks share one module; if that does not suffice either, it
     computes in float32. Tensors on the meta device get random values.
 
     Args:
@@ -547,33 +567,36 @@ def verify(
         True
     """
     members = as_group(group)
-    count = ranks if ranks is not None else members.size if members.size > 1 else 2
+    count = ranks
+    if count is None:
+        count = max(2, members.size)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         msg = f"ranks is a number of 1 or more, got {ranks!r}"
         raise ConfigError(msg)
     check_whole(model)
     if members.size == 1:
         return _verified(model, plan, as_call(batch, loss), count)
-    found: list[Any] = [None]
+    outcome: list[Any] = [None]  # the report, or an error
     failure: Exception | None = None
     if members.rank == 0:
         try:
-            found[0] = _verified(model, plan, as_call(batch, loss), count)
+            outcome[0] = _verified(model, plan, as_call(batch, loss), count)
         except Exception as error:  # noqa: BLE001 - it is raised on all ranks
-            failure, found[0] = error, _portable(error)
+            failure = error
+            outcome[0] = _portable(error)
     # Also after an error: a first rank that raised at once would leave the others waiting here.
-    dist.broadcast_object_list(found, group_src=0, group=members.handle)
+    dist.broadcast_object_list(outcome, group_src=0, group=members.handle)
     if failure is not None:
         raise failure
-    if isinstance(found[0], Exception):
-        raise found[0]
-    report: Report = found[0]
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    report: PlanReport = outcome[0]
     return report
 
 
 def _portable(error: Exception) -> Exception:
     """Return an error that can be sent to other processes: the error itself, or one with its text."""
-    # Both ways: many errors can be pickled, and fail when they are read because of arguments of their own.
+    # Written and read: many errors can be pickled, and fail when they are read, by arguments of their own.
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever a user's class raises
@@ -581,22 +604,23 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def as_call(batch: Any, loss: Loss | None = None) -> Call:
+def as_call(batch: Any, loss: Loss | None = None) -> TrialCall:
     if isinstance(batch, Mapping):
-        return Call((), dict(batch), loss)
+        return TrialCall((), dict(batch), loss)
     if isinstance(batch, tuple | list):
-        return Call(tuple(batch), {}, loss)
-    return Call((batch,), {}, loss)
+        return TrialCall(tuple(batch), {}, loss)
+    return TrialCall((batch,), {}, loss)
 
 
-def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
+def _verified(model: nn.Module, plan: Plan, call: TrialCall, ranks: int) -> PlanReport:
     dtype, share = _what_fits(model)
     copied = probe_copy(model, dtype=dtype, random=False, share=share)
     call = replace(call, args=cast(call.args, dtype), kwargs=cast(call.kwargs, dtype))
     named = {name: style for name, (_, style) in choose(model, plan).items()}
     present = dict(copied.named_modules())
     mine: Plan = {name: style for name, style in named.items() if name in present}
-    lines, merged = ForwardLines(copied), Comparison()
+    lines = ForwardLines(copied)
+    merged = SplitComparison()
     dtypes = {dtype}
     modes: dict[str, None] = {}
     batches: dict[str, None] = {}
@@ -627,8 +651,8 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
             merged.fault = compare_ranks(whole, runs)
         if merged.fault is not None:
             break
-    note = "; blocks that are built alike as one" if share else ""
-    return Report(
+    note = "; equal blocks as one" if share else ""
+    return PlanReport(
         ranks,
         dtype,
         Bound.of(dtypes).rtol,
@@ -644,7 +668,7 @@ def _verified(model: nn.Module, plan: Plan, call: Call, ranks: int) -> Report:
     )
 
 
-def _trials(model: nn.Module, call: Call) -> Iterator[tuple[Call, int]]:
+def _trials(model: nn.Module, call: TrialCall) -> Iterator[tuple[TrialCall, int]]:
     """Yield calls in evaluation and training, each with the number of optimizer steps until its end.
 
     Those after the user's own have values and, where the model takes it, a shape of their own.
@@ -663,32 +687,33 @@ _RANDOM = (
 )
 
 
-def _is_random(model: nn.Module, call: Call) -> bool:
+def _is_random(model: nn.Module, call: TrialCall) -> bool:
     """Return whether another seed gives the whole model other numbers, although dropout is left out."""
     first, other = run_whole(model, call, ()), run_whole(model, call, (), seed=1)
     return first.loss is not None and other.loss is not None and not torch.equal(first.loss, other.loss)
 
 
-def _rate(model: nn.Module, whole: Run) -> float:
+def _rate(model: nn.Module, whole: TrialRun) -> float:
     """Return a learning rate with which a step changes weights by a hundredth; 0 without gradients."""
     largest = max(map(_largest, whole.gradients.values()), default=0.0)
     weights = max((_largest(p) for p in model.parameters()), default=0.0)
     return 0.01 * weights / largest if largest else 0.0
 
 
-def _modules(model: nn.Module, plan: Plan, comparison: Comparison) -> list[ModuleReport]:
-    found = []
+def _modules(model: nn.Module, plan: Plan, comparison: SplitComparison) -> list[ModuleReport]:
+    reports = []
     for name, module in model.named_modules():
         own = [f"{name}.{p}" if name else p for p in module._parameters]
         gradients = [comparison.gradients[p] for p in own if p in comparison.gradients]
         if name not in plan and not gradients and comparison.forward.get(name, 0.0) == 0.0:
             continue
         style = words(plan[name]) if name in plan else ""
-        found.append(ModuleReport(name, style, comparison.forward.get(name), max(gradients, default=None)))
-    return found
+        forward = comparison.forward.get(name)
+        reports.append(ModuleReport(name, style, forward, max(gradients, default=None)))
+    return reports
 
 
-def _merge(into: Comparison, comparison: Comparison) -> None:
+def _merge(into: SplitComparison, comparison: SplitComparison) -> None:
     for mine, other in ((into.forward, comparison.forward), (into.gradients, comparison.gradients)):
         for name, apart in other.items():
             mine[name] = max(mine.get(name, 0.0), apart)
@@ -748,4 +773,6 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else "0" if value == 0 else f"{value:.1e}"
+    if value is None:
+        return ""
+    return f"{value:.1e}" if value else "0"

@@ -37,7 +37,7 @@ from tp_shard._plans._parallelize import parallelize
 from tp_shard._plans._styles import Plan, Row
 from tp_shard._shards import ShardTable
 from tp_shard._split import Split
-from tp_shard._verify._examples import Call, fresh, loss_of, tensors_of
+from tp_shard._verify._examples import TrialCall, fresh, loss_of, tensors_of
 from tp_shard.nn._layers import ParallelLinear
 
 T = TypeVar("T")
@@ -51,12 +51,12 @@ class SimulatedError(Exception):
         self.rank, self.error = rank, error
 
 
-class _StoppedError(BaseException):
+class _StoppedRankError(BaseException):
     """The end of a rank after another rank raised; no ``Exception``, so that the model does not catch it."""
 
 
 def simulate(ranks: int, function: Callable[[Group], T]) -> list[T]:
-    """Call ``function(group)`` on each of ``ranks`` simulated ranks; return the result of each.
+    """TrialCall ``function(group)`` on each of ``ranks`` simulated ranks; return the result of each.
 
     The group is the current group of each rank during the call. Random generators start in the same state on
     each rank and are restored afterwards.
@@ -88,15 +88,14 @@ class _Simulation:
             try:
                 self._wait(rank)
                 outside.restore()
-                group = Group(
-                    rank, self.ranks, _SimulatedGroup(self, rank, self.ranks) if self.ranks > 1 else None
-                )
+                handle = _SimulatedGroup(self, rank, self.ranks) if self.ranks > 1 else None
+                group = Group(rank, self.ranks, handle)
                 _group.set_groups(group, ALONE)
                 # Backward in this thread: in one of the engine's threads a collective would run outside of
                 # this rank's turn.
                 with torch.autograd.set_multithreading_enabled(False):
                     results[rank] = function(group)
-            except _StoppedError:
+            except _StoppedRankError:
                 pass
             except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread
                 if self._failed is None:
@@ -123,14 +122,15 @@ class _Simulation:
         """
         self._slots[rank] = what, brought
         if all(slot is not None for slot in self._slots):
-            found = [slot for slot in self._slots if slot is not None]
-            other = next((r for r, slot in enumerate(found) if slot[0] != found[0][0]), None)
+            slots = [slot for slot in self._slots if slot is not None]
+            names = [name for name, _ in slots]
+            other = next((r for r, name in enumerate(names) if name != names[0]), None)
             if other is not None:
-                msg = f"rank 0 calls {found[0][0]}, and rank {other} {found[other][0]}"
+                msg = f"rank 0 calls {names[0]}, and rank {other} {names[other]}"
                 raise DisagreementError(msg)
             # Like torch's collectives without a graph: recorded, it would join the graphs of the ranks.
             with torch.no_grad():
-                carry_out([brought for _, brought in found])
+                carry_out([brought for _, brought in slots])
             self._slots = [None] * self.ranks
             return
         if any(self._done):
@@ -145,7 +145,7 @@ class _Simulation:
         with self._changed:
             self._changed.wait_for(lambda: self._turn == rank)
         if self._failed is not None:
-            raise _StoppedError
+            raise _StoppedRankError
 
     def _pass_on(self, rank: int) -> None:
         """Pass the turn to the next rank that does not wait for others."""
@@ -180,7 +180,7 @@ class _Settings:
         _group.set_groups(*self._groups)
 
 
-class _Done(dist.Work):
+class _CompleteWork(dist.Work):
     """The work of a collective that is complete."""
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 - torch's signature
@@ -217,7 +217,7 @@ class _SimulatedGroup(dist.ProcessGroup):
     ) -> Any:
         described = f"{what} of a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
         self._simulation.meet(self._rank, described, brought, carry_out)
-        return _Done()
+        return _CompleteWork()
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]  # the one form that is called
         biggest = opts is not None and opts.reduceOp == dist.ReduceOp.MAX
@@ -263,7 +263,7 @@ class _SimulatedGroup(dist.ProcessGroup):
 
 
 @dataclass(slots=True)
-class Run:
+class TrialRun:
     """The result of a call.
 
     Attributes:
@@ -276,7 +276,7 @@ class Run:
         inputs: The gradients of floating-point arguments.
         kept: Buffers and other tensors of modules after the run, by name; each with whether it is part of the
             model's state.
-        given: The inputs of the watched modules, for each call.
+        row_inputs: The inputs of the watched row layers, for each call.
         splits: The splits of a rank's parameters, by name.
         cuts: The splits of the outputs of a rank's layers, by name.
         stage: The stage of the error: "forward", "loss" or "backward".
@@ -292,16 +292,16 @@ class Run:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     inputs: dict[str, Tensor | None] = field(default_factory=dict)
     kept: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
-    given: list[tuple[str, Tensor]] = field(default_factory=list)
+    row_inputs: list[tuple[str, Tensor]] = field(default_factory=list)
     splits: dict[str, Split] = field(default_factory=dict)
     cuts: dict[str, Split] = field(default_factory=dict)
     error: Exception | None = None
     stage: str = "forward"
     dtypes: set[torch.dtype] = field(default_factory=set)
-    near: "Run | None" = None
+    near: "TrialRun | None" = None
 
     @property
-    def nudged(self) -> "Run":
+    def nudged(self) -> "TrialRun":
         """The run with roundings of its own, or this one where it has none to speak of."""
         return self.near or self
 
@@ -319,25 +319,26 @@ _NO_UPDATES = Updates()
 
 def run_whole(
     module: nn.Module,
-    call: Call,
+    call: TrialCall,
     watched: Collection[str],
     updates: Updates = _NO_UPDATES,
     *,
     seed: int = 0,
     nudge: torch.dtype | None = None,
-) -> Run:
+) -> TrialRun:
     """Run a module that is not split forward and backward, and record the inputs of ``watched`` modules.
 
     With ``nudge`` each module inside rounds what it returns once more in that type.
     """
-    own, run = copied(module), Run()
-    with preserve_rng_state(), torch.enable_grad(), nullcontext() if nudge is None else nudged(own, nudge):
+    own, run = copied(module), TrialRun()
+    rounding = nullcontext() if nudge is None else nudged(own, nudge)
+    with preserve_rng_state(), torch.enable_grad(), rounding:
         return _run(own, call, run, watched, updates, seed=seed)
 
 
 def reference(
-    module: nn.Module, call: Call, watched: Collection[str], updates: Updates = _NO_UPDATES
-) -> tuple[Run, Call]:
+    module: nn.Module, call: TrialCall, watched: Collection[str], updates: Updates = _NO_UPDATES
+) -> tuple[TrialRun, TrialCall]:
     """Run a whole module to compare with, and again with roundings of its own where it has some."""
     run, taken = run_whole_or_detached(module, call, watched, updates)
     dtype = coarsest(run.dtypes)
@@ -347,8 +348,8 @@ def reference(
 
 
 def run_whole_or_detached(
-    module: nn.Module, call: Call, watched: Collection[str], updates: Updates = _NO_UPDATES
-) -> tuple[Run, Call]:
+    module: nn.Module, call: TrialCall, watched: Collection[str], updates: Updates = _NO_UPDATES
+) -> tuple[TrialRun, TrialCall]:
     """Run as :func:`run_whole`; if that fails, with arguments without gradients. Return the call, too."""
     try:
         return run_whole(module, call, watched, updates), call
@@ -358,7 +359,7 @@ def run_whole_or_detached(
         return run_whole(module, plain, watched, updates), plain
 
 
-def takes(model: nn.Module, call: Call) -> bool:
+def takes(model: nn.Module, call: TrialCall) -> bool:
     """Return whether a model takes a call, in evaluation and in training, with finite numbers to compare."""
     try:
         for training in (False, True):
@@ -375,18 +376,18 @@ def takes(model: nn.Module, call: Call) -> bool:
 def run_split(
     module: nn.Module,
     plan: Plan,
-    call: Call,
+    call: TrialCall,
     ranks: int,
     *,
     dropout: bool = False,
     updates: Updates = _NO_UPDATES,
-) -> list[Run]:
+) -> list[TrialRun]:
     """Split copies of a module by a plan on simulated ranks, and run them forward and backward.
 
     Returns:
         The runs, by rank. If a rank raised, the others' runs end where they waited for it.
     """
-    runs = [Run() for _ in range(ranks)]
+    runs = [TrialRun() for _ in range(ranks)]
 
     def body(group: Group) -> None:
         split = parallelize(copied(module), plan, group=group)
@@ -407,7 +408,7 @@ def run_split(
     return runs
 
 
-def _update(model: nn.Module, call: Call, updates: Updates) -> None:
+def _update(model: nn.Module, call: TrialCall, updates: Updates) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=updates.rate, momentum=0.9)
     for _ in range(updates.count):
@@ -419,14 +420,14 @@ def _update(model: nn.Module, call: Call, updates: Updates) -> None:
 
 def _run(
     model: nn.Module,
-    call: Call,
-    run: Run,
+    call: TrialCall,
+    run: TrialRun,
     watched: Collection[str],
     updates: Updates,
     *,
     dropout: bool = False,
     seed: int = 0,
-) -> Run:
+) -> TrialRun:
     model.train(call.training)
     seed_everything(seed, devices=False)  # numpy's generator too: speech models draw masks from it
     if updates.count:
@@ -457,12 +458,12 @@ def _run(
         for name, tensor in [*module._buffers.items(), *vars(module).items()]
         if isinstance(tensor, Tensor)
     }
-    given = [*tensors_of(args, "input"), *tensors_of(kwargs, "input")]
-    run.inputs = {name: tensor.grad for name, tensor in given if tensor.requires_grad}
+    inputs = [*tensors_of(args, "input"), *tensors_of(kwargs, "input")]
+    run.inputs = {name: tensor.grad for name, tensor in inputs if tensor.requires_grad}
     return run
 
 
-def _describe(model: nn.Module, run: Run) -> None:
+def _describe(model: nn.Module, run: TrialRun) -> None:
     """Record the splits of a rank's parameters and outputs."""
     run.splits = {name: shard.split for name, shard in ShardTable(model).exact.items()}
     for name, module in model.named_modules():
@@ -474,7 +475,7 @@ def _describe(model: nn.Module, run: Run) -> None:
 class Trace:
     """A context manager that records in a run the first output of each call of a model's modules."""
 
-    def __init__(self, model: nn.Module, run: Run, watched: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, run: TrialRun, watched: Collection[str]) -> None:
         self._model, self._run, self._watched = model, run, watched
         self._recording = Recording(model)
         self._calls: dict[str, int] = {}
@@ -495,7 +496,7 @@ class Trace:
         self._run.entered.append(name)
         self._run.called.add(name)
         if name in self._watched and args and isinstance(args[0], Tensor):
-            self._run.given.append((name, args[0].detach().clone()))
+            self._run.row_inputs.append((name, args[0].detach().clone()))
 
     def _end(self, name: str, output: Any) -> None:
         while self._run.entered and self._run.entered.pop() != name:

@@ -71,7 +71,8 @@ class LossOptions:
         """The part of a target that goes to each class with a logit."""
         if self.label_smoothing == 0:
             return 0.0
-        return self.label_smoothing / (self.num_classes if self.sampled is None else self.num_sampled)
+        classes = self.num_classes if self.sampled is None else self.num_sampled
+        return self.label_smoothing / classes
 
     @property
     def columns(self) -> int:
@@ -79,7 +80,7 @@ class LossOptions:
         return 4 if self.label_smoothing > 0 else 3
 
 
-class Rows:
+class TargetRows:
     """The targets of some rows, as one rank sees them. All tensors have shape (rows,).
 
     Attributes:
@@ -107,8 +108,8 @@ class Rows:
             safe = torch.where(self.valid, target, 0).clamp_(0, options.num_classes - 1)
             self.factor = torch.where(self.valid, options.weight[safe], 0)
 
-    def part(self, start: int, stop: int) -> "Rows":
-        rows = Rows.__new__(Rows)
+    def part(self, start: int, stop: int) -> "TargetRows":
+        rows = TargetRows.__new__(TargetRows)
         for name in self.__slots__:
             setattr(rows, name, getattr(self, name)[start:stop])
         return rows
@@ -132,7 +133,7 @@ _EXACT = 1 << 23  # float32 represents integers below it exactly
 _OUT_OF_RANGE = float(1 << 24)
 
 
-def exchange(found: Tensor, rows: Rows, options: LossOptions) -> Tensor:
+def exchange(found: Tensor, rows: TargetRows, options: LossOptions) -> Tensor:
     """Return the values of all ranks, of shape (ranks, rows, columns).
 
     Each rank checks its targets first and sends the result of the check along. So a wrong target raises on
@@ -167,13 +168,14 @@ def exchange(found: Tensor, rows: Rows, options: LossOptions) -> Tensor:
     return everyones[:, _HEADER:].view(group.size, *found.shape)
 
 
-def _check_targets(rows: Rows, options: LossOptions) -> list[float]:
+def _check_targets(rows: TargetRows, options: LossOptions) -> list[float]:
     wrong = 0.0
     if rows.target.numel():
         low, high = (int(t) for t in torch.aminmax(rows.target))
         if low < 0 or high >= options.num_classes:
             bad = rows.target[rows.valid & ((rows.target < 0) | (rows.target >= options.num_classes))]
-            wrong = max(-_OUT_OF_RANGE, min(_OUT_OF_RANGE, float(bad[0]) * 2 + 1)) if bad.numel() else 0.0
+            if bad.numel():
+                wrong = max(-_OUT_OF_RANGE, min(_OUT_OF_RANGE, float(bad[0]) * 2 + 1))
     places = torch.arange(1, rows.target.numel() + 1)  # factors, so that the checksum depends on the order
     total = float(int(rows.target.dot(places)) % _EXACT)
     return [wrong, float(options.num_classes % _EXACT), total]
@@ -239,7 +241,7 @@ def block_rows(width: int, device: torch.device) -> int:
 
 
 def measure(
-    logits: Tensor, rows: Rows, options: LossOptions, dtype: torch.dtype, keep: Tensor | None
+    logits: Tensor, rows: TargetRows, options: LossOptions, dtype: torch.dtype, keep: Tensor | None
 ) -> Tensor:
     """Return what the ranks exchange, (rows, 3 or 4), of this rank's logits, (rows, local classes).
 
@@ -267,7 +269,8 @@ def measure(
         if block.dtype != dtype:
             block = exponentials.copy_(block)  # noqa: PLW2901 - the same numbers
         if sums:
-            sums[0].copy_(block.sum(-1, keepdim=True) if weight is None else (block @ weight).unsqueeze(1))
+            weighted = block.sum(-1, keepdim=True) if weight is None else (block @ weight).unsqueeze(1)
+            sums[0].copy_(weighted)
         torch.amax(block, -1, keepdim=True, out=maximum)
         # A row with all classes excluded has the maximum -inf, and -inf minus -inf would be NaN.
         torch.sub(block, maximum.clamp_min(lowest), out=exponentials).exp_()
@@ -275,7 +278,7 @@ def measure(
     return found
 
 
-def merge(everyones: Tensor, rows: Rows, options: LossOptions) -> Merged:
+def merge(everyones: Tensor, rows: TargetRows, options: LossOptions) -> Merged:
     """Merge the values of all ranks, of shape (ranks, rows, columns), by log-sum-exp."""
     maximum = everyones[..., 0].amax(0)
     below = (everyones[..., 0] - maximum).exp_()  # (ranks, rows)
@@ -309,8 +312,8 @@ def fill_gradient(
 
     ``out`` may be ``logits``. With ``maximum``, this rank's maximum of each row, ``logits`` are the
     exponentials that :func:`measure` kept. ``merged`` has ``lse``, ``softmax_factor`` and ``target_factor``
-    of :class:`Merged`, and ``rows`` has ``index`` and ``mine`` of :class:`Rows`. ``grad`` is 0 for rows that
-    do not count.
+    of :class:`Merged`, and ``rows`` has ``index`` and ``mine`` of :class:`TargetRows`. ``grad`` is 0 for rows
+    that do not count.
     """
     lse, softmax_factor, target_factor = merged
     index, mine = rows
@@ -388,7 +391,7 @@ def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inpla
     return apply(_CrossEntropy, logits, target, options, inplace)
 
 
-def _saved(merged: Merged, rows: Rows, denominator: Tensor | None) -> tuple[Tensor | None, ...]:
+def _saved(merged: Merged, rows: TargetRows, denominator: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return what both backward passes need beside the logits."""
     of_rows = rows.index, rows.mine, rows.valid
     return merged.lse, merged.softmax_factor, merged.target_factor, *of_rows, denominator
@@ -407,7 +410,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossOptions, inplace: bool) -> Tensor:
         dtype = computed_in(logits.dtype)
-        rows = Rows(target, options, dtype)
+        rows = TargetRows(target, options, dtype)
         detached = logits.detach()
         keep = None
         if ctx.needs_input_grad[0] and logits.dtype == dtype:
@@ -421,11 +424,9 @@ class _CrossEntropy(torch.autograd.Function):
             # An operation that saved the logits for its own backward pass then gets autograd's error, where
             # it would compute with overwritten values.
             torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(
-            None if inplace else logits,
-            None if keep is None else found[:, 0].clone(),
-            *_saved(merged, rows, denominator),
-        )
+        kept_logits = None if inplace else logits
+        maximum = None if keep is None else found[:, 0].clone()
+        ctx.save_for_backward(kept_logits, maximum, *_saved(merged, rows, denominator))
         return reduce_rows(merged.loss, rows.factor, options.reduction).to(returned_in(logits, dtype))
 
     @staticmethod
@@ -442,7 +443,8 @@ class _CrossEntropy(torch.autograd.Function):
                 SECOND_BACKWARD.format("inplace=True gave its logits to the first", "leave it out")
             )
         else:
-            out, maximum = torch.empty_like(logits, memory_format=torch.contiguous_format), None
+            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            maximum = None
         fill_gradient(
             out,
             logits,
@@ -464,7 +466,7 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossOptions) -> Tensor:
         dtype = computed_in(logits.dtype)
-        rows = Rows(target, options, dtype)
+        rows = TargetRows(target, options, dtype)
         merged = merge(exchange(_measure(logits.to(dtype), rows, options), rows, options), rows, options)
         denominator = rows.factor.sum() if options.reduction == "mean" else None
         ctx.options, ctx.dtype = options, dtype
@@ -481,14 +483,16 @@ class _Compiled(torch.autograd.Function):
         if options.label_smoothing > 0:
             spread = (row_grad * options.spread).unsqueeze(1)
             weight = options.local_weight
-            out = out - (spread if weight is None else spread * weight)
+            if weight is not None:
+                spread = spread * weight
+            out = out - spread
         if logits.size(1):
             at_target = torch.where(mine, -target_factor * row_grad, 0).unsqueeze(1)
             out = out.scatter_add(1, index.unsqueeze(1), at_target)
         return out.to(logits.dtype), None, None
 
 
-def _measure(logits: Tensor, rows: Rows, options: LossOptions) -> Tensor:
+def _measure(logits: Tensor, rows: TargetRows, options: LossOptions) -> Tensor:
     """Return the columns of :func:`measure`, for logits in the type of the computation."""
     if logits.size(1) == 0:
         found = logits.new_zeros(logits.size(0), options.columns)
@@ -523,11 +527,13 @@ class LinearHead:
         dtype = computed_in(weight.dtype)
         self._grad_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
 
-    def logits(self, start: int, stop: int, rows: Rows) -> Tensor:  # noqa: ARG002 - the protocol's
-        x, weight = self._x[start:stop], self._weight
-        return x.mm(weight.t()) if self._bias is None else torch.addmm(self._bias, x, weight.t())
+    def logits(self, start: int, stop: int, rows: TargetRows) -> Tensor:  # noqa: ARG002 - the protocol's
+        x = self._x[start:stop]
+        if self._bias is None:
+            return x.mm(self._weight.t())
+        return torch.addmm(self._bias, x, self._weight.t())
 
-    def add(self, grad: Tensor, start: int, stop: int, rows: Rows) -> None:  # noqa: ARG002 - as above
+    def add(self, grad: Tensor, start: int, stop: int, rows: TargetRows) -> None:  # noqa: ARG002 - as above
         """Add the gradients from the gradient of some rows' logits.
 
         Collectives: starts an all-reduce of the features' gradient.
@@ -564,7 +570,8 @@ class Products:
                 layer = self._options.layer or "the head and loss"
                 self._works.append(start_all_reduce_(mine, self._options.group, layer=layer))
         if self._grad_weight is not None:
-            total, part = self._grad_weight, self._x[start:stop]
+            total = self._grad_weight
+            part = self._x[start:stop]
             if total.dtype == grad.dtype:
                 # With beta=0 torch ignores the old values, so the buffer needs no zeros.
                 torch.addmm(total, grad.t(), part, beta=0 if self._is_first else 1, out=total)
@@ -590,10 +597,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 class Head(Protocol):
     """A head: it computes logits from features, and sums the gradients of its inputs over chunks."""
 
-    def logits(self, start: int, stop: int, rows: Rows) -> Tensor:
+    def logits(self, start: int, stop: int, rows: TargetRows) -> Tensor:
         """Return the logits of some rows, of shape (rows, local classes), in a buffer of their own."""
 
-    def add(self, grad: Tensor, start: int, stop: int, rows: Rows) -> None:
+    def add(self, grad: Tensor, start: int, stop: int, rows: TargetRows) -> None:
         """Add the gradients from the gradient of some rows' logits, which may be overwritten.
 
         Collectives: starts an all-reduce of the features' gradient.
@@ -650,7 +657,7 @@ class _AtOnce(torch.autograd.Function):
         chunk_rows: int,
     ) -> Tensor:
         dtype = computed_in(x.dtype)
-        rows = Rows(target, options, dtype)
+        rows = TargetRows(target, options, dtype)
         denominator = rows.factor.sum() if options.reduction == "mean" else None
         one = torch.ones((), dtype=dtype, device=x.device)
         row_grad = per_row(one, rows.valid, denominator, dtype)
@@ -659,11 +666,12 @@ class _AtOnce(torch.autograd.Function):
 
         def softmax(chunk: _Chunk) -> tuple[Merged, Tensor | None]:
             logits, part = chunk.logits, chunk.rows
-            spent = logits.dtype == dtype
-            found = measure(logits, part, options, dtype, logits if spent else None)
+            keep = logits if logits.dtype == dtype else None
+            found = measure(logits, part, options, dtype, keep)
             merged = merge(exchange(found, part, options), part, options)
             total.add_(merged.loss.sum())
-            return merged, found[:, 0] if spent else None
+            maximum = None if keep is None else found[:, 0]
+            return merged, maximum
 
         ctx.grads = _gradients(head, rows, row_grad, softmax, options, chunk_rows)
         ctx.likes = _likes(x, weight, bias)
@@ -705,14 +713,16 @@ class _Twice(torch.autograd.Function):
         chunk_rows: int,
     ) -> Tensor:
         dtype = computed_in(x.dtype)
-        rows = Rows(target, options, dtype)
+        rows = TargetRows(target, options, dtype)
         found = torch.empty(x.size(0), options.columns, dtype=dtype, device=x.device)
         head = make(x, weight, bias, options, (False, False, False))
-        for a, b in _chunks(x.size(0), chunk_rows) if x.size(0) else ():
+        chunks = _chunks(x.size(0), chunk_rows) if x.size(0) else []
+        for a, b in chunks:
             part = rows.part(a, b)
             logits = head.logits(a, b, part)
-            found[a:b] = measure(logits, part, options, dtype, logits if logits.dtype == dtype else None)
-            del logits  # or two chunks would exist at once: `no_more_than_a_chunk_of_logits_exists`
+            keep = logits if logits.dtype == dtype else None
+            found[a:b] = measure(logits, part, options, dtype, keep)
+            del logits, keep  # or two chunks would exist at once: `no_more_than_a_chunk_of_logits_exists`
         merged = merge(exchange(found, rows, options), rows, options)
         ctx.make, ctx.options, ctx.chunk_rows, ctx.dtype = make, options, chunk_rows, dtype
         ctx.save_for_backward(
@@ -724,7 +734,7 @@ class _Twice(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, bias, target, lse, softmax_factor, target_factor = ctx.saved_tensors
-        rows = Rows(target, ctx.options, ctx.dtype)
+        rows = TargetRows(target, ctx.options, ctx.dtype)
         denominator = rows.factor.sum() if ctx.options.reduction == "mean" else None
         row_grad = per_row(grad, rows.valid, denominator, ctx.dtype)
         head = ctx.make(x, weight, bias, ctx.options, ctx.needs_input_grad[:3])
@@ -742,7 +752,7 @@ class _Chunk(NamedTuple):
     """A chunk of rows with its logits."""
 
     at: slice
-    rows: Rows
+    rows: TargetRows
     logits: Tensor
 
 
@@ -759,10 +769,9 @@ def _placed(
     grads: Gradients, likes: list[tuple[torch.Size, torch.dtype] | None], options: LossOptions
 ) -> list[Tensor | None]:
     """Cast the gradients to the types of their tensors, and give the weight's gradient its shape."""
-    placed = [
-        None if grad is None or like is None else grad.to(like[1])
-        for grad, like in zip(grads, likes, strict=True)
-    ]
+    placed: list[Tensor | None] = []
+    for grad, like in zip(grads, likes, strict=True):
+        placed.append(None if grad is None or like is None else grad.to(like[1]))
     if placed[1] is not None and likes[1] is not None and options.sampled is not None:
         placed[1] = _of_all_classes(placed[1], options.sampled, likes[1][0], is_sparse=options.is_sparse)
     return placed
@@ -779,7 +788,7 @@ def _of_all_classes(grad: Tensor, sampled: Tensor, shape: torch.Size, *, is_spar
 
 def _gradients(
     head: Head,
-    rows: Rows,
+    rows: TargetRows,
     row_grad: Tensor,
     softmax: Callable[[_Chunk], tuple[Merged, Tensor | None]],
     options: LossOptions,
@@ -897,7 +906,9 @@ def read_width(
     dim = find_class_dim(input, target, class_dim, prefer_last=True)
     width = input.size(dim)
     marked = get_parallel_dim(input) in (1, -1)
-    given = num_classes if num_classes is not None else (get_parallel_size(input) if marked else None)
+    known = num_classes  # over all ranks
+    if known is None and marked:
+        known = get_parallel_size(input)
     if parallel is None:
         parallel = marked
         if num_classes is not None and ranks.size > 1:
@@ -915,13 +926,16 @@ def read_width(
                 )
                 raise ConfigError(msg)
     if not parallel:
-        dim = find_class_dim(input, target, class_dim, prefer_last=False)
-        return (input.size(dim) if num_classes is None else num_classes), False
-    return (width * ranks.size if given is None else given), True
+        if num_classes is None:
+            num_classes = input.size(find_class_dim(input, target, class_dim, prefer_last=False))
+        return num_classes, False
+    if known is None:
+        known = width * ranks.size
+    return known, True
 
 
 def check_unambiguous(target: Tensor, size: int, ranks: Group) -> None:
-    """Raise on all ranks for shapes that any of them could read in two ways."""
+    """Raise on all ranks for shapes that any of them could read as two layouts."""
     # By the sizes of all shards, and not of this rank's: if one rank raised alone, the others would wait for
     # it.
     inner = set(target.shape[1:])
@@ -963,8 +977,12 @@ def check_local_width(
     expected = stop - start if is_split else size
     if width == expected:
         return
-    whole = " (whole logits are not split, though an argument or a mark says so)" if width == size else ""
-    share = f"rank {ranks.rank} of {ranks.size} holds {expected} of {size} classes" if is_split else f"{size}"
+    whole = ""
+    if width == size:
+        whole = " (whole logits are not split, though an argument or a mark says so)"
+    share = f"{size}"
+    if is_split:
+        share = f"rank {ranks.rank} of {ranks.size} holds {expected} of {size} classes"
     msg = (
         f"logits of shape {tuple(input.shape)} are {width} classes wide, expected {share}{whole}; say "
         f"parallel= and num_classes= as they are"

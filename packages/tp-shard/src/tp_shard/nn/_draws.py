@@ -51,7 +51,7 @@ class _Inside:
     drawn: int
     before: dict[torch.device, Tensor]
     began: dict[torch.device, Tensor]
-    alike: dict[torch.device, Tensor] = field(default_factory=dict)
+    shared: dict[torch.device, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class SplitDraws:
         if visit is None or visit.inside is None:
             return
         inside, visit.inside = visit.inside, None
-        has_drawn = bool(inside.alike) or any(
+        has_drawn = bool(inside.shared) or any(
             not torch.equal(state, get_state(place, None)) for place, state in inside.began.items()
         )
         _set_states(inside.before)
@@ -183,11 +183,11 @@ class SplitDraws:
         They come from a third state, so that no other draw moves if the ranks take different amounts of them.
         """
         own = {place: get_state(place, None) for place in inside.before}
-        _set_states({p: inside.alike.get(p, self._seeded(p, inside.drawn, -1)) for p in own})
+        _set_states({p: inside.shared.get(p, self._seeded(p, inside.drawn, -1)) for p in own})
         try:
             return function()
         finally:
-            inside.alike = {place: get_state(place, None) for place in own}
+            inside.shared = {place: get_state(place, None) for place in own}
             _set_states(own)
 
     def _is_alike(self, function: Any, given: Tensor | None, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -11,8 +11,8 @@ from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._shards import ParallelLayer, check_dim
 from tp_shard._split import Ranges, Split
 from tp_shard.nn._convert import convert_layers, stands_for, without_parameters
+from tp_shard.nn._init import init_shard_
 from tp_shard.nn.functional import linear, padding_row, parallel_embedding
-from tp_shard.nn.init import init_shard_
 
 # -- A linear layer with a weight that is split over ranks ----------------------------------------
 

@@ -17,7 +17,7 @@ from tp_shard._split import Split, bounds
 from tp_shard.nn._cross_entropy import (
     LossOptions,
     Products,
-    Rows,
+    TargetRows,
     block_rows,
     check_class_indices,
     check_head,
@@ -27,7 +27,7 @@ from tp_shard.nn._cross_entropy import (
     read_chunk_rows,
     read_options,
 )
-from tp_shard.nn.init import init_shard_
+from tp_shard.nn._init import init_shard_
 
 # -- Samples of class centers ---------------------------------------------------------------------
 # Partial FC (An et al., "Partial FC: Training 10 Million Identities on a Single Machine",
@@ -221,7 +221,7 @@ class MarginHead:
         self._products = Products(x, self._factors, options, needed)
         self._slope = torch.ones(x.size(0), dtype=self._dtype, device=x.device)
 
-    def logits(self, start: int, stop: int, rows: Rows) -> Tensor:
+    def logits(self, start: int, stop: int, rows: TargetRows) -> Tensor:
         """Return the scaled cosines of some rows, with their margins, in the type of the computation."""
         logits = self._x[start:stop].mm(self._factors.t()).to(self._dtype).mul_(self._columns)
         if self._count:
@@ -232,7 +232,7 @@ class MarginHead:
             logits.scatter_(1, index, torch.where(rows.mine, new * self._margins.scale, old).unsqueeze(1))
         return logits
 
-    def add(self, grad: Tensor, start: int, stop: int, rows: Rows) -> None:
+    def add(self, grad: Tensor, start: int, stop: int, rows: TargetRows) -> None:
         """Add the gradients from the gradient of some rows' logits, which is overwritten.
 
         Collectives: starts an all-reduce of the features' gradient.
@@ -381,7 +381,7 @@ class MarginCrossEntropy(ParallelLayer):
 
     With ``sample_rate`` below 1 a training step computes with the centers of its own classes and a sample of
     the others (Partial FC, arXiv:2010.05222). The sample follows from ``seed`` and the CPU's default
-    generator, from which each step takes one number. Ranks that are seeded alike take the same sample on any
+    generator, from which each step takes one number. Ranks of the same seed take the same sample on any
     number of ranks. A resumed run and a recomputed forward pass take the sample that they had. In evaluation
     all centers take part.
 

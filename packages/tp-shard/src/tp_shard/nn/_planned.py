@@ -14,7 +14,7 @@ from tp_shard._groups import _debug
 from tp_shard._groups._collectives import _Copy, _Scatter, copy, gather
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._groups._random import RandomTracker
-from tp_shard._shards import check_dim, holds_shard, register_parallel_dim
+from tp_shard._shards import holds_shard
 from tp_shard._split import Ranges
 from tp_shard.nn._convert import is_transposed, widths, without_parameters
 from tp_shard.nn._draws import SplitDraws, mark
@@ -23,14 +23,14 @@ from tp_shard.nn._layers import ParallelEmbedding, ParallelLinear
 from tp_shard.nn._sequence import (
     SequenceState,
     SummedGradients,
-    _Gather,
+    _GatherSequence,
     _ReduceScatter,
+    _ScatterSequence,
     _SumAll,
     gather_sequence,
     reduce_scatter_sequence,
     scatter_sequence,
 )
-from tp_shard.nn._sequence import _Scatter as _SequenceScatter
 from tp_shard.nn._split_products import _Column, _Row
 from tp_shard.nn.functional import linear, mark_output, wrong_width
 
@@ -42,12 +42,12 @@ from tp_shard.nn.functional import linear, mark_output, wrong_width
 
 # Private: torch has no public name for the class of a Function's graph nodes. Without it the walk would stop
 # nowhere; `a_plan_that_forgets_what_stands_inside_names_it_at_the_first_forward` notices its loss.
-_BEGIN = (_Column._backward_cls, _Gather._backward_cls)
+_BEGIN = (_Column._backward_cls, _GatherSequence._backward_cls)
 _SUMMED = (
     _Copy._backward_cls,
     _SumAll._backward_cls,
     _Scatter._backward_cls,
-    _SequenceScatter._backward_cls,
+    _ScatterSequence._backward_cls,
 )
 _END = (_Row._backward_cls, _ReduceScatter._backward_cls)
 _PASSING = "RegisterPostBackwardFunctionBackward"
@@ -151,39 +151,7 @@ def _root(module: nn.Module) -> nn.Module | None:
     return None if reference is None else reference()
 
 
-# -- Layers without parameters: dropout of split features, and a mark on activations --------------
-
-
-class RegisterParallelDim(nn.Module):
-    """A layer that marks its input as split along a dimension, and returns a view of it.
-
-    Args:
-        dim: 1 or -1 for split output features, 0 for split input features; ``None`` for a whole tensor.
-
-    Raises:
-        ConfigError: ``dim`` is another number.
-
-    Example:
-        >>> marked = RegisterParallelDim(0)(torch.empty(3))
-        >>> get_parallel_dim(marked)
-        0
-    """
-
-    def __init__(self, dim: int | None = None) -> None:
-        super().__init__()
-        check_dim(dim)
-        self.dim = dim
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return a view of ``input``, of any shape, with the mark."""
-        # A view, so that the caller's own tensor does not get the mark.
-        output = input.view_as(input)
-        register_parallel_dim(output, self.dim)
-        return output
-
-    def extra_repr(self) -> str:
-        """Return the layer's options."""
-        return f"dim={self.dim}"
+# -- Dropout of split features ----------------------------------------------------------------------
 
 
 class ParallelDropout(nn.Dropout):

@@ -68,7 +68,7 @@ class SequenceState:
         return self.note(sum(gather_sizes(part, group, device)))
 
     def _has_neighbors(self, length: int, ranks: int) -> bool:
-        """Return whether another length may give some rank the same part; the answer is alike on all ranks.
+        """Return whether another length may give some rank the same part: the same answer on all ranks.
 
         A rank may confuse ``length`` with a near one, and another rank that one with the next. So the whole
         chain counts: with direct neighbors alone some ranks would communicate and others not.
@@ -96,7 +96,7 @@ def scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tens
     Forward: nothing. Backward: an all-gather.
     """
     size = state.note(tensor.size(state.dim), is_split=True)
-    return tensor if group.size == 1 else apply(_Scatter, tensor, state.dim, size, group)
+    return tensor if group.size == 1 else apply(_ScatterSequence, tensor, state.dim, size, group)
 
 
 def gather_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
@@ -108,7 +108,7 @@ def gather_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tenso
     if group.size == 1:
         return tensor
     size = state.whole(tensor.size(state.dim), group, tensor.device)
-    return apply(_Gather, tensor, state.dim, size, group, False)
+    return apply(_GatherSequence, tensor, state.dim, size, group, False)
 
 
 def reduce_scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
@@ -129,7 +129,7 @@ def join_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
     if group.size == 1:
         return tensor
     size = state.whole(tensor.size(state.dim), group, tensor.device)
-    return apply(_Gather, tensor, state.dim, size, group, True)
+    return apply(_GatherSequence, tensor, state.dim, size, group, True)
 
 
 def _take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
@@ -157,7 +157,7 @@ def _sum_and_take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
 # Each backward pass applies another autograd function, so that all of them can be differentiated twice.
 
 
-class _Scatter(torch.autograd.Function):
+class _ScatterSequence(torch.autograd.Function):
     # Forward: nothing. Backward: an all-gather.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
@@ -166,20 +166,22 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return apply(_Gather, grad, *ctx.args, True), None, None, None
+        return apply(_GatherSequence, grad, *ctx.args, True), None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     # Forward: an all-gather. Backward: a reduce-scatter; or nothing, this rank's part of the gradient, where
     # every rank has the gradient of all.
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group, alike: bool) -> Tensor:
-        ctx.args, ctx.alike = (dim, size, group), alike
+    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group, replicated_grad: bool) -> Tensor:
+        ctx.args = dim, size, group
+        ctx.replicated_grad = replicated_grad
         return all_gather(tensor, dim, shard_sizes(size, group.size), group, layer="the sequence")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return apply(_Scatter if ctx.alike else _ReduceScatter, grad, *ctx.args), None, None, None, None
+        adjoint = _ScatterSequence if ctx.replicated_grad else _ReduceScatter
+        return apply(adjoint, grad, *ctx.args), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -191,7 +193,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return apply(_Gather, grad, *ctx.args, False), None, None, None
+        return apply(_GatherSequence, grad, *ctx.args, False), None, None, None
 
 
 # -- Gradients of parameters that work on parts of a sequence: one all-reduce for all of them -----
@@ -263,10 +265,10 @@ class _SumAll(torch.autograd.Function):
             if grad is not None:
                 kinds.setdefault((grad.dtype, grad.device), []).append((index, grad))
         summed = list(grads)
-        for alike in kinds.values():
-            flat = torch.cat([grad.reshape(-1) for _, grad in alike])
+        for of_kind in kinds.values():
+            flat = torch.cat([grad.reshape(-1) for _, grad in of_kind])
             all_reduce_(flat, ctx.group, layer="norms on parts of a sequence")
-            pieces = flat.split([grad.numel() for _, grad in alike])
-            for (index, grad), piece in zip(alike, pieces, strict=True):
+            pieces = flat.split([grad.numel() for _, grad in of_kind])
+            for (index, grad), piece in zip(of_kind, pieces, strict=True):
                 summed[index] = piece.view_as(grad)
         return (None, *summed)

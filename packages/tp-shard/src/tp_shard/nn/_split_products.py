@@ -117,7 +117,7 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
 
 
 def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group, layer: Any) -> Tensor:
-    """Apply a weight (out, local in) with split input features to an input (..., local in) split alike.
+    """Apply a weight with split input features (out, local in) to an input split as they are (..., local in).
 
     Forward: an all-reduce of the output. Backward: nothing.
     """

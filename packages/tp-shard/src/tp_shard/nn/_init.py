@@ -11,13 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_shard._groups import _debug
-from tp_shard._groups._group import ALONE, Group, current_data_group, current_group
+from tp_shard._groups._group import ALONE, Group, current_data_group
 from tp_shard._groups._random import get_state, set_state
-from tp_shard._shards import get_split
 from tp_shard._split import Split
-
-__all__ = ["init_shard_", "shard_init_helper_"]
-
 
 # -- Recording and replay of an initialization method ---------------------------------------------
 # An element-wise method needs no whole tensor. Its values are drawn in blocks, in the order in which the
@@ -57,7 +53,7 @@ class _Probe(torch.Tensor):
     """
 
     operations: list[_Operation]
-    # Private, but the way of torch's own wrapper subclasses: without it each result would be wrapped again.
+    # Private, and what torch's own wrapper subclasses do: without it each result would be wrapped again.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own do
 
     @classmethod
@@ -168,11 +164,17 @@ def _copy_columns(rows: Tensor, offset: int, local: Tensor, columns: list[tuple[
 # -- Initialization of shards ---------------------------------------------------------------------
 
 
-def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> None:
+def init_shard_(
+    init_method: Callable[..., Any],
+    tensor: Tensor,
+    split: Split | None,
+    group: Group,
+    kwargs: dict[str, Any],
+) -> None:
     """Initialize a shard with the values that the whole tensor would have had from the same seed.
 
-    The generator of the group's first rank counts, whatever the others were seeded with. Ranks that were
-    seeded alike stay in step.
+    The generator of the group's first rank counts, whatever the others were seeded with. Ranks of the same
+    seed stay in step.
 
     An element-wise method draws in blocks, and no rank holds the whole tensor: uniform, normal, constant,
     Xavier's and Kaiming's, and custom methods that consist of them. Other methods, and any method on an
@@ -181,31 +183,10 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
 
     Args:
         init_method: A method of ``torch.nn.init``, or any function that fills a tensor in place.
-        tensor: A parameter of a parallel layer, or a tensor with its marks. A tensor without marks is
-            initialized alike on all ranks. Its type is kept. On the meta device nothing happens.
-        **kwargs: Further arguments of ``init_method``.
-
-    Raises:
-        Exception: An error of ``init_method``, such as a ValueError for a shape that it does not take.
-
-    Collectives: two broadcasts of a generator's state.
-
-    Example:
-        >>> layer = ts.nn.ParallelLinear(20, 30, dim=-1)
-        >>> shard_init_helper_(torch.nn.init.kaiming_normal_, layer.weight, a=0, mode="fan_in")
-    """
-    group = current_group() or ALONE
-    init_shard_(init_method, tensor, get_split(tensor, group), group, kwargs)
-
-
-def init_shard_(
-    init_method: Callable[..., Any],
-    tensor: Tensor,
-    split: Split | None,
-    group: Group,
-    kwargs: dict[str, Any],
-) -> None:
-    """Initialize a shard as :func:`shard_init_helper_` does, with a known split.
+        tensor: The shard. Its type is kept. On the meta device nothing happens.
+        split: Its split; ``None`` for a tensor that is whole on all ranks, and gets the same values there.
+        group: The ranks that hold the tensor together.
+        kwargs: Further arguments of ``init_method``.
 
     Collectives: two broadcasts of a generator's state.
     """
