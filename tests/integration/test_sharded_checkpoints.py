@@ -88,16 +88,16 @@ def test_a_rank_that_cannot_write_is_an_error_on_all_and_the_checkpoint_before_s
 
 
 def while_rank_1_writes_slowly(folder):
-    from tp_core.tensors._folder_writer import Writer
+    from tp_core.tensors._folder_writer import SafetensorsWriter
 
-    may_write, write = threading.Event(), Writer.write_data
+    may_write, write = threading.Event(), SafetensorsWriter.write_data
 
     def slow(self, *args):
         assert may_write.wait(800)
         return write(self, *args)
 
     if os.environ["RANK"] == "1":
-        Writer.write_data = slow
+        SafetensorsWriter.write_data = slow
     # The checkpoint of step 2 is not written before this, and that of step 4 waits for it.
     return train(folder, asynchronous=True, at=4, then=may_write.set)
 
@@ -109,14 +109,14 @@ def test_training_goes_on_while_threads_write_a_split_state(tmp_path):
 
 
 def killed_while_it_writes(folder, asynchronous):
-    from tp_core.tensors._folder_writer import Writer
+    from tp_core.tensors._folder_writer import SafetensorsWriter
 
     def die(self, *args):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def prepare():
         if os.environ["RANK"] == "1":
-            Writer.write_data = die
+            SafetensorsWriter.write_data = die
 
     train(folder, asynchronous, at=6, then=after_writing(prepare))
 
@@ -131,14 +131,14 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(tmp_
 
 
 def when_rank_1_fails_otherwise(folder, asynchronous):
-    from tp_core.tensors._folder_writer import Writer
+    from tp_core.tensors._folder_writer import SafetensorsWriter
 
     def fail(*args):
         raise KeyError("surprise")
 
     def prepare():
         if os.environ["RANK"] == "1":
-            Writer.write_data = fail
+            SafetensorsWriter.write_data = fail
 
     with pytest.raises(StateError) as caught:
         train(folder, asynchronous, at=6, then=after_writing(prepare))

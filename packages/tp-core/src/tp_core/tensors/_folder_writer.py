@@ -44,7 +44,7 @@ class _Planner(DefaultSavePlanner):
         return super().lookup_object(index)
 
 
-class Writer(StorageWriter):
+class SafetensorsWriter(StorageWriter):
     """A writer of one safetensors file per rank, tensor by tensor, and of its digest.
 
     A name stands for one tensor in a file: where a rank has several parts of one, each is in a file of its
@@ -146,7 +146,7 @@ def write(
     if together and dist.get_rank(group):
         # Whole tensors come from the first rank: statistics of batch norms differ between ranks.
         tensors = {n: t for n, t in tensors.items() if isinstance(t, TensorSlice) or is_dtensor(t)}
-    writer = Writer(folder)
+    writer = SafetensorsWriter(folder)
     try:
         with warnings.catch_warnings():
             # That one rank writes alone is intended.
