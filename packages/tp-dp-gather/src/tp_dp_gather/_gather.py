@@ -105,20 +105,19 @@ class Gathering:
         shapes = [tuple(output.shape) for output in outputs]
         if all(length_along(o, self._dim) == n for o, n in zip(outputs, self._sizes, strict=True)):
             others = {(*s[: self._dim], *s[self._dim + 1 :]) for s in shapes}
-            where = "only their rows may differ: pad them to one length" if len(others) > 1 else None
+            if len(others) == 1:
+                return True
+            remedy = "only their rows may differ: pad them to one length"
         else:
             dims = range(min(map(len, shapes)))
-            theirs = [d for d in dims if all(s[d] == n for s, n in zip(shapes, self._sizes, strict=True))]
-            where = (
-                f"the rows are along dim {theirs[0]}: return them along dim {self._dim}" if theirs else None
-            )
-            if where is None:
+            sizes = list(self._sizes)
+            dims_of_rows = [dim for dim in dims if [shape[dim] for shape in shapes] == sizes]
+            if not dims_of_rows:
                 return False
-        if where is None:
-            return True
+            remedy = f"the rows are along dim {dims_of_rows[0]}: return them along dim {self._dim}"
         msg = (
             f"{path} cannot be joined along dim {self._dim}: its shapes are "
-            f"{' and '.join(map(str, shapes))} for parts of {list(self._sizes)} rows, and {where}, or keep "
+            f"{' and '.join(map(str, shapes))} for parts of {list(self._sizes)} rows, and {remedy}, or keep "
             "it in parts with except_keywords or gather_to_one_device=False"
         )
         raise ConfigError(msg)

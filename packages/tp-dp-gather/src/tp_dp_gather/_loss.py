@@ -48,7 +48,7 @@ def parallel_loss(
     if own is not None and reduction is not None and own != reduction:
         msg = f"reduction={reduction!r} was asked for, and {_name(criterion)} itself has reduction={own!r}"
         raise ConfigError(msg)
-    how = reduction or own
+    reduction = reduction or own
     weigh = _mean_divisor(criterion)
 
     def compute(replica: nn.Module, part: Any) -> tuple[Tensor, Any]:
@@ -59,30 +59,31 @@ def parallel_loss(
         if not isinstance(loss, Tensor):
             msg = f"the criterion must return a tensor, got a {type(loss).__name__}; let it return the loss"
             raise ConfigError(msg)
-        return loss, None if weigh is None else weigh(function, target)
+        weight = None if weigh is None else weigh(function, target)
+        return loss, weight
 
     results = replicas.run(compute, parts)
     losses = [loss.to(device) for loss, _ in results]
     is_vector = losses[0].dim() > 0
-    if how is None and not is_vector:
+    if reduction is None and not is_vector:
         msg = (
             f"how {_name(criterion)} reduces its losses is not known, so the parts' losses cannot be "
             'combined; pass reduction="mean" or reduction="sum"'
         )
         raise ConfigError(msg)
-    if how is not None and is_vector != (how == "none"):
-        msg = f"the reduction is {how!r}, and the criterion returned a loss of shape {tuple(losses[0].shape)}"
+    if reduction is not None and is_vector != (reduction == "none"):
+        shape = tuple(losses[0].shape)
+        msg = f"the reduction is {reduction!r}, and the criterion returned a loss of shape {shape}"
         raise ConfigError(msg)
     if is_vector:
         return torch.cat(losses, min(scattering.dim, losses[0].dim() - 1))
     stacked = torch.stack(losses)
-    if how == "sum":
+    if reduction == "sum":
         return stacked.sum()
-    weights = (
-        torch.tensor(counts, dtype=stacked.dtype, device=device)
-        if weigh is None
-        else torch.stack([w.to(device) for _, w in results]).to(stacked.dtype)
-    )
+    if weigh is None:
+        weights = torch.tensor(counts, dtype=stacked.dtype, device=device)
+    else:
+        weights = torch.stack([weight.to(device) for _, weight in results]).to(stacked.dtype)
     # A part with nothing that counts has the loss 0/0, and a weight of 0.
     shares = weights / weights.sum()
     return torch.where(weights > 0, stacked, torch.zeros_like(stacked)).mul(shares).sum()
@@ -117,15 +118,15 @@ def _own_reduction(criterion: Any) -> str | None:
     keywords, function = _unbound(criterion)
     if {"size_average", "reduce"} & {k for k, v in keywords.items() if v is not None}:
         return None  # torch's deprecated arguments
-    found = keywords.get("reduction", getattr(function, "reduction", None))
-    if found is None and not isinstance(function, nn.Module):
+    reduction = keywords.get("reduction", getattr(function, "reduction", None))
+    if reduction is None and not isinstance(function, nn.Module):
         try:
-            found = inspect.signature(function).parameters["reduction"].default
+            reduction = inspect.signature(function).parameters["reduction"].default
         except (KeyError, TypeError, ValueError):
             return None
-    if not isinstance(found, str):
-        return None
-    return "mean" if found == "batchmean" else found  # a mean over the rows, and parts are weighted by rows
+    if reduction == "batchmean":  # a mean over the rows, and parts are weighted by rows
+        return "mean"
+    return reduction if isinstance(reduction, str) else None
 
 
 def _unbound(criterion: Any) -> tuple[dict[str, Any], Any]:

@@ -138,11 +138,12 @@ def holds_values(values: Any, rows: int, dim: int) -> bool:
 
 def _are_records(values: Any) -> bool:
     """Return whether a list holds dicts, or the like, with the same keys, as one for each row would have."""
-    kinds = {
-        None if is_sequence(each) or CONTAINERS[type(each)] is None else (type(each), *keys_of(each))
-        for each in values
-    }
-    return len(kinds) == 1 and None not in kinds
+    kinds = set()
+    for value in values:
+        if is_sequence(value) or CONTAINERS[type(value)] is None:
+            return False
+        kinds.add((type(value), *keys_of(value)))
+    return len(kinds) == 1
 
 
 def _has_entries(value: Any, count: int) -> bool:
@@ -215,13 +216,15 @@ class Scattering:
     def sizes(self, values: Mapping[str | int, Any], *, most: int) -> list[int]:
         """Return how many rows each part has."""
         rows = self.rows(values)
-        return [s.stop - s.start for s in split_evenly(rows, min(most, rows))] if rows else []
+        if not rows:
+            return []
+        return [piece.stop - piece.start for piece in split_evenly(rows, min(most, rows))]
 
     def rows(self, values: Mapping[str | int, Any]) -> int | None:
         """Return how many rows the values have, by their names; ``None`` if there are none."""
-        lengths = [
-            each for key, value in values.items() for each in self._lengths(value, (key,), _OUTSIDE_LISTS)
-        ]
+        lengths: list[_Length] = []
+        for key, value in values.items():
+            lengths += self._lengths(value, (key,), _OUTSIDE_LISTS)
         if not lengths:
             return None
         level = min(each.level for each in lengths)

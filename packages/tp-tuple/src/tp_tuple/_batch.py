@@ -82,11 +82,11 @@ def cuda_attrs(obj: T, device: Device | None = None, *, non_blocking: bool = Fal
 
 def _attributes(obj: Any) -> dict[str, Any]:
     # Python mangles slots with two leading underscores: `__x` of class A is the attribute `_A__x`.
-    slots = [
-        slot if not slot.startswith("__") or slot.endswith("__") else f"_{cls.__name__.lstrip('_')}{slot}"
-        for cls in type(obj).__mro__
-        for slot in _slots_of(cls)
-    ]
+    slots = []
+    for cls in type(obj).__mro__:
+        for slot in _slots_of(cls):
+            is_mangled = slot.startswith("__") and not slot.endswith("__")
+            slots.append(f"_{cls.__name__.lstrip('_')}{slot}" if is_mangled else slot)
     held = {slot: getattr(obj, slot) for slot in slots if hasattr(obj, slot)}
     if not slots and not hasattr(obj, "__dict__"):
         msg = f"cannot move the attributes of a {type(obj).__qualname__}: it has none; use recursive_cuda"

@@ -49,10 +49,13 @@ class Splitter:
         cost: Callable[[Any], float] | None,
         select: Select | None,
     ) -> None:
-        self.speeds = weights if isinstance(weights, Speeds) else None
         self._parts = parts
-        fixed = None if self.speeds is not None else weights
-        self._weights = None if fixed is None else check_weights(fixed, parts)
+        self.speeds: Speeds | None = None
+        self._weights: Sequence[float] | None = None
+        if isinstance(weights, Speeds):
+            self.speeds = weights
+        elif weights is not None:
+            self._weights = check_weights(weights, parts)
         self._cost = cost
         self._select = select
 
@@ -82,7 +85,7 @@ class Splitter:
             raise ConfigError(_needs_select(items)) from error
 
     def collate(self, collate_fn: Callable[[Any], T], items: Any, pieces: Sequence[Sequence[int]]) -> list[T]:
-        """Return the batch of each piece; a note on an error says how many items the function was given."""
+        """Return the batch of each piece; a note on an error says how many items the function got."""
         batches = []
         for rows in pieces:
             try:
@@ -90,7 +93,7 @@ class Splitter:
             except Exception as error:
                 if len(pieces) > 1:
                     error.add_note(
-                        f"collate_fn was given {len(rows)} of the {len(items)} samples of a batch, those of "
+                        f"collate_fn got {len(rows)} of the {len(items)} samples of a batch, those of "
                         "one device. If it leaves samples out, none may be left for a device: leave them out "
                         "in the dataset or the sampler"
                     )
@@ -100,7 +103,8 @@ class Splitter:
     def label(self, values: Sequence[Any], counts: list[int], order: list[int] | None) -> Parts:
         if self.speeds is None:
             return Parts(values, counts=counts, order=order)
-        return _rebuild(tuple(values), tuple(counts), None if order is None else tuple(order), self.speeds)
+        kept_order = None if order is None else tuple(order)
+        return _rebuild(tuple(values), tuple(counts), kept_order, self.speeds)
 
 
 def _number(cost: Any, item: int) -> float:
@@ -137,9 +141,10 @@ class TupleCollate:
         splitter = self.splitter
         pieces, order = splitter.rows(items)
         counts = [len(rows) for rows in pieces]
-        if self._is_torchs and order is None and (whole := _collate_plain(items)) is not None:
-            if isinstance(whole, Tensor):
-                return splitter.label(whole.split_with_sizes(counts), counts, None)
+        whole = _collate_plain(items) if self._is_torchs and order is None else None
+        if isinstance(whole, Tensor):
+            return splitter.label(whole.split_with_sizes(counts), counts, None)
+        if whole is not None:
             return tuple([splitter.label(tensor.split_with_sizes(counts), counts, None) for tensor in whole])
         batches = splitter.collate(self.collate_fn, items, pieces)
         if self._is_torchs and isinstance(batches[0], list) and isinstance(batches[0][0], str | bytes):
@@ -155,7 +160,8 @@ class TupleCollate:
         """
         if not all(type(batch) in _PLAIN for batch in batches):
             return  # named tuples and other classes are never lists of items
-        lengths, counts = [len(batch) for batch in batches], [len(rows) for rows in pieces]
+        lengths = [len(batch) for batch in batches]
+        counts = [len(rows) for rows in pieces]
         if len(set(lengths)) > 1 and lengths != counts:
             return  # per_value refuses it
         if lengths == counts and len(set(counts)) == 1:
@@ -193,9 +199,9 @@ def _collate_plain(items: Any) -> Tensor | list[Tensor] | None:
     if type(items) is not list:
         return None
     first = items[0]
-    for field in first if type(first) in _PLAIN else (first,):
-        if type(field) not in _VALUES:
-            return None
+    fields = first if type(first) in _PLAIN else (first,)
+    if any(type(field) not in _VALUES for field in fields):
+        return None
     try:
         whole: Tensor | list[Tensor] = torch_default_collate(items)
     except RuntimeError:  # items of one part may have one shape where those of all have not
@@ -250,17 +256,18 @@ def tp_collate(
         devices: Sequence[Any] | None = ndevices
         count = len(ndevices)
     else:
-        devices, count = None, ndevices
+        devices = None
+        count = ndevices
     if count < 1:
         msg = f"ndevices must be at least 1, got {count}"
         raise ConfigError(msg)
-    given = resolve_weights(weights, count, devices)
+    resolved = resolve_weights(weights, count, devices)
 
     def decorator(collate_fn: Callable[[Any], Any]) -> TupleCollate:
         if not callable(collate_fn):
             msg = f"a collate function must be callable, got {type(collate_fn).__name__}: {collate_fn!r:.80}"
             raise ConfigError(msg)
-        return TupleCollate(collate_fn, Splitter(count, weights=given, cost=cost, select=select))
+        return TupleCollate(collate_fn, Splitter(count, weights=resolved, cost=cost, select=select))
 
     return decorator
 
@@ -340,9 +347,11 @@ class PlacedParts(Parts):
     def __torch_function__(
         cls, function: object, types: object, arguments: Sequence[Any] = (), options: Any = None
     ) -> NoReturn:
-        given = [*arguments, *(options or {}).values()]
-        inner = [item for one in given if type(one) in {list, tuple} for item in one]  # torch.cat([a, b])
-        parts = next(one for one in (*given, *inner) if isinstance(one, cls))
+        values = [*arguments, *(options or {}).values()]
+        for value in list(values):
+            if type(value) in {list, tuple}:  # torch.cat([a, b])
+                values += value
+        parts = next(value for value in values if isinstance(value, cls))
         raise StepError(parts._taken_for_a_batch("is not a tensor"))
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -407,13 +416,13 @@ def find_adapters(name: str) -> tuple[CollateAdapter, ...]:
     """Return the adapters to choose from: all that are installed for "auto", or the one of that name."""
     from tp_core.plugins import registry  # here: it imports pluggy, and collate functions alone need none
 
-    found = {c.item.name: c.item for c in registry.collate_adapters()}
-    found.setdefault(TupleCollateAdapter.name, TupleCollateAdapter())
+    adapters = {contribution.item.name: contribution.item for contribution in registry.collate_adapters()}
+    adapters.setdefault(TupleCollateAdapter.name, TupleCollateAdapter())
     if name == "auto":
-        return tuple(found[n] for n in sorted(found))
-    if name not in found:
+        return tuple(adapters[each] for each in sorted(adapters))
+    if name not in adapters:
         registry.require(name)
-        names = ", ".join(map(repr, sorted(found)))
+        names = ", ".join(map(repr, sorted(adapters)))
         msg = f"no collate adapter {name!r} is installed; there are: {names}"
         raise ConfigError(msg)
-    return (found[name],)
+    return (adapters[name],)

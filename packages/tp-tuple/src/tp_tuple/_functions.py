@@ -45,7 +45,9 @@ def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
     if not isinstance(returns[0], tuple | list) or isinstance(returns[0], PackedSequence):
         return _cat(returns, dim)
     values = [_cat(value, dim) for value in returns]
-    return type(returns)._make(values) if hasattr(returns, "_make") else tuple(values)
+    if hasattr(returns, "_make"):  # a named tuple
+        return type(returns)._make(values)
+    return tuple(values)
 
 
 def _cat(parts: Sequence[Any], dim: int) -> Any:
@@ -154,7 +156,7 @@ class Tuplewise:
 
 
 def tuplewise(items: Sequence[Any]) -> Tuplewise:
-    """Return ``Tuplewise(items)``: another way to write it.
+    """Return ``Tuplewise(items)``.
 
     Raises:
         ConfigError: ``items`` is not a list or tuple.
@@ -227,12 +229,12 @@ def _count(name: int | str, arg: Any, count: int, most: int | None) -> int:
             f"got {type(arg).__name__}{what}; tp_tuple.tp_collate makes a loader's batches so"
         )
         raise ConfigError(msg)
-    given = len(arg)
-    if count >= 0 and given != count:
-        msg = f"argument {name!r} must have {count} parts like the arguments before it, got {given}"
+    parts = len(arg)
+    if count >= 0 and parts != count:
+        msg = f"argument {name!r} must have {count} parts like the arguments before it, got {parts}"
         raise ConfigError(msg)
-    if given == 0 or (most is not None and given > most):
+    if parts == 0 or (most is not None and parts > most):
         expected = "at least 1" if most is None else f"1 to {most}"
-        msg = f"argument {name!r} must have {expected} parts, one per device, got {given}"
+        msg = f"argument {name!r} must have {expected} parts, one per device, got {parts}"
         raise ConfigError(msg)
-    return given
+    return parts

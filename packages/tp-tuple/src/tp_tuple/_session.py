@@ -41,8 +41,11 @@ class PartGather:
     """
 
     def __init__(self, count: int, order: Sequence[int] | None, *, in_turn: bool) -> None:
-        self._count, self._in_turn = count, in_turn
-        self._positions = None if order is None else sorted(range(len(order)), key=order.__getitem__)
+        self._count = count
+        self._in_turn = in_turn
+        self._positions: list[int] | None = None
+        if order is not None:
+            self._positions = sorted(range(len(order)), key=order.__getitem__)
         # Guards the rows and the ended parts; each part's thread waits here for the rows of the others.
         self._changed = threading.Condition()
         self._gathered: list[dict[int, _Rows]] = []  # of each gather, the rows by the number of the part
@@ -60,7 +63,9 @@ class PartGather:
         def run_part(replica: nn.Module, numbered: tuple[int, Any]) -> Any:
             number, part = numbered
             outer = current_part_gather()
-            _part.gather, _part.number, _part.times = self, number, 0
+            _part.gather = self
+            _part.number = number
+            _part.times = 0
             try:
                 return step(replica, part)
             except _PartEndedError:  # it follows from the end of another part, which has the cause

@@ -19,7 +19,7 @@ _PLAIN = {tuple, list}  # a subclass, as MeasuredParts, may know more of its par
 _SUCCESSORS = {
     "transfer_data": "pass transfer_input=",
     "parallel_transfer": "pass transfer_input=; the parts are transferred in parallel",
-    "custom_parallel_apply": "leave it out, there is one way to run the replicas",
+    "custom_parallel_apply": "leave it out: replicas run in threads of their own",
 }
 """Options of tuple_parallel's earlier versions, and what to do instead."""
 
@@ -147,7 +147,9 @@ class TupleParallel(ReplicaWrapper):
         result = tuple(outputs) if type(first) is Tensor else per_value(outputs, tuple, mappings=False)
         if self.reduction is None:
             return result
-        return cat(result, dim=self.dim) if self.reduction is cat else self.reduction(result)
+        if self.reduction is cat:
+            return cat(result, dim=self.dim)
+        return self.reduction(result)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -220,7 +222,8 @@ def _move(value: Any, device: torch.device) -> Any:
 
 
 def _speeds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Speeds | None:
-    for arg in (*args, *kwargs.values()) if kwargs else args:
+    values = (*args, *kwargs.values()) if kwargs else args
+    for arg in values:
         if isinstance(arg, MeasuredParts):
             return arg.speeds
     return None
