@@ -101,7 +101,9 @@ def _check_digests(folder: Path) -> None:
     if folder.is_file() or any((place / _MANIFEST).is_file() for place in (folder, folder.parent)):
         return
     records = read_digests(folder)
-    mine = slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
+    mine = slice(None)
+    if dist.is_initialized():
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
     for name in sorted(records)[mine]:
         difference = records[name].difference(folder / name)
         if difference is not None:
@@ -307,7 +309,8 @@ def _names(
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
             named.setdefault(id(tensor), (tensor, []))[1].append(name)
-    found, known = [], set()
+    result = []
+    known: set[str] = set()
     for tensor, own in named.values():
         stored = [prefix + plain_name(name) for name in own]
         known.update(stored)
@@ -326,13 +329,13 @@ def _names(
         if is_dtensor(tensor) and tensor.is_meta:
             msg = f"{own[0]} is a DTensor on the meta device: call model.to_empty(device=...) first"
             raise StateError(msg)
-        found.append((tensor, there))
+        result.append((tensor, there))
     others = [name for name in files.infos if name not in known]
     if strict and others:
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
         msg = f"{files.path} has {others[0]!r}{more}, which the model lacks; strict=False leaves it out"
         raise StateError(msg)
-    return found
+    return result
 
 
 def _with_memory(tensor: Tensor, device: torch.device | str | None) -> Tensor:

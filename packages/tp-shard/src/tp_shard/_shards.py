@@ -156,7 +156,9 @@ def get_split(tensor: Tensor, group: Group) -> Split | None:
 def holds_shard(tensor: Tensor) -> bool:
     """Return whether a parameter holds a shard: by the note of its layer, or else by its mark."""
     noted: bool | None = getattr(tensor, SHARDED_ATTRIBUTE, None)
-    return get_parallel_dim(tensor) is not None if noted is None else bool(noted)
+    if noted is None:
+        return get_parallel_dim(tensor) is not None
+    return bool(noted)
 
 
 def tensor_dim(parallel_dim: int, order_type: int, ndim: int) -> int:
@@ -220,7 +222,7 @@ def register_parallel_attribute(
     Args:
         tensor: The parameter.
         parallel_dim: The dimension that is split, counted as ``order_type`` says; ``None`` removes the mark.
-        order_type: 0 for a parameter of shape (out, in), where ``parallel_dim`` counts the other way round,
+        order_type: 0 for a parameter of shape (out, in), where ``parallel_dim`` counts in reverse order,
             as in a linear layer; 1 for (in, out), as in an embedding.
         size: The size of that dimension over all shards; by default all shards have the size of this one.
 
@@ -246,7 +248,8 @@ def _carry_marks() -> None:
 
     original: Any
     gather: Any
-    original, gather = FSDPParam._init_sharded_param, FSDPParam.init_unsharded_param
+    original = FSDPParam._init_sharded_param
+    gather = FSDPParam.init_unsharded_param
     if hasattr(original, "_tp_shard"):
         return
 
@@ -300,13 +303,9 @@ class ParallelLayer(nn.Module):
 
     def _mark(self, name: str, parameter: Tensor) -> None:
         split = self.splits.get(name)
-        mark_parameter(
-            parameter,
-            None if split is None else self.dim,
-            self.order_type,
-            split=split,
-            sharded=split is not None and self.group.size > 1,
-        )
+        dim = None if split is None else self.dim
+        is_sharded = split is not None and self.group.size > 1
+        mark_parameter(parameter, dim, self.order_type, split=split, sharded=is_sharded)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # ``fully_shard`` sets its new parameters through here; without marks they would count as whole, and
@@ -431,7 +430,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module, str]]:
 def _shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
     for full_name, tensor, module, name in _tensors(model):
         if isinstance(module, ParallelLayer):
-            split, group = module.splits.get(name), module.group
+            group = module.group
+            split = module.splits.get(name)
         else:  # a layer of the user's own, with marks on its tensors
             group = current_group() or ALONE
             split = get_split(tensor, group)
@@ -456,7 +456,7 @@ def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool)
     # A piece that several ranks hold counts for the first of them alone: written or summed twice, a key head
     # that ranks share would be counted twice.
     earlier = {r for pieces in split.ranges[:rank] for r in pieces} if own else set()
-    found = []
+    result = []
     for begins, values in parts:
         first = begins[split.dim]
         last = first + values.size(split.dim)
@@ -465,9 +465,9 @@ def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool)
             low, high = max(at, first), min(at + stop - start, last)
             if low < high and (start, stop) not in earlier:
                 offsets = tuple(start + low - at if i == split.dim else n for i, n in enumerate(begins))
-                found.append((offsets, values.narrow(split.dim, low - first, high - low)))
+                result.append((offsets, values.narrow(split.dim, low - first, high - low)))
             at += stop - start
-    return found
+    return result
 
 
 def slice_of(value: Tensor | TensorSlice, shard: Shard | None, *, own: bool = False) -> Tensor | TensorSlice:

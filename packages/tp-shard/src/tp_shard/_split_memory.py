@@ -6,7 +6,7 @@ vocabulary and heads over it by its entries. Inside a pair activations are split
 are whole.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -73,7 +73,9 @@ def plain_memory(
         return replicated_memory(job, own, keeps_gradients=copies > 1 or job.accumulate > 1)
     need = sharded_memory(replace(job, footprint=own), options, ranks=copies // options.replicas)
     # It is of units of the whole model; a rank gathers those of its shards.
-    return None if need is None else replace(need, communication=int(need.communication * part))
+    if need is None:
+        return None
+    return replace(need, communication=int(need.communication * part))
 
 
 def _own(footprint: Footprint, part: float, saved: int) -> Footprint:
@@ -150,5 +152,7 @@ def _heads(model: nn.Module) -> int:
     config: object = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None)
-    found: Mapping[str, object] = {"keys": keys, "heads": heads}
-    return next((n for n in found.values() if isinstance(n, int) and n > 0), 0)
+    for count in (keys, heads):
+        if isinstance(count, int) and count > 0:
+            return count
+    return 0

@@ -175,18 +175,19 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(
+        flags: dict[torch.device, Tensor] = super()._unscale_grads_(
             optimizer, inv_scale, found_inf, allow_fp16
         )
         if self._group.size == 1:
-            return found
+            return flags
         # One all-reduce, whatever devices this rank's gradients are on, and also on a rank without gradients:
         # the others would wait for it.
         worst = found_inf.clone()
-        for flag in found.values():
+        for flag in flags.values():
             worst = torch.maximum(worst, flag.to(worst.device))
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group.handle)
-        return {device: worst.to(device) for device in found or {worst.device: worst}}
+        devices = list(flags) or [worst.device]
+        return {device: worst.to(device) for device in devices}
 
 
 # -- Comparison of the gradients of whole parameters between the ranks of a copy ------------------
@@ -234,20 +235,21 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
     is_wide = all(parameter.dtype == torch.float64 for _, parameter in whole)
     bound = Bound.of([torch.float32 if is_wide else torch.bfloat16])
     for index, (name, _) in enumerate(whole):
-        found = everyones[:, index].tolist()
-        for rank, other in enumerate(found):
-            if _same(found[0], other, bound, largest):
+        descriptions = everyones[:, index].tolist()
+        first = descriptions[0]
+        for rank, other in enumerate(descriptions):
+            if _same(first, other, bound, largest):
                 continue
-            raise DisagreementError(_disagreement(name, rank, found[0], other, _draw_alike(ranks, mine)))
+            raise DisagreementError(_disagreement(name, rank, first, other, _have_one_state(ranks, mine)))
 
 
-def _disagreement(name: str, rank: int, first: list[float], other: list[float], draw_alike: bool) -> str:
+def _disagreement(name: str, rank: int, first: list[float], other: list[float], have_one_state: bool) -> str:
     words = [f"norm {norm:.6g}" if has else "none" for has, norm, _ in (first, other)]
     what = (
         f"ranks 0 and {rank} of a copy have different gradients of {name} ({words[0]} and {words[1]}), "
         "though all of them hold the whole of it, and would train apart. "
     )
-    if not draw_alike:
+    if not have_one_state:
         return what + (
             "Their random numbers differ, so that they drop different elements of what all hold: give the "
             "ranks of a copy one seed with torch.manual_seed(), and let no rank draw more than the others"
@@ -260,14 +262,14 @@ def _disagreement(name: str, rank: int, first: list[float], other: list[float], 
     )
 
 
-def _draw_alike(group: Group, near: Tensor) -> bool:
+def _have_one_state(group: Group, near: Tensor) -> bool:
     """Return whether the default generators of the ranks are in the same state.
 
     Collectives: an all-gather of a checksum for each generator.
     """
     places = {torch.device("cpu"), near.device}
-    found = [zlib.crc32(get_state(place, None).numpy().tobytes()) for place in sorted(places, key=str)]
-    everyones = _gather(torch.tensor(found, dtype=torch.float64, device=near.device), group)
+    checksums = [zlib.crc32(get_state(place, None).numpy().tobytes()) for place in sorted(places, key=str)]
+    everyones = _gather(torch.tensor(checksums, dtype=torch.float64, device=near.device), group)
     return bool((everyones == everyones[0]).all())
 
 

@@ -133,7 +133,9 @@ def from_hf(
     proof = _proof(model, batch, count)
     restrict(proof, named)
     plan = _verified(proof, count, parallel_loss=parallel_loss, must=True)
-    plan = proof.everywhere(_with_sequences(proof, plan, count) if sequence else plan)
+    if sequence:
+        plan = _with_sequences(proof, plan, count)
+    plan = proof.everywhere(plan)
     if verbose:
         print(describe(model, plan, _notes(proof, plan), ranks.size))
         print(proof)
@@ -188,13 +190,14 @@ def _verified(proof: Proof, ranks: int, *, parallel_loss: bool, must: bool = Fal
 
 def _with_sequences(proof: Proof, plan: dict[str, Style], ranks: int) -> dict[str, Style]:
     """Return a plan under which blocks work on parts of the sequence."""
-    found = with_sequences(proof.probe, plan, proof.flow.regions)
-    if found == plan:
+    result = with_sequences(proof.probe, plan, proof.flow.regions)
+    if result == plan:
         msg = (
             f"{type(proof.probe).__name__} has no list of blocks with split layers that could share sequences"
         )
         raise ModelError(msg)
-    tried = {n: Vocab(gather_output=True) if isinstance(s, Vocab) else s for n, s in found.items()}
+    joined = Vocab(gather_output=True)  # whole logits can be compared
+    tried = {name: joined if isinstance(style, Vocab) else style for name, style in result.items()}
     fault = proof.verify(tried, ranks)
     if fault is not None:
         msg = (
@@ -202,7 +205,7 @@ def _with_sequences(proof: Proof, plan: dict[str, Style], ranks: int) -> dict[st
             "ts.verify(), or leave sequence out"
         )
         raise ModelError(msg)
-    return found
+    return result
 
 
 def _note_attention_of_torch(model: nn.Module, notes: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ from tp_core.modules import mix_in
 from tp_shard._groups._group import Group
 from tp_shard._groups._random import RandomTracker
 from tp_shard._plans._adapters import AdaptedMixin, is_adapted, refusal_of_adapters, split_adapters
-from tp_shard._plans._modules import draw_alike, gather_at, make_experts, make_local, split_at
+from tp_shard._plans._modules import draw_replicated, gather_at, make_experts, make_local, split_at
 from tp_shard._plans._styles import (
     Column,
     Experts,
@@ -209,7 +209,7 @@ class Maker:
                 if isinstance(layer, PlannedLinear | PlannedEmbedding):
                     layer.takes_whole = True
                 if isinstance(layer, AdaptedMixin) and not style.whole:
-                    draw_alike(layer.dropouts(), self._tracker)
+                    draw_replicated(layer.dropouts(), self._tracker)
         return module
 
     def tie_again(self, model: nn.Module) -> None:

@@ -373,7 +373,7 @@ def split_at(blocks: list[nn.Module], state: SequenceState, group: Group, tracke
     blocks[-1].register_forward_hook(functools.partial(_whole_output, state, group))
 
 
-def draw_alike(modules: Iterable[nn.Module], tracker: RandomTracker) -> None:
+def draw_replicated(modules: Iterable[nn.Module], tracker: RandomTracker) -> None:
     """Hook modules on whole sequences, in blocks that have gathered them, to draw the same on all ranks."""
     for module in modules:
         _draw(module, _OwnNumbers(tracker, shared=True))

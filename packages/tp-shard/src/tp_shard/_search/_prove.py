@@ -59,11 +59,11 @@ class Proof:
 
     def everywhere(self, plan: dict[str, T]) -> dict[str, T]:
         """Return a plan, or notes, for the whole model: entries of the probe count for all equal blocks."""
-        found = dict(plan)
+        result = dict(plan)
         for repeat, first in self.repeats.items():
-            inside = {n: s for n, s in found.items() if first in ancestors(n)}
-            found.update({repeat + name[len(first) :]: style for name, style in inside.items()})
-        return found
+            inside = {n: s for n, s in result.items() if first in ancestors(n)}
+            result.update({repeat + name[len(first) :]: style for name, style in inside.items()})
+        return result
 
     def verify(self, plan: dict[str, Style], ranks: int) -> Fault | None:
         """Split the whole probe by a plan, and return the first difference in any of the calls."""
@@ -95,12 +95,15 @@ class Proof:
             wrong = set()
             for block in blocks:
                 alone = {name: plan[name] for name in block if name in plan}
-                found = self.verify(alone, ranks) if alone and alone != plan else None
-                if found is not None:
+                if not alone or alone == plan:
+                    continue
+                own_fault = self.verify(alone, ranks)
+                if own_fault is not None:
                     wrong |= block
-                    self.notes[innermost_around(block)] = found.reason
+                    self.notes[innermost_around(block)] = own_fault.reason
             if not wrong & plan.keys():
-                wrong, self.notes[""] = set(plan), fault.reason
+                wrong = set(plan)
+                self.notes[""] = fault.reason
         where = fault.module or "the model"
         for name in wrong:
             if isinstance(plan.get(name), Column | Row | Vocab):
@@ -129,14 +132,15 @@ def prove(model: nn.Module, call: TrialCall, ranks: int) -> Proof:
     share = 2 * ranks * bytes_needed(model, torch.float64, share=False) > _memory()
     probe, call, flow = _traced(model, call, share=share)
     other = next((other for other in other_calls(probe, call) if takes(probe, other)), None)
+    calls_to_prove = [call] if other is None else [call, other]
     repeats = _repeat_names(model)
-    proof = Proof({}, {}, flow, probe, [call, *([other] if other is not None else [])], repeats)
+    proof = Proof({}, {}, flow, probe, calls_to_prove, repeats)
     ordered = sorted(flow.regions, key=lambda r: -len(r.columns))
     containers = {r.container for r in ordered} | set(flow.experts)
     containers = {c for c in containers if _is_called(probe, c) and not _is_inside(c, repeats)}
     recorded = [record_calls(probe, each, containers) for each in proof.calls]
     calls = {
-        path: [replace(found[path], loss=first_alone) for found in recorded if path in found]
+        path: [replace(inner[path], loss=first_alone) for inner in recorded if path in inner]
         for path in containers
     }
     for region in ordered:
@@ -151,35 +155,33 @@ def prove(model: nn.Module, call: TrialCall, ranks: int) -> Proof:
         if not inner:
             proof.notes[region.row] = "no module around it and what feeds it is called"
             continue
-        found, reason = _first_right(
-            probe, region.container, _proposals(probe, region, inner[0], ranks), inner, ranks
-        )
-        if found is None and region.is_attention:
+        proposals = _proposals(probe, region, inner[0], ranks)
+        plan, reason = _first_right(probe, region.container, proposals, inner, ranks)
+        if plan is None and region.is_attention:
             counts = ", ".join(f"{q} and {kv}" for q, kv in head_counts(probe, region)) or "not known"
             joined: dict[str, Style] = {
                 **{n: Column(gather_output=True) for n in region.columns},
                 region.row: Row(),
             }
-            found, _ = _first_right(probe, region.container, iter([joined]), inner, ranks)
-            if found is not None:
+            plan, _ = _first_right(probe, region.container, iter([joined]), inner, ranks)
+            if plan is not None:
                 proof.notes[region.container] = (
                     f"its layers are split, but their outputs joined: heads ({counts}) could not be divided "
                     f"over {ranks} ranks: {reason}"
                 )
-        if found is None:
+        if plan is None:
             proof.notes[region.container] = reason or "no split of it is known"
         else:
-            proof.plan.update(found)
-            proof.together.append(frozenset(found))
+            proof.plan.update(plan)
+            proof.together.append(frozenset(plan))
     for path in flow.experts:
         if calls.get(path):
-            found, reason = _first_right(
-                probe, path, expert_variants(probe, path, calls[path][0]), calls[path], ranks
-            )
-            if found is None:
+            proposals = expert_variants(probe, path, calls[path][0])
+            plan, reason = _first_right(probe, path, proposals, calls[path], ranks)
+            if plan is None:
                 proof.notes[path] = reason or "its parameters are not column and row weights of experts"
             else:
-                proof.plan.update(found)
+                proof.plan.update(plan)
     if not share:  # from here on each repeated block is tried as it is
         for repeat, first in proof.repeats.items():
             proof.together += [
@@ -187,7 +189,8 @@ def prove(model: nn.Module, call: TrialCall, ranks: int) -> Proof:
                 for block in proof.together
                 if all(first in ancestors(name) for name in block)
             ]
-        proof.plan, proof.notes = proof.everywhere(proof.plan), proof.everywhere(proof.notes)
+        proof.plan = proof.everywhere(proof.plan)
+        proof.notes = proof.everywhere(proof.notes)
         proof.repeats = {}
     return proof
 
@@ -309,33 +312,34 @@ _VOCABULARY = ("embedding_rowwise", "embedding_colwise")
 def translate(model: nn.Module) -> dict[str, str]:
     """Return the entry of a transformers model's own plan for each of its modules, by name."""
     start, model = inside_peft(model)
-    found = _named(model)
-    return {f"{start}.{path}" if start else path: word for path, word in found.items()}
+    words = _named(model)
+    if not start:
+        return words
+    return {f"{start}.{path}": word for path, word in words.items()}
 
 
 def _named(model: nn.Module) -> dict[str, str]:
     rules = dict(getattr(model, "_tp_plan", None) or {})
     config = getattr(model, "config", None)
     if not rules and config is not None:
-        start = getattr(model, "base_model_prefix", "")
-        start = f"{start}." if start and hasattr(model, start) else ""
-        rules = {
-            start + name: word for name, word in (getattr(config, "base_model_tp_plan", None) or {}).items()
-        }
-    found = {
+        base = getattr(model, "base_model_prefix", "")
+        start = f"{base}." if base and hasattr(model, base) else ""
+        of_base = getattr(config, "base_model_tp_plan", None) or {}
+        rules = {start + name: word for name, word in of_base.items()}
+    words = {
         path: word
         for path, _ in model.named_modules()
         for pattern, word in rules.items()
         if fnmatchcase(path, pattern) and path.count(".") == pattern.count(".")
     }
-    inside = [w for p, w in found.items() if _is_block(w) and not _is_head(model, p)]
-    if not inside:
+    of_blocks = {path: word for path, word in words.items() if _is_block(word) and not _is_head(model, path)}
+    if not of_blocks:
         msg = (
             f"{type(model).__name__} brings no plan of its blocks along (base_model_tp_plan in its "
             "configuration); take ts.plans.auto(model), which needs none"
         )
         raise ConfigError(msg)
-    return {path: word for path, word in found.items() if _is_block(word) and not _is_head(model, path)}
+    return of_blocks
 
 
 def restrict(proof: Proof, named: dict[str, str]) -> None:

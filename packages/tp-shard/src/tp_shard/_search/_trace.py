@@ -138,8 +138,8 @@ def trace(model: nn.Module, call: TrialCall) -> Flow:
     return _flow(calls, by_call, end, names)
 
 
-def _called(calls: list[_Called], path: str, module: nn.Module, given: Any, output: Any) -> Any:
-    into = [tensor.grad_fn for _, tensor in tensors_of(given) if tensor.grad_fn is not None]
+def _called(calls: list[_Called], path: str, module: nn.Module, arguments: Any, output: Any) -> Any:
+    into = [tensor.grad_fn for _, tensor in tensors_of(arguments) if tensor.grad_fn is not None]
     calls.append(_Called(path, module, into))
     if isinstance(output, Tensor) and output.requires_grad:
         return apply(_Mark, output, len(calls) - 1)
@@ -265,11 +265,11 @@ def _region(
 
 def record_calls(model: nn.Module, call: TrialCall, paths: set[str]) -> dict[str, TrialCall]:
     """Run a model, and return the first call of each of the named modules."""
-    found: dict[str, TrialCall] = {}
+    recorded: dict[str, TrialCall] = {}
 
     def note(path: str, args: Any, kwargs: Any) -> None:
-        if path not in found:
-            found[path] = TrialCall(fresh(args), {name: fresh(v) for name, v in kwargs.items()})
+        if path not in recorded:
+            recorded[path] = TrialCall(fresh(args), {name: fresh(v) for name, v in kwargs.items()})
 
     modules = dict(model.named_modules())
     handles = [
@@ -282,4 +282,4 @@ def record_calls(model: nn.Module, call: TrialCall, paths: set[str]) -> dict[str
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return recorded

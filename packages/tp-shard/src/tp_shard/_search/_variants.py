@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterator
 from itertools import product
+from typing import Any
 
 from torch import Tensor, nn
 from tp_core.errors import ConfigError, ModelError
@@ -60,54 +61,56 @@ def vocabulary(
     conversion = Conversion(model, ALONE)
 
     def partners(path: str) -> list[str]:
-        found = [partner for partner, _ in conversion.partners(base_of(modules[path]))]
-        return [adapted.get(partner, partner) for partner in found]
+        names = [partner for partner, _ in conversion.partners(base_of(modules[path]))]
+        return [adapted.get(name, name) for name in names]
 
-    tables = {
-        path: m
-        for path, m in modules.items()
-        if isinstance(m, nn.Embedding)
-        and (path in called or any(partner in called for partner in partners(path)))
-    }
-    heights = {m.num_embeddings for m in tables.values()}
-    heads = {
-        path: m
-        for path, m in modules.items()
-        if isinstance(base_of(m), nn.Linear)
-        and path not in plan
-        and path in last
-        and (widths(m)[1] in heights or widths(m)[1] >= _FEW_CLASSES)
-    }
-    sizes = {widths(m)[1] for m in heads.values()} or {max(heights, default=0)}
-    found: dict[str, Style] = {path: Vocab(gather_output=True) for path in heads}
-    found.update({path: Vocab() for path, m in tables.items() if m.num_embeddings in sizes})
-    found = with_copies(model, found)
-    refused = {path: reason for path in found if (reason := refusal(modules[path]))}
+    tables: dict[str, nn.Embedding] = {}
+    for path, module in modules.items():
+        if isinstance(module, nn.Embedding) and any(name in called for name in [path, *partners(path)]):
+            tables[path] = module
+    heights = {table.num_embeddings for table in tables.values()}
+    heads: dict[str, int] = {}  # with their numbers of classes
+    for path, module in modules.items():
+        if isinstance(base_of(module), nn.Linear) and path not in plan and path in last:
+            classes = widths(module)[1]
+            if classes in heights or classes >= _FEW_CLASSES:
+                heads[path] = classes
+    sizes = set(heads.values()) or {max(heights, default=0)}
+    styles: dict[str, Style] = {path: Vocab(gather_output=True) for path in heads}
+    styles.update({path: Vocab() for path, table in tables.items() if table.num_embeddings in sizes})
+    styles = with_copies(model, styles)
+    refused: dict[str, str] = {}
+    for path in styles:
+        reason = refusal(modules[path])
+        if reason is not None:
+            refused[path] = reason
     while True:  # a layer that shares a weight with one that stays whole stays whole too, and so on
-        for path in found:
+        for path in styles:
             for partner in partners(path):
-                if partner not in found or partner in refused:
+                if partner not in styles or partner in refused:
                     refused.setdefault(path, f"it shares its weight with {partner}, which stays whole")
-        if not refused.keys() & found.keys():
-            return found
+        if not refused.keys() & styles.keys():
+            return styles
         notes.update(refused)
-        found = {path: style for path, style in found.items() if path not in refused}
+        styles = {path: style for path, style in styles.items() if path not in refused}
 
 
 def refusal(module: nn.Module) -> str | None:
     """Return the reason why a layer cannot be split, ``None`` if it can."""
-    reason = refusal_of_adapters(module) if is_adapted(module) else None
+    reason = None
+    if is_adapted(module):
+        reason = refusal_of_adapters(module)
     module = base_of(module)
     reason = reason or why_not_split(module)
     if reason is not None:
         return reason
     if is_transposed(module) or computes_linear(module):
         return None
-    base, parallel = (
-        (nn.Linear, PlannedLinear) if isinstance(module, nn.Linear) else (nn.Embedding, PlannedEmbedding)
-    )
     try:
-        parallel_class(type(module), base, parallel)
+        if isinstance(module, nn.Linear):
+            parallel_class(type(module), nn.Linear, PlannedLinear)
+        else:
+            parallel_class(type(module), nn.Embedding, PlannedEmbedding)
     except ModelError as error:
         return str(error)
     return None
@@ -146,20 +149,22 @@ def head_counts(model: nn.Module, region: Region) -> list[tuple[int, int]]:
     for path in ancestors(region.columns[0].rpartition(".")[0]):
         module = model.get_submodule(path)
         places += [module, getattr(module, "config", None)]
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     for place in places:
         heads = _first_number(place, _HEADS)
-        if heads is None:
-            width = _first_number(place, _HEAD_WIDTHS)
-            heads = features // width if width and features % width == 0 else None
+        width = _first_number(place, _HEAD_WIDTHS)
+        if heads is None and width and features % width == 0:
+            heads = features // width
         if heads is None or heads < 1 or features % heads:
             continue
         each = features // heads
-        by_width = narrowest // each if narrowest % each == 0 and narrowest < features else None
+        by_width = None
+        if narrowest % each == 0 and narrowest < features:
+            by_width = narrowest // each
         for kv in (_first_number(place, _KV_HEADS), by_width, heads):
-            if kv and heads % kv == 0 and (heads, kv) not in found:
-                found.append((heads, kv))
-    return found
+            if kv and heads % kv == 0 and (heads, kv) not in counts:
+                counts.append((heads, kv))
+    return counts
 
 
 def attention_variants(
@@ -178,8 +183,10 @@ def attention_variants(
 
 def _layouts(model: nn.Module, region: Region, counts: Heads) -> Iterator[dict[str, Style]]:
     each = widths(model.get_submodule(region.row))[0] // counts.query
-    heads, kv = counts.query, counts.kv
-    q, keys = Column(heads=heads, kv_heads=kv), Column(heads=heads, kv_heads=kv, holds="kv")
+    heads = counts.query
+    kv = counts.kv
+    queries = Column(heads=heads, kv_heads=kv)
+    keys = Column(heads=heads, kv_heads=kv, holds="kv")
     fused = Column(heads=heads, kv_heads=kv, holds="qkv")
     choices: list[list[Column]] = []
     for name in region.columns:
@@ -189,7 +196,7 @@ def _layouts(model: nn.Module, region: Region, counts: Heads) -> Iterator[dict[s
         elif width == (heads + 2 * kv) * each:
             choices.append([fused, Column(heads=kv, kv_heads=kv)])  # one after another, or head by head
         elif width % heads == 0:
-            choices.append([q])
+            choices.append([queries])
         elif width % kv == 0:
             choices.append([keys])
         else:
@@ -218,7 +225,8 @@ def _locals(model: nn.Module, region: Region, counts: Heads, call: TrialCall) ->
     own = [name for name in region.parameters if name.rpartition(".")[0] in paths]
     inputs = _inputs(call, counts)
     seen: list[dict[str, Style]] = []
-    for with_inputs in (False, True) if inputs else (False,):
+    input_choices = (False, True) if inputs else (False,)
+    for with_inputs in input_choices:
         for numbers in ("", "heads", "heads sizes", "config", "heads config", "heads sizes config"):
             plan: dict[str, Style] = {}
             for path in paths:
@@ -249,7 +257,9 @@ def _names(
     query: list[str] = []
     shared: list[str] = []
     groups: list[str] = []
-    numbers = {name: v for name, v in vars(module).items() if _is_number(v)} if "heads" in kinds else {}
+    numbers: dict[str, Any] = {}
+    if "heads" in kinds:
+        numbers.update({name: v for name, v in vars(module).items() if _is_number(v)})
     config = getattr(module, "config", None)
     if "config" in kinds and config is not None:
         numbers.update({f"config.{name}": v for name, v in vars(config).items() if _is_number(v)})
@@ -257,11 +267,8 @@ def _names(
     for name, value in numbers.items():
         of_keys = counts.kv < counts.query and value in (counts.kv, counts.kv * each)
         if _IS_GROUP.search(name):
-            if (
-                value == counts.query // counts.kv
-                and counts.kv < counts.query
-                and not name.startswith("config.")
-            ):
+            is_group = counts.kv < counts.query and value == counts.query // counts.kv
+            if is_group and not name.startswith("config."):
                 groups.append(name)
         elif _IS_WIDTH.search(name):
             if "sizes" in kinds and not name.startswith("config."):
@@ -281,14 +288,16 @@ def _names(
 
 def _inputs(call: TrialCall, counts: Heads) -> tuple[str, ...]:
     """Return the names of arguments that may contain all heads."""
-    found = []
+    names = []
     for name, value in call.kwargs.items():
-        if isinstance(value, Tensor) and (
-            (value.dim() == 4 and value.size(1) == counts.query)
-            or (value.dim() in (1, 2, 3) and value.size(0) % counts.query == 0 and name != "hidden_states")
-        ):
-            found.append(name)
-    return tuple(found)
+        if not isinstance(value, Tensor):
+            continue
+        has_heads = value.dim() == 4 and value.size(1) == counts.query
+        # Folded into the batch, as biases of positions are.
+        may_fold = value.dim() in (1, 2, 3) and name != "hidden_states"
+        if has_heads or (may_fold and value.size(0) % counts.query == 0):
+            names.append(name)
+    return tuple(names)
 
 
 def expert_variants(model: nn.Module, path: str, call: TrialCall) -> Iterator[dict[str, Style]]:
@@ -310,12 +319,12 @@ def expert_variants(model: nn.Module, path: str, call: TrialCall) -> Iterator[di
             biases = {n: p for n, p in own.items() if p.dim() == 2 and n not in weights}
             split = tuple(fed) + tuple(n for n, p in biases.items() if p.size(1) in made and row not in n)
             once = tuple(n for n in biases if n not in split)
-            for sections in (fused, 1) if fused > 1 else (1,):
-                yield {
-                    path: Experts(
-                        columns=split, rows=(row,), sections=sections, transposed=transposed, once=once
-                    )
-                }
+            choices = (fused, 1) if fused > 1 else (1,)
+            for sections in choices:
+                experts = Experts(
+                    columns=split, rows=(row,), sections=sections, transposed=transposed, once=once
+                )
+                yield {path: experts}
 
 
 def _styles_inside(region: Region) -> dict[str, Style]:
@@ -328,8 +337,8 @@ def _styles_inside(region: Region) -> dict[str, Style]:
 
 
 def _first_number(place: object, names: tuple[str, ...]) -> int | None:
-    found = (getattr(place, name, None) for name in names)
-    return next((n for n in found if _is_number(n)), None)
+    values = (getattr(place, name, None) for name in names)
+    return next((value for value in values if _is_number(value)), None)
 
 
 def _is_number(value: object) -> bool:
@@ -342,21 +351,21 @@ def _is_number(value: object) -> bool:
 def with_sequences(model: nn.Module, plan: dict[str, Style], regions: list[Region]) -> dict[str, Style]:
     """Return a plan under which the lists of blocks of a model work on parts of the sequence."""
     split = [r for r in regions if isinstance(plan.get(r.row), Row)]
-    found = dict(plan)
+    result = dict(plan)
     lists: list[str] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(_is_within(path, other) for other in lists):
             continue
         rows = [r for r in split if _is_within(r.row, path)]
         if rows:
-            found[path] = Sequence()
+            result[path] = Sequence()
             lists.append(path)
             for name, block in module.named_children():
-                _Block(found, rows).visit(f"{path}.{name}", block, top=True)
-    return found
+                _BlockStyles(result, rows).visit(f"{path}.{name}", block, top=True)
+    return result
 
 
-class _Block:
+class _BlockStyles:
     """A visitor that gives styles to the modules of a block, from the outside in."""
 
     def __init__(self, plan: dict[str, Style], rows: list[Region]) -> None:
@@ -379,7 +388,8 @@ class _Block:
                     self._plan[path] = Sequence()
                 return
         elif not top and not any(_is_within(name, path) for name in self._split):
-            self._plan[path] = Gathered(whole=True, local=style if isinstance(style, Local) else None)
+            local = style if isinstance(style, Local) else None
+            self._plan[path] = Gathered(whole=True, local=local)
             return
         for name, child in module.named_children():
             self.visit(f"{path}.{name}", child)

@@ -82,9 +82,10 @@ class SplitDraws:
     """
 
     def __init__(self, group: Group, seed: int) -> None:
-        self._group, self._seed = group, seed
+        self._group = group
+        self._seed = seed
         self.visits: list[_Visit] = []  # a stack: blocks may contain blocks
-        self._has_drawn_alike = False
+        self._has_drawn_replicated = False
 
     def begin(self, x: Tensor) -> bool:
         """Set the generators to the rank's own state; return whether tensors need marks."""
@@ -93,7 +94,7 @@ class SplitDraws:
             frame = _checkpoint_frame()
             if frame is None:
                 return False
-            if self._has_drawn_alike:
+            if self._has_drawn_replicated:
                 msg = (
                     "a checkpoint computes a piece of a block again that draws random numbers between its "
                     "column and row layers for what is not split: put the checkpoint around the whole block"
@@ -112,7 +113,7 @@ class SplitDraws:
             outer = self._inside()
             places = [_CPU] if x.device == _CPU else [_CPU, x.device]
             before = {place: get_state(place, None) for place in places}
-            drawn = _number() if outer is None else self._alike(outer, _number)
+            drawn = _number() if outer is None else self._replicated(outer, _number)
             began = {place: self._seeded(place, drawn, self._group.rank) for place in places}
             _set_states(began)
             visit.inside = _Inside(drawn, before, began)
@@ -124,7 +125,8 @@ class SplitDraws:
         visit = self.visits[-1] if self.visits else None
         if visit is None or visit.inside is None:
             return
-        inside, visit.inside = visit.inside, None
+        inside = visit.inside
+        visit.inside = None
         has_drawn = bool(inside.shared) or any(
             not torch.equal(state, get_state(place, None)) for place, state in inside.began.items()
         )
@@ -138,27 +140,29 @@ class SplitDraws:
 
     def forget_pieces(self) -> None:
         """Forget recomputed pieces after their checkpoint has ended; it restores the generators itself."""
-        while (
-            self.visits and (frame := self.visits[-1].frame) is not None and frame is not _checkpoint_frame()
-        ):
+        while self.visits:
+            frame = self.visits[-1].frame
+            if frame is None or frame is _checkpoint_frame():
+                return
             self.visits.pop()
 
     def draw(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a random function in a watched block, and mark its results."""
-        given = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        tensor = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         inside = self._inside()
-        if inside is None and given is not None and _mark(given):  # a split tensor from before the row layer
-            self.begin(given)
+        if inside is None and tensor is not None and _mark(tensor):  # it is split, before the row layer
+            self.begin(tensor)
             inside = self._inside()
-        if inside is None or not self._is_alike(function, given, args, kwargs):
+        if inside is None or not self._is_replicated(function, tensor, args, kwargs):
             result = function(*args, **kwargs)
             is_split = inside is not None
         else:
-            self._has_drawn_alike = True
-            result = self._alike(inside, lambda: function(*args, **kwargs))
+            self._has_drawn_replicated = True
+            result = self._replicated(inside, lambda: function(*args, **kwargs))
             is_split = False
-        for tensor in result if isinstance(result, tuple) else (result,):
-            mark(tensor, is_split=is_split)
+        results = result if isinstance(result, tuple) else (result,)
+        for value in results:
+            mark(value, is_split=is_split)
         return result
 
     @property
@@ -177,7 +181,7 @@ class SplitDraws:
     def _seeded(self, place: torch.device, drawn: int, rank: int) -> Tensor:
         return torch.Generator(place).manual_seed(mixed_seed(drawn, self._seed, rank)).get_state()
 
-    def _alike(self, inside: _Inside, function: Any) -> Any:
+    def _replicated(self, inside: _Inside, function: Any) -> Any:
         """Call a random function with numbers that are the same on all ranks.
 
         They come from a third state, so that no other draw moves if the ranks take different amounts of them.
@@ -190,17 +194,17 @@ class SplitDraws:
             inside.shared = {place: get_state(place, None) for place in own}
             _set_states(own)
 
-    def _is_alike(self, function: Any, given: Tensor | None, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _is_replicated(self, function: Any, tensor: Tensor | None, args: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether a function draws for a tensor that is the same on all ranks."""
         leading = next(v.leading for v in reversed(self.visits) if v.inside is not None)
-        is_split = None if given is None else _mark(given)
+        is_split = None if tensor is None else _mark(tensor)
         if is_split is False:
             return True
-        if given is not None and function in _DROP_CHANNELS:  # one number for each sample and channel
-            return tuple(given.shape[:2]) == leading[:2]
+        if tensor is not None and function in _DROP_CHANNELS:  # one number for each sample and channel
+            return tuple(tensor.shape[:2]) == leading[:2]
         if is_split:
             return False
-        shape = list(_size(args, kwargs) if given is None else given.shape)
+        shape = list(_size(args, kwargs)) if tensor is None else list(tensor.shape)
         while shape and shape[-1] == 1:  # one number per sample, with dimensions of size 1 to broadcast
             shape.pop()
         return tuple(shape) == leading[: len(shape)]
@@ -213,7 +217,8 @@ class BlockDraws:
     """The hooks of a block: the module with a ``forward`` that calls column layers and then row layers."""
 
     def __init__(self, draws: SplitDraws, block: nn.Module, *, begins: bool) -> None:
-        self._draws, self._begins = draws, begins
+        self._draws = draws
+        self._begins = begins
         self._rates = [(m, name) for m in block.modules() for name in vars(m) if _is_rate(m, name)]
         with_rate = {id(m) for m, _ in self._rates}
         literal = [(m, _draws_in_code(type(m))) for m in block.modules() if id(m) not in with_rate]  # type: ignore[arg-type]  # a class has a hash
@@ -238,10 +243,10 @@ class BlockDraws:
             return
         draws.forget_pieces()
         visit = _Visit(module.training or any(m.training for m, _ in self._rates))
-        given = list(_tensors((*args, *kwargs.values())))
+        inputs = list(_tensors((*args, *kwargs.values())))
         is_watching = draws.is_watching
         if is_watching or self._is_watched[visit.trains]:
-            for tensor in given:
+            for tensor in inputs:
                 if _mark(tensor) is None and not draws.is_inside:
                     mark(tensor, is_split=False)
             for buffer in module.buffers():
@@ -250,8 +255,8 @@ class BlockDraws:
         if self._is_watched[visit.trains] and not is_watching:
             visit.mode = _Watch(draws)
             visit.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-        if self._begins and given:
-            draws.begin(given[0])
+        if self._begins and inputs:
+            draws.begin(inputs[0])
 
     def leave(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
         """End a call of the block, also after an error."""
@@ -296,8 +301,8 @@ def mark(tensor: Any, *, is_split: bool) -> None:
 def _mark(tensor: Tensor) -> bool | None:
     if isinstance(tensor, nn.Parameter):
         return holds_shard(tensor)
-    found: bool | None = getattr(tensor, _SPLIT, None)
-    return found
+    is_split: bool | None = getattr(tensor, _SPLIT, None)
+    return is_split
 
 
 def _tensors(values: Any) -> Any:

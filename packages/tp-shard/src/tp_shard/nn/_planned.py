@@ -73,10 +73,10 @@ def check_region(x: Tensor, layer: nn.Module) -> bool:
     if x.grad_fn is None:
         return False
     _, leaves = _walk(x, (*_BEGIN, *_SUMMED))
-    found = [p for p in leaves if isinstance(p, nn.Parameter) and not holds_shard(p)]
-    if found:
-        named = sorted(filter(None, (_parameter_name(p, layer) for p in found)))
-        shapes = ", ".join(str(tuple(p.shape)) for p in found)
+    wholes = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and not holds_shard(leaf)]
+    if wholes:
+        named = sorted(filter(None, (_parameter_name(parameter, layer) for parameter in wholes)))
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in wholes)
         what = ", ".join(named) or f"parameters of shape {shapes}"
         owners = sorted({name.rpartition(".")[0] for name in named}) or ["..."]
         pairs = ", ".join(f'"{owner}": ts.Replicated()' for owner in owners)
@@ -120,7 +120,7 @@ def _walk(x: Tensor, stops: tuple[type, ...]) -> tuple[set[type], list[Tensor]]:
         # Through this node only the input of the same number is followed: through all of them every tensor of
         # the unit would seem to depend on every other one (T5 under `fully_shard`).
         passes = type(node).__name__ == _PASSING
-        edge = node, output if passes else None
+        edge = (node, output) if passes else (node, None)
         if node is None or edge in seen:
             continue
         seen.add(edge)
