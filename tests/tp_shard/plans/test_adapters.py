@@ -289,7 +289,7 @@ def test_a_plan_of_ones_own_is_proven_for_an_adapted_model(kind):
 
 @pytest.mark.slow
 def test_dropout_of_adapters_that_ranks_draw_apart_is_no_proof(monkeypatch):
-    monkeypatch.setattr(SplitDraws, "_is_alike", lambda *_: False)
+    monkeypatch.setattr(SplitDraws, "_is_replicated", lambda *_: False)
     report = ts.verify(adapted("llama", "lora", lora_dropout=0.1), LLAMA, inputs("llama"))
     assert "with dropout" in str(report.fault)
 
