@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from tp_core.errors import ConfigError, DisagreementError, StateError
+from tp_shard._groups._group import ALONE  # private: the group of a rank alone
 from tp_testing import RankPool
 
 pytestmark = pytest.mark.slow  # all on four ranks
@@ -46,7 +47,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(6, 12), nn.Linear(8, 6)
 
     def forward(self, x):
-        group = getattr(self.qkv, "group", ts.distributed.Group())
+        group = getattr(self.qkv, "group", ALONE)
         return self.out(ts.nn.functional.parallel_attention(self.qkv(x), 4, 1, group=group))
 
 

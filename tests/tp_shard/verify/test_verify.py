@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tp_core.errors import ConfigError, DisagreementError, ModelError
 
 # The groups' mesh has no public name, and ranks that are simulated may fail in any order.
+from tp_shard._verify._report import ModuleReport, PlanReport  # private: verify alone makes them
 from tp_shard._verify._simulate import SimulatedError, simulate  # private: ranks that fall out of step
 
 from tests.run_tp import run
@@ -531,8 +532,8 @@ def test_the_command_line_verifies(tmp_path, capsys):
 
 
 def test_differences_that_are_not_finite_are_their_names_in_plain_values():
-    module = ts.ModuleReport("0", "", math.nan, math.inf)
-    report = ts.Report(2, torch.float64, 1e-5, ("evaluation",), (module,), math.nan, None, None)
+    module = ModuleReport("0", "", math.nan, math.inf)
+    report = PlanReport(2, torch.float64, 1e-5, ("evaluation",), (module,), math.nan, None, None)
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert found["modules"] == [{"name": "0", "style": "", "forward": "nan", "gradient": "inf"}]
     assert (found["outputs"], found["loss"]) == ("nan", None)
