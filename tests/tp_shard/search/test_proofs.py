@@ -299,7 +299,7 @@ def test_where_memory_is_short_blocks_that_do_the_same_are_tried_as_one(monkeypa
         assert "as one" not in capsys.readouterr().out
     same = nn.Sequential(Configured(0, 0), Configured(1, 0)).double()
     assert ts.plans.auto(same, x).keys() == {"0.up", "0.down", "1.up", "1.down"}
-    assert "built alike were tried as one, because memory is short" in capsys.readouterr().out
+    assert "equal blocks were tried as one, because memory is short" in capsys.readouterr().out
 
 
 class Branches(nn.Module):

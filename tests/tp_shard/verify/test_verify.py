@@ -363,7 +363,7 @@ def test_blocks_that_are_alike_are_one_where_memory_is_short(monkeypatch):
     monkeypatch.setattr("tp_shard._verify._report.free_memory", lambda: 7 * 8 * size - 1)
     report = ts.verify(model, plan, batch())
     report.assert_ok()
-    assert "blocks that are built alike as one" in str(report)
+    assert "equal blocks as one" in str(report)
     monkeypatch.setattr("tp_shard._verify._report.free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="GiB of memory, and 0 GiB are free; verify the plan on a smaller"):
         ts.verify(model, plan, batch())
