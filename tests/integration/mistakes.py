@@ -59,10 +59,16 @@ def fit(**options):
     net = options.pop("model", None) or model()
     trained = net if isinstance(net, nn.Module) else model()
     mine = {"optimizer": torch.optim.SGD(trained.parameters(), lr=0.1)}
-    mine |= {"train_loader": loader(), "step": step} | options
+    mine |= {"train_loader": loader(), "step": never} | options
     optimizer, batches = mine.pop("optimizer"), mine.pop("train_loader")
     with trainer() as own:
         own.fit(net, optimizer, batches, **mine)
+
+
+def never(net, batch):
+    """Stand for a step where a mistake must be answered before the first one."""
+    msg = "a step was made"
+    raise AssertionError(msg)
 
 
 def fit_step(found):
@@ -226,6 +232,14 @@ MISTAKES = {
         lambda: trainer(options=[DdpOptions(), DdpOptions()]),
         "two of DdpOptions, both for backend 'ddp'; give one",
     ),
+    "options of a backend that is not installed": (
+        lambda: trainer(options={"x": {}}).prepare(model()),
+        "options are given for backend 'x', which is not installed",
+    ),
+    "a misspelled option of a backend that is not chosen": (
+        lambda: trainer(options={"ddp": {"static_grph": True}}).prepare(model()),
+        "backend 'ddp' has no option 'static_grph'; did you mean 'static_graph'?",
+    ),
     "bucket of 0": (
         lambda: DdpOptions(bucket_cap_mb=0),
         "DdpOptions(bucket_cap_mb=...) must be a finite number above 0, got 0",
@@ -261,6 +275,10 @@ MISTAKES = {
     "model is a class": (
         lambda: fit(model=nn.Linear),
         "takes a model, a torch.nn.Module, got type: <class 'torch.nn.modules.linear.Linear'>",
+    ),
+    "model is wrapped": (
+        lambda: fit(model=nn.DataParallel(model())),
+        "the model is already wrapped in DataParallel",
     ),
     "model is text": (lambda: fit(model="resnet"), "takes a model, a torch.nn.Module, got str: 'resnet'"),
     "optimizer is a class": (
@@ -334,6 +352,7 @@ MISTAKES = {
         "the loss is nan at training step 1 (rank 0)",
     ),
     "epochs 0": (lambda: fit(epochs=0), "epochs must be a whole number from 1, got 0"),
+    "epochs and a half": (lambda: fit(epochs=1.5), "epochs must be a whole number from 1, got 1.5"),
     "epochs as text": (lambda: fit(epochs="3"), "epochs must be a whole number from 1, got '3'"),
     "max_steps 0": (lambda: fit(max_steps=0), "max_steps must be a whole number from 1, got 0"),
     "epochs twice": (
@@ -353,7 +372,7 @@ MISTAKES = {
         "validation must be a DataLoader or another iterable of batches, got int: 3",
     ),
     "metric without its arguments": (
-        lambda: fit(validation=Validation(loader(), metrics={"f1": FunctionMetric(max)})),
+        lambda: fit(step=step, validation=Validation(loader(), metrics={"f1": FunctionMetric(max)})),
         "nothing for the metrics ['f1']: it must return a dict with the arguments",
     ),
     "metric that is a function": (
@@ -372,6 +391,10 @@ MISTAKES = {
     "scheduler is a class": (
         lambda: fit(scheduler=torch.optim.lr_scheduler.StepLR),
         "scheduler must be made first: StepLR(optimizer, ...)",
+    ),
+    "scheduler that cannot step": (
+        lambda: fit(scheduler=object()),
+        "scheduler must have a method step(), got object",
     ),
     "scheduler every week": (
         lambda: fit(
@@ -406,6 +429,10 @@ MISTAKES = {
     "resume without a folder": (
         lambda: fit(resume="auto"),
         "resume='auto' needs to know where the checkpoints are: checkpoint=folder",
+    ),
+    "resume is a truth": (
+        lambda: fit(checkpoint="run", resume=True),
+        "resume must be 'auto' or the path of a checkpoint",
     ),
     "callback is text": (
         lambda: fit(callbacks=["early"]),
@@ -558,11 +585,11 @@ MISTAKES = {
         "no attribute 'EarlyStopping'; it is in tp_trainer.callbacks",
     ),
     "a metric with a typo": (
-        lambda: fit(callbacks=[callbacks.EarlyStopping("val_lss")], validation=loader()),
+        lambda: fit(step=step, callbacks=[callbacks.EarlyStopping("val_lss")], validation=loader()),
         "('val_lss') looks at none of the metrics of the run, which are val_loss; did you mean 'val_loss'?",
     ),
     "a metric of no validation": (
-        lambda: fit(callbacks=[callbacks.EarlyStopping("val_loss")]),
+        lambda: fit(step=step, callbacks=[callbacks.EarlyStopping("val_loss")]),
         "which are loss; give fit(validation=loader)",
     ),
     "best of no validation": (

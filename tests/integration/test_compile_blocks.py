@@ -10,6 +10,7 @@ from tp_core.errors import ConfigError, ModelError
 from tp_core.jobs import CompileOptions
 from tp_trainer import FsdpOptions, Trainer, checkpoint_activations
 
+from tests.models import Block
 from tests.tp_trainer.callback_run import BACKENDS, Spy
 
 # torch hides this one of its own, but not where warnings are errors.
@@ -19,21 +20,12 @@ BLOCKS = CompileOptions(blocks=True, backend="aot_eager")
 WHOLE = CompileOptions(backend="aot_eager")
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.inner, self.outer = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.outer(torch.relu(self.inner(self.norm(x))))
-
-
 class Network(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
         self.table = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(8, 16, norm=True) for _ in range(4))
         self.head = nn.Linear(8, 11)
 
     def forward(self, tokens):
@@ -88,7 +80,7 @@ def trained(backend, *, compiled, make=Network, policy=None, options=None, accum
         if not ts.distributed.is_initialized():
             ts.distributed.init_process_group()
         names = {whole: ("1", "3"), Torchs: ("blocks.layers.*.linear1", "blocks.layers.*.linear2")}.get(
-            make, ("blocks.*.inner", "blocks.*.outer")
+            make, ("blocks.*.up", "blocks.*.down")
         )
         model = ts.parallelize(model, {names[0]: ts.Column(), names[1]: ts.Row()})
     if policy is not None:

@@ -5,10 +5,12 @@ import functools
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import run_ranks
 from tp_trainer import ParallelTrainer, Trainer
+
+from tests.models import perceptron
+from tests.reference_training import squared_error
 
 # torch's compiler silences this one itself, but not where several threads compile at once.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -17,8 +19,7 @@ compiled = functools.partial(torch.compile, backend="eager")
 
 
 def plain_model(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    return perceptron(2, 3, 1, seed=seed, dtype=torch.float32)
 
 
 def in_place(model):
@@ -40,15 +41,11 @@ def loader():
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
 
 
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
 def train_save_and_load(way, folder, **kwargs):
     model = WAYS[way](plain_model())
     with Trainer(seed=0, progress=False, **kwargs) as trainer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        trainer.fit(model, optimizer, loader(), step=step, checkpoint=folder / "run")
+        trainer.fit(model, optimizer, loader(), step=squared_error, checkpoint=folder / "run")
         trainer.save_model(model, folder / "model.pt")
         trainer.export(model, folder / "model.safetensors")
         trained = {n: t.clone() for n, t in trainer.session.model_state(model).items()}

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.reference_training import train
+
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
@@ -24,11 +26,9 @@ def test_a_trained_model_reads_all_scans_on_two_workers(tmp_path):
     torch.manual_seed(0)
     model = digits.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    train, _ = digits.load_data()
-    for batch in torch.utils.data.DataLoader(train, 32):
-        optimizer.zero_grad()
-        digits.step(model, batch)["loss"].backward()
-        optimizer.step()
+    scans, _ = digits.load_data()
+    batches = torch.utils.data.DataLoader(scans, 32)
+    train(model, optimizer, batches, lambda model, batch: digits.step(model, batch)["loss"])
     torch.set_num_threads(threads)
     save_file(model.state_dict(), tmp_path / "digits.safetensors")
 

@@ -8,6 +8,8 @@ from tp_core.errors import SelectionError
 from tp_testing import run_ranks
 from tp_trainer import Trainer
 
+from tests.reference_training import squared_error
+
 
 def make_model(split):
     torch.manual_seed(0)
@@ -27,13 +29,9 @@ def data():
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
 
 
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
 def train(trainer, model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    history = trainer.fit(model, optimizer, data(), step=step, epochs=2)
+    history = trainer.fit(model, optimizer, data(), step=squared_error, epochs=2)
     return trainer.selection.chosen.name, [record.train["loss"] for record in history]
 
 

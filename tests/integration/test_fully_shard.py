@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tp_core.discovery import PluginRegistry
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, GradientRules, Trainer
+
+from tests.reference_training import rows_and_sums, squared_error
 
 
 def load_example():
@@ -51,12 +53,7 @@ class Net(nn.Module):
 
 
 def make_loader():
-    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(3)).double()
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=12, shuffle=True)
-
-
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
+    return DataLoader(rows_and_sums(24, seed=3, curved=True), batch_size=12, shuffle=True)
 
 
 def trained(model):
@@ -72,7 +69,7 @@ def fit(folder=None, *, epochs=3, turned=False, asynchronous=False):
         settings = Checkpoints(folder, every_steps=1, every_epochs=None, keep=99, background=asynchronous)
         arguments = {"checkpoint": settings, "resume": "auto"}
     with make_trainer() as trainer:
-        trainer.fit(model, optimizer, make_loader(), step=step, epochs=epochs, **arguments)
+        trainer.fit(model, optimizer, make_loader(), step=squared_error, epochs=epochs, **arguments)
         kinds = {type(t).__name__ for s in optimizer.state.values() for k, t in s.items() if k != "step"}
         state = trainer.session.model_state(model)
         return trainer.selection.chosen.name, kinds, {n: t.detach().clone() for n, t in state.items()}
@@ -132,20 +129,20 @@ def test_another_number_of_ranks_goes_on_from_a_checkpoint(tmp_path, before, aft
 def files(folder):
     with make_trainer() as trainer:
         model, other = trainer.prepare(Net(seed=1), Net(seed=2))
-        before = trainer.evaluate(model, make_loader(), step=step)
+        before = trainer.evaluate(model, make_loader(), step=squared_error)
         trainer.save_model(model, folder / "model.pt")
         trainer.export(model, folder / "model.safetensors")
         trainer.load_model(other, folder / "model.pt")
         trainer.session.barrier()
         kind = type(other.last.weight.data).__name__
-        return before, trainer.evaluate(other, make_loader(), step=step), kind
+        return before, trainer.evaluate(other, make_loader(), step=squared_error), kind
 
 
 @pytest.mark.slow
 def test_files_are_whole_and_load_on_any_backend(tmp_path):
     plain = Net(seed=1)
     with make_trainer() as trainer:
-        expected = trainer.evaluate(plain, make_loader(), step=step)
+        expected = trainer.evaluate(plain, make_loader(), step=squared_error)
     for before, after, kind in run_ranks(files, 2, tmp_path):
         assert before == pytest.approx(expected, rel=1e-12)
         assert after == pytest.approx(expected, rel=1e-12)
@@ -183,8 +180,8 @@ def fit_evaluate_and_fit(folder):
                 "resume": "auto",
                 "validation": make_loader(),
             }
-            trainer.fit(model, optimizer, make_loader(), step=step, **arguments)
-            trainer.evaluate(model, make_loader(), step=step)
+            trainer.fit(model, optimizer, make_loader(), step=squared_error, **arguments)
+            trainer.evaluate(model, make_loader(), step=squared_error)
         state = trainer.session.model_state(model)
     return equal(state, fit(epochs=2)[2])
 
@@ -208,7 +205,7 @@ def in_all_ways():
         model = Net()
         optimizer = torch.optim.Adam(trained(model), lr=0.02)
         with make_trainer(**trainer_arguments) as trainer:
-            history = trainer.fit(model, optimizer, make_loader(), step=step, epochs=2, **arguments)
+            history = trainer.fit(model, optimizer, make_loader(), step=squared_error, epochs=2, **arguments)
         losses[name] = [record.train["loss"] for record in history]
     return losses
 

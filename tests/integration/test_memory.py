@@ -1,5 +1,6 @@
 """A trainer holds one batch at a time, on every backend for one process: nothing waits for the collector."""
 
+import functools
 import gc
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tp_trainer import Trainer
+
+from tests import reference_training
 
 BACKENDS = pytest.mark.parametrize(
     ("backend", "devices"), [("single", "cpu"), ("tuple", ["cpu"] * 2), ("dp-gather", ["cpu"] * 2)]
@@ -37,11 +40,7 @@ def step(model, batch):
 
 def plain(loader):
     model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for batch in loader:
-        optimizer.zero_grad()
-        step(model, batch).backward()
-        optimizer.step()
+    reference_training.train(model, torch.optim.SGD(model.parameters(), 0.1), loader, step)
 
 
 def fit(trainer, loader):
@@ -53,10 +52,8 @@ def fit(trainer, loader):
 def own_loop(trainer, loader):
     model = nn.Linear(4, 2)
     model, optimizer, loader = trainer.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
-    for batch in loader:
-        optimizer.zero_grad()
-        trainer.backward(trainer.session.run(step, model, batch))
-        optimizer.step()
+    run = functools.partial(trainer.session.run, step)
+    reference_training.train(model, optimizer, loader, run, backward=trainer.backward)
 
 
 @BACKENDS

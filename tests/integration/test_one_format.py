@@ -9,10 +9,11 @@ from tp_core.errors import StateError
 from tp_testing import run_ranks
 from tp_trainer import Trainer
 
+from tests.models import perceptron
+
 
 def make_model(seed=0):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+    model = perceptron(4, 9, 4, seed=seed)
     if torch.distributed.is_initialized():
         convert = ts.nn.ParallelLinear.convert_parallel_linear
         model[0], model[2] = convert(model[0], 1), convert(model[2], 0)

@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer
 
+from tests.models import perceptron
+from tests.reference_training import train
+
 EPOCHS, N, BATCH = 2, 22, 8  # the last batch of an epoch has 6
 IN_ONE_PROCESS = {
     "single": {"devices": "cpu"},
@@ -200,10 +203,7 @@ def pair_job(where, *, folder=None, max_steps=None, workers=0):
 
 def pair_job_by_hand():
     model, optimizer = towers_and_optimizer({})
-    for batch in in_order(pairs()):
-        optimizer.zero_grad()
-        info_nce(model, *model(*batch)).backward()
-        optimizer.step()
+    train(model, optimizer, in_order(pairs()), lambda model, batch: info_nce(model, *model(*batch)))
     return weights_by_hand(model)
 
 
@@ -339,8 +339,7 @@ class Rows(IterableDataset):
 
 
 def line_and_optimizer(where):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = perceptron(2, 4, 1)
     model = on_shards(where, model, split_pair("0", "2"))
     return model, torch.optim.Adam(model.parameters(), lr=0.05)
 

@@ -10,6 +10,8 @@ from tp_core.errors import ModelError, StateError
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 
+from tests.reference_training import train
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # their own words about what is built
 LIBRARIES = {"int8": "torchao", "intx": "torchao", "nf4": "bitsandbytes", "bnb-int8": "bitsandbytes"}
 
@@ -89,11 +91,7 @@ def by_hand(kind, dtype, epochs, make=Adapted):
     model = make(kind, dtype)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
-    for _ in range(epochs):
-        for part in x.split(8):
-            optimizer.zero_grad()
-            step(model, (part,)).backward()
-            optimizer.step()
+    train(model, optimizer, [(part,) for part in x.split(8)] * epochs, step)
     return trained(model)
 
 

@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StateError
 from tp_trainer import FsdpOptions, Trainer
 
+from tests.models import Block
+from tests.reference_training import squared_error
+
 ts = pytest.importorskip("tp_shard")
 BLOCK = 4
 
@@ -119,30 +122,17 @@ class LowAdamW(torch.optim.AdamW):
                 state[key] = state[key].to(torch.bfloat16)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(8, 16) for _ in range(2))
         self.double()
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
 
 
 def fit(make, backend="single", epochs=2, folder=None):
@@ -159,7 +149,9 @@ def fit(make, backend="single", epochs=2, folder=None):
         with Trainer(backend=backend, devices="cpu", options=options, seed=2, progress=False) as trainer:
             optimizer = make(model.parameters(), lr=0.02)
             arguments = {} if folder is None else {"checkpoint": folder, "resume": "auto"}
-            trainer.fit(model, optimizer, loader, step=step, epochs=epochs, clip_norm=0.5, **arguments)
+            trainer.fit(
+                model, optimizer, loader, step=squared_error, epochs=epochs, clip_norm=0.5, **arguments
+            )
             weights = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
             states = [s["exp_avg"] for p, s in optimizer.state.items() if p.dim() == 2]
             kinds = {type(s.to_local() if hasattr(s, "to_local") else s) for s in states}

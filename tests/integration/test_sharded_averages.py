@@ -4,9 +4,11 @@ import contextlib
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import run_ranks
+
+from tests.models import perceptron
+from tests.reference_training import StoppedError, squared_error
 
 pytestmark = pytest.mark.slow
 
@@ -16,15 +18,6 @@ DECAY = 0.8
 def data():
     x = torch.randn(24, 6, generator=torch.Generator().manual_seed(0)).double()
     return TensorDataset(x, x.sin())
-
-
-def step(model, batch):
-    x, y = batch
-    return (model(x) - y).square().mean()
-
-
-class StoppedError(Exception):
-    """What ends a run in its middle."""
 
 
 def fit(average, *, group_size=None, folder=None, stop_at=None):
@@ -37,8 +30,7 @@ def fit(average, *, group_size=None, folder=None, stop_at=None):
             if run.step == stop_at:
                 raise StoppedError
 
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double()
+    model = perceptron(6, 8, 6)
     if group_size is not None:
         convert = ts.nn.ParallelLinear.convert_parallel_linear
         model[0], model[2] = convert(model[0], 1), convert(model[2], 0)
@@ -47,7 +39,7 @@ def fit(average, *, group_size=None, folder=None, stop_at=None):
             model,
             torch.optim.Adam(model.parameters(), lr=0.02),
             DataLoader(data(), batch_size=6, shuffle=True),
-            step=step,
+            step=squared_error,
             epochs=2,
             validation=DataLoader(data(), batch_size=12),
             callbacks=[average, Stop()],

@@ -19,20 +19,13 @@ from tp_core.jobs import CompileOptions
 from tp_testing import RankPool, run_ranks
 from tp_trainer import FsdpOptions, Trainer
 
+from tests.models import Block
+from tests.reference_training import mean_square
+
 ts = pytest.importorskip("tp_shard")
 
 WIDTH = 192  # its matrices are large enough to be deferred
 _M_MMAP_THRESHOLD = -3  # of malloc.h
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -41,7 +34,7 @@ class Net(nn.Module):
     def __init__(self, width=WIDTH, blocks=2):
         super().__init__()
         self.table = nn.Embedding(width, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, 2 * width, norm=True) for _ in range(blocks))
         self.whole = nn.Linear(width, width)
         self.head = nn.Linear(width, width, bias=False)
         self.head.weight = self.table.weight
@@ -88,10 +81,6 @@ def split(width=WIDTH, blocks=2):
     return ts.parallelize(Net(width, blocks), PLAN)
 
 
-def step(model, batch):
-    return model(batch[0]).square().mean()
-
-
 def built(make, options=None, groups=None, **ways):
     """Return the first values and the losses of training on them; ``ways`` are the trainer's."""
     if groups is not None:
@@ -104,7 +93,7 @@ def built(make, options=None, groups=None, **ways):
             kinds = {type(p.data).__name__ for p in model.parameters()}
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             tokens = torch.randint(WIDTH, (16, 3), generator=torch.Generator().manual_seed(0))
-            history = trainer.fit(model, optimizer, DataLoader(TensorDataset(tokens), 4), step=step)
+            history = trainer.fit(model, optimizer, DataLoader(TensorDataset(tokens), 4), step=mean_square)
             return first, [record.train["loss"] for record in history], kinds
     finally:
         if groups is not None:
@@ -250,7 +239,7 @@ def estimated(group_size):
         model = ts.parallelize(plain, {"0": ts.Column(), "2": ts.Row()})
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         with Trainer(devices="cpu", progress=False) as trainer:
-            table = trainer.estimate(model, sgd, (torch.zeros(64, 8),), step, devices=4, memory="8GiB")
+            table = trainer.estimate(model, sgd, (torch.zeros(64, 8),), mean_square, devices=4, memory="8GiB")
         return table.verdicts["shard"].memory.activations, ts.distributed.reduce(torch.ones(1)).item()
     finally:
         ts.distributed.destroy_process_group()

@@ -1,17 +1,18 @@
 """Metrics and predictions of a model that is split over ranks are those of the whole one."""
 
+import functools
+
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import run_ranks
+
+from tests.models import perceptron
 
 pytestmark = pytest.mark.slow
 
 
-def network():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+network = functools.partial(perceptron, 6, 8, 2)
 
 
 def data():

@@ -10,6 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import run_ranks
 
+from tests.models import perceptron
+from tests.reference_training import squared_error
+
 
 def data():
     generator = torch.Generator().manual_seed(0)
@@ -17,14 +20,7 @@ def data():
     return DataLoader(TensorDataset(x, x.sin()), batch_size=8, shuffle=True)
 
 
-def step(model, batch):
-    x, y = batch
-    return (model(x) - y).square().mean()
-
-
-def make_model():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)).double()
+make_model = functools.partial(perceptron, 6, 9, 6)
 
 
 def train(folder, group_size, split=True):
@@ -43,7 +39,7 @@ def train(folder, group_size, split=True):
             return model, torch.optim.Adam(model.parameters(), lr=0.02)
 
         model, optimizer = build()
-        trainer.fit(model, optimizer, data(), step=step, epochs=3, validation=data(), clip_norm=0.5)
+        trainer.fit(model, optimizer, data(), step=squared_error, epochs=3, validation=data(), clip_norm=0.5)
         file = Path(folder, "model.pt")
         trainer.save_model(model, file)
         weights = Path(folder, "model.safetensors")
@@ -51,7 +47,9 @@ def train(folder, group_size, split=True):
         assert all(torch.equal(tensor, torch.load(file)[name]) for name, tensor in load_file(weights).items())
         fresh, _ = build()
         trainer.load_model(fresh, file)
-        assert trainer.evaluate(fresh, data(), step=step) == trainer.evaluate(model, data(), step=step)
+        assert trainer.evaluate(fresh, data(), step=squared_error) == trainer.evaluate(
+            model, data(), step=squared_error
+        )
         return str(trainer.selection.chosen.name), torch.load(file)
 
 
@@ -93,7 +91,7 @@ def train_with_dropout(folder, group_size, *, until=None):
             model,
             torch.optim.Adam(model.parameters(), lr=0.02),
             data(),
-            step=step,
+            step=squared_error,
             epochs=2,
             max_steps=until,
             checkpoint=Checkpoints(folder, every_steps=3, every_epochs=None),

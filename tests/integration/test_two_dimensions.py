@@ -14,17 +14,9 @@ from tp_core.jobs import CompileOptions
 from tp_testing import RankPool, run_ranks
 from tp_trainer import Checkpoints, GradientRules, Trainer
 
+from tests.models import Block
+
 ts = pytest.importorskip("tp_shard")
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -34,7 +26,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.table = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(6, 9, norm=True) for _ in range(2))
         self.frozen = nn.Linear(6, 6).requires_grad_(requires_grad=False)
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.table.weight
@@ -60,7 +52,7 @@ class PassingNet(Net):
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.blocks = nn.ModuleList(PassingBlock() for _ in range(3)).double()
+        self.blocks = nn.ModuleList(PassingBlock(6, 9, norm=True) for _ in range(3)).double()
 
     def forward(self, tokens):
         x, features = self.table(tokens), 0.0

@@ -8,16 +8,10 @@ from tp_core.errors import ConfigError
 from tp_testing import RankPool
 from tp_trainer import FsdpOptions, Trainer
 
+from tests.models import Block
+from tests.reference_training import squared_error
+
 ts = pytest.importorskip("tp_shard")
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 9, bias=False), nn.Linear(9, 6, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
@@ -27,7 +21,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.into = nn.Linear(4, 6, bias=with_vectors)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(6, 9, bias=False) for _ in range(2))
         self.out = nn.Linear(6, 2, bias=with_vectors)
         self.double()
 
@@ -86,10 +80,6 @@ OPTIMIZERS = {
 PLAN = {"blocks.*.up": ts.Column(), "blocks.*.down": ts.Row()}
 
 
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
 def loader():
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(3)).double()
     return DataLoader(TensorDataset(x, x[:, :2].sin()), batch_size=4, shuffle=True)
@@ -111,7 +101,9 @@ def fit(name, way="single", epochs=2, folder=None):
         with Trainer(backend=backend, devices="cpu", options=options, seed=2, progress=False) as trainer:
             optimizer = OPTIMIZERS[name](model)
             arguments = {} if folder is None else {"checkpoint": folder, "resume": "auto"}
-            trainer.fit(model, optimizer, loader(), step=step, epochs=epochs, clip_norm=0.5, **arguments)
+            trainer.fit(
+                model, optimizer, loader(), step=squared_error, epochs=epochs, clip_norm=0.5, **arguments
+            )
             weights = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
             held = sum(
                 (v.to_local() if hasattr(v, "to_local") else v).numel()
@@ -178,7 +170,7 @@ def refusals():
     found = []
     with Trainer(backend="fsdp", devices="cpu", options=FsdpOptions(units=Block), progress=False) as trainer:
         model = trainer.prepare(Net())
-        trainer.backward(trainer.run(step, model, next(iter(loader()))))
+        trainer.backward(trainer.run(squared_error, model, next(iter(loader()))))
         muon = OPTIMIZERS["Muon"](model)
         with pytest.raises(ConfigError) as caught:
             muon.step()

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StateError
 from tp_testing import run_ranks
 
+from tests.models import perceptron
+
 LIBRARIES = {"accelerate": "accelerate", "tp": "tp_accelerate"}
 
 
@@ -25,8 +27,7 @@ def data(n=32, batch_size=4):
 
 
 def parts(n=32, batch_size=4):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model = perceptron(3, 8, 2, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
     return model, optimizer, data(n, batch_size), schedule

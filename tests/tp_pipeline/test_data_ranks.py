@@ -13,6 +13,7 @@ from tp_trainer import Checkpoints, Trainer, checkpoint_activations
 from tp_trainer.callbacks import ExponentialMovingAverage
 
 from tests.integration import pipeline_families as families
+from tests.models import Block
 
 SHARED = {"ranks": 2, "data": "fsdp"}
 
@@ -74,22 +75,13 @@ def test_a_run_with_shared_weights_is_resumed_on_one_device_and_back(four, tmp_p
         torch.testing.assert_close(found[1], expected, rtol=1e-9, atol=1e-10)
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 def train_layers(case, data=None):
     """Train four layers in one way, in stages if ``data`` is given; return losses and weights."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(4)))
+    model = nn.Sequential(*(Block(6, 10) for _ in range(4)))
     if "recomputed" in case:
-        checkpoint_activations(model, Layer)
+        checkpoint_activations(model, Block)
     if "adapters" in case:
         from peft import LoraConfig, get_peft_model
 
@@ -146,7 +138,7 @@ class Sorted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = Layer()
+        self.layer = Block(6, 10)
         self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
 
     def forward(self, x, kinds):
@@ -162,7 +154,7 @@ class Branched(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Sorted() for _ in range(4))
-        self.branches = nn.ModuleList(Layer() for _ in range(2))
+        self.branches = nn.ModuleList(Block(6, 10) for _ in range(2))
 
     def forward(self, x, kinds):
         for number, layer in enumerate(self.layers):

@@ -18,6 +18,8 @@ from tp_core.errors import ConfigError, DisagreementError, StateError
 from tp_shard._groups._group import ALONE  # private: the group of a rank alone
 from tp_testing import RankPool
 
+from tests.reference_training import train
+
 pytestmark = pytest.mark.slow  # all on four ranks
 
 d = ts.distributed
@@ -112,13 +114,6 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
 
 
-def train(model, optimizer, tokens, steps=2):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, tokens).backward()
-        optimizer.step()
-
-
 def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
@@ -180,8 +175,8 @@ def parameters_come_in_groups():
 def optimizers_and_models_are_collected_and_relocated():
     whole, model = plain(), split()
     optimizers = [adamw(whole), adamw(model)]
-    train(whole, optimizers[0], TOKENS)
-    train(model, optimizers[1], mine())
+    train(whole, optimizers[0], [TOKENS] * 2, loss_of)
+    train(model, optimizers[1], [mine()] * 2, loss_of)
     expected, found = (
         copy.deepcopy(optimizers[0].state_dict()),
         ts.collect_optimizer_state_dict(model, optimizers[1]),
@@ -194,8 +189,8 @@ def optimizers_and_models_are_collected_and_relocated():
     optimizer = adamw(fresh)
     fresh.load_state_dict(ts.relocate_state_dict(fresh, whole.state_dict()))
     optimizer.load_state_dict(ts.relocate_optimizer_state_dict(fresh, optimizer, expected))
-    train(whole, optimizers[0], TOKENS)
-    train(fresh, optimizer, mine())
+    train(whole, optimizers[0], [TOKENS] * 2, loss_of)
+    train(fresh, optimizer, [mine()] * 2, loss_of)
     all_close(ts.collect_state_dict(fresh, fresh.state_dict()), whole.state_dict())
     if d.get_world_size() == 1:
         return
@@ -207,7 +202,7 @@ def train_and_write(folder):
     """Return what the whole model would have after the steps that are written, and its next loss."""
     model = split()
     optimizer = adamw(model)
-    train(model, optimizer, mine())
+    train(model, optimizer, [mine()] * 2, loss_of)
     model.eval()
     model(TOKENS)  # a forward pass alone leaves parameters gathered
     ts.save_sharded(model, Path(folder, "checkpoint"), optimizer=optimizer)
@@ -221,7 +216,7 @@ def read_and_go_on(folder, expected):
         nn.init.zeros_(p)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     ts.load_sharded(model, Path(folder, "checkpoint"), optimizer=optimizer)
-    train(model, optimizer, mine())
+    train(model, optimizer, [mine()] * 2, loss_of)
     all_close(ts.collect_state_dict(model, model.state_dict()), expected)
 
 
@@ -287,10 +282,10 @@ def test_what_is_saved_is_resumed_on_any_number_of_ranks(on_mesh, on_ranks, tmp_
     start(writers, functools.partial(train_and_write, str(tmp_path)))
     whole = plain()
     optimizer = adamw(whole)
-    train(whole, optimizer, TOKENS)
+    train(whole, optimizer, [TOKENS] * 2, loss_of)
     exported = load_file(tmp_path / "whole.safetensors")
     all_close({name: exported[name] for name in whole.state_dict()}, whole.state_dict())
-    train(whole, optimizer, TOKENS)
+    train(whole, optimizer, [TOKENS] * 2, loss_of)
     for where in readers:
         start(where, functools.partial(read_and_go_on, str(tmp_path), whole.state_dict()))
 

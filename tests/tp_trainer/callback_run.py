@@ -2,8 +2,10 @@
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tp_trainer import Callback, Checkpoints, Trainer
+
+from tests.reference_training import StoppedError, rows_and_sums, squared_error
 
 STEPS = 5  # of an epoch
 
@@ -13,10 +15,6 @@ BACKENDS = {
     "dp-gather": {"backend": "dp-gather", "devices": ["cpu"] * 2},
     "ddp": {"backend": "ddp", "devices": "cpu"},
 }
-
-
-class StoppedError(Exception):
-    """What ends a run in its middle."""
 
 
 class StopAt(Callback):
@@ -46,13 +44,7 @@ def network():
 
 
 def data(samples=20):
-    x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return TensorDataset(x, x.sum(1, keepdim=True))
-
-
-def step(model, batch):
-    x, y = batch
-    return (model(x) - y).square().mean()
+    return rows_and_sums(samples)
 
 
 def train(
@@ -61,7 +53,7 @@ def train(
     """Train and return the model and the history; with ``folder`` saved in each step, and resumed."""
     model = network() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05) if optimizer is None else optimizer
-    options = {"step": step, "validation": DataLoader(data(7), batch_size=4)} | options
+    options = {"step": squared_error, "validation": DataLoader(data(7), batch_size=4)} | options
     if folder is not None:
         options |= {"checkpoint": Checkpoints(folder, every_steps=1), "resume": "auto"}
     with Trainer(**BACKENDS[backend], seed=3, accumulate=accumulate, progress=False) as trainer:

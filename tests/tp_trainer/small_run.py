@@ -2,14 +2,12 @@
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tp_trainer import Checkpoints, Trainer
 
+from tests.reference_training import StoppedError, rows_and_sums, squared_error
+
 STEPS = 10  # of two epochs
-
-
-class StoppedError(Exception):
-    """What ends a run in its middle."""
 
 
 def train(folder, *, resume="auto", stop_at=0, before=None, epochs=2, loader=None, **settings):
@@ -26,11 +24,9 @@ def train(folder, *, resume="auto", stop_at=0, before=None, epochs=2, loader=Non
             raise StoppedError
         if before is not None:
             before(calls)
-        x, y = batch
-        return (model(x) - y).square().mean()
+        return squared_error(model, batch)
 
-    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(2))
-    data = TensorDataset(x, x.sum(1, keepdim=True))
+    data = rows_and_sums(20, dtype=torch.float32)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
     with Trainer(seed=3, progress=False, devices="cpu") as trainer:

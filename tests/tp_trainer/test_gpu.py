@@ -1,16 +1,20 @@
 """The trainer on a CUDA device: alone, with NCCL and one rank, with gloo and two ranks on one card."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job
 from tp_testing import BackendConformance, TrainingConformance, run_ranks
 from tp_trainer import Checkpoints, Trainer
 
 from tests.installed import backend_class
+from tests.models import perceptron
+from tests.reference_training import rows_and_sums, squared_error
 
 DdpBackend = backend_class("ddp")
 FsdpBackend = backend_class("fsdp")
@@ -22,20 +26,11 @@ NCCL = "nccl"
 pytestmark = pytest.mark.gpu
 
 
-def make_model():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+make_model = functools.partial(perceptron, 4, 32, 1, dtype=torch.float32)
 
 
 def make_data(n=48):
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(n, 4, generator=generator)
-    return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
-
-
-def step(model, batch):
-    x, y = batch
-    return (model(x) - y).square().mean()
+    return rows_and_sums(n, 4, dtype=torch.float32, curved=True)
 
 
 def fit(devices=GPU, *, epochs=2, pin_memory=False, workers=0, **options):
@@ -45,7 +40,7 @@ def fit(devices=GPU, *, epochs=2, pin_memory=False, workers=0, **options):
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         loader = DataLoader(make_data(), batch_size=8, pin_memory=pin_memory, num_workers=workers)
-        trainer.fit(model, optimizer, loader, step=step, epochs=epochs, **given)
+        trainer.fit(model, optimizer, loader, step=squared_error, epochs=epochs, **given)
         return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
@@ -60,7 +55,7 @@ def by_hand(dtype=None, epochs=2):
             batch = x.to(GPU), y.to(GPU)
             optimizer.zero_grad()
             with torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                loss = step(model, batch)
+                loss = squared_error(model, batch)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -112,7 +107,7 @@ def one_rank(device, backend, options, process_group):
         for _ in range(3):
             optimizer.zero_grad()
             for batch in session.prepare_loader(DataLoader(make_data(), batch_size=16)):
-                session.backward(session.run(step, model, batch))
+                session.backward(session.run(squared_error, model, batch))
             norm = session.clip_grad_norm(model, 1.0)
             assert norm.device == torch.device(device)
             optimizer.step()
@@ -136,7 +131,7 @@ def test_one_rank_over_nccl_takes_the_steps_of_one_device(backend, options):
     for _ in range(3):
         optimizer.zero_grad()
         for batch in DataLoader(make_data(), batch_size=16):
-            step(model, [value.to(GPU) for value in batch]).backward()
+            squared_error(model, [value.to(GPU) for value in batch]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     expected = {name: value.cpu() for name, value in model.state_dict().items()}

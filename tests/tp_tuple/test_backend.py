@@ -12,6 +12,7 @@ from tp_core.errors import ConfigError, LoaderError, StepError
 from tp_core.plugins import CollateAdapter, Job, Verdict, registry
 
 from tests.installed import adapter_class, backend_class
+from tests.reference_training import squared_error
 
 TupleBackend = backend_class("tuple")
 TupleCollateAdapter = adapter_class("tuple")
@@ -32,11 +33,6 @@ def job(count=2, environment=None, model=None, loss="mean", **options):
 def data(samples=7):
     torch.manual_seed(1)
     return TensorDataset(torch.randn(samples, 3), torch.randn(samples, 1))
-
-
-def squares(model, batch):
-    x, y = batch
-    return (model(x) - y).square().mean()
 
 
 def opened(**options):
@@ -67,7 +63,7 @@ def test_the_step_runs_on_each_device_with_its_part():
 
     def step(model, batch):
         seen.append(batch[0].shape[0])
-        return squares(model, batch)
+        return squared_error(model, batch)
 
     with opened() as session:
         model = session.prepare_model(nn.Linear(3, 1))
@@ -83,7 +79,7 @@ def test_the_step_runs_on_each_device_with_its_part():
 def test_logged_values_are_those_of_the_whole_batch(workers):
     def step(model, batch):
         x, _ = batch
-        return {"loss": squares(model, batch), "rows": x, "mean": x.mean(), "n": 1.0, "nothing": None}
+        return {"loss": squared_error(model, batch), "rows": x, "mean": x.mean(), "n": 1.0, "nothing": None}
 
     context = "fork" if workers else None  # which takes a lambda along
     with opened(cost=lambda item: float(item[0].abs().sum())) as session:
@@ -146,8 +142,8 @@ def test_parts_of_ones_own_are_taken_as_they_are():
     with opened() as session:
         model = session.prepare_model(nn.Linear(3, 1))
         (batch,) = session.prepare_loader([parts])
-        loss = session.run(squares, model, batch)
-    torch.testing.assert_close(loss, squares(model, data()[:]))
+        loss = session.run(squared_error, model, batch)
+    torch.testing.assert_close(loss, squared_error(model, data()[:]))
 
 
 def test_batches_without_parts_are_refused():
@@ -156,7 +152,7 @@ def test_batches_without_parts_are_refused():
         with pytest.raises(LoaderError, match="loader yielded list"):
             next(iter(session.prepare_loader([[1, 2]])))
         with pytest.raises(LoaderError, match="loader yielded tuple"):
-            session.run(squares, model, data()[:])
+            session.run(squared_error, model, data()[:])
         with pytest.raises(LoaderError, match="batch_size=None does not make lists of items"):
             session.prepare_loader(DataLoader(data(), batch_size=None))
 

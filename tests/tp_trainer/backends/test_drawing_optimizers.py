@@ -7,6 +7,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_trainer import FsdpOptions, Trainer
 
+from tests.models import perceptron
+from tests.reference_training import squared_error
+
 
 class Noisy(torch.optim.SGD):
     """Adds noise to each step, as stochastic rounding does; in a class below from a later step on."""
@@ -29,10 +32,6 @@ class NoisyLater(Noisy):
     first = 2  # as after a burn-in
 
 
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
 def fit(backend, epochs=2, folder=None, kind=Noisy):
     """Return the weights, those that are this rank's own as well, and what the rank draws afterwards."""
     torch.manual_seed(1)
@@ -43,7 +42,7 @@ def fit(backend, epochs=2, folder=None, kind=Noisy):
         optimizer = kind(model.parameters(), lr=0.1)
         arguments = {} if folder is None else {"checkpoint": folder, "resume": "auto"}
         loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
-        trainer.fit(model, optimizer, loader, step=step, epochs=epochs, **arguments)
+        trainer.fit(model, optimizer, loader, step=squared_error, epochs=epochs, **arguments)
         held = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         return [p.detach().clone() for p in held], torch.rand(3)
 
@@ -67,8 +66,7 @@ def test_a_resumed_run_draws_what_one_without_a_break_does(two_ranks, tmp_path):
 
 def uneven(backend):
     """Return the error where ranks have parts of several sizes, and parameters in common."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 2))
+    model = perceptron(4, 7, 2, dtype=torch.float32)
     torch.optim.SGD(model.parameters())  # from here on torch calls hooks for the step of Noisy's base, too
     if backend == "shard":
         ts = pytest.importorskip("tp_shard")
@@ -89,7 +87,7 @@ def uneven(backend):
 
 
 def scaled(model, batch):
-    return step(model, batch) * getattr(model, "scale", 1)
+    return squared_error(model, batch) * getattr(model, "scale", 1)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "shard"])

@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import RankPool, run_ranks
 from tp_trainer import Trainer
 
+from tests.reference_training import mean_square
+
 WIDTH, BLOCKS = 192, 3
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
@@ -30,10 +32,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def step(model, batch):
-    return model(batch[0]).square().mean()
-
-
 def built(backend, precision="fp32"):
     """Return the first values, whether they are shards, and the losses of training on them."""
     with Trainer(backend=backend, devices="cpu", seed=4, precision=precision, progress=False) as trainer:
@@ -43,7 +41,9 @@ def built(backend, precision="fp32"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         data = torch.randn(12, 4, WIDTH, generator=torch.Generator().manual_seed(0))
         data = data.to(next(model.parameters()).dtype)
-        history = trainer.fit(model, optimizer, DataLoader(TensorDataset(data), 4), step=step, epochs=2)
+        history = trainer.fit(
+            model, optimizer, DataLoader(TensorDataset(data), 4), step=mean_square, epochs=2
+        )
         return first, is_split, [record.train["loss"] for record in history]
 
 

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tp_core.errors import StepError
 from tp_trainer import Checkpoints, Trainer
+
+from tests.reference_training import rows_and_sums
 
 
 class Block(nn.Module):
@@ -34,8 +36,7 @@ def make_model():
 
 
 def loader():
-    x = torch.randn(11, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    return DataLoader(rows_and_sums(11), batch_size=4, shuffle=True)
 
 
 def step(model, batch):

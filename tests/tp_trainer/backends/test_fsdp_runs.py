@@ -5,63 +5,30 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tp_core.errors import TpError
 from tp_core.jobs import CompileOptions
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, FsdpOptions, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
 
+from tests.models import Block, BlockNet
+from tests.reference_training import rows_and_sums, squared_error
+
 pytestmark = pytest.mark.slow
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(5, 10), nn.Linear(10, 5)
-
-    def forward(self, x):
-        return x + self.outer(torch.tanh(self.inner(x)))
-
-
-class Net(nn.Module):
-    """Has blocks, a weight in two places, a frozen layer and a parameter of a single element."""
-
-    def __init__(self, dtype=torch.float64):
-        super().__init__()
-        torch.manual_seed(1)
-        self.into = nn.Linear(3, 5)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.frozen = nn.Linear(5, 5).requires_grad_(requires_grad=False)
-        self.out, self.also_out = nn.Linear(5, 1, bias=False), nn.Linear(5, 1)
-        self.also_out.weight = self.out.weight
-        self.scale = nn.Parameter(torch.ones(1))
-        self.to(dtype)
-
-    def forward(self, x):
-        x = self.into(x)
-        for block in self.blocks:
-            x = block(x)
-        x = self.frozen(x)
-        return self.scale * (self.out(x) + self.also_out(x))
-
-
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
 def loader(samples=22, dtype=torch.float64):
-    x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(3)).to(dtype)
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4, shuffle=True)
+    return DataLoader(rows_and_sums(samples, seed=3, dtype=dtype, curved=True), batch_size=4, shuffle=True)
 
 
 def adam(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
 
 
-def fit(backend="fsdp", *, options=None, trainer=None, dtype=torch.float64, run=step, **arguments):
+def fit(backend="fsdp", *, options=None, trainer=None, dtype=torch.float64, run=squared_error, **arguments):
     """Return the losses and the whole state after training."""
-    model = Net(dtype)
+    model = BlockNet(dtype)
     kwargs = {"devices": "cpu", "seed": 2, "progress": False, "options": options, **(trainer or {})}
     with Trainer(backend=backend, **kwargs) as it:
         arguments = {"epochs": 2, "validation": loader(5, dtype), **arguments}
@@ -121,13 +88,13 @@ def test_as_many_ranks_go_on_bit_for_bit(tmp_path, options):
 def averaged(backend="fsdp", folder=None, epochs=3, swa=False):
     average = StochasticWeightAveraging(1) if swa else ExponentialMovingAverage(0.8)
     resumed = {} if folder is None else {"checkpoint": folder, "resume": "auto"}
-    model = Net()
+    model = BlockNet()
     with Trainer(backend=backend, devices="cpu", seed=2, progress=False) as it:
         history = it.fit(
             model,
             adam(model),
             loader(),
-            step=step,
+            step=squared_error,
             epochs=epochs,
             validation=loader(5),
             callbacks=[average],
@@ -177,7 +144,7 @@ def test_copies_of_shards_are_compiled_too():
 
 def small_step(model, batch):
     """Return a loss that no scale makes too large for a gradient in fp16."""
-    return step(model, batch) / 100
+    return squared_error(model, batch) / 100
 
 
 @pytest.mark.parametrize("precision", ["fp16-mixed", "bf16-mixed"])
@@ -200,17 +167,17 @@ def refusal(make):
         model = make[0]()
         optimizer = make[1](model)
         with pytest.raises(TpError) as caught:
-            it.fit(model, optimizer, loader(), step=step)
+            it.fit(model, optimizer, loader(), step=squared_error)
     return type(caught.value).__name__, str(caught.value)
 
 
 def of_another_model(model):
-    return torch.optim.SGD([*model.parameters(), *Net().parameters()], lr=0.1)
+    return torch.optim.SGD([*model.parameters(), *BlockNet().parameters()], lr=0.1)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "ddp"])
 def test_an_optimizer_with_a_parameter_of_another_model_is_refused(two_ranks, backend):
-    for kind, message in two_ranks.run(refusal, (Net, of_another_model, {"backend": backend})):
+    for kind, message in two_ranks.run(refusal, (BlockNet, of_another_model, {"backend": backend})):
         assert kind == "ConfigError"
         assert "is not the model's" in message
 
@@ -224,7 +191,7 @@ def in_the_first_fsdp():
 def with_an_inner_first_fsdp():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model = Net()
+    model = BlockNet()
     model.into = FullyShardedDataParallel(model.into, device_id=torch.device("cpu"))
     return model
 
@@ -240,7 +207,7 @@ def test_a_model_in_torchs_first_fsdp_is_refused(two_ranks, backend, make):
 def sharded_alone():
     from torch.distributed.fsdp import fully_shard
 
-    return fully_shard(Net())
+    return fully_shard(BlockNet())
 
 
 def test_a_model_that_is_fully_sharded_is_refused_by_ddp(two_ranks):

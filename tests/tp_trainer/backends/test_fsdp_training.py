@@ -10,51 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, ModelError, StepError
 from tp_testing import RankPool, run_ranks
 from tp_trainer import Callback, FsdpOptions, GradientRules, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage
 
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.inner = nn.Linear(width, 2 * width)
-        self.outer = nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.outer(torch.relu(self.inner(x)))
-
-
-class Net(nn.Module):
-    """Has blocks, a weight in two places, a frozen one, and one of a single element."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.into = nn.Linear(3, 5)
-        self.blocks = nn.ModuleList(Block(5) for _ in range(3))
-        self.frozen = nn.Linear(5, 5).requires_grad_(requires_grad=False)
-        self.out = nn.Linear(5, 1, bias=False)
-        self.also_out = nn.Linear(5, 1)
-        self.also_out.weight = self.out.weight
-        self.scale = nn.Parameter(torch.ones(1))
-        self.double()
-
-    def encode(self, x):
-        x = self.into(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.frozen(x)
-
-    def forward(self, x):
-        x = self.encode(x)
-        return self.scale * (self.out(x) + self.also_out(x))
-
-
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
+from tests.models import Block, BlockNet
+from tests.reference_training import rows_and_sums, squared_error, train
 
 
 def with_methods(model, batch):
@@ -73,8 +36,7 @@ def is_inside(module):
 
 
 def loader(samples=22):
-    x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(3)).double()
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4, shuffle=True)
+    return DataLoader(rows_and_sums(samples, seed=3, curved=True), batch_size=4, shuffle=True)
 
 
 def adam(model, **kwargs):
@@ -90,9 +52,9 @@ def trainer_of(backend="fsdp", *, options=None, **kwargs):
     return Trainer(backend=backend, devices="cpu", seed=2, progress=False, options=options, **kwargs)
 
 
-def fit(backend="fsdp", *, options=None, run=step, make=adam, trainer=None, **arguments):
+def fit(backend="fsdp", *, options=None, run=squared_error, make=adam, trainer=None, **arguments):
     """Return the losses and the whole state after training."""
-    model = Net()
+    model = BlockNet()
     with trainer_of(backend, options=options, **(trainer or {})) as it:
         history = it.fit(model, make(model), loader(), step=run, epochs=2, validation=loader(5), **arguments)
         state = {n: t.clone() for n, t in it.session.model_state(model).items()}
@@ -166,12 +128,12 @@ def test_four_ranks_in_two_copies_lead_to_the_same_weights():
 
 
 def count_exchanges(accumulate):
-    model = Net()
+    model = BlockNet()
     # torch since 2.13 has another name for it
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     watched = mock.patch.object(dist, name, wraps=getattr(dist, name))
     with trainer_of(accumulate=accumulate) as trainer, watched as exchanges:
-        trainer.fit(model, adam(model), loader(16), step=step)
+        trainer.fit(model, adam(model), loader(16), step=squared_error)
     return exchanges.call_count
 
 
@@ -189,7 +151,7 @@ def refused_optimizers():
 
     found = []
     with trainer_of() as trainer:
-        model = Net()
+        model = BlockNet()
         trainer.prepare(model)
         for make in (
             torch.optim.LBFGS,
@@ -205,12 +167,12 @@ def refused_optimizers():
 
 def stale_optimizer():
     """Return the refusals of an optimizer that has parameters which shards have taken the place of."""
-    model = Net()
+    model = BlockNet()
     optimizer = adam(model)
     found = []
     with trainer_of() as trainer:
         model, batches = trainer.prepare(model, loader())
-        trainer.backward(trainer.run(step, model, next(iter(batches))))
+        trainer.backward(trainer.run(squared_error, model, next(iter(batches))))
         with pytest.raises(ConfigError) as caught:
             optimizer.step()
         found.append(str(caught.value))
@@ -222,11 +184,11 @@ def stale_optimizer():
 
 def looked_between(backend="fsdp", *, reshards=True, runs=True):
     """Return losses before each update, between it and the backward pass, and after it; and norms."""
-    model, found = Net(), []
+    model, found = BlockNet(), []
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(3)).double()  # the same on all ranks
     batch = x, x.sum(1, keepdim=True).sin()
     with trainer_of(backend, options={"fsdp": {"reshard_after_forward": reshards}}) as trainer:
-        loss_of = functools.partial(trainer.run, step) if runs else step
+        loss_of = functools.partial(trainer.run, squared_error) if runs else squared_error
 
         @torch.no_grad()
         def looked():
@@ -247,7 +209,7 @@ def looked_between(backend="fsdp", *, reshards=True, runs=True):
 
 def even_lbfgs(backend="fsdp"):
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Block(4), nn.Linear(4, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Block(4, 8), nn.Linear(4, 2)).double()
     with trainer_of(backend) as trainer:
         model, batches = trainer.prepare(model, loader())
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
@@ -255,7 +217,7 @@ def even_lbfgs(backend="fsdp"):
 
             def closure(batch=batch):
                 optimizer.zero_grad()
-                loss = trainer.run(step, model, batch)
+                loss = trainer.run(squared_error, model, batch)
                 trainer.backward(loss)
                 return trainer.global_loss(loss)
 
@@ -265,22 +227,22 @@ def even_lbfgs(backend="fsdp"):
 
 def optimizer_with_a_state(backend="fsdp"):
     """Return the weights of a run whose optimizer has taken steps before the model was sharded."""
-    model = Net()
+    model = BlockNet()
     optimizer = adam(model)
-    step(model, loader().dataset.tensors).backward()
+    squared_error(model, loader().dataset.tensors).backward()
     optimizer.step()
     with trainer_of(backend) as trainer:
-        trainer.fit(model, optimizer, loader(8), step=step)
+        trainer.fit(model, optimizer, loader(8), step=squared_error)
         return {n: t.clone() for n, t in trainer.session.model_state(model).items()}
 
 
 def optimizer_made_after():
     with trainer_of() as trainer:
-        model, batches = trainer.prepare(Net(), loader())
+        model, batches = trainer.prepare(BlockNet(), loader())
         optimizer = trainer.prepare(adam(model))
         for batch in batches:
             optimizer.zero_grad()
-            trainer.backward(trainer.run(step, model, batch))
+            trainer.backward(trainer.run(squared_error, model, batch))
             trainer.update(model, optimizer)
         return {n: t.clone() for n, t in trainer.session.model_state(model).items()}
 
@@ -298,7 +260,7 @@ def living_weights():
     """Return how many whole weights are alive after each unit that ``prepare`` shards."""
     from torch.distributed import fsdp
 
-    model = nn.Sequential(*(Block(2) for _ in range(3)), nn.Linear(2, 1))
+    model = nn.Sequential(*(Block(2, 4) for _ in range(3)), nn.Linear(2, 1))
     whole, found, shard = [weakref.ref(p) for p in model.parameters()], [], fsdp.fully_shard
 
     def watched(module, **options):
@@ -321,13 +283,9 @@ def test_whole_weights_of_a_unit_are_freed_before_the_next_one_is_sharded(two_ra
 
 
 def test_an_optimizer_may_be_made_after_the_model_was_prepared(two_ranks):
-    model = Net()
+    model = BlockNet()
     with trainer_of("single") as trainer:
-        optimizer, batches = adam(model), trainer.prepare(loader())
-        for batch in batches:
-            optimizer.zero_grad()
-            step(model, batch).backward()
-            optimizer.step()
+        train(model, adam(model), trainer.prepare(loader()), squared_error)
     for state in two_ranks.run(optimizer_made_after):
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
@@ -336,7 +294,7 @@ def test_an_optimizer_may_be_made_after_the_model_was_prepared(two_ranks):
 def out_of_memory(options):
     found = []
     with trainer_of(options=options) as trainer:
-        model, batches = trainer.prepare(Net(), loader(8))
+        model, batches = trainer.prepare(BlockNet(), loader(8))
         # Before passes that end halfway: these leave the model with parameters that it has gathered.
         optimizer = trainer.prepare(sgd(model))
 
@@ -347,12 +305,12 @@ def out_of_memory(options):
         with pytest.raises(torch.OutOfMemoryError, match="the device is full") as caught:
             trainer.run(full, model, first)
         found.append(caught.value.__notes__)
-        loss = trainer.run(step, model, second)
+        loss = trainer.run(squared_error, model, second)
         loss.register_hook(full)
         with pytest.raises(torch.OutOfMemoryError, match="the device is full") as caught:
             trainer.backward(loss)
         found.append(caught.value.__notes__)
-        trainer.backward(trainer.run(step, model, second))
+        trainer.backward(trainer.run(squared_error, model, second))
         optimizer.register_step_pre_hook(full)
         with pytest.raises(torch.OutOfMemoryError, match="the device is full") as caught:
             trainer.update(model, optimizer)
@@ -376,7 +334,7 @@ def test_where_memory_is_not_enough_the_error_says_what_helps(two_ranks):
 
 def averages_and_hooks():
     """Return an average of the weights, made of this rank's parts, and what hooks saw of gradients."""
-    model, seen = Net(), []
+    model, seen = BlockNet(), []
     with trainer_of() as trainer:
         model = trainer.prepare(model)
         model.out.weight.register_post_accumulate_grad_hook(
@@ -390,13 +348,13 @@ def averages_and_hooks():
                 average[name].lerp_(parameter.detach(), 0.1)
 
         optimizer.register_step_post_hook(update)
-        trainer.fit(model, optimizer, loader(8), step=step)
+        trainer.fit(model, optimizer, loader(8), step=squared_error)
         return {n: t.full_tensor() for n, t in average.items()}, seen
 
 
 @pytest.mark.slow
 def test_averages_of_weights_and_hooks_on_gradients(two_ranks):
-    model, seen = Net(), []
+    model, seen = BlockNet(), []
     model.out.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = sgd(model)
@@ -404,7 +362,7 @@ def test_averages_of_weights_and_hooks_on_gradients(two_ranks):
         lambda *_: [average[n].lerp_(p.detach(), 0.1) for n, p in model.named_parameters()]
     )
     with trainer_of("single") as trainer:
-        trainer.fit(model, optimizer, loader(8), step=step)
+        trainer.fit(model, optimizer, loader(8), step=squared_error)
     for found, gradients in two_ranks.run(averages_and_hooks):
         for name, tensor in average.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-10)
@@ -422,28 +380,30 @@ class AddL1(Callback):
 
 
 def with_l1(model, batch):
-    return step(model, batch) + 0.01 * sum(p.abs().sum() for p in model.parameters() if p.requires_grad)
+    return squared_error(model, batch) + 0.01 * sum(
+        p.abs().sum() for p in model.parameters() if p.requires_grad
+    )
 
 
 def of_whole_tensors(model, batch):
-    return step(model, batch) + sum(p.full_tensor().abs().sum() for p in model.blocks.parameters())
+    return squared_error(model, batch) + sum(p.full_tensor().abs().sum() for p in model.blocks.parameters())
 
 
 def gradient_penalty(model, batch):
     x = batch[0].clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return step(model, batch) + slope.square().mean()
+    return squared_error(model, batch) + slope.square().mean()
 
 
 def gradients_of_parameters(model, batch):
-    loss = step(model, batch)
+    loss = squared_error(model, batch)
     return loss + sum(g.square().sum() for g in torch.autograd.grad(loss, list(model.blocks.parameters())))
 
 
 def perturbed(model, batch):
     x = batch[0].clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x)
-    return step(model, (batch[0] + 0.1 * slope, batch[1]))
+    return squared_error(model, (batch[0] + 0.1 * slope, batch[1]))
 
 
 def refused_steps():
@@ -485,7 +445,7 @@ def convolutions(backend="fsdp"):
 
 def copied_models():
     """Return what is said of copies of a prepared model, and whether one from before was prepared apart."""
-    plain = Net()
+    plain = BlockNet()
     teacher, found = copy.deepcopy(plain), []
     with trainer_of() as trainer:
         model, teacher = trainer.prepare(plain), trainer.prepare(teacher)
@@ -512,16 +472,16 @@ def test_a_model_in_channels_last_is_that_of_one_device(two_ranks):
 
 def outside_of_a_unit():
     with trainer_of() as trainer:
-        model, batches = trainer.prepare(Net(), loader(4))
+        model, batches = trainer.prepare(BlockNet(), loader(4))
 
         def wrong(model, batch):
-            return nn.functional.linear(model.into(batch[0]), model.blocks[0].inner.weight).sum()
+            return nn.functional.linear(model.into(batch[0]), model.blocks[0].up.weight).sum()
 
         for batch in batches:
             with pytest.raises(StepError) as caught:
                 trainer.run(wrong, model, batch)
             # The next step finds nothing of the one that failed.
-            trainer.backward(trainer.run(step, model, batch))
+            trainer.backward(trainer.run(squared_error, model, batch))
         return str(caught.value)
 
 
@@ -551,10 +511,10 @@ def shard_all(model):
 def fit_given(shard):
     with trainer_of() as starts:
         starts.session.barrier()
-        model = Net()
+        model = BlockNet()
         shard(model)
         with trainer_of("auto") as trainer:
-            trainer.fit(model, adam(model), loader(), step=step, epochs=2)
+            trainer.fit(model, adam(model), loader(), step=squared_error, epochs=2)
             state = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
             return trainer.selection.chosen.name, state
 
@@ -601,7 +561,7 @@ def flat(model):
 def refused(shard):
     with trainer_of() as trainer:
         trainer.session.barrier()
-        model = Net()
+        model = BlockNet()
         shard(model)
         with pytest.raises((ModelError, LookupError)) as caught:
             trainer.prepare(model)
@@ -669,9 +629,11 @@ def test_lbfgs_is_that_of_one_device_where_all_shards_are_of_one_size(two_ranks)
 
 
 def resumed_elsewhere(folder, backend, epochs):
-    model = Net()
+    model = BlockNet()
     with trainer_of(backend) as trainer:
-        trainer.fit(model, adam(model), loader(), step=step, epochs=epochs, checkpoint=folder, resume="auto")
+        trainer.fit(
+            model, adam(model), loader(), step=squared_error, epochs=epochs, checkpoint=folder, resume="auto"
+        )
         return {n: t.clone() for n, t in trainer.session.model_state(model).items()}
 
 

@@ -1,28 +1,24 @@
 """What would let ranks part without a word is refused before the optimizer steps."""
 
+import functools
 import logging
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tp_core.errors import ModelError, SelectionError, StepError
 from tp_trainer import Trainer
 
+from tests.models import perceptron
+from tests.reference_training import rows_and_sums, squared_error
 
-def make_model():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+make_model = functools.partial(perceptron, 2, 3, 1)
 
 
 def loader():
-    x = torch.randn(11, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
-
-
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
+    return DataLoader(rows_and_sums(11, 2), batch_size=4)
 
 
 def refused(body, backend):
@@ -41,7 +37,7 @@ def refused(body, backend):
 
 def two_passes(trainer, _model, prepared, optimizer, batches):
     for batch in batches:
-        loss = trainer.run(step, prepared, batch)
+        loss = trainer.run(squared_error, prepared, batch)
         trainer.backward(loss, retain_graph=True)
         trainer.backward(0.5 * loss)
         optimizer.step()
@@ -50,7 +46,7 @@ def two_passes(trainer, _model, prepared, optimizer, batches):
 def another_type(trainer, model, prepared, optimizer, batches):
     model.float()
     for x, y in batches:
-        trainer.backward(trainer.run(step, prepared, (x.float(), y.float())))
+        trainer.backward(trainer.run(squared_error, prepared, (x.float(), y.float())))
         optimizer.step()
 
 
@@ -58,7 +54,7 @@ def one_more_parameter(trainer, _model, prepared, optimizer, batches):
     scale = nn.Parameter(torch.ones((), dtype=torch.float64))
     optimizer.add_param_group({"params": [scale]})
     for batch in batches:
-        trainer.backward(trainer.run(lambda m, b: step(m, b) * scale, prepared, batch))
+        trainer.backward(trainer.run(lambda m, b: squared_error(m, b) * scale, prepared, batch))
         optimizer.step()
 
 
@@ -68,7 +64,7 @@ def one_more_parameter_later(trainer, model, prepared, optimizer, batches):
     optimizer.param_groups[0]["lr"] = 0.0
     for number, batch in enumerate(batches):
         used = scale if number else scale.detach()
-        trainer.backward(trainer.run(lambda m, b, used=used: step(m, b) * used, prepared, batch))
+        trainer.backward(trainer.run(lambda m, b, used=used: squared_error(m, b) * used, prepared, batch))
         optimizer.step()
 
 
@@ -76,7 +72,7 @@ def one_more_layer(trainer, model, prepared, optimizer, batches):
     model.append(nn.Linear(1, 1).double())
     optimizer.add_param_group({"params": list(model[-1].parameters())})
     for batch in batches:
-        trainer.backward(trainer.run(step, prepared, batch))
+        trainer.backward(trainer.run(squared_error, prepared, batch))
         optimizer.step()
 
 
@@ -108,8 +104,8 @@ def _of_its_own():
         prepared, batches = trainer.prepare(model, loader())
         optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
         for batch in batches:
-            trainer.backward(trainer.run(step, prepared, batch))
-            step(probe, batch).backward()
+            trainer.backward(trainer.run(squared_error, prepared, batch))
+            squared_error(probe, batch).backward()
             optimizer.step()
     logging.getLogger("tp_core").removeHandler(handler)
     return lines
@@ -131,8 +127,8 @@ def _several_losses_of_two_models():
         for batch in batches:
             for model, optimizer in ((a, one), (b, two), (a, one)):
                 optimizer.zero_grad()
-                trainer.backward(trainer.run(step, model, batch))
-                trainer.backward(trainer.run(step, model, batch))
+                trainer.backward(trainer.run(squared_error, model, batch))
+                trainer.backward(trainer.run(squared_error, model, batch))
                 optimizer.step()
     return [p.detach() for model in (first, second) for p in model.parameters()]
 
@@ -191,12 +187,12 @@ def beside_another_trainer():
     logging.getLogger("tp_core").addHandler(handler)
     first = Trainer(seed=0, devices="cpu", backend="ddp", progress=False)
     for model in (make_model(), make_model()):
-        first.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), step=step)
+        first.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), step=squared_error)
     del model  # the next one may get the identities of its parameters
     with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as second:
         for _ in range(5):
             model = make_model()
-            second.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), step=step)
+            second.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), step=squared_error)
             del model
     first.close()
     return told

@@ -14,8 +14,9 @@ from tp_trainer import Callback, Interrupted, Trainer, Validation
 from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
 
 from tests.cases import first_fast
+from tests.reference_training import squared_error
 from tests.tp_trainer import callback_run
-from tests.tp_trainer.callback_run import data, network, same, step, stop, train
+from tests.tp_trainer.callback_run import data, network, same, stop, train
 
 cloudpickle.register_pickle_by_value(callback_run)  # for ranks, which do not know this folder
 
@@ -37,7 +38,7 @@ class TorchAverage(Callback):
         self.averaged.module.load_state_dict(dict(run.model.named_buffers()), strict=False)
         self.averaged.eval()
         with torch.no_grad():
-            self.val.append(step(self.averaged.module, batches[0]).item())
+            self.val.append(squared_error(self.averaged.module, batches[0]).item())
 
 
 def fused(model):
@@ -177,7 +178,7 @@ def test_a_validation_that_fails_leaves_the_model_its_weights():
 def test_a_signal_in_a_validation_saves_the_models_own_weights(tmp_path):
     def interrupted(model, batch):
         signal.raise_signal(signal.SIGTERM)
-        return step(model, batch)
+        return squared_error(model, batch)
 
     whole, again = ExponentialMovingAverage(DECAY), ExponentialMovingAverage(DECAY)
     with pytest.raises(Interrupted):

@@ -1,5 +1,6 @@
 """Checkpoints as files: kept, damaged, too large for the disk, of other ranks and other loaders."""
 
+import functools
 import logging
 import random
 import resource
@@ -9,28 +10,21 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.state import write_whole
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Limits, Trainer, Validation
 
 from tests.cases import first_fast
+from tests.models import perceptron
+from tests.reference_training import StoppedError, rows_and_sums, squared_error
 
-
-class StoppedError(Exception):
-    """What ends a run in its middle."""
-
-
-def make_model():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+make_model = functools.partial(perceptron, 3, 6, 1)
 
 
 def make_data(n=40):
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(n, 3, dtype=torch.float64, generator=generator)
-    return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+    return rows_and_sums(n, 3, curved=True)
 
 
 def fit(
@@ -52,8 +46,7 @@ def fit(
         left -= 1
         if left == 0:
             raise StoppedError
-        x, y = batch
-        return (model(x) - y).square().mean()
+        return squared_error(model, batch)
 
     with Trainer(seed=3, progress=False, devices="cpu", **(trainer or {})) as running:
         model = make_model()
@@ -141,11 +134,6 @@ def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ConfigError) as caught:
         Checkpoints("x", **settings)
     assert message in str(caught.value)
-
-
-def test_resuming_needs_to_know_where(tmp_path):
-    with pytest.raises(ConfigError, match="resume='auto' needs to know where the checkpoints are"):
-        fit(None, resume="auto")
 
 
 def test_resuming_where_nothing_is_begins_anew(tmp_path):

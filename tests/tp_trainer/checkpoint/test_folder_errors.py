@@ -14,8 +14,9 @@ from tp_core.state import write_whole
 from tp_testing import run_ranks
 
 from tests.cases import first_fast
+from tests.reference_training import StoppedError
 from tests.tp_trainer import small_run
-from tests.tp_trainer.small_run import StoppedError, names, same, train
+from tests.tp_trainer.small_run import names, same, train
 
 ROOT = Path(__file__).parents[3]
 cloudpickle.register_pickle_by_value(small_run)  # for ranks, which do not know this folder

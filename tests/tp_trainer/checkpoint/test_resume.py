@@ -14,15 +14,12 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     Sampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 from tp_core.errors import LoaderError
 from tp_trainer import Checkpoints, SchedulerOptions, Trainer
 
-
-class StoppedError(Exception):
-    """What ends a run in its middle."""
+from tests.reference_training import StoppedError, rows_and_sums
 
 
 def make_model():
@@ -31,9 +28,7 @@ def make_model():
 
 
 def make_data(n=46):
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(n, 4, generator=generator)
-    return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+    return rows_and_sums(n, 4, dtype=torch.float32, curved=True)
 
 
 def make_loader(**kwargs):

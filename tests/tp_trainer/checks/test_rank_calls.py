@@ -10,13 +10,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import DisagreementError, RankFailedError
 from tp_trainer import Trainer
 
+from tests.reference_training import mean_square
+
 
 def rank():
     return int(os.environ["RANK"])
-
-
-def step(model, batch):
-    return model(batch[0]).square().mean()
 
 
 def told(calls):
@@ -35,9 +33,9 @@ def told(calls):
 def _one_evaluates_and_one_trains():
     def calls(trainer, model, optimizer, loader):
         if rank() == 0:
-            trainer.evaluate(model, loader, step=step)
+            trainer.evaluate(model, loader, step=mean_square)
         else:
-            trainer.fit(model, optimizer, loader, step=step, epochs=1)
+            trainer.fit(model, optimizer, loader, step=mean_square, epochs=1)
 
     return told(calls)
 
@@ -45,7 +43,7 @@ def _one_evaluates_and_one_trains():
 def _one_validates():
     def calls(trainer, model, optimizer, loader):
         val_loader = loader if rank() else None
-        trainer.fit(model, optimizer, loader, step=step, epochs=1, validation=val_loader)
+        trainer.fit(model, optimizer, loader, step=mean_square, epochs=1, validation=val_loader)
 
     return told(calls)
 
@@ -64,7 +62,7 @@ def _own_exchanges_at_two_places():
         session = trainer.session
         got = session.gather_objects(rank()) if rank() else own_gather(session)
         assert got == [0, 1]
-        trainer.fit(model, optimizer, loader, step=step, epochs=1 + rank())
+        trainer.fit(model, optimizer, loader, step=mean_square, epochs=1 + rank())
 
     return told(calls)
 
@@ -108,8 +106,8 @@ def test_a_broadcast_that_was_not_asked_for_is_told_to_whom_it_comes(two_ranks):
 def test_the_lines_of_the_program_are_named(two_ranks):
     for message in two_ranks.run(_one_evaluates_and_one_trains):
         assert "rank 0 at " in message
-        assert "trainer.evaluate(model, loader, step=step)" in message
-        assert "trainer.fit(model, optimizer, loader, step=step, epochs=1)" in message
+        assert "trainer.evaluate(model, loader, step=mean_square)" in message
+        assert "trainer.fit(model, optimizer, loader, step=mean_square, epochs=1)" in message
         assert "test_rank_calls.py:" in message
 
 

@@ -16,6 +16,7 @@ from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer, convert, find_checkpoint
 from tp_trainer._convert import write_model  # private: a source that counts what is in memory, or fails
 
+from tests.models import perceptron
 from tests.run_tp import run
 from tests.tp_trainer.small_run import leave, train
 
@@ -116,8 +117,7 @@ def test_a_file_of_save_model_is_read(tmp_path):
 
 
 def sharded_checkpoint(folder):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    model = perceptron(4, 6, 3, seed=0, dtype=torch.float32)
     with Trainer(backend="fsdp", devices=["cpu"] * 2, seed=0, progress=False) as trainer:
         data = [(torch.ones(2, 4), torch.ones(2, 3))] * 2
         trainer.fit(

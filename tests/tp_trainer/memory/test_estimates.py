@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_trainer import MemoryTable, Trainer, estimate
 
+from tests.reference_training import mean_square
 from tests.run_tp import run
 
 BUILDER = """
@@ -25,10 +26,6 @@ def plain():
 """
 
 
-def step(model, batch):
-    return model(batch[0]).square().mean()
-
-
 def test_every_backend_tells_what_it_needs_of_devices_that_are_not_there():
     model = nn.Linear(1000, 1000, device="meta")
     trainer = Trainer(devices="cpu")
@@ -36,7 +33,7 @@ def test_every_backend_tells_what_it_needs_of_devices_that_are_not_there():
         model,
         torch.optim.AdamW(model.parameters()),
         [torch.zeros(64, 1000)],
-        step,
+        mean_square,
         devices=8,
         memory="15MiB",
     )
@@ -65,7 +62,7 @@ def test_each_device_has_its_share_of_the_batch():
     model = nn.Linear(8, 8)
     trainer = Trainer(devices="cpu")
     whole, share = (
-        trainer.estimate(model, None, [torch.zeros(64, 8)], step, devices=n).footprint for n in (1, 8)
+        trainer.estimate(model, None, [torch.zeros(64, 8)], mean_square, devices=n).footprint for n in (1, 8)
     )
     assert whole.batch == 8 * share.batch == 64 * 8 * 4
 

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import rank_outcomes, run_ranks
 from tp_trainer import Trainer
 
+from tests.reference_training import mean_square
+
 pytestmark = pytest.mark.slow
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -26,10 +28,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.inner(x)
-
-
-def step(model, batch):
-    return model(batch[0]).square().mean()
 
 
 def limited():
@@ -49,7 +47,7 @@ def train(backend):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loader = DataLoader(TensorDataset(torch.randn(16, WIDTH)), batch_size=8)
     with Trainer(backend=backend, seed=0, progress=False) as trainer:
-        history = trainer.fit(model, optimizer, loader, step=step)
+        history = trainer.fit(model, optimizer, loader, step=mean_square)
         verdicts = {c.name: (c.verdict.is_fit, str(c.verdict.memory)) for c in trainer.selection.candidates}
         return trainer.selection.chosen.name, verdicts, history[-1].metrics["loss"]
 

@@ -6,6 +6,8 @@ from torch import nn
 from tp_core.jobs import Footprint
 from tp_trainer._footprints import StepFootprints, between  # private: `estimate` shows sums alone
 
+from tests.models import Block
+
 
 def test_what_lies_between_two_footprints_grows_in_a_straight_line():
     low, high = (
@@ -13,15 +15,6 @@ def test_what_lies_between_two_footprints_grows_in_a_straight_line():
     )
     found = between(low, high, 0.5)
     assert (found.weights, found.activations, found.kept) == (8, 20, {"block": 20})
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
 
 
 class Listed(nn.Sequential):
@@ -38,7 +31,9 @@ def footprints_of(model):
 @pytest.mark.parametrize("kind", [nn.Sequential, Listed])
 @pytest.mark.parametrize("what", ["nothing", "every block"])
 def test_many_blocks_are_computed_from_a_few(kind, what):
-    model = nn.Sequential(nn.Linear(8, 8), kind(*(Block() for _ in range(7))), nn.Linear(8, 50))
+    model = nn.Sequential(
+        nn.Linear(8, 8), kind(*(Block(8, 32, activation=torch.relu) for _ in range(7))), nn.Linear(8, 50)
+    )
     all_blocks, few = footprints_of(model), footprints_of(model)
     all_blocks._blocks = None
     expected, computed = all_blocks.measure(3, what), few.measure(3, what)

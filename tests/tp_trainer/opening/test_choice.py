@@ -10,6 +10,8 @@ from tp_core.plugins import Backend, Session, Verdict, hookimpl
 from tp_testing import run_ranks
 from tp_trainer import ParallelTrainer, Trainer
 
+from tests.reference_training import mean_square
+
 
 class Wide(Backend):
     """Knows only from the model whether it fits, as backends that split models do."""
@@ -53,16 +55,12 @@ def make_trainer(**kwargs):
     return Trainer(plugins=plugins, progress=False, devices="cpu", **kwargs)
 
 
-def step(model, batch):
-    return model(batch[0]).square().mean()
-
-
 def loader():
     return DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)
 
 
 def fit(trainer, model):
-    trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), step=step)
+    trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(), step=mean_square)
     return trainer.selection.chosen.name
 
 
@@ -173,7 +171,7 @@ def test_an_early_choice_that_would_be_another_one_for_the_model_is_an_error():
 
 
 METHODS = {
-    "evaluate": lambda trainer, model, path: trainer.evaluate(model, loader(), step=step),
+    "evaluate": lambda trainer, model, path: trainer.evaluate(model, loader(), step=mean_square),
     "save_model": lambda trainer, model, path: trainer.save_model(model, path / "model.pt"),
     "load_model": lambda trainer, model, path: trainer.load_model(model, path / "whole.pt"),
     "export": lambda trainer, model, path: trainer.export(model, path / "model.safetensors"),

@@ -16,7 +16,8 @@ from tp_trainer import (
     checkpoint_activations,
 )
 
-from tests.tp_trainer.callback_run import BACKENDS, data, step
+from tests.reference_training import squared_error
+from tests.tp_trainer.callback_run import BACKENDS, data
 
 
 class Block(nn.Module):
@@ -61,7 +62,7 @@ def trained(backend, *, policy=None, options=None, dropout=0.3):
     settings = BACKENDS.get(backend, {"backend": backend, "devices": "cpu", "options": options})
     with Trainer(**settings, seed=3, progress=False) as trainer:
         loader = torch.utils.data.DataLoader(data(), batch_size=4, shuffle=True)
-        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=step, epochs=2)
+        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=squared_error, epochs=2)
         return {name: tensor.clone() for name, tensor in trainer.session.model_state(model).items()}
 
 
@@ -172,7 +173,7 @@ def choice(memory, **settings):
     trainer = Trainer(backend="single", devices="cpu", activation_checkpointing="auto", **settings)
     model = deep()
     table = trainer.estimate(
-        model, torch.optim.SGD(model.parameters()), SAMPLES[:], step, devices=1, memory=memory
+        model, torch.optim.SGD(model.parameters()), SAMPLES[:], squared_error, devices=1, memory=memory
     )
     return table.recomputation, table.verdicts["single"].memory.total
 
@@ -199,7 +200,7 @@ def fitted(backend, free):
         patch.setattr(_memory, "free_nbytes", lambda *_, **__: free + _memory.RESERVED["cpu"])
         with Trainer(**settings, activation_checkpointing="auto") as trainer:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            trainer.fit(model, optimizer, DataLoader(SAMPLES, 2048), step=step, epochs=2)
+            trainer.fit(model, optimizer, DataLoader(SAMPLES, 2048), step=squared_error, epochs=2)
             weights = {n: t.clone() for n, t in trainer.session.model_state(model).items()}
             return trainer.session.job.recomputation, weights
 

@@ -18,15 +18,13 @@ from tp_core.plugins import NamedCallback, hookimpl
 from tp_testing import run_ranks
 from tp_trainer import Callback, Checkpoints, Interrupted, Limits, Trainer, Validation
 
+from tests.reference_training import squared_error
+
 X = torch.arange(20.0).reshape(20, 1) / 20
 
 
 def loader(n=20):
     return DataLoader(TensorDataset(X[:n], 2 * X[:n]), batch_size=4, shuffle=True)
-
-
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
 
 
 def fit(*, plugins=None, seed=0, **arguments):
@@ -35,7 +33,7 @@ def fit(*, plugins=None, seed=0, **arguments):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     more = {} if plugins is None else {"plugins": plugins}
     with Trainer(seed=seed, devices="cpu", progress=False, **more) as trainer:
-        history = trainer.fit(model, optimizer, loader(), **{"step": step, **arguments})
+        history = trainer.fit(model, optimizer, loader(), **{"step": squared_error, **arguments})
     return model, history
 
 
@@ -283,7 +281,7 @@ def test_times_are_written_in_several_ways(monkeypatch, text, seconds):
     def in_a_quarter(model, batch):
         nonlocal now
         now += seconds / 4
-        return step(model, batch)
+        return squared_error(model, batch)
 
     _, history = fit(step=in_a_quarter, limits=Limits(max_time=text), epochs=None)
     assert history[-1].steps == 4
@@ -317,7 +315,7 @@ def test_a_validation_is_tried_before_the_first_step():
 
     def validating(model, batch):
         seen.append(model.training)
-        return step(model, batch)
+        return squared_error(model, batch)
 
     plain, _ = fit(validation=loader())
     tried, _ = fit(validation=Validation(loader(), step=validating, sanity_batches=2))
@@ -330,7 +328,7 @@ def test_overfitting_meets_the_same_batches_in_every_epoch():
 
     def noting(model, batch):
         met.append(batch[0].flatten().tolist())
-        return step(model, batch)
+        return squared_error(model, batch)
 
     fit(epochs=3, limits=Limits(overfit_batches=2), step=noting)
     assert len(met) == 6
@@ -363,7 +361,7 @@ def test_a_signal_is_noticed_within_a_validation(tmp_path):
         seen.append(1)
         if len(seen) == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return step(model, batch)
+        return squared_error(model, batch)
 
     told = Told()
     whole, one = fit(epochs=2, validation=loader())
@@ -386,7 +384,7 @@ def _signalled_in_a_validation(folder, to_rank, at):
         time.sleep(0.1)  # so that the ranks ask each other after at most so many batches as half a second has
         if len(seen) == at and int(os.environ["RANK"]) == to_rank:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return step(model, batch)
+        return squared_error(model, batch)
 
     many = DataLoader(TensorDataset(X.repeat(8, 1), 2 * X.repeat(8, 1)), batch_size=4)  # 40 batches
     often = Validation(many, every_steps=3)
@@ -423,7 +421,9 @@ def test_an_average_of_weights_in_state_is_resumed(tmp_path):
         optimizer.register_step_post_hook(lambda *_: ema.update_parameters(model))
         more = {} if folder is None else {"checkpoint": folder, "resume": "auto"}
         with Trainer(seed=0, devices="cpu", progress=False) as trainer:
-            trainer.fit(model, optimizer, loader(), step=step, epochs=epochs, state={"ema": ema}, **more)
+            trainer.fit(
+                model, optimizer, loader(), step=squared_error, epochs=epochs, state={"ema": ema}, **more
+            )
         return ema.module.weight, int(ema.n_averaged)
 
     whole = train(3)
@@ -460,7 +460,7 @@ def test_an_optimizer_that_nothing_saves_is_pointed_out(tmp_path, caplog):
 
     def stepping(model, batch):
         second.step()
-        return step(model, batch)
+        return squared_error(model, batch)
 
     with caplog.at_level(logging.WARNING):
         fit(step=stepping, checkpoint=tmp_path)

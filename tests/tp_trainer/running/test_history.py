@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_trainer import EpochRecord, History, LogOptions, Trainer
 
+from tests.reference_training import mean_square
+
 HISTORY = History(
     (
         EpochRecord(1, 8, 64, 0.5, 0.1, {"loss": 2.0, "<b>": 1.0}, {"loss": 3.0}),
@@ -20,15 +22,13 @@ HISTORY = History(
 )
 
 
-def step(model, batch):
-    return model(batch[0]).square().mean()
-
-
 def fit(**settings):
     model = nn.Linear(2, 1)
     loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
     with Trainer(devices="cpu", progress=False) as trainer:
-        return trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=step, **settings)
+        return trainer.fit(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=mean_square, **settings
+        )
 
 
 def test_its_columns_have_a_value_for_each_epoch():

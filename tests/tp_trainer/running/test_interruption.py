@@ -1,5 +1,6 @@
 """Signals end a run after a step, with its state saved; what is resumed ends as if nothing had been."""
 
+import functools
 import os
 import runpy
 import signal
@@ -13,6 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import free_port, run_ranks
 from tp_trainer import Interrupted, Trainer
+
+from tests.reference_training import train
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -236,10 +239,7 @@ def own_validation(folder, by, *, signal_at=0, to_rank=0):
             checkpoint=folder,
             resume=folder and "auto",
         ) as loop:
-            for batch in loop:
-                optimizer.zero_grad()
-                trainer.backward(trainer.run(step, model, batch))
-                optimizer.step()
+            train(model, optimizer, loop, functools.partial(trainer.run, step), backward=trainer.backward)
         return [p.detach().clone() for p in model.parameters()], loop.history[-1].val
 
 

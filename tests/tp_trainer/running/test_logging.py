@@ -13,6 +13,8 @@ from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Interrupted, LogOptions, Trainer
 from tp_trainer.loggers import JsonLinesLogger, read_run
 
+from tests.reference_training import rows_and_sums, squared_error
+
 STEPS = 10  # of two epochs
 
 
@@ -28,12 +30,11 @@ def train(
             raise RuntimeError("stopped")
         if calls == signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        loss = (model(batch[0]) - batch[1]).square().mean()
+        loss = squared_error(model, batch)
         losses.append(loss.item())
         return loss
 
-    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(2))
-    data = TensorDataset(x, x.sum(1, keepdim=True))
+    data = rows_and_sums(20, dtype=torch.float32)
     torch.manual_seed(1)
     model = nn.Linear(3, 1)
     with Trainer(seed=3, progress=False, devices="cpu", backend="single") as trainer:

@@ -1,5 +1,6 @@
 """Runs of one's own loop: several models and optimizers, interrupted and resumed bit for bit."""
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StateError
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer, Validation
+
+from tests.reference_training import squared_error, train
 
 N, BATCH = 24, 8
 
@@ -167,7 +170,7 @@ def test_a_resumed_loop_goes_on_bit_for_bit_on_two_ranks(tmp_path):
 def test_a_shared_trunk_and_two_losses_through_one_graph():
     """An actor and a critic on one trunk, each loss with a backward pass of its own."""
 
-    def train(backward, run):
+    def make():
         torch.manual_seed(2)
         trunk = nn.Linear(2, 8)
         actor, critic = nn.Sequential(trunk, nn.Linear(8, 2)), nn.Sequential(trunk, nn.Linear(8, 1))
@@ -181,7 +184,7 @@ def test_a_shared_trunk_and_two_losses_through_one_graph():
         value = (critic[1](hidden) - action.sum(1, keepdim=True)).square().mean()
         return {"loss": policy, "value": value}
 
-    hand_actor, hand_critic, hand_optimizer = train(None, None)
+    hand_actor, hand_critic, hand_optimizer = make()
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
         batches = trainer.prepare(loader())
         for batch in batches:
@@ -189,7 +192,7 @@ def test_a_shared_trunk_and_two_losses_through_one_graph():
             found = losses(hand_actor, hand_critic, batch)
             (found["loss"] + found["value"]).backward()
             hand_optimizer.step()
-    actor, critic, optimizer = train(None, None)
+    actor, critic, optimizer = make()
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
         actor, critic, optimizer, batches = trainer.prepare(actor, critic, optimizer, loader())
         state = {"actor": actor, "critic": critic, "optimizer": optimizer}
@@ -215,13 +218,10 @@ def test_lbfgs_steps_with_a_closure_in_a_loop():
                     optimizer.step(closure_of(trainer, model, optimizer, batch))
         return numbers_of(model)
 
-    def step(model, batch):
-        return (model(batch[0]) - batch[1]).square().mean()
-
     def ours(trainer, model, optimizer, batch):
         def closure():
             optimizer.zero_grad()
-            loss = trainer.run(step, model, batch)
+            loss = trainer.run(squared_error, model, batch)
             trainer.backward(loss)
             return loss
 
@@ -230,7 +230,7 @@ def test_lbfgs_steps_with_a_closure_in_a_loop():
     def plain(_, model, optimizer, batch):
         def closure():
             optimizer.zero_grad()
-            loss = step(model, batch)
+            loss = squared_error(model, batch)
             loss.backward()
             return loss
 
@@ -441,11 +441,8 @@ def test_a_loop_over_numbers_trains_on_loaders_of_its_own_on_every_backend():
             with trainer.loop(numbers, state={"model": model, "optimizer": optimizer}) as loop:
                 for number in loop:
                     rounds.append(number)
-                    for batch in batches:
-                        optimizer.zero_grad()
-                        step = lambda model, batch: F.mse_loss(model(batch[0]), batch[1])  # noqa: E731
-                        trainer.backward(trainer.run(step, model, batch))
-                        optimizer.step()
+                    run = functools.partial(trainer.run, squared_error)
+                    train(model, optimizer, batches, run, backward=trainer.backward)
             assert rounds == [0, 1, 2]
             return trainer.selection.chosen.name, numbers_of(model)
 

@@ -9,15 +9,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import run_ranks
 from tp_trainer import Callback, Trainer
 
+from tests.reference_training import squared_error
+
 X = torch.arange(20.0).reshape(20, 1) / 20
 
 
 def loader(n=20):
     return DataLoader(TensorDataset(X[:n], 2 * X[:n]), batch_size=4, shuffle=True)
-
-
-def step(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
 
 
 class Told(Callback):
@@ -56,17 +54,17 @@ def _told_of_own_steps(backend="auto", devices="cpu"):
         with trainer.loop(batches, state=state, callbacks=[told]) as loop:
             for number, batch in enumerate(loop):
                 opt_1.zero_grad()
-                trainer.backward(trainer.run(step, first, batch))
+                trainer.backward(trainer.run(squared_error, first, batch))
                 expected = [float(trainer.clip_grad_norm(first, float("inf")))]
                 opt_1.step()
                 if number % 2:
                     opt_2.zero_grad()
-                    trainer.backward(trainer.run(step, second, batch))
+                    trainer.backward(trainer.run(squared_error, second, batch))
                     expected.append(float(trainer.clip_grad_norm(second, float("inf"))))
                     trainer.update(second, opt_2, clip_norm=expected[-1] / 2)
                 assert told.norms[-len(expected) :] == pytest.approx(expected)
         opt_1.step()  # the loop is over
-        trainer.backward(trainer.run(step, first, batch))
+        trainer.backward(trainer.run(squared_error, first, batch))
     return told.words, told.norms
 
 
@@ -103,7 +101,7 @@ def test_a_step_with_a_closure_is_no_event_of_a_step():
 
                 def closure(batch=batch):
                     optimizer.zero_grad()
-                    loss = trainer.run(step, model, batch)
+                    loss = trainer.run(squared_error, model, batch)
                     trainer.backward(loss)
                     return loss
 

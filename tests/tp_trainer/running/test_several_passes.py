@@ -12,6 +12,8 @@ from tp_core.errors import StepError
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 
+from tests.reference_training import train
+
 IN_ONE_PROCESS = [
     ("cpu", "auto"),
     (["cpu", "cpu"], "tuple"),
@@ -84,10 +86,7 @@ def actor_critic_by_hand():
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
         batches = trainer.prepare(loader())
         for _ in range(2):
-            for batch in batches:
-                optimizer.zero_grad()
-                sum(losses(model, batch).values()).backward()
-                optimizer.step()
+            train(model, optimizer, batches, lambda model, batch: sum(losses(model, batch).values()))
     return numbers_of(model)
 
 

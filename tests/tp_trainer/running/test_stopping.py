@@ -15,12 +15,10 @@ from tp_core.plugins import Callback
 from tp_testing import rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Interrupted, Limits, Trainer, Validation
 
+from tests.reference_training import mean_square
+
 FAST = 30
 DATA = TensorDataset(torch.ones(4 * 2000, 2))
-
-
-def loss_of(model, batch):
-    return model(batch[0]).square().mean()
 
 
 class Steps:
@@ -35,7 +33,7 @@ class Steps:
             time.sleep(self.slow_s)
         if self.made == FAST + 2 and self.acts:
             self.act()
-        return loss_of(model, batch)
+        return mean_square(model, batch)
 
 
 def terminate():
@@ -116,7 +114,7 @@ def loop_until_stopped(folder, *, slow_s, act, backend="auto"):
                     if made == FAST + 2:
                         act()
                     optimizer.zero_grad()
-                    trainer.backward(trainer.run(loss_of, model, batch))
+                    trainer.backward(trainer.run(mean_square, model, batch))
                     optimizer.step()
         except Interrupted as ended:
             saved = ended.checkpoint.name
@@ -139,7 +137,7 @@ def test_no_step_begins_after_the_time_of_a_run(tmp_path):
         begun.append(time.monotonic())
         if len(begun) > FAST:
             time.sleep(0.1)
-        return loss_of(model, batch)
+        return mean_square(model, batch)
 
     fit(step, None, limits=Limits(max_time=0.3), epochs=None, callbacks=[Clock()])
     # One may begin later that was found to be in time: whatever the machine does between the two looks.
@@ -188,7 +186,7 @@ def test_no_cycle_keeps_the_workers_that_a_loader_has_for_all_epochs(tmp_path):
         train, val = (
             DataLoader(DATA, batch_size=size, num_workers=1, persistent_workers=True) for size in (4, 4000)
         )
-        validation = Validation(val, step=loss_of, every_steps=20)
+        validation = Validation(val, step=mean_square, every_steps=20)
         with pytest.raises(Interrupted):
             fit(Steps(act=terminate), tmp_path, loader=train, validation=validation)
 
@@ -323,12 +321,12 @@ def _validating(folder):
             time.sleep(0.01)
             if looked_at == at and rank == 1:
                 terminate()
-            return loss_of(model, batch)
+            return mean_square(model, batch)
 
         val_loader = DataLoader(TensorDataset(torch.ones(2 * 41 - 1, 2)), batch_size=2)
         with pytest.raises(Interrupted) as ended:
             fit(
-                loss_of,
+                mean_square,
                 folder / str(case),
                 backend="ddp",
                 validation=Validation(val_loader, step=look, every_steps=20),

@@ -15,6 +15,8 @@ from tp_core.errors import StepError
 from tp_testing import run_ranks
 from tp_trainer import Trainer
 
+from tests import reference_training
+
 
 class Towers(nn.Module):
     def __init__(self):
@@ -61,10 +63,8 @@ def train_own_loop():
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         prepared, optimizer, loader = trainer.prepare(model, optimizer, DataLoader(pairs(17), batch_size=8))
-        for batch in loader:
-            optimizer.zero_grad()
-            trainer.backward(contrast(trainer, prepared, batch))
-            optimizer.step()
+        step = functools.partial(contrast, trainer)
+        reference_training.train(prepared, optimizer, loader, step, backward=trainer.backward)
         return [], {name: p.detach() for name, p in model.named_parameters()}
 
 

@@ -1,5 +1,6 @@
 """A first step that trains nothing, or does what fit() does after it, is told."""
 
+import functools
 import logging
 
 import pytest
@@ -8,6 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StepError
 from tp_trainer import Trainer
+
+from tests.reference_training import mean_square, train
 
 ONE = {"backend": "single", "devices": "cpu"}
 SEVERAL = [
@@ -19,10 +22,6 @@ ALL = [pytest.param(ONE, id="single"), *SEVERAL]
 
 def loader():
     return DataLoader(TensorDataset(torch.rand(8, 2)), batch_size=4)
-
-
-def plain(model, batch):
-    return model(batch[0]).square().mean()
 
 
 def fit(kind, step, model=None, parameters=None, **options):
@@ -39,15 +38,15 @@ def warnings(caplog):
 @pytest.mark.parametrize("kind", ALL)
 def test_a_loss_of_another_model_is_told_once(kind, caplog):
     other = nn.Linear(2, 1)
-    fit(kind, lambda _, batch: plain(other, batch))
+    fit(kind, lambda _, batch: mean_square(other, batch))
     (message,) = warnings(caplog)
     assert message.startswith("no parameter of the optimizer, SGD, has a gradient after the first backward")
 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_loss_of_the_model_is_not_told(kind, caplog):
-    fit(kind, plain)
-    fit(kind, plain, clip_norm=1.0)
+    fit(kind, mean_square)
+    fit(kind, mean_square, clip_norm=1.0)
     assert not warnings(caplog)
 
 
@@ -58,7 +57,7 @@ def test_an_optimizer_of_a_part_that_gets_no_gradients_is_told(caplog):
 
 
 def test_a_step_of_zero_weight_is_not_told(caplog):
-    fit(ONE, lambda m, b: {"loss": plain(m, b), "weight": 0.0})
+    fit(ONE, lambda m, b: {"loss": mean_square(m, b), "weight": 0.0})
     assert not warnings(caplog)
 
 
@@ -68,21 +67,18 @@ def own_loop(step):
         model, optimizer, batches = trainer.prepare(
             model, torch.optim.SGD(model.parameters(), lr=0.1), loader()
         )
-        for batch in batches:
-            optimizer.zero_grad()
-            trainer.backward(trainer.run(step, model, batch))
-            optimizer.step()
+        train(model, optimizer, batches, functools.partial(trainer.run, step), backward=trainer.backward)
 
 
 def test_a_loss_of_another_model_is_told_in_a_custom_loop(caplog):
     other = nn.Linear(2, 1)
-    own_loop(lambda _, batch: plain(other, batch))
+    own_loop(lambda _, batch: mean_square(other, batch))
     (message,) = warnings(caplog)
     assert message.startswith("no parameter of any prepared model has a gradient")
 
 
 def test_a_custom_loop_that_trains_is_not_told(caplog):
-    own_loop(plain)
+    own_loop(mean_square)
     assert not warnings(caplog)
 
 
@@ -93,7 +89,7 @@ def test_an_optimizer_that_the_step_steps_itself_is_an_error(kind):
 
     def step(model, batch):
         optimizer.step()
-        return plain(model, batch)
+        return mean_square(model, batch)
 
     with (
         Trainer(progress=False, **kind) as trainer,
@@ -108,15 +104,15 @@ def test_another_optimizer_may_step_within_the_step():
 
     def step(model, batch):
         own.zero_grad()
-        plain(other, batch).backward()
+        mean_square(other, batch).backward()
         own.step()
-        return plain(model, batch)
+        return mean_square(model, batch)
 
     fit(ONE, step)
 
 
 def goes_back(model, batch):
-    loss = plain(model, batch)
+    loss = mean_square(model, batch)
     loss.backward(retain_graph=True)
     return loss
 
@@ -141,7 +137,7 @@ def test_gradients_that_the_step_clears_are_an_error_where_batches_are_added_up(
     def step(model, batch):
         calls.append(None)
         (optimizer.zero_grad, optimizer.step)[call - 1]()
-        return plain(model, batch)
+        return mean_square(model, batch)
 
     message = "the step has cleared the gradients" if call == 1 else r"the step has called step\(\)"
     with Trainer(progress=False, accumulate=2, **ONE) as trainer, pytest.raises(StepError, match=message):

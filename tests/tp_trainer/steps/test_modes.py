@@ -7,9 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import StepError
 from tp_trainer import Callback, Trainer, Validation
 
-
-def step(model, batch):
-    return model(batch[0]).square().mean()
+from tests.reference_training import mean_square
 
 
 class Freeze(Callback):
@@ -17,7 +15,7 @@ class Freeze(Callback):
         run.model[1].eval()
 
 
-def train(model, *, val_step=step, **options):
+def train(model, *, val_step=mean_square, **options):
     loader = DataLoader(TensorDataset(torch.arange(24.0).reshape(12, 2) / 24), batch_size=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with Trainer(progress=False, backend="single") as trainer:
@@ -25,7 +23,7 @@ def train(model, *, val_step=step, **options):
             model,
             optimizer,
             loader,
-            step=step,
+            step=mean_square,
             validation=Validation(loader, step=val_step),
             epochs=2,
             **options,

@@ -1,5 +1,7 @@
 """What makes an optimizer step: accumulation, clipping, precision, and gradients that are not finite."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -8,10 +10,10 @@ from tp_core.errors import ConfigError, NonFiniteLossError
 from tp_core.jobs import CompileOptions
 from tp_trainer import GradientRules, Trainer
 
+from tests.models import perceptron
+from tests.reference_training import squared_error
 
-def make_model(dtype=torch.float64):
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).to(dtype)
+make_model = functools.partial(perceptron, 3, 6, 2)
 
 
 def make_data(n=22, dtype=torch.float64):
@@ -22,16 +24,19 @@ def make_data(n=22, dtype=torch.float64):
     )
 
 
-def step(model, batch):
-    x, y = batch
-    return (model(x) - y).square().mean()
-
-
 def fit(
-    *, batch_size=4, model=None, dtype=torch.float64, epochs=2, run_step=step, data=None, trainer=None, **kw
+    *,
+    batch_size=4,
+    model=None,
+    dtype=torch.float64,
+    epochs=2,
+    run_step=squared_error,
+    data=None,
+    trainer=None,
+    **kw,
 ):
     with Trainer(seed=0, progress=False, devices="cpu", **(trainer or {})) as running:
-        model = make_model(dtype) if model is None else model
+        model = make_model(dtype=dtype) if model is None else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         loader = DataLoader(make_data(dtype=dtype) if data is None else data, batch_size=batch_size)
         history = running.fit(model, optimizer, loader, step=run_step, epochs=epochs, **kw)
@@ -73,7 +78,7 @@ def test_a_wrong_number_of_batches_is_refused(wrong):
 
 def test_values_are_clipped():
     def run_step(model, batch):
-        return 1e6 * step(model, batch)
+        return 1e6 * squared_error(model, batch)
 
     before = [p.detach().clone() for p in make_model().parameters()]
     after, _ = fit(batch_size=22, epochs=1, run_step=run_step, gradients=GradientRules(clip_value=0.5))
@@ -115,7 +120,7 @@ def test_half_precision_leaves_out_steps_that_overflow_and_halves_the_scale():
     scales = []
 
     def run_step(model, batch):
-        loss = step(model, batch)
+        loss = squared_error(model, batch)
         loss.register_hook(lambda gradient: scales.append(gradient.item()))
         return loss * 1e30 if len(scales) == 2 else loss  # overflows once in a scaled gradient
 
@@ -133,15 +138,15 @@ def test_an_unknown_precision_is_refused_with_those_there_are():
 def test_ones_own_loop_steps_through_update():
     with Trainer(seed=0, devices="cpu", precision="fp16-mixed") as trainer:
         model, optimizer, loader = trainer.prepare(
-            *_with_optimizer(make_model(torch.float32)),
+            *_with_optimizer(make_model(dtype=torch.float32)),
             DataLoader(make_data(dtype=torch.float32), batch_size=22),
         )
         (batch,) = loader
         with trainer.autocast():
-            loss = step(model, batch)
+            loss = squared_error(model, batch)
         trainer.backward(loss)
         assert trainer.update(model, optimizer, clip_norm=1.0)
-        trainer.backward(step(model, batch))
+        trainer.backward(squared_error(model, batch))
         with pytest.raises(ConfigError, match=r"gradients are scaled, .*trainer\.update"):
             optimizer.step()
 
@@ -156,7 +161,7 @@ def _with_optimizer(model):
 def bad_at(*calls):
     def run_step(model, batch):
         run_step.calls += 1
-        loss = step(model, batch)
+        loss = squared_error(model, batch)
         return loss * float("nan") if run_step.calls in calls else loss
 
     run_step.calls = 0
@@ -180,7 +185,7 @@ def test_too_many_in_a_row_end_the_run():
 
 def test_gradients_that_are_not_finite_end_the_run_where_they_are_looked_at():
     def run_step(model, batch):
-        loss = step(model, batch)
+        loss = squared_error(model, batch)
         loss.register_hook(lambda gradient: gradient * float("inf"))
         return loss
 
@@ -193,7 +198,7 @@ def test_gradients_of_a_last_step_that_are_not_finite_end_the_run_before_anythin
 
     def run_step(model, batch):
         calls.append(1)
-        loss = step(model, batch)
+        loss = squared_error(model, batch)
         if len(calls) == 12:  # the last one of the second epoch: no loss shows what it did
             loss.register_hook(lambda gradient: gradient * float("nan"))
         return loss

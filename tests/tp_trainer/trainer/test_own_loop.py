@@ -8,6 +8,8 @@ from tp_core.errors import DisagreementError, StepError
 from tp_testing import run_ranks
 from tp_trainer import Trainer
 
+from tests.reference_training import squared_error
+
 
 def data(n, first=0):
     x = torch.arange(float(first), first + n, dtype=torch.float64).reshape(n, 1)
@@ -22,11 +24,6 @@ def make_model():
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, 0.5)
     return model
-
-
-def step(model, batch):
-    x, y = batch
-    return (model(x) - y).square().mean()
 
 
 def weighted_step(model, batch):
@@ -69,7 +66,11 @@ def _sum_step(model, batch):
 
 
 def _with_a_plain_loss():
-    return _gradients(step) + _gradients(step, with_run=False) + _gradients(_sum_step, loss="sum")
+    return (
+        _gradients(squared_error)
+        + _gradients(squared_error, with_run=False)
+        + _gradients(_sum_step, loss="sum")
+    )
 
 
 def _with_a_weight():
@@ -89,10 +90,10 @@ def _two_loaders():
         found = []
         for p, q in zip(a, b, strict=True):
             model.zero_grad()
-            trainer.backward(trainer.run(step, model, p))
-            trainer.backward(step(model, q), batch=q)
-            trainer.backward(step(model, p), batch=p)
-            trainer.backward(step(model, q), weight=len(q[0]), batch=q)
+            trainer.backward(trainer.run(squared_error, model, p))
+            trainer.backward(squared_error(model, q), batch=q)
+            trainer.backward(squared_error(model, p), batch=p)
+            trainer.backward(squared_error(model, q), weight=len(q[0]), batch=q)
             found.append(next(model.parameters()).grad.item())
         return found
 
@@ -106,10 +107,10 @@ def _two_loaders_without_a_word():
         model, a, b = trainer.prepare(make_model(), loader_of(19, 8), loader_of(24, 8, 50))
         for i, (p, _) in enumerate(zip(a, b, strict=True)):
             if i < 2:
-                trainer.backward(step(model, p))  # both lie alike
+                trainer.backward(squared_error(model, p))  # both lie alike
                 continue
             with pytest.raises(StepError) as caught:
-                trainer.backward(step(model, p))
+                trainer.backward(squared_error(model, p))
         return str(caught.value)
 
 
@@ -124,9 +125,9 @@ def _batches_kept():
         model, loader = trainer.prepare(make_model(), loader_of(11, 4))
         batches = list(loader)
         for batch in batches:
-            trainer.backward(trainer.run(step, model, batch))
+            trainer.backward(trainer.run(squared_error, model, batch))
         for batch in batches:
-            trainer.backward(step(model, batch), batch=batch)
+            trainer.backward(squared_error(model, batch), batch=batch)
         return [next(model.parameters()).grad.item()]
 
 
@@ -143,8 +144,8 @@ def _validates_between_two_batches():
             model.zero_grad()
             with torch.no_grad():
                 for other in few:
-                    trainer.run(step, model, other)
-            trainer.backward(step(model, batch))
+                    trainer.run(squared_error, model, other)
+            trainer.backward(squared_error(model, batch))
             found.append(next(model.parameters()).grad.item())
         return found
 
@@ -179,7 +180,7 @@ def _foreign_batch():
         model, _ = trainer.prepare(make_model(), loader_of(11, 4))
         batch = data(4).tensors
         with pytest.raises(StepError) as caught:
-            trainer.backward(step(model, batch), batch=batch)
+            trainer.backward(squared_error(model, batch), batch=batch)
         return str(caught.value)
 
 
@@ -204,7 +205,7 @@ def test_a_step_runs_in_the_trainers_precision():
 
     def noting(model, batch):
         seen.append(model(batch[0]).dtype)
-        return step(model, batch)
+        return squared_error(model, batch)
 
     with make_trainer(precision="bf16-true") as trainer:
         model, loader = trainer.prepare(make_model(), loader_of(4, 4))
@@ -348,7 +349,7 @@ def _orders(*, epochs, calls, prepared=False, evaluates=False, checkpoint=None):
     def noting(model, batch):
         if model.training:
             met.append(batch[0].flatten().tolist())
-        return step(model, batch) * 1e-3
+        return squared_error(model, batch) * 1e-3
 
     model = make_model()
     with make_trainer() as trainer:
@@ -392,7 +393,7 @@ def test_a_second_fit_is_resumed_exactly(tmp_path):
                 if count == stop:
                     raise StoppedError
             met.append(batch[0].flatten().tolist())
-            return step(model, batch) * 1e-3
+            return squared_error(model, batch) * 1e-3
 
         model = make_model()
         with make_trainer() as trainer:

@@ -17,16 +17,14 @@ from tp_core.plugins import Session
 from tp_testing import run_ranks
 from tp_trainer import History, Limits, SchedulerOptions, Trainer
 
+from tests.models import perceptron
+from tests.reference_training import mean_square, rows_and_sums
 
-def make_model():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+make_model = functools.partial(perceptron, 4, 8, 1)
 
 
 def make_data(n=22):
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(n, 4, dtype=torch.float64, generator=generator)
-    return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+    return rows_and_sums(n, 4, curved=True)
 
 
 def step(model, batch):
@@ -291,19 +289,16 @@ def models_left(backend, devices, *, copies=True):
     """Return how many of three models are alive after a trainer has trained one after the other."""
     data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
 
-    def step(model, batch):
-        return model(batch[0]).square().mean()
-
     with Trainer(seed=0, devices=devices, backend=backend, progress=False) as trainer:
         alive = []
         for _ in range(3):
             model = nn.Linear(2, 1)
             optimizer = torch.optim.Adam(model.parameters())
-            trainer.fit(model, optimizer, data, step=step)
-            before = trainer.evaluate(model, data, step=step)
+            trainer.fit(model, optimizer, data, step=mean_square)
+            before = trainer.evaluate(model, data, step=mean_square)
             if copies:  # which are models of their own, without what the trainer keeps for this one
                 for other in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-                    assert trainer.evaluate(other, data, step=step) == before
+                    assert trainer.evaluate(other, data, step=mean_square) == before
                     alive.append(weakref.ref(other))
                 del other
             alive += [weakref.ref(model), *map(weakref.ref, model.parameters())]

@@ -10,7 +10,8 @@ from tp_testing import run_ranks
 from tp_trainer import SchedulerOptions, Trainer
 from tp_trainer.tuning import dry_run
 
-from tests.tp_trainer.tuning.test_tuning import BACKENDS, adam, loader, network, step
+from tests.reference_training import squared_error
+from tests.tp_trainer.tuning.test_tuning import BACKENDS, adam, loader, network
 
 
 def history_after(backend, *, dry, folder=None):
@@ -23,7 +24,7 @@ def history_after(backend, *, dry, folder=None):
         counts = {"seen": 0}
         train = loader()
         arguments = {
-            "step": step,
+            "step": squared_error,
             "validation": {"a": loader(), "b": loader(8)},
             "scheduler": SchedulerOptions(scheduler, every="step"),
             "state": counts,
@@ -64,7 +65,7 @@ def test_what_would_fail_at_the_first_validation_fails_now(tmp_path):
     def bad_step(model, batch):
         if not model.training:
             raise KeyError("missing")
-        return step(model, batch)
+        return squared_error(model, batch)
 
     with Trainer(devices="cpu", progress=False) as trainer:
         model = network()
@@ -87,4 +88,4 @@ def test_state_that_cannot_be_saved_is_met_now():
     with Trainer(devices="cpu", progress=False) as trainer:
         model = network()
         with pytest.raises(StateError):
-            dry_run(trainer, model, adam(model), loader(), step=step, state={"odd": Odd()})
+            dry_run(trainer, model, adam(model), loader(), step=squared_error, state={"odd": Odd()})

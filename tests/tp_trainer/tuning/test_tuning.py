@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, LoaderError
 from tp_testing import run_ranks
 from tp_trainer import Trainer
 from tp_trainer.tuning import largest_batch_size, learning_rate_range_test
+
+from tests.reference_training import rows_and_sums, squared_error
 
 BACKENDS = {
     "single": {"backend": "single", "devices": "cpu"},
@@ -25,13 +27,7 @@ def network():
 
 
 def loader(batch_size=4):
-    x = torch.randn(22, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size, shuffle=True)
-
-
-def step(model, batch):
-    x, y = batch
-    return (model(x) - y).square().mean()
+    return DataLoader(rows_and_sums(22), batch_size=batch_size, shuffle=True)
 
 
 def adam(model):
@@ -44,7 +40,7 @@ def hungry(most):
     def step_in_little_memory(model, batch):
         if len(batch[0]) > most:
             torch.empty(2**60, dtype=torch.uint8)
-        return step(model, batch)
+        return squared_error(model, batch)
 
     return step_in_little_memory
 
@@ -54,7 +50,7 @@ def test_the_rates_grow_until_the_loss_does_and_one_before_is_suggested():
         model = nn.Linear(3, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         found = learning_rate_range_test(
-            trainer, model, optimizer, loader(), step=step, lowest=1e-6, highest=10, steps=60
+            trainer, model, optimizer, loader(), step=squared_error, lowest=1e-6, highest=10, steps=60
         )
     assert found.rates[0] == pytest.approx(1e-6)
     assert all(a < b for a, b in zip(found.rates, found.rates[1:], strict=False))
@@ -66,7 +62,7 @@ def losses(backend):
     with Trainer(**BACKENDS[backend], seed=0, progress=False) as trainer:
         model = network().eval()  # no dropout: but it is trained in its training mode
         model[2] = nn.Identity()
-        found = learning_rate_range_test(trainer, model, adam(model), loader(), step=step, steps=8)
+        found = learning_rate_range_test(trainer, model, adam(model), loader(), step=squared_error, steps=8)
     return found.losses
 
 
@@ -99,9 +95,11 @@ def trained(backend, *, search):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         for _ in range(2):
             if search:
-                learning_rate_range_test(trainer, model, optimizer, batches, step=step, steps=5, highest=1e3)
+                learning_rate_range_test(
+                    trainer, model, optimizer, batches, step=squared_error, steps=5, highest=1e3
+                )
                 largest_batch_size(trainer, model, optimizer, batches, step=hungry(5), most=16)
-            trainer.fit(model, optimizer, batches, step=step, scheduler=scheduler)
+            trainer.fit(model, optimizer, batches, step=squared_error, scheduler=scheduler)
         return [p.detach().clone() for p in model.parameters()], copy.deepcopy(optimizer.state_dict())
 
 
@@ -127,7 +125,7 @@ def test_gradients_and_modes_stay_as_they_were():
     optimizer = adam(model)
     model[0].weight.grad = torch.ones_like(model[0].weight)
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
-        learning_rate_range_test(trainer, model, optimizer, loader(), step=step, steps=3)
+        learning_rate_range_test(trainer, model, optimizer, loader(), step=squared_error, steps=3)
     assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
     assert model[3].weight.grad is None
     assert not any(module.training for module in model.modules())
@@ -141,7 +139,7 @@ def test_the_proportions_of_groups_are_kept():
     )
     optimizer.register_step_pre_hook(lambda o, *_: seen.append([group["lr"] for group in o.param_groups]))
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
-        found = learning_rate_range_test(trainer, model, optimizer, loader(), step=step, steps=4)
+        found = learning_rate_range_test(trainer, model, optimizer, loader(), step=squared_error, steps=4)
     assert seen == [pytest.approx([rate / 10, rate]) for rate in found.rates]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0]
 
@@ -160,7 +158,7 @@ def test_the_largest_batch_that_fits_is_found(backend, expected):
 def test_the_search_ends_at_the_most_that_is_wanted():
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
         model = network()
-        assert largest_batch_size(trainer, model, adam(model), loader(), step=step, most=37) == 37
+        assert largest_batch_size(trainer, model, adam(model), loader(), step=squared_error, most=37) == 37
         with pytest.raises(MemoryError, match="not even a batch of 1"):
             largest_batch_size(trainer, model, adam(model), loader(), step=hungry(0))
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -172,18 +170,18 @@ def test_wrong_values_are_refused():
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
         with pytest.raises(ConfigError, match="needs 0 < lowest < highest and stop_at > 1"):
             learning_rate_range_test(
-                trainer, model, adam(model), loader(), step=step, lowest=1.0, highest=0.1
+                trainer, model, adam(model), loader(), step=squared_error, lowest=1.0, highest=0.1
             )
         with pytest.raises(LoaderError, match="the loader yields nothing"):
-            learning_rate_range_test(trainer, model, adam(model), [], step=step)
+            learning_rate_range_test(trainer, model, adam(model), [], step=squared_error)
         with pytest.raises(ConfigError, match="a DataLoader over a dataset with indices"):
-            largest_batch_size(trainer, model, adam(model), [1], step=step)
+            largest_batch_size(trainer, model, adam(model), [1], step=squared_error)
 
 
 def test_a_loss_that_does_not_fall_suggests_nothing():
     with Trainer(seed=0, devices="cpu", progress=False) as trainer:
         model = network()
         found = learning_rate_range_test(
-            trainer, model, adam(model), loader(), step=lambda m, b: step(m, b) * 0 + 1, steps=5
+            trainer, model, adam(model), loader(), step=lambda m, b: squared_error(m, b) * 0 + 1, steps=5
         )
     assert found.suggestion is None
