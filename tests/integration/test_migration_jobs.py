@@ -52,14 +52,15 @@ def run_in_forks(modules, runs):
 
 
 def parts_of(library, modules):
-    """Yield jobs of a library: two of tp's are slow; those of others change with their releases alone."""
+    """Yield jobs of a library: one of tp's is slow; those of others change with their releases alone."""
     needed = pytest.mark.needs(*(m.split(".")[0] for m in modules.split(",")))
-    for jobs in ([*STEPS][:1], [*STEPS][1:3], [*STEPS][3:]):
-        part = pytest.mark.slow if library == "tp" and "gan" in jobs else pytest.mark.nightly
+    for jobs in (["texts"], ["gan"], ["pictures", "pairs", "language", "stream"]):
+        # Of all jobs it has the most that is its own: two models, two optimizers, and its loop.
+        part = pytest.mark.slow if (library, jobs) == ("tp", ["gan"]) else pytest.mark.nightly
         yield pytest.param(library, jobs, marks=(part, needed), id=f"{library}-{jobs[0]}")
 
 
-@pytest.mark.takes(100)
+@pytest.mark.takes(60)
 @pytest.mark.parametrize(
     ("library", "jobs"), [part for of_one in LIBRARIES.items() for part in parts_of(*of_one)]
 )

@@ -213,9 +213,16 @@ def test_ranks_have_the_epochs_and_the_record_of_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batcher", BATCHERS)
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly), 6]
+    ("ranks", "batcher"),
+    [
+        (3, "best-fit"),
+        (6, "concat"),
+        (3, "budget"),
+        *(pytest.param(2, batcher, marks=pytest.mark.nightly) for batcher in BATCHERS),
+        *(pytest.param(4, batcher, marks=pytest.mark.nightly) for batcher in BATCHERS),
+        pytest.param(6, "budget", marks=pytest.mark.nightly),
+    ],
 )
 def test_any_number_of_ranks_takes_the_same_steps(batcher, ranks):
     expected = fit(batcher)

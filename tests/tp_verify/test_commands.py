@@ -190,17 +190,18 @@ def test_a_run_that_hangs_is_a_finding(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.takes(40)
+@pytest.mark.takes(25)
 def test_a_backend_that_fails_is_a_finding_and_one_that_refuses_is_not(tmp_path):
     fails = "lambda: 1 / 0 if __import__('os').environ.get('RANK') == '1' else 0.0"
     (tmp_path / "train.py").write_text(SCRIPT.format(rate=0.2, draws=fails))
-    # 6 of 15 steps are an epoch: the resumed run has no metrics of the first one.
-    done = tp_verify(tmp_path, "train.py", "--steps", "15", "--json")
+    # 6 of 15 steps are an epoch: the resumed run has no metrics of the first one. The test above tries all.
+    environ = {**os.environ, "TP_DISABLE_PLUGINS": "tp-dp-gather,tp-shard,tp-pipeline"}
+    done = tp_verify(tmp_path, "train.py", "--steps", "15", "--json", environ=environ)
     assert done.returncode == 1, done.stderr
     reports = {report["name"]: report for report in json.loads(done.stdout)["reports"]}
     assert reports["stopped by SIGTERM and resumed"]["ok"], reports
     assert reports["backend tuple"]["ok"]
-    for backend in ("ddp", "fsdp", "shard"):
+    for backend in ("ddp", "fsdp"):
         assert reports[f"backend {backend}"]["finding"]["said"] == "ZeroDivisionError: division by zero"
     refused = reports["backend context"]
     assert refused["ok"]

@@ -72,7 +72,7 @@ def _saved(tp):
 @pytest.mark.parametrize(
     ("number", "ranks", "method", "kept"),
     [
-        pytest.param("SIGTERM", 1, "fork", "anew", id="term-1", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 1, "fork", "anew", id="term-1", marks=pytest.mark.nightly),
         pytest.param("SIGTERM", 2, "fork", "anew", id="term-2", marks=pytest.mark.nightly),
         pytest.param("SIGUSR1", 2, "spawn", "persistent", id="usr1-2", marks=pytest.mark.slow),
         pytest.param("SIGQUIT", 2, "forkserver", "anew", id="quit-2", marks=pytest.mark.nightly),
@@ -125,7 +125,7 @@ def test_a_detached_job_that_is_stopped_saves(tp, until):
     ("number", "method", "kept"),
     [
         pytest.param("SIGTERM", "fork", "anew", id="term", marks=pytest.mark.nightly),
-        pytest.param("SIGINT", "spawn", "anew", id="int", marks=pytest.mark.slow),
+        pytest.param("SIGINT", "spawn", "anew", id="int", marks=pytest.mark.nightly),
         pytest.param("SIGUSR1", "forkserver", "persistent", id="usr1", marks=pytest.mark.nightly),
         pytest.param("SIGHUP", "forkserver", "anew", id="hup", marks=pytest.mark.slow),
     ],

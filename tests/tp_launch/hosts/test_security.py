@@ -70,7 +70,7 @@ def test_a_launch_on_one_host_listens_for_that_host_alone_and_keeps_no_pickle(tp
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not tell the sockets of processes")
-@pytest.mark.parametrize("kind", ["c10d", "static"])
+@pytest.mark.parametrize("kind", ["c10d", pytest.param("static", marks=pytest.mark.nightly)])
 def test_launches_that_meet_at_a_loopback_address_listen_there_alone(tp, free_port, kind):
     script = tp.script(_HELD, gloo=True)
     options = ["-n", "1", "--nnodes", "2"]

@@ -689,35 +689,22 @@ SLOW = {
     "two threads, one by one": shares(of_map(FORK), take=one_by_one),
     "three threads, slices": shares(of_map(FORK), n_threads=3, take=first_ones_again),
     "two threads, a runner": shares(of_runner(Worker, FORK), n_items=20_000),
-    "two threads, a runner on threads": shares(of_runner(Worker, THREAD)),
-    "two threads, a pipeline": shares(of_pipeline(FORK)),
     "two threads, a pipeline on threads": shares(of_pipeline(THREAD)),
-    "two threads, a pipeline inline": shares(of_pipeline(INLINE), n_items=300),
-    "a failure, three threads, processes": a_failure_reaches_every_thread(FORK, ("raise",), "WorkerError"),
     "a death, three threads": a_failure_reaches_every_thread(FORK, ("die",), "WorkerDiedError"),
     "a broken input, two threads": a_broken_input_reaches_every_thread,
     "a close, three threads, processes": a_close_frees_every_thread(FORK),
-    "a close, three threads, threads": a_close_frees_every_thread(THREAD),
     "a map cancelled in its start": a_map_that_is_cancelled_while_it_starts,
     "a failure, tasks": tasks_share_the_failure_of_a_stream,
-    "a handler raises in next, threads": a_handler_that_raises_leaves_the_stream(THREAD),
     "a handler raises in a loop": a_handler_that_raises_leaves_the_stream(FORK, by_loop=True),
-    "a handler raises in a loop, threads": a_handler_that_raises_leaves_the_stream(THREAD, by_loop=True),
     "handlers raise all the time": handlers_that_raise_all_the_time_lose_nothing_silently,
     "an interrupt": an_interrupt_ends_the_stream_and_who_asks_for_more_is_told,
     "a fork, fork server": a_fork_is_refused({}),
-    "a fork, threads": a_fork_is_refused(THREAD),
-    "a death before it is ready": a_death_in_the_start("starting", 0, FORK),
     "a death before it is ready, restarted": a_death_in_the_start("starting", 1, FORK),
     "a restart that fails in a start": a_restart_that_fails_in_the_start,
-    "a death in a start, fork server": a_death_in_the_start("ready", 0, {}),
     "a death in a start, fork server, restarted": a_death_in_the_start("ready", 3, {}),
-    "a death in a map's start": a_death_in_the_start_of_a_map(0),
     "a death in a map's start, restarted": a_death_in_the_start_of_a_map(2),
-    "three bytes of garbage": garbage(b"abc", 0, FORK),
     "zeros": garbage(bytes(48), 0, FORK),
     "garbage of 20 kB": garbage(b"\xff" * 20_000, 0, FORK),
-    "garbage, restarted": garbage(b"x" * 100, 1, FORK),
     "garbage, fork server": garbage(b"x" * 1000, 1, {}),
     "killed fork servers": killed_fork_servers_leave_no_descriptor,
     "fork servers killed all the time": fork_servers_that_are_killed_all_the_time,
@@ -726,17 +713,37 @@ SLOW = {
     "an interrupt before the fork server answers": a_fork_server_that_does_not_answer(
         stops=False, error=KeyboardInterrupt
     ),
-    "a hung end, fork server": a_hung_end_is_named({}),
-    "cancelled work sees it, threads": cancelled_work_can_see_it(THREAD, "cancel"),
-    "closed work sees it, processes": cancelled_work_can_see_it(FORK, "close"),
     "closed work sees it, fork server": cancelled_work_can_see_it({}, "close"),
     "a kill of a runner's workers": a_kill_frees_the_busy_worker_and_no_other("runner"),
     "a kill beside another stream": a_kill_leaves_the_items_of_other_streams,
 }
-TABLE = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+# Each has a fault of those above, and one of their kinds of workers.
+NIGHTLY = {
+    "two threads, a runner on threads": shares(of_runner(Worker, THREAD)),
+    "two threads, a pipeline": shares(of_pipeline(FORK)),
+    "two threads, a pipeline inline": shares(of_pipeline(INLINE), n_items=300),
+    "a failure, three threads, processes": a_failure_reaches_every_thread(FORK, ("raise",), "WorkerError"),
+    "a close, three threads, threads": a_close_frees_every_thread(THREAD),
+    "a handler raises in next, threads": a_handler_that_raises_leaves_the_stream(THREAD),
+    "a handler raises in a loop, threads": a_handler_that_raises_leaves_the_stream(THREAD, by_loop=True),
+    "a fork, threads": a_fork_is_refused(THREAD),
+    "a death before it is ready": a_death_in_the_start("starting", 0, FORK),
+    "a death in a start, fork server": a_death_in_the_start("ready", 0, {}),
+    "a death in a map's start": a_death_in_the_start_of_a_map(0),
+    "three bytes of garbage": garbage(b"abc", 0, FORK),
+    "garbage, restarted": garbage(b"x" * 100, 1, FORK),
+    "a hung end, fork server": a_hung_end_is_named({}),
+    "cancelled work sees it, threads": cancelled_work_can_see_it(THREAD, "cancel"),
+    "closed work sees it, processes": cancelled_work_can_see_it(FORK, "close"),
+}
+TABLE = [
+    *FAST,
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW),
+    *(pytest.param(kind, marks=pytest.mark.nightly) for kind in NIGHTLY),
+]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc, and kills processes")
 @pytest.mark.parametrize("kind", TABLE)
 def test_nothing_is_lost_or_silent(kind, tmp_path):
-    {**FAST, **SLOW}[kind](tmp_path)
+    {**FAST, **SLOW, **NIGHTLY}[kind](tmp_path)

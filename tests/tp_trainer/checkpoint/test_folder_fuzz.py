@@ -236,11 +236,11 @@ def check(original, folder, expected, caplog, seed):
     assert whole(folder) >= {8, 9, 10}, said
 
 
-@pytest.mark.takes(30)
+@pytest.mark.takes(15)
 @pytest.mark.slow
 def test_a_damaged_folder_costs_no_good_checkpoint(original, expected, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="tp_trainer"):
-        for seed in range(25):
+        for seed in range(12):
             check(original, tmp_path / str(seed), expected, caplog, seed)
 
 
