@@ -243,6 +243,24 @@ def two_ranks():
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def pair():
+    """Two ranks of one file, whose checks may leave a process changed."""
+    from tp_testing import RankPool
+
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Four ranks of one file."""
+    from tp_testing import RankPool
+
+    with RankPool(4) as ranks:
+        yield ranks
+
+
 @pytest.fixture(scope="session")
 def one_thread_per_operation():
     """Replicas times threads must not exceed the cores."""

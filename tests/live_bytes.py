@@ -1,13 +1,21 @@
-"""Tensors that are counted for as long as anything, a view or a graph, holds their memory."""
+"""Memory: of tensors, counted for as long as anything, a view or a graph, holds it, and of the process."""
 
 import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def resident(field: str) -> int:
+    """Return what Linux says of this process's memory in bytes: now, ``VmRSS``, or at most, ``VmHWM``."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(field))
+    return int(line.split()[1]) * 1024
 
 
 class _Memory(bytearray):

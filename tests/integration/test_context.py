@@ -416,12 +416,6 @@ SHARD = {"context": 2, "weights": "shard"}, {"shard": {"group_size": 2, "data": 
 BOTH = {"context": 2, "weights": "shard"}, {"shard": {"group_size": 2, "data": "fsdp"}}
 
 
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4) as ranks:
-        yield ranks
-
-
 UNEVEN = {"accumulate": 2, "samples": 7, "batch_size": 3}
 
 

@@ -8,14 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from tp_core.errors import LoaderError
 from tp_data import BatchSize, Loader, Stream
-from tp_testing import RankPool
 from tp_trainer import Checkpoints, Limits, Trainer
-
-
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def make(batch=8, *, size=30, **options):

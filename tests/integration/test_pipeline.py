@@ -13,25 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError, TpError
-from tp_testing import RankPool
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage
 
 from tests.integration import pipeline_families as families
 
 VOCABULARY, TOKENS, WIDTH = 11, 9, 8
-
-
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 class Block(nn.Module):

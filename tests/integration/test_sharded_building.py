@@ -19,6 +19,7 @@ from tp_core.jobs import CompileOptions
 from tp_testing import RankPool, run_ranks
 from tp_trainer import FsdpOptions, Trainer
 
+from tests.live_bytes import resident
 from tests.models import Block
 from tests.reference_training import mean_square
 
@@ -192,11 +193,6 @@ def test_ranks_read_and_write_files_of_the_whole_model(pool, tmp_path, options):
 
 
 # -- memory ---------------------------------------------------------------------------------------
-
-
-def resident(field):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def most_beyond(call):

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 from tp_testing import RankPool, run_ranks
 from tp_trainer import Checkpoints, Trainer
 
+from tests.live_bytes import resident
+
 WIDTH = 128  # its matrices are large enough to be deferred
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
@@ -60,12 +62,6 @@ def assert_same(found, expected, tolerance=1e-12):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 @pytest.mark.slow
 def test_ranks_build_their_stages_of_the_model_of_one_device(pair):
     for is_backwards in (False, True):  # then, the first step finds other stages than the model's order
@@ -104,11 +100,6 @@ def test_data_ranks_share_the_weights_that_they_have_built(is_backwards):
     with RankPool(4) as four:
         for found in four.run(lambda: train("pipeline", is_backwards=is_backwards, options=options)):
             assert_same(found, expected)
-
-
-def resident(field):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def memory_of_building(width, layers):

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tp_testing import RankPool
 from tp_trainer import Checkpoints, Trainer, checkpoint_activations
 from tp_trainer.callbacks import ExponentialMovingAverage
 
@@ -16,12 +15,6 @@ from tests.integration import pipeline_families as families
 from tests.models import Block
 
 SHARED = {"ranks": 2, "data": "fsdp"}
-
-
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def train(name, backend, options=None, **arguments):

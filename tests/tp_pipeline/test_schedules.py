@@ -14,16 +14,9 @@ from tp_pipeline import PipelineOptions
 
 # private: no public name simulates
 from tp_pipeline._schedule import COSTS, Orders, choose_schedule, idle_share, most_kept, timeline
-from tp_testing import RankPool
 from tp_trainer import Trainer
 
 SCHEDULES = [name for name in get_args(get_type_hints(PipelineOptions)["schedule"]) if name != "auto"]
-
-
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def predicted(parts):

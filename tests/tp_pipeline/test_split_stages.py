@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment
 from tp_core.errors import TpError
 from tp_core.plugins import Job, registry
-from tp_testing import RankPool, rank_outcomes, run_ranks
+from tp_testing import rank_outcomes, run_ranks
 from tp_trainer import Checkpoints, Trainer
 from tp_trainer._memory import measure_footprint  # private: a trainer's, with its own reserve
 
@@ -20,12 +20,6 @@ from tests.integration import pipeline_families as families
 
 ts = pytest.importorskip("tp_shard")
 SPLIT = {"ranks": 2, "weights": "shard"}
-
-
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def train(name, options=None, **arguments):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import RankPool, run_ranks
 from tp_trainer import Trainer
 
+from tests.live_bytes import resident
 from tests.reference_training import mean_square
 
 WIDTH, BLOCKS = 192, 3
@@ -79,11 +80,6 @@ def test_one_device_builds_as_usual():
     assert not is_split
     for name, tensor in as_usual("fp32").items():
         assert torch.equal(first[name], tensor), name
-
-
-def resident(field):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def memory_of_building(width, blocks):

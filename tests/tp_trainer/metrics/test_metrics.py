@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StepError
-from tp_testing import RankPool, run_ranks
+from tp_testing import run_ranks
 from tp_trainer import FunctionMetric, Trainer
 
 SAMPLES = 83  # 5 batches of 16 and one of 3: uneven over 2 ranks, too few for 4
@@ -162,20 +162,14 @@ class Batches:
         return iter(self.batches)
 
 
-@pytest.fixture(scope="module")
-def four_ranks():
-    with RankPool(4) as ranks:
-        yield ranks
-
-
 def test_metrics_over_ranks_are_those_of_one_device(two_ranks):
     two_ranks.run(on_a_rank, expected())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 5, 80])
-def test_metrics_over_ranks_are_those_of_one_device_for_other_batches(four_ranks, batch_size):
-    four_ranks.run(on_a_rank, expected(), batch_size)
+def test_metrics_over_ranks_are_those_of_one_device_for_other_batches(four, batch_size):
+    four.run(on_a_rank, expected(), batch_size)
 
 
 def with_own_loaders(right, count):
