@@ -500,14 +500,10 @@ def run_two(name, place, *, kill_after_s=None, victim=0):
         check(folder, [*ended, TAGS[1]])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "csv in a run's folder",
-        "whole file",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("csv", "jsonl", "job of one name", "export")),
-    ],
-)
+FEW = ["csv in a run's folder", "whole file"]
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_two_writers_at_once_are_refused_or_separate(tmp_path, name):
     run_two(name, tmp_path)
     chance = random.Random(name)
@@ -519,7 +515,7 @@ def test_two_writers_at_once_are_refused_or_separate(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "kills"),
     [
-        *((name, 1 if name.startswith("report") else 2) for name in WRITERS if not name.startswith("tp run")),
+        *((name, 1) for name in WRITERS if name not in FEW and not name.startswith("tp run")),
         # Each kill starts up to five programs, with workers of their own: the nightly part has them.
         ("tp run into out.parquet", 0),
         *(pytest.param(name, 4, marks=pytest.mark.nightly) for name in WRITERS),

@@ -249,7 +249,6 @@ def _mean_loss(session: Session, model: nn.Module, batches: PreparedLoader) -> t
 
 TURNS = 20  # of a rank that waits, after which the one that comes last comes
 DEADLINE_S = 60.0  # for these turns: a barrier that lets no other thread run is a barrier too
-TYPES = [torch.float64, torch.float32, torch.int64]
 
 
 REDUCTIONS: Any = {

@@ -335,11 +335,22 @@ class BackendConformance(ConformanceKit):
         assert [who["is_main"] for who in found] == [rank == 0 for rank in range(self.processes)]
         assert [who["local_rank"] for who in found] == [0] * self.processes
 
-    @pytest.mark.parametrize("dtype", checks.TYPES, ids=str)
-    @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+    # Each operation with two types, each type with two operations or more; a mean of integers is no integer.
+    @pytest.mark.parametrize(
+        ("op", "dtype"),
+        [
+            ("sum", torch.float64),
+            ("sum", torch.int64),
+            ("mean", torch.float64),
+            ("mean", torch.float32),
+            ("min", torch.float64),
+            ("min", torch.float32),
+            ("max", torch.float64),
+            ("max", torch.int64),
+        ],
+        ids=str,
+    )
     def test_reduce_knows_every_operation(self, op: str, dtype: torch.dtype) -> None:
-        if op == "mean" and not dtype.is_floating_point:
-            dtype = torch.float64  # a mean of integers is no integer
         for size, found in self.everywhere(checks.reduced, op, dtype):
             values = torch.stack([checks.of_rank(rank, dtype) for rank in range(size)])
             assert_same({op: found}, {op: checks.REDUCTIONS[op](values)}, depth="sum")
@@ -351,8 +362,11 @@ class BackendConformance(ConformanceKit):
         for size, found in self.everywhere(checks.reduced_scalar):
             torch.testing.assert_close(found, torch.tensor(size * (size + 1) / 2, dtype=torch.float64))
 
-    @pytest.mark.parametrize("dtype", [*checks.TYPES, torch.bool], ids=str)
-    @pytest.mark.parametrize("fewest", [0, 1])
+    @pytest.mark.parametrize(
+        ("fewest", "dtype"),
+        [(0, torch.float64), (1, torch.float32), (0, torch.int64), (1, torch.bool)],
+        ids=str,
+    )
     def test_gather_takes_uneven_lengths(self, fewest: int, dtype: torch.dtype) -> None:
         for size, found in self.everywhere(checks.gathered, fewest, dtype):
             expected = torch.cat([checks.rows(rank, fewest, dtype) for rank in range(size)])

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from tp_core.replicas import Replicas, ReplicaWrapper
 
 COPIES = pytest.mark.parametrize("force_copies", [False, True], ids=["shared", "copied"])
-BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+COMPILERS = pytest.mark.parametrize(
+    ("backend", "force_copies"),
+    [("eager", False), ("aot_eager", True)],
+    ids=["eager, shared", "traced, copied"],
+)
 CPUS = ("cpu", "cpu")
 
 
@@ -39,8 +43,7 @@ class WrapperConformance(_Wrapped):
         pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     ]
 
-    @COPIES
-    @BACKENDS
+    @COMPILERS
     def test_a_wrapper_that_is_compiled_is_right(self, backend: str, force_copies: bool) -> None:
         torch.compiler.reset()
         module = small_net()
@@ -53,8 +56,7 @@ class WrapperConformance(_Wrapped):
         self.check(torch.compile(self.wrapped(module, force_copies), backend=graphs.backend), module)
         assert graphs.count == 0
 
-    @COPIES
-    @BACKENDS
+    @COMPILERS
     def test_a_wrapper_that_is_compiled_in_place_is_right(self, backend: str, force_copies: bool) -> None:
         torch.compiler.reset()
         module = small_net()
