@@ -47,13 +47,13 @@ class TestGradientNorm(CallbackConformance):
         return GradientNorm()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # it keeps as little as GradientNorm
 class TestLearningRateMonitor(CallbackConformance):
     def make(self, folder):
         return LearningRateMonitor()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # it keeps as little as GradientNorm
 class TestThroughput(CallbackConformance):
     def make(self, folder):
         return Throughput(every_steps=2, tokens_per_sample=8)

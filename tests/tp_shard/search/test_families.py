@@ -451,7 +451,8 @@ BROUGHT = ["llama", "qwen3", "phi3", "gpt-neox", "olmo2", "mixtral", "deepseek-v
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in SLOW else pytest.mark.nightly) for f in BROUGHT]
+    "family",
+    [pytest.param(f, marks=() if f in ("llama", "mixtral") else pytest.mark.nightly) for f in BROUGHT],
 )
 def test_the_plan_that_a_model_brings_along_is_translated(family):
     model = make(family)
