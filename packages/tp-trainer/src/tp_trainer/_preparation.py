@@ -18,7 +18,7 @@ from tp_core.random import seed_everything, seed_of
 
 from tp_trainer._checks import check_model
 from tp_trainer._opening._session import LazySession
-from tp_trainer._steps._step import LossScaler, RunStep, in_precision
+from tp_trainer._steps._step import LossScaler, RunStep, in_precision, warn_batch_statistics
 
 if TYPE_CHECKING:
     from tp_trainer._memory import StepParts
@@ -177,6 +177,7 @@ class Preparation:
 
                 recompute(model, session.job.recomputation)
             prepared = session.prepare_model(model)
+            warn_batch_statistics(session, prepared)
             if self.compile_options is not None:
                 session.compile_model(prepared)
             self._lazy.note_prepared(model, prepared)

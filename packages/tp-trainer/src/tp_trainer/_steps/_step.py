@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from tp_core import tree_map
 from tp_core.data import CountedBatch, Parts, StepOutput
@@ -278,6 +279,24 @@ def warn_evaluation_mode(model: nn.Module) -> None:
             "in evaluation mode, while fit sets the whole model to training mode: %s; to keep one out of it, "
             "call its eval() in the step or in a callback's on_fit_start, or override its train()",
             ", ".join(outermost[:3]) + ", ..." * (len(outermost) > 3),
+        )
+
+
+def warn_batch_statistics(session: Session, model: nn.Module) -> None:
+    """Warn of norms that take the statistics of a device's share of a batch, where there are several."""
+    if not session.is_main or (session.data_size == 1 and len(session.job.devices) == 1):
+        return
+    local = [
+        name or "the model"
+        for name, module in session.unwrap(model).named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
+    if local:
+        log.warning(
+            "batch norms in training mode take the statistics of each device's share of a batch, so the "
+            "numbers differ from one device's (%s); take a norm without batch statistics, such as GroupNorm, "
+            "keep pretrained ones in evaluation mode, or set DdpOptions(sync_batchnorm=True) on accelerators",
+            ", ".join(local[:3]) + ", ..." * (len(local) > 3),
         )
 
 
