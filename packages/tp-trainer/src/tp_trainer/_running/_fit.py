@@ -29,6 +29,7 @@ from tp_trainer._steps._step import (
     parameters_of,
     restore_modes,
     run_watched,
+    switch_weights,
     warn_no_gradients,
     weighed,
 )
@@ -60,7 +61,14 @@ class FitHooks(LoopHooks):
         """
         session, model = self.optimizer_step.session, self.optimizer_step.model
         epoch = max(self.train.next_epoch - 1, 0)
-        return self._evaluator.evaluate(session, model, epoch=epoch, boundaries=boundaries, most=max_batches)
+        optimizer = self.optimizer_step.optimizer
+        switch_weights(optimizer, training=False)
+        try:
+            return self._evaluator.evaluate(
+                session, model, epoch=epoch, boundaries=boundaries, most=max_batches
+            )
+        finally:
+            switch_weights(optimizer, training=True)
 
     def check_parameters(self) -> None:
         """Raise if the last step has made a parameter NaN or infinite.
@@ -146,11 +154,14 @@ def _train(loop: Loop, hooks: FitHooks) -> History:
     model, events = hooks.optimizer_step.model, hooks.settings.loop.events
     if events.has("on_optimizer_step"):
         hooks.optimizer_step.send_norm_to(lambda norm: events.send("on_optimizer_step", loop, norm))
+    optimizer = hooks.optimizer_step.optimizer
     with restore_modes(model):
         model.train()  # before on_fit_start, in which a callback may set a frozen module to eval mode
+        switch_weights(optimizer, training=True)
         with loop:
             for number, batches in enumerate(loop.by_epoch()):
                 _train_epoch(loop, batches, hooks, is_first=not number)
+        switch_weights(optimizer, training=False)
     return loop.history
 
 

@@ -259,6 +259,22 @@ def restore_modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def switch_weights(optimizer: Optimizer, *, training: bool) -> None:
+    """Have an optimizer that trains other weights than those to evaluate put these into the model.
+
+    Optimizers without a schedule have ``train()`` and ``eval()`` for that; torch's own have neither.
+
+    Source: Defazio et al., "The Road Less Scheduled", 2024, section 4.
+    """
+    train, evaluate = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
+    if not callable(train) or not callable(evaluate):
+        return
+    if training:
+        train()
+    else:
+        evaluate()
+
+
 def warn_evaluation_mode(model: nn.Module) -> None:
     """Warn of norms in evaluation mode within a model in training mode: ``fit`` calls ``model.train()``.
 
