@@ -272,3 +272,29 @@ def test_devices_are_written_as_everywhere(devices):
     net = DataParallel(nn.Linear(5, 2), devices, gather_to_one_device=False)
     assert net.device_ids == [torch.device("cpu")] * 2
     assert [len(part) for part in scatter(torch.ones(5, 2), devices)] == [3, 2]
+
+
+class Halving(nn.Module):
+    """Changes its input in place, and then saves it for the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.layer(x.mul_(0.5))
+
+
+def test_a_module_may_change_its_input_in_place():
+    torch.manual_seed(0)
+    net, x = Halving(), torch.randn(7, 3)
+    changed = [x.clone(), x.clone()]
+    expected = net(changed[0])
+    expected.square().mean().backward()
+    gradients = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    found = DataParallel(net, ["cpu", "cpu", "cpu"])(changed[1])
+    found.square().mean().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close([p.grad for p in net.parameters()], gradients)
+    assert torch.equal(*changed)  # the batch as well, as on one device

@@ -323,7 +323,12 @@ class Scattering:
             raise ConfigError(self._other_rows(value, path, self.loaded.counts[-1]))
         if length != rows:
             raise ConfigError(self._uneven(value, path, length, rows))
-        return list(split_rows(value, sizes, self.dim))
+        pieces = list(split_rows(value, sizes, self.dim))
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.requires_grad:
+            # Views have one version for all rows, by which autograd would refuse the parts of a module that
+            # changes its input in place: its own rows, as on one device. `data` has a version of its own.
+            pieces = [piece.data for piece in pieces]
+        return pieces
 
     def _cut_sequence(self, value: Any, sizes: Sequence[int], path: Path) -> list[Any]:
         rows = sum(sizes)
