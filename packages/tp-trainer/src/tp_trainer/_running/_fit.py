@@ -33,6 +33,7 @@ from tp_trainer._steps._step import (
     warn_no_gradients,
     weighed,
 )
+from tp_trainer._steps._step_state import step_values, warn_step_state
 
 
 class FitHooks(LoopHooks):
@@ -189,7 +190,12 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         parts = [*tuple.__iter__(batch)] if isinstance(batch, Parts) else [batch]
         if not hooks.weighs_batches and any(isinstance(p, CountedBatch) for p in parts):
             hooks.weighs_batches, step = True, weighed(step, [step])
-        return run_watched(hooks.run, update.session, update.optimizer, step, model, batch)
+        if len(parts) == 1:
+            return run_watched(hooks.run, update.session, update.optimizer, step, model, batch)
+        before = step_values(settings.step)
+        output = run_watched(hooks.run, update.session, update.optimizer, step, model, batch)
+        warn_step_state(settings.step, before, len(parts))
+        return output
 
     def finish_first() -> bool:
         nonlocal run, finish
