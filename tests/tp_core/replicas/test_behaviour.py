@@ -64,18 +64,21 @@ def test_parametrizations_give_the_same_gradients(kind, force_copies):
 
 
 @BOTH
-def test_attributes_set_in_forward_stay_on_replica_0_and_are_lost_on_the_others(force_copies):
+def test_a_tensor_set_in_forward_is_the_replicas_own_and_others_are_replica_0s(force_copies):
     def remember(self, x):
-        seen = getattr(self, "last", None)
-        self.last = x
-        return None if seen is None else seen is x
+        seen = getattr(self, "last", None), getattr(self, "size", None)
+        self.last, self.size = x, len(x)
+        return seen
 
     model = Named(remember)
     replicas = two(model, force_copies)
-    assert replicas.run(call, X) == [None, None]
+    assert replicas.run(call, X) == [(None, None)] * 2
     assert model.last is X[0]
-    # Every replica starts from the module's attributes.
-    assert replicas.run(call, [X[0], X[0]]) == [True, True]
+    (first, size), (second, other_size) = replicas.run(call, [X[0], X[0][:1]])
+    assert first is X[0]
+    assert second is X[1]
+    assert size == other_size == len(X[0])
+    assert [size for _, size in replicas.run(call, X)] == [len(X[0])] * 2
 
 
 @BOTH

@@ -274,10 +274,23 @@ class _ReplicaModule:
         own: The attributes in which the copy differs.
         version: The version of the original when its attributes were copied.
         tensors: The attributes of the original that were moved, with their versions then.
+        copied: The attributes that were tensors when they were copied.
+        states: The tensors that forwards of this replica have set, with what the original had under the same
+            name after the same call.
         containers: The attributes of the original of which the copy has its own.
     """
 
-    __slots__ = ("_compiled", "containers", "module", "original", "own", "tensors", "version")
+    __slots__ = (
+        "_compiled",
+        "containers",
+        "copied",
+        "module",
+        "original",
+        "own",
+        "states",
+        "tensors",
+        "version",
+    )
 
     def __init__(self, original: Original, *, copies: bool) -> None:
         real = original.module
@@ -288,6 +301,8 @@ class _ReplicaModule:
             self.own["_parameters"] = {}
         self.version = -1
         self.tensors: list[tuple[Tensor, int]] = []
+        self.copied: dict[str, Tensor] = {}
+        self.states: dict[str, tuple[Tensor, Any]] = {}
         self.containers: list[Any] = []
         self._compiled: Any = (None, None)
 
@@ -308,6 +323,9 @@ class _ReplicaModule:
         self.tensors = []
         if device != home:
             self._move_tensors(real, found, device, home)
+        # A state that the program has set since, or cleared, holds for all replicas.
+        self.states = {n: (own, seen) for n, (own, seen) in self.states.items() if real.get(n) is seen}
+        found |= {name: own for name, (own, _) in self.states.items()}
         compiled = real.get("dynamo_ctx"), real.get("_compiled_call_impl")
         if not same_objects(compiled, self._compiled):
             self._compiled = compiled
@@ -317,7 +335,19 @@ class _ReplicaModule:
         attributes.update(real)
         attributes.update(found)
         attributes.update(self.own)
+        self.copied = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
         self.version = self.original.version
+
+    def note_states(self) -> None:
+        """Note the tensors that the forward has set: a hidden state, say, that its next call begins with."""
+        real = vars(self.original.module)
+        set_now = {
+            name: value
+            for name, value in vars(self.module).items()
+            if isinstance(value, Tensor) and value is not self.copied.get(name)
+        }
+        kept = {name: own for name, (own, _) in self.states.items()} | set_now
+        self.states = {name: (own, real.get(name)) for name, own in kept.items()}
 
     def is_behind(self) -> bool:
         """Return whether the real module's attributes, or values of moved tensors, have changed."""
@@ -415,6 +445,17 @@ class ReplicaModules:
             self._containers.refill()
             self._watch()
         self._version = self._structure.version
+
+    def note_states(self) -> None:
+        """Note what forwards have set on the replica's modules, at the end of a call of all replicas.
+
+        Each replica goes on with its own rows' state, as one device does with the rows of the whole batch.
+        """
+        looked_at = self._all if self._is_hooked else self._some
+        if looked_at.is_same() and not any(replica.states for replica in self._replicas):
+            return
+        for replica in self._replicas:
+            replica.note_states()
 
     def _copy_attributes(self, replica: _ReplicaModule) -> None:
         replica.copy_attributes(self._replica_of, self._containers, self.device, self._structure.home)

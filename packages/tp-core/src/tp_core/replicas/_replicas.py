@@ -95,6 +95,12 @@ class ReplicaCache:
     def refresh(self) -> None:
         self._refreshes += 1
 
+    def note_states(self, count: int) -> None:
+        """Note the states that the first ``count`` replicas have left on their modules."""
+        for number in range(1, count):
+            if number in self._modules:
+                self._modules[number].note_states()
+
     def note_run_alone(self) -> None:
         """Record that the module ran without the others, and may have changed buffers untracked."""
         self._runs_alone += 1
@@ -541,6 +547,7 @@ class Replicas:
             raise
         streams.close()
         raise_first(outcomes, self.devices)
+        self._cache.note_states(count)
         return [o.result for o in outcomes]
 
     def _run_first(self, call: Callable[[nn.Module, Any], R], module: nn.Module, part: Any) -> R:
