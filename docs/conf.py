@@ -85,19 +85,27 @@ nitpick_ignore_regex = [
     # The same, as modules write them that import them for type checkers alone.
     ("py:class", r"DeviceMesh|Figure|Optimizer|Path|ProcessGroup|Tensor|nn\.Module|(np|pd|random)\.[\w.]+"),
     ("py:class", r"object \| ~collections\.abc\..*"),  # a union is cut at its commas
-    ("py:class", r"tp_[\w.]+\.(OptionsT|Output|State|R|T\d?)|P|_pickle\..*"),
+    ("py:class", r"tp_[\w.]+\.(OptionsT|Output|State|Added|Function|R|T\d?)|P|_pickle\..*"),
 ]
 nitpick_ignore = [
     # What arguments are whose values only other packages of ours make.
+    ("py:class", "Console"),  # rich's
+    ("py:class", "DTensor"),
+    ("py:class", "types.ModuleType"),
     ("py:class", "tp_core._trees.Container"),
     ("py:class", "tp_core._trees.PerType"),
+    ("py:class", "tp_core.data._streams.Stream"),
+    ("py:class", "tp_core.fully_sharded._units.Units"),
     ("py:class", "tp_data._order.Order"),
     ("py:class", "tp_runner._options.Batching"),
     ("py:class", "tp_runner._options.ItemOptions"),
     ("py:class", "tp_runner._scheduling._pool.RunnerPool"),
     ("py:class", "tp_runner._scheduling._source.MapStyle"),
     ("py:class", "tp_runner._stream.OpenRun"),
+    ("py:class", "tp_shard._groups._group.Group"),
+    ("py:class", "tp_shard._plans._summary.Summary"),
     ("py:class", "tp_shard._split.Split"),
+    ("py:class", "tp_shard._verify._report.PlanReport"),
     ("py:class", "tp_shard.nn._sequence.SequenceState"),
     ("py:class", "tp_accelerate._loaders.AcceleratedLoader"),
     ("py:class", "tp_lightning._loggers.LoggerView"),
@@ -106,6 +114,7 @@ nitpick_ignore = [
     ("py:class", "tp_trainer._opening._boundaries.StepBoundaries"),
     ("py:class", "tuple[float"),  # an attribute's type in a docstring is cut at its comma
     ("py:class", "tp_testing._training_conformance.TrainingOutcome"),
+    ("py:class", "tp_testing._user_state_conformance.UserStateOutcome"),
 ]
 
 

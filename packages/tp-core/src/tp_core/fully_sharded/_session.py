@@ -36,7 +36,7 @@ _OTHER_TYPES = re.compile(r"same dtype|expected scalar type|should be the same|e
 class FullyShardedSession(ProcessGroupSession):
     """One rank of a job with parameters that are DTensors over the ranks that read different samples.
 
-    A backend's own class sets :attr:`sharding` in its constructor, calls :meth:`shard_model` for each model
+    A backend's own class sets ``sharding`` in its constructor, calls :meth:`shard_model` for each model
     that it prepares, and implements the norm of the whole gradient.
 
     Attributes:
@@ -202,7 +202,7 @@ class FullyShardedSession(ProcessGroupSession):
     def clip_grad_norm(self, model: nn.Module, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``.
 
-        Collective: those of :meth:`grad_norm`.
+        Collective: those of ``grad_norm``.
         """
         norm = self.grad_norm(model, norm_type=norm_type)
         grads = local_gradients(model)

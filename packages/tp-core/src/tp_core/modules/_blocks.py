@@ -15,7 +15,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a model that repeat, by name, in the model's order.
 
-    They are the blocks of :func:`named_blocks` that occur more than once, else of :func:`found_blocks`.
+    They are the blocks of ``named_blocks`` that occur more than once, else of ``found_blocks``.
 
     Raises:
         ModelError: The model has none.

@@ -410,7 +410,7 @@ class ProcessGroupSession(Session):
         return inner
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Load a state of :meth:`model_state`; this rank's part of a DTensor is cut out of the whole."""
+        """Load a state of ``model_state``; this rank's part of a DTensor is cut out of the whole."""
         load_whole_state(self.unwrap(model), state)
 
     def sync_buffers(self, model: nn.Module) -> None:
