@@ -304,6 +304,11 @@ def split_weight(name: str, value: Any) -> tuple[Any, float | None]:
 # -- Backward passes that add zeros ---------------------------------------------------------------
 
 
+def drop_gradient(gradient: Tensor) -> Tensor:
+    """Return zeros for a gradient: the hook of :func:`zero_backward`."""
+    return torch.zeros_like(gradient)
+
+
 def zero_backward(loss: Tensor, backward: Callable[[Tensor], None]) -> None:
     """Call ``backward`` with a loss that counts nothing, so that zeros are added to the gradients.
 
@@ -318,7 +323,7 @@ def zero_backward(loss: Tensor, backward: Callable[[Tensor], None]) -> None:
         >>> weight.grad
         tensor([0., 0.])
     """
-    handles = [leaf.register_hook(torch.zeros_like) for leaf in _graph_leaves(loss)]
+    handles = [leaf.register_hook(drop_gradient) for leaf in _graph_leaves(loss)]
     try:
         backward(loss)
     finally:

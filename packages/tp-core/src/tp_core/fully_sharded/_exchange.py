@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_core._trees import tree_leaves
+from tp_core.data._step_outputs import drop_gradient
 from tp_core.errors import StepError
 from tp_core.modules._parameters import is_dtensor
 from tp_core.modules._user_state import Hooks, copy_attributes
@@ -141,10 +142,14 @@ class GradientHooks:
                 hooks: Any = parameter._post_accumulate_grad_hooks  # an OrderedDict
                 hooks.move_to_end(handle.id, last=False)
             self._listens = True
-        if parameter._backward_hooks and not is_dtensor(parameter):
-            # torch would call them before the average.
-            self._tensor_hooks.append(parameter._backward_hooks)
-            parameter._backward_hooks = None
+        hooks = parameter._backward_hooks
+        if not hooks or is_dtensor(parameter):
+            return
+        if any(hook is drop_gradient for hook in hooks.values()):
+            return  # this rank has no sample: its part is 0 before the average, and in this pass alone
+        # torch would call them before the average.
+        self._tensor_hooks.append(hooks)
+        parameter._backward_hooks = None
 
     def begin(self) -> None:
         """Put the accumulated gradient aside: hooks see the one of this backward pass alone."""
