@@ -339,4 +339,4 @@ def _validating(folder):
 def test_a_signal_within_a_validation_ends_all_ranks_within_a_few_batches(tmp_path):
     for late, name in run_ranks(_validating, 2, tmp_path)[1]:
         assert name == "step-0000000020"
-        assert late <= 15  # a tenth of a second, and two
+        assert late <= 25  # of 40; a tenth of a second and two, and what a busy machine adds

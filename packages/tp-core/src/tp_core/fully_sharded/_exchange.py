@@ -4,6 +4,7 @@ torch's ``fully_shard`` makes two new parameters of each: a shard, and what is g
 drops what the user set on the old one, and the old one stays in the user's hands.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -137,7 +138,7 @@ class GradientHooks:
         """Have torch call these hooks, before the accumulated ones that are put on later."""
         parameter = self._parameter
         if not self._listens and parameter.requires_grad:  # torch refuses hooks of a frozen one
-            handle = parameter.register_post_accumulate_grad_hook(self._call)
+            handle = parameter.register_post_accumulate_grad_hook(self._weak_call())
             if is_dtensor(parameter):  # otherwise after the average
                 hooks: Any = parameter._post_accumulate_grad_hooks  # an OrderedDict
                 hooks.move_to_end(handle.id, last=False)
@@ -150,6 +151,20 @@ class GradientHooks:
         # torch would call them before the average.
         self._tensor_hooks.append(hooks)
         parameter._backward_hooks = None
+
+    def _weak_call(self) -> Callable[[Any], None]:
+        """Return `_call` without a reference to this object, which has the parameter.
+
+        The garbage collector does not look into torch's hooks of a parameter: a cycle would never be freed.
+        """
+        reference = weakref.ref(self)
+
+        def call(parameter: Any) -> None:
+            hooks = reference()
+            if hooks is not None:
+                hooks._call(parameter)
+
+        return call
 
     def begin(self) -> None:
         """Put the accumulated gradient aside: hooks see the one of this backward pass alone."""
