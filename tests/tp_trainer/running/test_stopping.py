@@ -318,7 +318,7 @@ def _validating(folder):
         def look(model, batch, at=at):
             nonlocal looked_at
             looked_at += 1
-            time.sleep(0.01)
+            time.sleep(0.05)  # so that a tenth of a second is few batches, on a busy machine, too
             if looked_at == at and rank == 1:
                 terminate()
             return mean_square(model, batch)
@@ -339,4 +339,4 @@ def _validating(folder):
 def test_a_signal_within_a_validation_ends_all_ranks_within_a_few_batches(tmp_path):
     for late, name in run_ranks(_validating, 2, tmp_path)[1]:
         assert name == "step-0000000020"
-        assert late <= 25  # of 40; a tenth of a second and two, and what a busy machine adds
+        assert late <= 15

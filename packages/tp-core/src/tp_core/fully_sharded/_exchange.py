@@ -51,9 +51,11 @@ class ReplacedParameter(nn.Parameter):
     ) -> Any:
         if func is Tensor.__hash__:  # optimizers have it as a key
             return id(args[0])
-        used = next(leaf for leaf in tree_leaves([list(args), kwargs or {}]) if type(leaf) is cls)
+        leaves = tree_leaves([list(args), kwargs or {}])
+        names = [vars(leaf)["tp_name"] for leaf in leaves if type(leaf) is cls]
+        name = repr(names[0]) if names else "one"  # it may be within an object that is no container
         msg = (
-            f"this parameter was {vars(used)['tp_name']!r} of a model until the model was prepared; a shard "
+            f"this parameter was {name} of a model until the model was prepared; a shard "
             "has taken its place, and this one has no values any more. Take it from the model again, after "
             "prepare() or in a callback: model.parameters(), model.get_parameter(name). An optimizer that "
             "has it is given to trainer.prepare(model, optimizer) or fit()"

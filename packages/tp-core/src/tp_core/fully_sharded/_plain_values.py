@@ -13,7 +13,7 @@ class PlainValues:
     """The plain values in a dict as they are now, to put them back: numbers, tensors, containers of these.
 
     A key that is made later is removed then. Tensors get their values back in place: others may have the
-    same tensor, as a scheduler has that of the learning rate.
+    same tensor, as a scheduler holds the learning rate's.
 
     Args:
         values: The dict.

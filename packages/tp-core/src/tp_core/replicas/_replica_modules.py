@@ -449,7 +449,7 @@ class ReplicaModules:
     def note_states(self) -> None:
         """Note what forwards have set on the replica's modules, at the end of a call of all replicas.
 
-        Each replica goes on with its own rows' state, as one device does with the rows of the whole batch.
+        Each replica continues with the state of its own rows, as one device does with all rows.
         """
         looked_at = self._all if self._is_hooked else self._some
         if looked_at.is_same() and not any(replica.states for replica in self._replicas):

@@ -101,7 +101,7 @@ def agree_on_failure(failure: BaseException | None, gather: Callable[..., list[A
         ConfigError: Another rank's is one.
         StateError: Another rank has failed otherwise.
 
-    Collective: that of ``gather``.
+    Collective: the one of ``gather``.
     """
     answers = gather(_described(failure), where="the outcomes of ranks")
     if isinstance(failure, Exception):

@@ -241,7 +241,7 @@ class Conversion:
             msg = (
                 f"a parameter of shape {tuple(parameter.shape)} that is split has a gradient hook "
                 "(register_hook or register_post_accumulate_grad_hook), which would be lost: this rank's "
-                "gradient is that of its part. Put the hook on after the model is split, for the part, or "
+                "gradient covers its part alone. Put the hook on after the model is split, for the part, or "
                 "change gradients before the optimizer steps, as in a callback's on_optimizer_step"
             )
             raise ModelError(msg)
