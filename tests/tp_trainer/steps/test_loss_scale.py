@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_trainer import Trainer
+from tp_trainer.tuning._batch_size import traceless  # private: its callers pick their own steps
 
 PRECISIONS = ["fp32", "fp16-mixed"]
 
@@ -161,3 +162,18 @@ def test_the_scale_is_halved_once_for_all_models_of_a_step():
                 False,
             ]
     assert scales == [65536.0, 65536.0, 32768.0, 32768.0, 16384.0, 16384.0, 8192.0, 8192.0]
+
+
+def test_a_trial_between_two_passes_leaves_gradients_at_their_scale():
+    def train(trainer):
+        model, loader = trainer.prepare(linear(), batches())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for batch in loader:  # the gradients are never cleared
+            trainer.backward(trainer.run(squares, model, batch))
+            assert trainer.update(model, optimizer)
+            with traceless(trainer, model, optimizer):
+                trainer.backward(trainer.run(squares, model, batch))  # as where no memory is left for a step
+        return moved(model, before)
+
+    assert_close(moves(train))

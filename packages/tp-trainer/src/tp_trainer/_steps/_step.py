@@ -243,6 +243,7 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scale, self._good = float(state["scale"]), int(state["good"])
         self._all_finite = None
+        self._unscaled.clear()
 
 
 # -- Training and evaluation modes of modules -----------------------------------------------------

@@ -26,12 +26,14 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
 
     The copies are on the CPU, so that accelerators have as much free memory as in a run.
     """
+    scaler = trainer._preparation.scaler
+    if scaler is not None:
+        scaler.begin_backward([model])  # gradients that are kept are at the scale that is kept
     tensors = [*model.parameters(), *model.buffers()]
     values = [t.detach().to("cpu", copy=True) for t in tensors]
     gradients = [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in model.parameters()]
     state = {parameter: _on_cpu(saved) for parameter, saved in optimizer.state.items()}
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    scaler = trainer._preparation.scaler
     scale = None if scaler is None else scaler.state_dict()
     kept_generators = capture_rng_state(trainer.session.job.devices)
     try:
