@@ -15,8 +15,8 @@ from tp_data import (
     Item,
     Packed,
     Piece,
-    Row,
     RowForm,
+    SampleRow,
     TokenBudget,
     check_packing,
     document_block_mask,
@@ -99,7 +99,7 @@ def test_a_row_that_only_fills_up_counts_nothing():
     assert [row.weight for row in rows] == [1.0, 1.0, 0.0]
     batch = batcher.collate(rows, SAMPLES)
     assert bool((batch["labels"][2] == -100).all())
-    again = batcher.collate([Row(rows[0].pieces, weight=0.0)], SAMPLES)  # a stand-in
+    again = batcher.collate([SampleRow(rows[0].pieces, weight=0.0)], SAMPLES)  # a stand-in
     assert int(again.weight()) == 0
     assert int(batcher.collate(rows[2:], SAMPLES).weight()) == 0
     assert batcher.count(rows) == 3
@@ -111,7 +111,7 @@ def test_padded_batches_have_masks_and_ignored_labels():
         0: {"input_ids": [5, 8, 2], "labels": [5, 8, 2], "id": 3},
         1: {"input_ids": [7], "labels": [7], "id": 4},
     }
-    batch = batcher.collate([Row((Piece(0, 0, 3),)), Row((Piece(1, 0, 1),))], samples)
+    batch = batcher.collate([SampleRow((Piece(0, 0, 3),)), SampleRow((Piece(1, 0, 1),))], samples)
     assert batch["input_ids"].tolist() == [[5, 8, 2, 9], [7, 9, 9, 9]]
     assert batch["labels"].tolist() == [[5, 8, 2, -100], [7, -100, -100, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
@@ -122,9 +122,11 @@ def test_padded_batches_have_masks_and_ignored_labels():
 
 def test_a_collate_function_of_your_own_makes_the_batch():
     batcher = TokenBudget(64, collate=lambda samples: {"labels": torch.tensor(samples)}, causal=False)
-    batch = batcher.collate([Row((Piece(0, 0, 1),)), Row((Piece(1, 0, 1),))], {0: [1, -100], 1: [2, 3]})
+    batch = batcher.collate(
+        [SampleRow((Piece(0, 0, 1),)), SampleRow((Piece(1, 0, 1),))], {0: [1, -100], 1: [2, 3]}
+    )
     assert int(batch.weight()) == 3
-    assert TokenBudget(64, collate=len).collate([Row((Piece(0, 0, 1),))], {0: "a"}) == 1
+    assert TokenBudget(64, collate=len).collate([SampleRow((Piece(0, 0, 1),))], {0: "a"}) == 1
 
 
 @pytest.mark.slow
@@ -245,7 +247,7 @@ def test_a_step_that_fails_on_a_packed_row_is_named():
     with pytest.raises(ModelError, match="with packed documents, by which packing is checked: TypeError"):
         check_packing(nn.Linear(2, 2), packed())
     with pytest.raises(ModelError, match="got one of padded samples"):
-        check_packing(nn.Linear(2, 2), TokenBudget(64).collate([Row((Piece(0, 0, 3),))], SAMPLES))
+        check_packing(nn.Linear(2, 2), TokenBudget(64).collate([SampleRow((Piece(0, 0, 3),))], SAMPLES))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,7 @@ def test_a_sample_that_cannot_be_packed_is_refused(samples, message):
 
 def test_samples_that_cannot_be_padded_are_refused():
     def padded(*samples):
-        rows = [Row((Piece(i, 0, 2),)) for i in range(len(samples))]
+        rows = [SampleRow((Piece(i, 0, 2),)) for i in range(len(samples))]
         return TokenBudget(64).collate(rows, dict(enumerate(samples)))
 
     with pytest.raises(LoaderError, match="has no field 'kind', which the first of its batch has"):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tp_data._batches import BatchSize as BatchSize
     from tp_data._batches import Item as Item
     from tp_data._batches import Piece as Piece
-    from tp_data._batches import Row as Row
+    from tp_data._batches import SampleRow as SampleRow
     from tp_data._files import Access as Access
     from tp_data._loader import Loader as Loader
     from tp_data._loader import Stats as Stats
@@ -35,7 +35,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "tp_data._batches": ["BatchSize", "Batcher", "Item", "Piece", "Row"],
+            "tp_data._batches": ["BatchSize", "Batcher", "Item", "Piece", "SampleRow"],
             "tp_data._files": ["Access"],
             "tp_data._loader": ["Loader", "Stats"],
             "tp_data._order": ["Shuffle"],

@@ -4,7 +4,7 @@ A batcher sees the samples in the global order, by their positions, and never th
 global batch of one step after the other, the same whatever the number of ranks::
 
     the global order       0 1 2 3 | 4 5 6 7 | 8 9 ...      Item: a position and a cost
-    next_batch             [row, row, row, row]             Row: one sample, or pieces of several
+    next_batch             [row, row, row, row]             SampleRow: one sample, or pieces of several
     split, 2 ranks         [row, row] [row, row]
     collate, in a worker   a batch of this rank's rows
 """
@@ -54,7 +54,7 @@ class UnfitSampleError(LoaderError):
         self.position = position
 
 
-class Row(NamedTuple):
+class SampleRow(NamedTuple):
     """One row of a batch.
 
     Attributes:
@@ -66,7 +66,7 @@ class Row(NamedTuple):
     weight: float = 1.0
 
 
-class WholeSamples(Sequence[Row]):
+class WholeSamples(Sequence[SampleRow]):
     """Rows of one whole sample each, at positions one behind the other, made when they are looked at.
 
     Most batches are such ones, and a row for each of their samples would cost as much as reading it.
@@ -81,13 +81,13 @@ class WholeSamples(Sequence[Row]):
         return len(self.positions)
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> SampleRow: ...
     @overload
     def __getitem__(self, index: slice) -> "WholeSamples": ...
-    def __getitem__(self, index: int | slice) -> "Row | WholeSamples":
+    def __getitem__(self, index: int | slice) -> "SampleRow | WholeSamples":
         if isinstance(index, slice):
             return WholeSamples(self.positions[index])
-        return Row((Piece(self.positions[index]),))
+        return SampleRow((Piece(self.positions[index]),))
 
 
 class ItemsInOrder(Iterator[Item]):
@@ -133,7 +133,7 @@ class Batcher:
             take: ``take(positions)`` returns the items at positions that were taken before.
         """
 
-    def next_batch(self, items: Iterator[Item]) -> Sequence[Row] | None:
+    def next_batch(self, items: Iterator[Item]) -> Sequence[SampleRow] | None:
         """Return the rows of the next global batch; ``None`` at the end of the epoch.
 
         Args:
@@ -141,18 +141,18 @@ class Batcher:
         """
         raise NotImplementedError
 
-    def split(self, rows: Sequence[Row], ranks: int) -> Sequence[Sequence[Row]]:
+    def split(self, rows: Sequence[SampleRow], ranks: int) -> Sequence[Sequence[SampleRow]]:
         """Return the part of each rank of a global batch.
 
         Together they are all rows, in their order. A part may be empty.
         """
         return [rows[part] for part in split_evenly(len(rows), ranks)]
 
-    def count(self, rows: Sequence[Row]) -> int:
+    def count(self, rows: Sequence[SampleRow]) -> int:
         """Return what rows weigh in the mean over all ranks: the number of rows."""
         return len(rows)
 
-    def collate(self, rows: Sequence[Row], samples: Mapping[int, Any]) -> Any:
+    def collate(self, rows: Sequence[SampleRow], samples: Mapping[int, Any]) -> Any:
         """Return the batch of a rank's rows. It runs in a worker.
 
         Args:
@@ -210,21 +210,21 @@ class BatchSize(Batcher):
             raise ConfigError(msg)
         self.size, self.last, self._collate = size, last, collate
 
-    def next_batch(self, items: Iterator[Item]) -> Sequence[Row] | None:
+    def next_batch(self, items: Iterator[Item]) -> Sequence[SampleRow] | None:
         """Return the next samples, each a row."""
-        rows: Sequence[Row]
+        rows: Sequence[SampleRow]
         if isinstance(items, ItemsInOrder):
             rows = WholeSamples(items.take(self.size))
         else:
-            rows = [Row((Piece(item.position),)) for item in islice(items, self.size)]
+            rows = [SampleRow((Piece(item.position),)) for item in islice(items, self.size)]
         if not rows or (len(rows) < self.size and self.last == "drop"):
             return None
         if self.last == "pad" and len(rows) < self.size:
             more = self.size - len(rows)
-            rows = [*rows, *(Row(rows[i % len(rows)].pieces, weight=0.0) for i in range(more))]
+            rows = [*rows, *(SampleRow(rows[i % len(rows)].pieces, weight=0.0) for i in range(more))]
         return rows
 
-    def collate(self, rows: Sequence[Row], samples: Mapping[int, Any]) -> Any:
+    def collate(self, rows: Sequence[SampleRow], samples: Mapping[int, Any]) -> Any:
         """Return the batch of a rank's samples.
 
         Raises:
@@ -250,7 +250,7 @@ class BatchSize(Batcher):
         return samples // self.size if self.last == "drop" else -(-samples // self.size)
 
 
-def positions_in(rows: Iterable[Row]) -> Sequence[int]:
+def positions_in(rows: Iterable[SampleRow]) -> Sequence[int]:
     """Return the positions of the samples in rows, each one once."""
     if isinstance(rows, WholeSamples):
         return rows.positions

@@ -35,12 +35,11 @@ def _data() -> None:
 def _index(files: Files, *, cache: Cache = "", as_json: AsJson = False) -> None:
     """Make the indexes of files, so that runs find them."""
     stream = _stream(files, cache)
-    found = {name: {"samples": len(one), "digest": one.digest} for name, one in stream.sources.items()}
     if as_json:
-        print(json.dumps({"sources": found}))
+        print(json.dumps({"sources": _described_sources(stream)}))
         return
-    for name, source in found.items():
-        print(f"{name}: {source['samples']} samples, digest {source['digest']}")
+    for name, source in stream.sources.items():
+        print(f"{name}: {len(source)} samples, digest {source.digest}")
 
 
 @app.command("look")
@@ -62,10 +61,9 @@ def _look(
     lengths = [_length(stream.sample(at), field) for at in range(min(len(stream), _MOST))]
     bins = _histogram(lengths)
     if as_json:
-        found = {name: {"samples": len(one), "digest": one.digest} for name, one in stream.sources.items()}
         numbers = {"least": min(lengths), "mean": sum(lengths) / len(lengths), "most": max(lengths)}
         document: dict[str, Any] = {
-            "sources": found,
+            "sources": _described_sources(stream),
             "looked_at": len(lengths),
             "lengths": numbers,
             "histogram": bins,
@@ -82,7 +80,9 @@ def _look(
         print(f"{least:>9} - {most:<9} {'#' * -(-count * _BAR // widest):<{_BAR}} {count}")
     for at, where in enumerate(shown):
         text = " ".join(repr(stream.sample(at)).split())
-        print(f"{where}: {text if len(text) <= _SHOWN else text[:_SHOWN] + ' ...'}")
+        if len(text) > _SHOWN:
+            text = f"{text[:_SHOWN]} ..."
+        print(f"{where}: {text}")
 
 
 @app.command("order")
@@ -109,7 +109,9 @@ def _order(
                 f"{files[0]} makes the loader: --batch, --seed, --shuffle, --blocks and --buffer are its own"
             )
             raise ConfigError(msg)
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what the script prints is no JSON
+        # What the script prints is no JSON.
+        output = redirect_stdout(sys.stderr) if as_json else nullcontext()
+        with output:
             loader = load_function(files[0], example="make_loader")()
         if not isinstance(loader, Loader):
             msg = f"{files[0]} must return a tp_data.Loader, got {type(loader).__name__}"
@@ -118,35 +120,47 @@ def _order(
         if batch < 1:
             msg = "give --batch, the samples of a step on all ranks together"
             raise ConfigError(msg)
-        how: Any = Shuffle(buffer=buffer or None, blocks=blocks or None) if buffer or blocks else shuffle
-        loader = Loader(_stream(files, cache, shuffle=how, seed=seed), batch)
+        rule: Shuffle | bool = shuffle
+        if buffer or blocks:
+            rule = Shuffle(buffer=buffer or None, blocks=blocks or None)
+        loader = Loader(_stream(files, cache, shuffle=rule, seed=seed), batch)
     epoch, first = _epoch_of(loader, step)
     parts = next(loader.steps(ranks, epoch=epoch, first=first), None)
     if parts is None:
         msg = f"epoch {epoch} has no step {first + 1}"
         raise ConfigError(msg)
-    rows = [
-        {"rank": rank, "row": row, "position": piece.position}
-        | dict(zip(("source", "index", "where"), _place(loader, piece.position, epoch), strict=True))
-        for rank, mine in enumerate(parts)
-        for row, one in enumerate(mine)
-        for piece in one.pieces
-    ]
+    samples = []
+    for rank, rows in enumerate(parts):
+        for number, row in enumerate(rows):
+            for piece in row.pieces:
+                place = loader.stream.place(piece.position, epoch=epoch)
+                described: dict[str, Any] = {
+                    "rank": rank,
+                    "row": number,
+                    "position": piece.position,
+                    "source": place.source,
+                    "index": place.index,
+                    "where": place.where,
+                }
+                samples.append(described)
     if as_json:
-        print(json.dumps({"step": step, "epoch": epoch, "batch": first, "samples": rows}))
+        print(json.dumps({"step": step, "epoch": epoch, "batch": first, "samples": samples}))
         return
     from rich.table import Table
 
     print(f"step {step}: batch {first + 1} of epoch {epoch + 1}")
-    table = Table(*rows[0], box=None)
-    for found in rows:
-        table.add_row(*map(str, found.values()))
+    table = Table(*samples[0], box=None)
+    for described in samples:
+        table.add_row(*map(str, described.values()))
     output_console().print(table)
 
 
-def _place(loader: Loader, position: int, epoch: int) -> tuple[str, int, str]:
-    place = loader.stream.place(position, epoch=epoch)
-    return place.source, place.index, place.where
+def _described_sources(stream: Stream) -> dict[str, dict[str, Any]]:
+    """Return the number of samples and the digest of each source."""
+    sources = {}
+    for name, source in stream.sources.items():
+        sources[name] = {"samples": len(source), "digest": source.digest}
+    return sources
 
 
 def _epoch_of(loader: Loader, step: int) -> tuple[int, int]:

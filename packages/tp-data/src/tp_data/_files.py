@@ -187,7 +187,7 @@ def _remote_glob(pattern: str, access: Access) -> list[str]:
 # -- Indexes --------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
+class FileScan(NamedTuple):
     """What the scan of a file gives: where samples begin, with the end of the last, and a digest."""
 
     offsets: NDArray[np.uint64]
@@ -501,7 +501,7 @@ def _write(part: Path, *data: bytes) -> None:
         file.writelines(data)
 
 
-def _scan_lines(path: Path, _url: str, *, keeps_empty: bool) -> Found:
+def _scan_lines(path: Path, _url: str, *, keeps_empty: bool) -> FileScan:
     """Return the beginnings of the lines of a file."""
     digest, ends, size = hashlib.blake2b(digest_size=8), [], 0
     with path.open("rb") as file:
@@ -522,10 +522,10 @@ def _scan_lines(path: Path, _url: str, *, keeps_empty: bool) -> Found:
                 file.seek(int(starts[i]))
                 keep[i] = bool(file.read(2).strip())
             starts = starts[keep]
-    return Found(np.append(starts, np.uint64(size)), digest.hexdigest())
+    return FileScan(np.append(starts, np.uint64(size)), digest.hexdigest())
 
 
-def _scan_tar(path: Path, url: str) -> Found:
+def _scan_tar(path: Path, url: str) -> FileScan:
     """Return the beginnings of the samples of a tar: neighbors with names that begin alike, to the first dot.
 
     Raises:
@@ -555,17 +555,17 @@ def _scan_tar(path: Path, url: str) -> Found:
     if size < end or len(mark) < _BLOCK_NBYTES or mark.strip(b"\0"):
         msg = f"{url} is no whole tar: it ends at byte {size}, in or behind sample {len(starts) - 1}"
         raise LoaderError(msg)
-    return Found(np.array([*starts, end], np.uint64), digest.hexdigest())
+    return FileScan(np.array([*starts, end], np.uint64), digest.hexdigest())
 
 
-def _scan_whole(path: Path, _url: str) -> Found:
+def _scan_whole(path: Path, _url: str) -> FileScan:
     """Return a digest of a file that has its own index."""
     digest, size = hashlib.blake2b(digest_size=8), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_NBYTES):
             digest.update(chunk)
             size += len(chunk)
-    return Found(np.array([0, size], np.uint64), digest.hexdigest())
+    return FileScan(np.array([0, size], np.uint64), digest.hexdigest())
 
 
 def tar_key(name: str) -> tuple[str, str]:
@@ -580,7 +580,7 @@ def tar_key(name: str) -> tuple[str, str]:
     return (f"{folder}/{stem}" if folder else stem), extension.lower()
 
 
-SCANS: dict[str, Callable[[Path, str], Found]] = {
+SCANS: dict[str, Callable[[Path, str], FileScan]] = {
     "lines": lambda path, url: _scan_lines(path, url, keeps_empty=True),
     "json": lambda path, url: _scan_lines(path, url, keeps_empty=False),
     "tar": _scan_tar,

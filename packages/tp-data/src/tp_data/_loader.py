@@ -28,7 +28,7 @@ from tp_core.data import Envelope, Share, iterate_seeded
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.random import preserve_rng_state
 
-from tp_data._batches import Batcher, BatchSize, Item, ItemsInOrder, Row, UnfitSampleError, positions_in
+from tp_data._batches import Batcher, BatchSize, Item, ItemsInOrder, SampleRow, UnfitSampleError, positions_in
 from tp_data._order import Places, groups, key_of
 from tp_data._sources import Source
 from tp_data._stream import Stream
@@ -62,10 +62,10 @@ class Costs:
     def find(self, places: Places) -> list[int] | None:
         """Return the costs at places; ``None`` if one of them is not known."""
         sources, indices = places
-        found = np.empty(len(sources), np.int64)
+        noted = np.empty(len(sources), np.int64)
         for number, at in groups(sources):
-            found[at] = self._noted[number][indices[at]]
-        return (found - 1).tolist() if found.all() else None
+            noted[at] = self._noted[number][indices[at]]
+        return (noted - 1).tolist() if noted.all() else None
 
     def note(self, places: Places, costs: Sequence[int]) -> None:
         """Note the costs at places."""
@@ -112,15 +112,15 @@ class Stats:
 _MOST_ERRORS = 20
 
 
-class _Task(NamedTuple):
+class _LoadTask(NamedTuple):
     epoch: int
-    rows: Sequence[Row] = ()
+    rows: Sequence[SampleRow] = ()
     costs: Sequence[int] = ()  # positions, to ask for their costs instead of a batch
     noted: Sequence[int] = ()  # the costs that the rows were planned with, where they come from a file
 
 
 @dataclass(slots=True)
-class _Done:
+class _LoadResult:
     """What a worker returns: a batch, or an error that the main process raises."""
 
     batch: Any = None
@@ -128,32 +128,36 @@ class _Done:
     skipped: Sequence[str] = ()
     error: BaseException | None = None
 
-    def pin_memory(self) -> "_Done":
+    def pin_memory(self) -> "_LoadResult":
         """Return the same with the batch in page-locked memory; torch's loader calls it."""
         return replace(self, batch=Envelope(self.batch, 0).pin_memory().batch)
 
 
-class _Work(Dataset[_Done]):
+class _TaskDataset(Dataset[_LoadResult]):
     """Loads what tasks ask for, in a worker or in the main process."""
 
     def __init__(self, stream: Stream, batcher: Batcher, *, skips: bool) -> None:
         self._stream, self._batcher, self._skips = stream, batcher, skips
 
-    def __getitem__(self, task: _Task) -> _Done:
+    def __getitem__(self, task: _LoadTask) -> _LoadResult:
         try:
             if get_worker_info() is None and self._stream.draws:
                 with preserve_rng_state():
                     return self._do(task)
             return self._do(task)
         except Exception as error:  # noqa: BLE001 - torch would put a worker's traceback into its text
-            return _Done(error=error)
+            return _LoadResult(error=error)
 
-    def _do(self, task: _Task) -> _Done:
+    def _do(self, task: _LoadTask) -> _LoadResult:
         skipped: list[str] = []
-        skip = (lambda error: skipped.append(str(error))) if self._skips else None
+
+        def note(error: LoaderError) -> None:
+            skipped.append(str(error))
+
+        skip = note if self._skips else None
         if task.costs:
             samples = self._stream.load(list(task.costs), task.epoch, skip)
-            return _Done([self._cost(p, samples[p], task.epoch) for p in task.costs])
+            return _LoadResult([self._cost(p, samples[p], task.epoch) for p in task.costs])
         positions = positions_in(task.rows)
         samples = self._stream.load(positions, task.epoch, skip)
         for position, noted in zip(positions, task.noted, strict=bool(task.noted)):
@@ -165,17 +169,19 @@ class _Work(Dataset[_Done]):
                 )
                 raise LoaderError(msg)
         batch = self._batcher.collate(task.rows, samples)
-        return _Done(batch, self._batcher.measure(batch), skipped)
+        return _LoadResult(batch, self._batcher.measure(batch), skipped)
 
     def _cost(self, position: int, sample: Any, epoch: int) -> int:
+        if self._batcher.cost is None:
+            return 1
         try:
-            return 1 if self._batcher.cost is None else self._batcher.cost(sample)
+            return self._batcher.cost(sample)
         except LoaderError as error:
             where = self._stream.place(position, epoch=epoch).where
             raise LoaderError(f"{where}: {error}") from error  # noqa: EM102 - a place before a sentence
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -253,8 +259,9 @@ class Loader:
         self._counted = [self.stats]
         self._workers, self._prefetch, self._skips = workers, prefetch, errors == "skip"
         self._timeout_s, self._pin_memory, self._context = timeout_s, pin_memory, multiprocessing_context
-        known = costs if self.batcher.cost is not None else None
-        self._costs = None if known is None else Costs(known, stream.sources)
+        self._costs: Costs | None = None
+        if costs is not None and self.batcher.cost is not None:
+            self._costs = Costs(costs, stream.sources)
         self._lengths: dict[int, int] = {}
         self._rank: int | None = None
         self._size, self._stand_ins = 1, True
@@ -296,23 +303,27 @@ class Loader:
         """
         samples = len(self.stream)
         length = self.batcher.length(samples)
-        if length is None and self._costs is None:
+        if length is not None:
+            return length
+        if self._costs is None:
             msg = (
                 f"the number of batches of {type(self.batcher).__name__} depends on the samples; "
                 "Loader(costs=folder) counts these once, and knows it then"
             )
             raise TypeError(msg)
-        if length is None and epoch not in self._lengths:
+        if epoch not in self._lengths:
             rank, size = self._place()
             own = samples * rank // size
             deque(self._items(chain(range(own, samples), range(own)), epoch), maxlen=0)
             begin = {"epoch": epoch, "batch": 0, "position": 0}
             self._lengths = {epoch: sum(1 for _ in self._batches(begin, copy.copy(self.batcher)))}
-        return self._lengths[epoch] if length is None else length
+        return self._lengths[epoch]
 
     def _place(self) -> tuple[int, int]:
         """Return the rank, and the number of ranks."""
-        return (self._rank, self._size) if self._rank is not None else _launched()
+        if self._rank is None:
+            return _launched()
+        return self._rank, self._size
 
     def measured(self) -> dict[str, float]:
         """Return the sums of `stats` that are of the data: what the batcher measures, waits and skips."""
@@ -364,7 +375,7 @@ class Loader:
         rank, size = self._place()
         planned: deque[tuple[dict[str, Any], Share]] = deque()
         plan = self._plan(state, rank, size, planned)
-        done: _Done
+        done: _LoadResult
         begin = time.perf_counter()
         for done in self._start(plan, state["epoch"]):
             if done.error is not None:
@@ -380,27 +391,30 @@ class Loader:
 
     def _plan(
         self, state: dict[str, Any], rank: int, size: int, planned: deque[tuple[dict[str, Any], Share]]
-    ) -> Iterator[_Task]:
+    ) -> Iterator[_LoadTask]:
         """Yield the tasks of this rank, and note what is to be after each."""
         batcher = copy.copy(self.batcher)
         for rows, after in self._batches(state, batcher):
             mine = batcher.split(rows, size)[rank]
             if not mine and not self._stand_ins:
                 continue
-            planned.append((after, Share(batcher.count(mine) if mine else 0, batcher.count(rows))))
-            mine = mine or [rows[0]._replace(weight=0.0)]
+            counted = batcher.count(mine) if mine else 0
+            planned.append((after, Share(counted, batcher.count(rows))))
+            if not mine:
+                mine = [rows[0]._replace(weight=0.0)]
             noted: Sequence[int] | None = None
             if self._costs is not None:
                 noted = self._costs.find(self.stream.order(state["epoch"]).places(positions_in(mine)))
-            yield _Task(state["epoch"], mine, noted=noted or ())
+            yield _LoadTask(state["epoch"], mine, noted=noted or ())
 
     def _batches(
         self, state: dict[str, Any], batcher: Batcher
-    ) -> Iterator[tuple[Sequence[Row], dict[str, Any]]]:
+    ) -> Iterator[tuple[Sequence[SampleRow], dict[str, Any]]]:
         """Yield the rows of all ranks of each batch, and the state behind it."""
         epoch, taken = state["epoch"], state["position"]
         length = self.stream.order(epoch).length
-        numbers = range(taken, _NO_END if length is None else length)
+        end = _NO_END if length is None else length
+        numbers = range(taken, end)
 
         def costly() -> Iterator[Item]:
             nonlocal taken
@@ -425,7 +439,9 @@ class Loader:
                 after["batcher"] = held
             yield rows, after
 
-    def steps(self, ranks: int = 1, *, epoch: int = 0, first: int = 0) -> Iterator[Sequence[Sequence[Row]]]:
+    def steps(
+        self, ranks: int = 1, *, epoch: int = 0, first: int = 0
+    ) -> Iterator[Sequence[Sequence[SampleRow]]]:
         """Yield the rows of each rank, for one step of an epoch after the other.
 
         No sample is loaded, unless batches depend on what they cost.
@@ -440,9 +456,11 @@ class Loader:
             [1, 1]
         """
         batcher = copy.copy(self.batcher)
-        seek = first * batcher.size if isinstance(batcher, BatchSize) else 0
-        state = {"epoch": epoch, "batch": 0, "position": seek}
-        for rows, _ in islice(self._batches(state, batcher), 0 if seek else first, None):
+        position, skipped = 0, first
+        if isinstance(batcher, BatchSize):  # the position of a batch follows from its number
+            position, skipped = first * batcher.size, 0
+        state = {"epoch": epoch, "batch": 0, "position": position}
+        for rows, _ in islice(self._batches(state, batcher), skipped, None):
             yield batcher.split(rows, ranks)
 
     def _items(self, positions: Iterable[int], epoch: int) -> Iterator[Item]:
@@ -458,13 +476,15 @@ class Loader:
         def take() -> bool:
             nonlocal group, known
             group = list(islice(rest, _COSTS_AT_ONCE))
-            known = None if costs is None or not group else costs.find(order.places(group))
+            known = None
+            if costs is not None and group:
+                known = costs.find(order.places(group))
             return bool(group)
 
-        def tasks() -> Iterator[_Task]:
+        def tasks() -> Iterator[_LoadTask]:
             while group and known is None:
                 groups.append(group)
-                yield _Task(epoch, costs=group)
+                yield _LoadTask(epoch, costs=group)
                 take()
 
         take()
@@ -481,25 +501,30 @@ class Loader:
                     costs.note(order.places(looked_at), done.batch)
                 yield from map(Item, looked_at, done.batch)
 
-    def _start(self, tasks: Iterable[_Task], epoch: int) -> Iterator[_Done]:
+    def _start(self, tasks: Iterable[_LoadTask], epoch: int) -> Iterator[_LoadResult]:
         workers = self._workers
-        loader: DataLoader[_Done] = DataLoader(
-            _Work(self.stream, self.batcher, skips=self._skips),
+        loader: DataLoader[_LoadResult] = DataLoader(
+            _TaskDataset(self.stream, self.batcher, skips=self._skips),
             batch_size=None,
             sampler=tasks,
             num_workers=workers,
             prefetch_factor=self._prefetch if workers else None,
-            collate_fn=_same,
+            collate_fn=_unchanged,
             pin_memory=self._pin_memory,
             timeout=self._timeout_s,
             multiprocessing_context=self._context,
         )
-        found = iterate_seeded(loader, seed=self.stream.seed, epoch=epoch, is_ours=True)
-        return found if not self._timeout_s else self._in_time(found)
+        results = iterate_seeded(loader, seed=self.stream.seed, epoch=epoch, is_ours=True)
+        return self._in_time(results) if self._timeout_s else results
 
-    def _in_time(self, found: Iterator[_Done]) -> Iterator[_Done]:
+    def _in_time(self, results: Iterator[_LoadResult]) -> Iterator[_LoadResult]:
+        """Yield the results of workers.
+
+        Raises:
+            LoaderError: One did not come in time.
+        """
         try:
-            yield from found
+            yield from results
         except RuntimeError as error:
             if "timed out" not in str(error):
                 raise
@@ -511,7 +536,7 @@ class Loader:
             )
             raise LoaderError(msg) from error
 
-    def _count(self, done: _Done, share: Share, waited_s: float) -> None:
+    def _count(self, done: _LoadResult, share: Share, waited_s: float) -> None:
         for stats in self._counted:
             stats.batches += 1
             stats.rows += share.samples

@@ -85,16 +85,16 @@ def permute(index: Numbers, size: Numbers, key: Numbers, *, inverse: bool = Fals
     """
     bits = np.frexp((size - np.uint64(1)).astype(np.float64))[1].astype(np.uint64)
     keys = [_mixed(key ^ np.uint64(n * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)) for n in range(_ROUNDS)]
-    found = _feistel(index, bits, keys, inverse=inverse)
-    outside = np.flatnonzero(found >= size)
+    permuted = _feistel(index, bits, keys, inverse=inverse)
+    outside = np.flatnonzero(permuted >= size)
 
     def some(values: Numbers) -> Numbers:
         return values if values.size == 1 else values[outside]
 
     while outside.size:  # half of the domain at most: a few times
-        found[outside] = _feistel(found[outside], some(bits), list(map(some, keys)), inverse=inverse)
-        outside = outside[found[outside] >= some(size)]
-    return found
+        permuted[outside] = _feistel(permuted[outside], some(bits), list(map(some, keys)), inverse=inverse)
+        outside = outside[permuted[outside] >= some(size)]
+    return permuted
 
 
 def _feistel(x: Numbers, bits: Numbers, keys: Sequence[Numbers], *, inverse: bool) -> Numbers:
@@ -207,10 +207,10 @@ class Order:
             self.length = None if repeat else total
             return
         caps = caps or {}
-        self._limits: list[float] = [
-            caps.get(name, float("inf")) if repeat else min(size, caps.get(name, size))
-            for name, size in sizes.items()
-        ]
+        self._limits: list[float] = []
+        for name, size in sizes.items():
+            most = float("inf") if repeat else size
+            self._limits.append(min(most, caps.get(name, most)))
         self.length = self._plan(mixture, until)
 
     def place(self, position: int) -> tuple[int, int]:
@@ -233,7 +233,10 @@ class Order:
             IndexError: The order ends before one.
         """
         is_range = isinstance(positions, range)
-        least, most = (positions[0], positions[-1]) if is_range else (min(positions), max(positions))
+        if is_range:
+            least, most = positions[0], positions[-1]
+        else:
+            least, most = min(positions), max(positions)
         stride, self._asked = least - self._asked, least
         is_inside = least >= 0 and (self.length is None or most < self.length)
         group = least // _AT_ONCE
@@ -250,7 +253,8 @@ class Order:
         """Return many neighboring places, which cost little more to compute than one."""
         if group not in self._located:
             stop = (group + 1) * _AT_ONCE
-            stop = stop if self.length is None else min(stop, self.length)
+            if self.length is not None:
+                stop = min(stop, self.length)
             while len(self._located) >= _KEPT_BLOCKS:
                 del self._located[next(iter(self._located))]
             self._located[group] = self.locate(range(group * _AT_ONCE, stop))
@@ -260,16 +264,16 @@ class Order:
         """Return the place of each position."""
         places = _numbers(positions)
         source = np.zeros(len(places), dtype=np.uint64)
-        found = np.zeros(len(places), dtype=np.uint64)
+        index = np.zeros(len(places), dtype=np.uint64)
         if not self._phases:
             total = int(self._starts[-1])
             for passed, at in groups(places // np.uint64(total)):
                 # One key for all sources: they are shuffled as if they were one.
                 key = key_of(self._seed, self._epoch, passed)
-                found[at] = shuffled(places[at] % np.uint64(total), total, self._shuffle, key)
+                index[at] = shuffled(places[at] % np.uint64(total), total, self._shuffle, key)
             if len(self._sizes) > 1:
-                source = (np.searchsorted(self._starts, found, side="right") - 1).astype(np.uint64)
-                found = found - self._starts[source]
+                source = (np.searchsorted(self._starts, index, side="right") - 1).astype(np.uint64)
+                index = index - self._starts[source]
         else:
             draw = np.zeros(len(places), dtype=np.uint64)
             starts = np.array([phase.first for phase in self._phases], dtype=np.uint64)
@@ -285,25 +289,21 @@ class Order:
                 for passed, where in groups(draw[at] // np.uint64(size)):
                     key = key_of(self._seed, self._epoch, passed, self._names[number])
                     inside = draw[at[where]] % np.uint64(size)
-                    found[at[where]] = shuffled(inside, size, self._shuffle, key)
-        return source, found
+                    index[at[where]] = shuffled(inside, size, self._shuffle, key)
+        return source, index
 
     def digest(self, position: int) -> str:
         """Return a digest of what the order up to a position follows from, but for the sources' content."""
         begun = self._phases[: max(1, bisect_right([phase.first for phase in self._phases], position - 1))]
-        drawn = [phase.bounds for phase in begun]
-        used = {
-            i for bounds in drawn for i, (a, b) in enumerate(zip((0, *bounds), bounds, strict=False)) if b > a
-        }
-        sizes = [(self._names[i], self._sizes[i]) for i in sorted(used or range(len(self._names)))]
+        used: set[int] = set()
         # By name: a source that comes later may stand before one in use.
-        shares = [
-            (
-                phase.first,
-                [(name, bound) for name, bound in zip(self._names, _shares(phase), strict=True) if bound],
-            )
-            for phase in begun
-        ]
+        shares = []
+        for phase in begun:
+            of_phase = {number: share for number, share in enumerate(_shares(phase)) if share}
+            used.update(of_phase)
+            shares.append((phase.first, [(self._names[number], share) for number, share in of_phase.items()]))
+        numbers = used or range(len(self._names))
+        sizes = [(self._names[number], self._sizes[number]) for number in numbers]
         return f"{key_of(self._seed, self._shuffle, self._repeat, sorted(sizes), shares):016x}"
 
     def in_use(self, position: int) -> list[str]:
@@ -317,18 +317,18 @@ class Order:
 
     def _plan(self, mixture: Mapping[int, Mapping[str, float]], until: str) -> int | None:
         """Make the phases: new weights begin one, and so does a source's end. Return the length."""
-        given = sorted(mixture.items())
+        coming = sorted(mixture.items())  # the weights in use, and those that follow
         first, drawn = 0, [0] * len(self._sizes)
         while True:
-            while len(given) > 1 and given[1][0] <= first:
-                given.pop(0)
-            wanted = [given[0][1].get(name, 0.0) for name in self._names]
+            while len(coming) > 1 and coming[1][0] <= first:
+                coming.pop(0)
+            wanted = [coming[0][1].get(name, 0.0) for name in self._names]
             live = [w if drawn[i] < self._limits[i] else 0.0 for i, w in enumerate(wanted)]
             stops = until == "first" and not self._repeat and live != wanted
             if stops or not any(live):
-                if stops or len(given) == 1:
+                if stops or len(coming) == 1:
                     return first
-                given.pop(0)  # its sources have ended: the next weights begin at once
+                coming.pop(0)  # its sources have ended: the next weights begin at once
                 continue
             self._phases.append(_phase_of(first, live, drawn))
             number = len(self._phases) - 1
@@ -337,7 +337,7 @@ class Order:
                 for i, limit in enumerate(self._limits)
                 if live[i] and limit != float("inf")
             ]
-            ends += [start for start, _ in given[1:2]]
+            ends += [start for start, _ in coming[1:2]]
             if not ends:
                 return None
             first = min(ends)
@@ -372,7 +372,10 @@ class Order:
             low, high = high, high * 2
         while high - low > 1:  # the block that has the last draw
             middle = (low + high) // 2
-            low, high = (middle, high) if phase.counts(middle)[source] < left else (low, middle)
+            if phase.counts(middle)[source] < left:
+                low = middle
+            else:
+                high = middle
         sources, draws = self._arrange(number, low)
         at = np.flatnonzero((sources == source) & (draws == limit - 1))
         return phase.first + low * phase.width + int(at[0]) + 1
@@ -430,7 +433,7 @@ def check_mixture(
     if 0 not in phases:
         msg = f"a mixture that changes needs weights from position 0 on, got {sorted(phases)}"
         raise ConfigError(msg)
-    found = {}
+    checked = {}
     for start, weights in phases.items():
         if not isinstance(weights, Mapping):
             msg = f"the weights of a mixture are a dict from source to weight, got {weights!r}"
@@ -454,5 +457,5 @@ def check_mixture(
         if raised[least] < _LEAST_WEIGHT * total:
             msg = f"the weight of {least!r} is {raised[least] / total:g}; the least of a mixture is 1e-5"
             raise ConfigError(msg)
-        found[int(start)] = {name: weight / total for name, weight in raised.items()}
-    return found
+        checked[int(start)] = {name: weight / total for name, weight in raised.items()}
+    return checked

@@ -127,8 +127,7 @@ def pad_samples(samples: Sequence[Any], longest: int, *, padding: int) -> dict[s
             shapes = [tuple(v.shape) for v in values][:4]
             msg = (
                 f"the field {name!r} of samples has shapes {shapes}, and neither one entry for each token "
-                f"nor the "
-                "same shape: give TokenBudget(collate=...)"
+                "nor the same shape: give TokenBudget(collate=...)"
             )
             raise LoaderError(msg)
     if "attention_mask" not in batch and "input_ids" in batch:
@@ -150,8 +149,7 @@ def _as_tensor(sample: Mapping[str, Any], name: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         msg = (
             f"the field {name!r} of a sample cannot become a tensor: {sample[name]!r:.60} ({error}); leave "
-            f"it out of "
-            "the samples, or make batches with collate="
+            "it out of the samples, or make batches with collate="
         )
         raise LoaderError(msg) from error
 
@@ -212,7 +210,9 @@ class RowForm:
         first = next((piece for row in pieces for piece in row), None)
         if first is None:
             empty = torch.zeros(0, dtype=torch.long)
-            first = {"input_ids": empty, **({"labels": empty} if self.causal else {})}
+            first = {"input_ids": empty}
+            if self.causal:
+                first["labels"] = empty
         fillers = {"input_ids": self.padding, "labels": IGNORED}
         fields = {n: t.new_full((len(rows), length), fillers.get(n, 0)) for n, t in first.items()}
         documents = torch.full((len(rows), length), -1)
@@ -257,14 +257,14 @@ class RowForm:
     def _cut(self, sample: Any, start: int, stop: int | None) -> dict[str, Tensor]:
         """Return the fields of a piece of a sample, with labels that may count."""
         named = sample if isinstance(sample, Mapping) else {"input_ids": sample}
-        found = {}
+        fields = {}
         for name in named:
             value = _as_tensor(named, name)
             if value.dim() != 1 or len(value) != _tokens(named):
                 msg = (
                     f"the field {name!r} of a sample, of shape {tuple(value.shape)}, has not one entry for "
-                    f"each of its "
-                    f"{_tokens(named)} tokens, so it cannot be packed; leave it out of the samples"
+                    f"each of its {_tokens(named)} tokens, so it cannot be packed; leave it out of the "
+                    "samples"
                 )
                 raise LoaderError(msg)
             if name == "attention_mask":
@@ -272,12 +272,12 @@ class RowForm:
                     msg = "a sample's attention_mask hides tokens; give samples without padding to pack them"
                     raise LoaderError(msg)
                 continue
-            found[name] = value[start:stop]
+            fields[name] = value[start:stop]
         if self.causal:
-            labels = found.get("labels", found["input_ids"]).clone().long()
+            labels = fields.get("labels", fields["input_ids"]).clone().long()
             labels[:1] = IGNORED
-            found["labels"] = labels
-        return found
+            fields["labels"] = labels
+        return fields
 
 
 # -- Masks -----------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def check_packing(
 
     Three documents of the batch's first tokens go through the model in one row, and each by itself. Outputs
     and losses must be the same. A model that ignores the mask or the positions is refused: state-space
-    layers, convolutions, attention that takes no mask. Modules are in evaluation mode meanwhile.
+    layers, convolutions, attention that takes no mask. The check runs modules in evaluation mode.
 
     Args:
         model: The model, or its wrapper.
@@ -376,18 +376,17 @@ def check_packing(
     with undisturbed(model):
         model.eval()
         packed = run(documents)
-        alone = near = [run([document], is_plain=is_plain) for document in documents]
-        found = [one.dtypes for one in (packed, *alone)]
-        dtype = coarsest({parameter.dtype for parameter in model.parameters()}.union(*found))
+        separate = near = [run([document], is_plain=is_plain) for document in documents]
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        dtype = coarsest(dtypes.union(*(one.dtypes for one in (packed, *separate))))
         if dtype != torch.float64:
             with nudged(model, dtype):
                 near = [run([document], is_plain=is_plain) for document in documents]
-    problem = _compare(model, packed, alone, near, Bound.of([dtype]))
+    problem = _compare(model, packed, separate, near, Bound.of([dtype]))
     if problem:
         msg = (
             f"this model mixes up the documents of packed rows: {problem}. Take another form of their "
-            f"bounds, "
-            f"which is arguments={form.arguments!r} now (for models of transformers 'mask' with "
+            f"bounds, which is arguments={form.arguments!r} now (for models of transformers 'mask' with "
             "attn_implementation='sdpa'), or batches that are not packed: TokenBudget"
         )
         raise ModelError(msg)
@@ -434,25 +433,26 @@ def _run(
             f"{type(error).__name__}: {error!s:.300}"
         )
         raise ModelError(msg) from error
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    loss, weight = output, batch.weight()
+    if isinstance(output, Mapping):
+        loss, weight = output.get("loss"), output.get("weight", weight)
     is_loss = isinstance(loss, Tensor) and loss.numel() == 1
-    weight = output.get("weight", batch.weight()) if isinstance(output, Mapping) else batch.weight()
     return _RowRun(
-        recording.outputs,
-        float(loss) if is_loss else None,  # type: ignore[arg-type]  # a tensor
-        1.0 if weight is None else float(weight),
-        frozenset(computed.dtypes),
+        outputs=recording.outputs,
+        loss=float(loss) if is_loss else None,
+        weight=1.0 if weight is None else float(weight),
+        dtypes=frozenset(computed.dtypes),
     )
 
 
 def _compare(
-    model: nn.Module, packed: _RowRun, alone: Sequence[_RowRun], near: Sequence[_RowRun], bound: Bound
+    model: nn.Module, packed: _RowRun, separate: Sequence[_RowRun], near: Sequence[_RowRun], bound: Bound
 ) -> str:
     """Return the sentence of the first difference, or nothing; ``near`` has roundings of its own."""
     is_off, first = False, ""
     modules = dict(model.named_modules())
     for place, (value, _) in packed.outputs.items():
-        expected, rounded = _joined(place, value, alone), _joined(place, value, near)
+        expected, rounded = _joined(place, value, separate), _joined(place, value, near)
         if expected is None or distance(expected, value) <= bound.limit(expected, rounded):
             continue
         is_off = is_off or not place.module
@@ -461,10 +461,10 @@ def _compare(
             "else for a document in a row with others than for the document alone (a difference of "
             f"{relative_error(expected, value):.1e})"
         )
-    means = _mean_loss(alone), _mean_loss(near)
+    means = _mean_loss(separate), _mean_loss(near)
     if packed.loss is not None and means[0] is not None:
         mean, rounded_mean = (torch.tensor(one, dtype=torch.float64) for one in means)
-        total = sum(run.loss or 0.0 for run in alone)  # of a loss that is a sum
+        total = sum(run.loss or 0.0 for run in separate)  # of a loss that is a sum
         limit = bound.limit(mean, rounded_mean, max(1.0, abs(means[0])))
         is_off = is_off or not min(abs(packed.loss - means[0]), abs(packed.loss - total)) <= limit
     if not is_off:
@@ -475,25 +475,25 @@ def _compare(
     )
 
 
-def _joined(place: TensorPlace, row: Tensor, alone: Sequence[_RowRun]) -> Tensor | None:
-    """Return what a module returned for documents alone as one row; ``None`` where these are no tokens.
+def _joined(place: TensorPlace, row: Tensor, separate: Sequence[_RowRun]) -> Tensor | None:
+    """Return what a module returned for separate documents as one row; ``None`` where these are no tokens.
 
-    Such as the rows of a routed expert, which runs for some tokens alone.
+    For example the rows of a routed expert, which runs for some tokens only.
     """
-    found = [run.outputs[place].tensor for run in alone if place in run.outputs]
+    pieces = [run.outputs[place].tensor for run in separate if place in run.outputs]
     tokens = sum(_LENGTHS)
     is_row = row.dim() >= 2 and row.shape[:2] == (1, tokens)
-    if not is_row or len(found) < len(alone) or any(piece.dim() != row.dim() for piece in found):
+    if not is_row or len(pieces) < len(separate) or any(piece.dim() != row.dim() for piece in pieces):
         return None
-    if [piece.size(1) for piece in found] != list(_LENGTHS):
+    if [piece.size(1) for piece in pieces] != list(_LENGTHS):
         return None
-    return torch.cat(found, 1)
+    return torch.cat(pieces, 1)
 
 
-def _mean_loss(alone: Sequence[_RowRun]) -> float | None:
+def _mean_loss(separate: Sequence[_RowRun]) -> float | None:
     """Return the mean loss over the labels of all documents; ``None`` where one has no loss."""
-    losses = [run.loss for run in alone if run.loss is not None]
-    if len(losses) < len(alone):
+    losses = [run.loss for run in separate if run.loss is not None]
+    if len(losses) < len(separate):
         return None
-    weights = [run.weight for run in alone]
+    weights = [run.weight for run in separate]
     return sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)

@@ -66,7 +66,7 @@ class Source:
         return f"{len(self)}"
 
 
-class _Files(Source):
+class _FileSource(Source):
     """Samples that lie one behind the other in files."""
 
     kind = ""
@@ -132,7 +132,7 @@ def _is_empty(names: Sequence[str]) -> str:
     return f"the source has no sample: {shown}; give files with samples, or leave the source out"
 
 
-class JsonLines(_Files):
+class JsonLines(_FileSource):
     """One JSON value in each line of files, such as ``data/*.jsonl`` or ``https://host/a.jsonl.gz``."""
 
     kind = "json"
@@ -153,7 +153,7 @@ class JsonLines(_Files):
             raise LoaderError(msg) from None
 
 
-class TextLines(_Files):
+class TextLines(_FileSource):
     """One line of text files as each sample, without its end."""
 
     kind = "lines"
@@ -167,7 +167,7 @@ class TextLines(_Files):
             raise LoaderError(msg) from None
 
 
-class TarShards(_Files):
+class TarShards(_FileSource):
     """Tar archives as WebDataset writes them: members with names that begin alike are one sample.
 
     A sample is a dict: ``"__key__"``, and for each member its extension. Members ``json``, ``txt`` and
@@ -410,7 +410,7 @@ def _state_of(iterable: Any) -> Any:
     return iterable.state_dict() if has else None
 
 
-class _Sequence(Source):
+class _SequenceSource(Source):
     """A sequence of the user's: a list, a map-style dataset."""
 
     def __init__(self, items: Any) -> None:
@@ -506,7 +506,7 @@ def source_of(given: Any, access: Access | None = None) -> Source:
         and hasattr(given, "__getitem__")
         and not isinstance(given, Mapping | str | bytes)
     ):
-        return _Sequence(given)
+        return _SequenceSource(given)
     if hasattr(given, "__iter__") and hasattr(given, "num_shards") and hasattr(given, "shard"):
         # Hugging Face's iterable dataset: each of its shards can be read alone.
         n = given.num_shards

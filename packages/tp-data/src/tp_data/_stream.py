@@ -82,11 +82,11 @@ class Stream:
             ConfigError: A source is missing or empty, or the mixture does not fit the sources.
             LoaderError: A file cannot be read, or is not whole.
         """
-        given = dict(sources) if isinstance(sources, Mapping) else {"data": sources}
-        if not given or not all(isinstance(name, str) for name in given):
-            msg = f"a stream needs sources, by names that are texts, got {list(given)}"
+        named = dict(sources) if isinstance(sources, Mapping) else {"data": sources}
+        if not named or not all(isinstance(name, str) for name in named):
+            msg = f"a stream needs sources, by names that are texts, got {list(named)}"
             raise ConfigError(msg)
-        self.sources: dict[str, Source] = {name: source_of(one, access) for name, one in given.items()}
+        self.sources: dict[str, Source] = {name: source_of(one, access) for name, one in named.items()}
         self.seed, self.repeat, self._transform = seed, repeat, transform
         sizes = {name: len(source) for name, source in self.sources.items()}
         if until not in ("first", "all"):
@@ -107,8 +107,11 @@ class Stream:
         if not isinstance(shuffle, bool | Shuffle):
             msg = f"shuffle={shuffle!r}: give True, False or Shuffle(...)"
             raise ConfigError(msg)
+        rule = shuffle if isinstance(shuffle, Shuffle) else None
+        if shuffle is True:
+            rule = Shuffle()
         self._rules: dict[str, Any] = {
-            "shuffle": (Shuffle() if shuffle else None) if isinstance(shuffle, bool) else shuffle,
+            "shuffle": rule,
             "mixture": check_mixture(mixture, sizes, temperature),
             "caps": caps,
             "repeat": repeat,
@@ -175,12 +178,12 @@ class Stream:
         if not self.draws:
             with suppress(Exception):  # one by one, the sample at fault is found
                 return self._load_together(order, sources, positions)
-        found = {}
+        samples = {}
         for position in positions:
             at, (number, index) = position, order.place(position)
             while True:
                 try:
-                    found[position] = self._load(sources[number], index, epoch, at)
+                    samples[position] = self._load(sources[number], index, epoch, at)
                     break
                 except LoaderError as error:
                     if skip is None:
@@ -192,19 +195,19 @@ class Stream:
                     if at in (position, position + _MOST_SKIPPED):  # the data is broken, not a sample of it
                         raise
                     number, index = order.place(at)
-        return found
+        return samples
 
     def _load_together(self, order: Order, sources: list[Source], positions: Sequence[int]) -> dict[int, Any]:
         """Return samples that draw no random numbers, those of a source read together."""
-        of, indices = order.places(positions)
+        numbers, indices = order.places(positions)
         if len(sources) == 1:
             return dict(zip(positions, sources[0].__getitems__(indices.tolist()), strict=True))
-        found: list[Any] = [None] * len(positions)
-        for number, at in groups(of):
-            samples = sources[number].__getitems__(indices[at].tolist())
-            for place, sample in zip(at.tolist(), samples, strict=True):
-                found[place] = sample
-        return dict(zip(positions, found, strict=True))
+        samples: list[Any] = [None] * len(positions)
+        for number, at in groups(numbers):
+            of_source = sources[number].__getitems__(indices[at].tolist())
+            for place, sample in zip(at.tolist(), of_source, strict=True):
+                samples[place] = sample
+        return dict(zip(positions, samples, strict=True))
 
     def _load(self, source: Source, index: int, epoch: int, position: int) -> Any:
         if self._draws or source.draws:

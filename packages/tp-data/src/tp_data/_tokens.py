@@ -22,13 +22,13 @@ from torch import Tensor
 from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError, LoaderError
 
-from tp_data._batches import Batcher, Item, Piece, Row, UnfitSampleError
+from tp_data._batches import Batcher, Item, Piece, SampleRow, UnfitSampleError
 from tp_data._packed_rows import Arguments, RowForm, TokenBatch, pad_samples
 
 Last = Literal["spread", "drop", "pad"]
 
 
-class _Part(NamedTuple):
+class _SamplePart(NamedTuple):
     """A sample in a plan, or a piece of it; ``whole`` says which."""
 
     position: int
@@ -55,29 +55,32 @@ class _Windowed(Batcher):
 
     def start(self, state: Mapping[str, Any] | None, take: Callable[[Sequence[int]], list[Item]]) -> None:
         """Begin an epoch, or continue one."""
-        self._ready: deque[list[Row]] = deque()
+        self._ready: deque[list[SampleRow]] = deque()
         self._taken: list[Item] = []  # the samples of the window
-        self._before: list[_Part] = []  # what the window began with
-        self._rest: list[_Part] = []  # what the next one begins with
+        self._before: list[_SamplePart] = []  # what the window began with
+        self._rest: list[_SamplePart] = []  # what the next one begins with
         self._windows = self._done = 0
         self._has_ended = False
         if state is None:
             return
         self._windows, parts = state["windows"], state["rest"]
         whole = {i.position: i.cost for i in take([p for p in parts if isinstance(p, int)])}
-        self._rest = [
-            _Part(p, 0, whole[p]) if isinstance(p, int) else _Part(p[0], p[1], p[2], whole=False)
-            for p in parts
-        ]
+        for part in parts:
+            if isinstance(part, int):
+                self._rest.append(_SamplePart(part, 0, whole[part]))
+            else:
+                position, start, stop = part
+                self._rest.append(_SamplePart(position, start, stop, whole=False))
         self._has_ended = state["ended"]
         if state["done"] is not None:
             taken = [p for first, n in state["taken"] for p in range(first, first + n)]
-            self._plan_window(take(taken) if taken else [])
+            window = take(taken) if taken else []
+            self._plan_window(window)
             for _ in range(state["done"]):
                 self._ready.popleft()
             self._done = state["done"]
 
-    def next_batch(self, items: Iterator[Item]) -> list[Row] | None:
+    def next_batch(self, items: Iterator[Item]) -> list[SampleRow] | None:
         """Return the rows of the next global batch; ``None`` at the end of the epoch."""
         while not self._ready:
             if self._has_ended:
@@ -90,15 +93,14 @@ class _Windowed(Batcher):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window and what was held back before it, by positions."""
-        planned = bool(self._ready)  # else the next window begins, with the rest of this one
-        parts = self._before if planned else self._rest
-        return {
-            "windows": self._windows - planned,
-            "rest": [p.position if p.whole else [p.position, p.start, p.stop] for p in parts],
-            "taken": _runs(self._taken) if planned else [],
-            "done": self._done if planned else None,
-            "ended": self._has_ended,
-        }
+        if self._ready:  # in the middle of a window
+            windows, parts, taken, done = self._windows - 1, self._before, _runs(self._taken), self._done
+        else:  # the next window begins, with the rest of this one
+            windows, parts, taken, done = self._windows, self._rest, [], None
+        rest: list[Any] = []
+        for part in parts:
+            rest.append(part.position if part.whole else [part.position, part.start, part.stop])
+        return {"windows": windows, "rest": rest, "taken": taken, "done": done, "ended": self._has_ended}
 
     def _pull(self, items: Iterator[Item]) -> list[Item]:
         """Return the samples of the next window; none at the end of the epoch."""
@@ -116,7 +118,7 @@ class _Windowed(Batcher):
         self._windows += 1
         self._ready.extend(batches)
 
-    def _parts_of(self, item: Item) -> list[_Part]:
+    def _parts_of(self, item: Item) -> list[_SamplePart]:
         """Return a sample as the parts that are planned.
 
         Raises:
@@ -125,8 +127,8 @@ class _Windowed(Batcher):
         raise NotImplementedError
 
     def _plan(
-        self, rest: list[_Part], new: list[_Part], *, has_ended: bool
-    ) -> tuple[list[list[Row]], list[_Part]]:
+        self, rest: list[_SamplePart], new: list[_SamplePart], *, has_ended: bool
+    ) -> tuple[list[list[SampleRow]], list[_SamplePart]]:
         """Return the batches of a window, and what is held back; nothing is, at the end of the epoch."""
         raise NotImplementedError
 
@@ -196,7 +198,7 @@ class TokenBudget(_Windowed):
         self._padding, self._causal, self._collate = padding, causal, collate
         super().__init__(_check_number("window", window), least=2 * tokens)
 
-    def _parts_of(self, item: Item) -> list[_Part]:
+    def _parts_of(self, item: Item) -> list[_SamplePart]:
         if self.buckets and item.cost > self.buckets[-1]:
             msg = (
                 f"the sample at position {item.position} has {item.cost} tokens, and the longest of "
@@ -209,18 +211,20 @@ class TokenBudget(_Windowed):
                 f"{self.tokens} for a whole batch; raise TokenBudget(tokens=...), or shorten the samples"
             )
             raise UnfitSampleError(item.position, msg)
-        return [_Part(item.position, 0, item.cost)]
+        return [_SamplePart(item.position, 0, item.cost)]
 
     def _padded(self, tokens: int) -> int:
         """Return the length that a sample is padded to."""
-        return self.buckets[bisect_left(self.buckets, tokens)] if self.buckets else tokens
+        if not self.buckets:
+            return tokens
+        return self.buckets[bisect_left(self.buckets, tokens)]
 
     def _plan(
-        self, rest: list[_Part], new: list[_Part], *, has_ended: bool
-    ) -> tuple[list[list[Row]], list[_Part]]:
+        self, rest: list[_SamplePart], new: list[_SamplePart], *, has_ended: bool
+    ) -> tuple[list[list[SampleRow]], list[_SamplePart]]:
         # Each window is sorted the other way round: what one leaves at its end comes first in the next.
         pool = sorted(rest + new, key=lambda p: (-p.tokens, p.position), reverse=bool(self._windows % 2))
-        batches: list[list[_Part]] = []
+        batches: list[list[_SamplePart]] = []
         at = 0
         while at < len(pool):
             longest = count = 0
@@ -237,10 +241,10 @@ class TokenBudget(_Windowed):
             batches.append(pool[at : at + count])
             at += count
         random.Random(min((p.position for p in pool), default=0)).shuffle(batches)  # noqa: S311 - an order
-        rows = [[Row((Piece(p.position, 0, p.tokens),)) for p in batch] for batch in batches]
+        rows = [[SampleRow((Piece(p.position, 0, p.tokens),)) for p in batch] for batch in batches]
         return rows, [] if has_ended else pool[at:]
 
-    def split(self, rows: Sequence[Row], ranks: int) -> list[list[Row]]:
+    def split(self, rows: Sequence[SampleRow], ranks: int) -> list[list[SampleRow]]:
         """Return the part of each rank of a global batch: about the same number of tokens, with padding.
 
         Raises:
@@ -252,21 +256,18 @@ class TokenBudget(_Windowed):
         sizes = [self._padded(tokens_in(row)) for row in rows]
         return [[rows[i] for i in part] for part in share_out(sizes, ranks, speeds=self.speeds)]
 
-    def collate(self, rows: Sequence[Row], samples: Mapping[int, Any]) -> Any:
+    def collate(self, rows: Sequence[SampleRow], samples: Mapping[int, Any]) -> Any:
         """Return the padded batch of a rank's samples."""
         chosen = [samples[row.pieces[0].position] for row in rows]
         tokens = sum(tokens_in(row) for row in rows)
         if self._collate is not None:
-            found = self._collate(chosen)
-            batch = (
-                TokenBatch(found, causal=self._causal, tokens=tokens) if isinstance(found, Mapping) else None
-            )
-            if batch is None:
-                return found
+            fields = self._collate(chosen)
+            if not isinstance(fields, Mapping):
+                return fields
         else:
             longest = max(self._padded(tokens_in(row)) for row in rows)
             fields = pad_samples(chosen, longest, padding=self._padding)
-            batch = TokenBatch(fields, causal=self._causal, tokens=tokens)
+        batch = TokenBatch(fields, causal=self._causal, tokens=tokens)
         batch.ignore([i for i, row in enumerate(rows) if not row.weight])
         return batch
 
@@ -338,12 +339,15 @@ class Packed(_Windowed):
         self.form = RowForm(arguments, causal, padding, check)
         self.cost = partial(count_tokens, length="input_ids")
         window, batch = _check_number("window", window), rows * length
-        super().__init__(*((window, 2 * batch) if how == "best-fit" else (0, batch)))
+        if how == "best-fit":
+            super().__init__(window, least=2 * batch)
+        else:
+            super().__init__(0, least=batch)
 
-    def _parts_of(self, item: Item) -> list[_Part]:
+    def _parts_of(self, item: Item) -> list[_SamplePart]:
         length, tokens = self.row_length, item.cost
         if tokens <= length or (self.how == "concat" and self.long == "split"):
-            return [_Part(item.position, 0, tokens)]
+            return [_SamplePart(item.position, 0, tokens)]
         if self.long == "refuse":
             msg = (
                 f"the sample at position {item.position} has {tokens} tokens, and a row {length}; take "
@@ -351,11 +355,11 @@ class Packed(_Windowed):
             )
             raise UnfitSampleError(item.position, msg)
         stops = range(length, tokens + length, length) if self.long == "split" else [length]
-        return [_Part(item.position, s - length, min(s, tokens), whole=False) for s in stops]
+        return [_SamplePart(item.position, s - length, min(s, tokens), whole=False) for s in stops]
 
     def _plan(
-        self, rest: list[_Part], new: list[_Part], *, has_ended: bool
-    ) -> tuple[list[list[Row]], list[_Part]]:
+        self, rest: list[_SamplePart], new: list[_SamplePart], *, has_ended: bool
+    ) -> tuple[list[list[SampleRow]], list[_SamplePart]]:
         if self.how == "concat":
             rows = concatenate(rest + new, self.row_length)
             full = len(rows) - (bool(rows) and sum(p.tokens for p in rows[-1]) < self.row_length)
@@ -367,28 +371,30 @@ class Packed(_Windowed):
             rows.sort(key=lambda row: (held.isdisjoint(row), -sum(p.tokens for p in row), row[0]))
             count = max(len(rows) - 1, 0) // self.rows * self.rows
         if has_ended:
-            count = len(rows) - len(rows) % self.rows if self.last == "drop" else len(rows)
+            count = len(rows)
+            if self.last == "drop":
+                count -= count % self.rows
         chosen, left = rows[:count], [part for row in rows[count:] for part in row]
         if self.how == "best-fit":
             random.Random(min((p.position for p in rest + new), default=0)).shuffle(chosen)  # noqa: S311 - an order
-        made = [Row(tuple(Piece(p.position, p.start, p.stop) for p in row)) for row in chosen]
+        made = [SampleRow(tuple(Piece(p.position, p.start, p.stop) for p in row)) for row in chosen]
         batches = [made[i : i + self.rows] for i in range(0, count, self.rows)]
         if batches and self.last == "pad":
-            batches[-1] += [Row((), weight=0.0)] * (self.rows - len(batches[-1]))
+            batches[-1] += [SampleRow((), weight=0.0)] * (self.rows - len(batches[-1]))
         return batches, [] if has_ended else left
 
-    def split(self, rows: Sequence[Row], ranks: int) -> list[list[Row]]:
+    def split(self, rows: Sequence[SampleRow], ranks: int) -> list[list[SampleRow]]:
         """Return the part of each rank: as many rows, with about as many pairs of tokens in documents."""
         pairs = [sum(((p.stop or 0) - p.start) ** 2 for p in row.pieces) for row in rows]
         least, more = divmod(len(rows), ranks)
         parts = share_out(pairs, ranks, most=[least + (r < more) for r in range(ranks)])
         return [[rows[i] for i in part] for part in parts]
 
-    def count(self, rows: Sequence[Row]) -> int:
+    def count(self, rows: Sequence[SampleRow]) -> int:
         """Return the number of documents in rows."""
         return sum(len(row.pieces) for row in rows if row.weight)
 
-    def collate(self, rows: Sequence[Row], samples: Mapping[int, Any]) -> TokenBatch:
+    def collate(self, rows: Sequence[SampleRow], samples: Mapping[int, Any]) -> TokenBatch:
         """Return the batch of a rank's rows."""
         documents = [[(samples[p.position], p.start, p.stop) for p in row.pieces] for row in rows]
         batch = self.form.make(documents, self.row_length)
@@ -435,7 +441,7 @@ def count_tokens(sample: Any, *, length: str | Callable[[Any], int] = "input_ids
     return len(tokens)
 
 
-def tokens_in(row: Row) -> int:
+def tokens_in(row: SampleRow) -> int:
     """Return the number of tokens of a row; its pieces have ends."""
     return sum((p.stop or 0) - p.start for p in row.pieces)
 
@@ -467,9 +473,9 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 # -- Into rows, and over ranks ---------------------------------------------------------------------
 
 
-def concatenate(parts: Iterable[_Part], length: int) -> list[list[_Part]]:
+def concatenate(parts: Iterable[_SamplePart], length: int) -> list[list[_SamplePart]]:
     """Return rows of exactly ``length`` tokens, the last one shorter: in order, cut where a row is full."""
-    rows: list[list[_Part]] = []
+    rows: list[list[_SamplePart]] = []
     space = 0
     for part in parts:
         while part.tokens:
@@ -477,15 +483,18 @@ def concatenate(parts: Iterable[_Part], length: int) -> list[list[_Part]]:
                 rows.append([])
                 space = length
             cut = min(part.start + space, part.stop)
-            rows[-1].append(part if cut == part.stop else part._replace(stop=cut, whole=False))
+            if cut == part.stop:
+                rows[-1].append(part)
+            else:
+                rows[-1].append(part._replace(stop=cut, whole=False))
             space -= cut - part.start
             part = part._replace(start=cut, whole=False)  # noqa: PLW2901 - what is left of it
     return rows
 
 
-def best_fit(parts: Iterable[_Part], length: int) -> list[list[_Part]]:
+def best_fit(parts: Iterable[_SamplePart], length: int) -> list[list[_SamplePart]]:
     """Return rows of at most ``length`` tokens: longest first, each into the fullest row with space."""
-    rows: list[list[_Part]] = []
+    rows: list[list[_SamplePart]] = []
     spaces: list[tuple[int, int]] = []  # of rows that are not full, with their numbers, in ascending order
     for part in sorted(parts, key=lambda p: (-p.tokens, p)):
         at = bisect_left(spaces, (part.tokens, -1))
@@ -516,13 +525,18 @@ def share_out(
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
 
-    def end(rank: int, cost: int) -> float:
-        load = loads[rank] + (cost if most is not None or not parts[rank] else costs[parts[rank][0]])
+    def load_with(rank: int, row: int) -> int:
+        """Return the load of a rank that gets a row, too."""
+        is_padded = most is None and parts[rank]
+        return loads[rank] + costs[parts[rank][0] if is_padded else row]
+
+    def end_with(rank: int, row: int) -> float:
+        load = load_with(rank, row)
         return load if speeds is None else load / speeds[rank]
 
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        open_ranks = [r for r in range(ranks) if most is None or len(parts[r]) < most[r]]
-        rank = min(open_ranks, key=lambda r: (end(r, costs[i]), len(parts[r]), r))
-        loads[rank] += costs[i] if most is not None or not parts[rank] else costs[parts[rank][0]]
-        parts[rank].append(i)
+    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
+        open_ranks = [rank for rank in range(ranks) if most is None or len(parts[rank]) < most[rank]]
+        rank = min(open_ranks, key=lambda rank: (end_with(rank, row), len(parts[rank]), rank))
+        loads[rank] = load_with(rank, row)
+        parts[rank].append(row)
     return [sorted(part) for part in parts]
