@@ -197,6 +197,18 @@ def test_a_state_of_other_objects_is_refused(tmp_path):
         other.load_state(tmp_path / "none")
 
 
+def test_random_numbers_of_other_processes_are_named(tmp_path, caplog):
+    accelerator = tp_accelerate.Accelerator(cpu=True)
+    accelerator.save_state(tmp_path)
+    path = tmp_path / "state.pt"
+    state = torch.load(path)
+    torch.save(state | {"generators": state["generators"] * 2}, path)
+    before = torch.get_rng_state()
+    accelerator.load_state(tmp_path)
+    assert "was saved on 2 processes, and this run has 1: its random numbers are not continued" in caplog.text
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_trackers_are_loggers_of_tp_and_those_of_theirs(tmp_path):
     accelerator = tp_accelerate.Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
     accelerator.init_trackers("example", config={"lr": 0.1})

@@ -5,10 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tp_core.errors import ConfigError
-from tp_runner._workers import (
-    _item,  # private, both: such a device cannot be had here
-    _start,
-)
+from tp_runner._workers import _start  # private: such a device cannot be had here
 
 FORK = SimpleNamespace(start_method="fork")
 
@@ -34,9 +31,3 @@ def test_a_fork_of_a_process_that_has_used_the_accelerator_is_refused(module):
     _start._require_forkable(("cpu",), FORK)
     module.is_initialized = lambda: False
     _start._require_forkable(("xpu:0",), FORK)
-
-
-def test_generators_of_accelerators_in_use_are_kept(module):
-    assert _item.devices_in_use() == [torch.device("xpu:0"), torch.device("xpu:1")]
-    module.is_initialized = lambda: False
-    assert _item.devices_in_use() == ()

@@ -14,6 +14,7 @@ that is not full each sample counts once, where Accelerate repeats samples to fi
 import contextlib
 import functools
 import inspect
+import logging
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ from tp_accelerate._loaders import AcceleratedLoader, batches_of_all_processes
 from tp_accelerate._schedulers import AcceleratedScheduler
 from tp_accelerate._states import STATE_FILE, StateFolders, require_folder, write
 from tp_accelerate._trackers import Trackers
+
+log = logging.getLogger("tp_accelerate")
 
 
 class Accelerator:
@@ -616,12 +619,15 @@ class Accelerator:
                 one.load_state_dict(found)
         for loader, found in zip(self._loaders, state["loaders"], strict=True):
             loader.load(found, within=self._is_stateful)
-        if len(state["generators"]) == self.num_processes:  # others have none to continue
-            own = state["generators"][self.process_index]
-            # The device may have had another number then; a CPU has no generator of its own.
-            device = [] if self.device.type == "cpu" else [str(self.device)]
-            here = dict(zip(device, own["devices"].values(), strict=False))
-            restore_rng_state({**own, "devices": here})
+        kept = state["generators"]
+        if len(kept) != self.num_processes:
+            lost = f"{len(kept)} processes, and this run has {self.num_processes}"
+        elif restore_rng_state(kept[self.process_index], [self.device]):
+            lost = f"another type of device than {self.device.type}"
+        else:
+            lost = ""
+        if lost and self.is_main_process:
+            log.warning("%s was saved on %s: its random numbers are not continued", path, lost)
         self.step = state["step"]
 
     # -- trackers -----------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakIdKeyDictionary
 from tp_core.errors import StepError
+from tp_core.random import device_rng_state, preserve_torch_rng_state, set_device_rng_state
 
 from tp_context._slices import Cut, resized, views
 
@@ -230,16 +231,12 @@ class _Noise:
 
     def draw(self) -> Tensor:
         """Return the noise of this rank's rows or heads; the first time it moves the generator on."""
-        module = torch if self.device.type == "cpu" else torch.get_device_module(self.device)
         if self.state is None:
-            self.state = module.get_rng_state()
+            self.state = device_rng_state(self.device)
             return self._drawn()
-        after = module.get_rng_state()
-        module.set_rng_state(self.state)
-        try:
+        with preserve_torch_rng_state([self.device]):
+            set_device_rng_state(self.device, self.state)
             return self._drawn()
-        finally:
-            module.set_rng_state(after)
 
     def _drawn(self) -> Tensor:
         noise = torch.empty(self.shape, dtype=torch.bool, device=self.device).bernoulli_(self.keeps)

@@ -347,10 +347,9 @@ def _run(
     rounding = nullcontext() if nudge is None else nudged(model, nudge)
     dropout_shapes: list[torch.Size] = []
     # All runs draw the same: numbers of numpy's, as wav2vec2's masks, would be taken for rounding.
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     sketches: dict[str, _Sketch] = {}
     # Rounded in the backward pass, too: activation checkpointing repeats forwards there.
-    with preserve_rng_state(devices), rounding:
+    with preserve_rng_state(), rounding:
         with Recording(model) as recording, ComputedTypes() as computed:
             with split_states.changed(dropout_shapes=dropout_shapes):
                 raw = step(model, batch)

@@ -5,8 +5,9 @@ torch is imported where its generators are seeded: processes without torch compu
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ __all__ = [
     "capture_rng_state",
     "device_rng_state",
     "preserve_rng_state",
+    "preserve_torch_rng_state",
     "restore_rng_state",
+    "seed_device",
     "seed_everything",
     "seed_generators",
     "seed_of",
@@ -32,29 +35,69 @@ def seeded(*key: int) -> Iterator[None]:
 
     Their states are restored afterwards.
     """
-    with preserve_rng_state():
+    with preserve_rng_state(()):
         seed_generators(key)
         yield
 
 
 @contextmanager
-def preserve_rng_state(devices: "Iterable[torch.device]" = ()) -> Iterator[None]:
-    """Run a block, and restore the states of Python's, numpy's (if loaded) and torch's generators."""
-    import torch
+def preserve_rng_state(devices: "Iterable[torch.device] | None" = None) -> Iterator[None]:
+    """Run a block, and restore the states of Python's, numpy's (if loaded) and torch's generators.
 
+    Args:
+        devices: As for :func:`preserve_torch_rng_state`.
+    """
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    device_states = [(device, device_rng_state(device)) for device in devices]
-    with torch.random.fork_rng(()):
+    with preserve_torch_rng_state(devices):
         try:
             yield
         finally:
-            for device, state in device_states:
-                set_device_rng_state(device, state)
             random.setstate(python_state)
             if numpy is not None:
                 numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def preserve_torch_rng_state(devices: "Iterable[torch.device] | None" = None) -> Iterator[None]:
+    """Run a block, and restore the states of torch's generators: of the CPU, and of devices of any type.
+
+    Args:
+        devices: The accelerators that the block draws on; ``()`` for a block that draws on the CPU alone. By
+            default all of them, if this process uses any: none is started for its generator.
+    """
+    import torch
+
+    unused = None
+    if devices is None:
+        devices, unused = _accelerators_in_use()
+    cpu_state = torch.get_rng_state()
+    states = [(device, device_rng_state(device)) for device in devices if device.type != "cpu"]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        for device, state in states:
+            set_device_rng_state(device, state)
+        if unused is not None:
+            # torch keeps a seed of the block for the accelerator's start, or the block has started it. It
+            # would have begun with the seed that the CPU has.
+            unused.manual_seed_all(torch.initial_seed())
+
+
+def _accelerators_in_use() -> "tuple[Sequence[torch.device], Any]":
+    """Return the accelerators if this process uses them; else none, and the module of their type."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return (), None
+    module = torch.get_device_module(accelerator)
+    is_initialized = getattr(module, "is_initialized", torch.accelerator.is_available)  # mps has none
+    if not is_initialized():
+        return (), module if hasattr(module, "manual_seed_all") else None
+    return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())], None
 
 
 @contextmanager
@@ -99,15 +142,29 @@ def seed_everything(seed: int, *, devices: bool = True, load: bool = True) -> No
             torch.default_generator.manual_seed(seed)
 
 
-def seed_torch(seed: int) -> None:
-    """Seed torch's generators: of the CPU, and of accelerators if torch is built for one, used or not."""
+def seed_torch(seed: int, devices: "Iterable[torch.device] | None" = None) -> None:
+    """Seed torch's generators: of the CPU, and of ``devices``.
+
+    Without ``devices`` all accelerators are seeded if torch is built for one, used or not.
+    """
     import torch
 
     # torch.manual_seed (2.13) formats a stack for each kind of accelerator that is not there: 0.3 ms in all.
-    if torch.accelerator.current_accelerator() is not None:
+    if devices is None and torch.accelerator.current_accelerator() is not None:
         torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+        return
+    torch.default_generator.manual_seed(seed)
+    for device in devices or ():
+        if device.type != "cpu":
+            seed_device(device, seed)
+
+
+def seed_device(device: "torch.device", seed: int) -> None:
+    """Seed the default generator of one device."""
+    import torch
+
+    # Not by the manual_seed of its type, which for some seeds the current device alone.
+    set_device_rng_state(device, torch.Generator(device).manual_seed(seed).get_state())
 
 
 def seed_of(key: tuple[int, ...]) -> int:
@@ -119,9 +176,11 @@ def seed_of(key: tuple[int, ...]) -> int:
 
 
 def device_rng_state(device: "torch.device") -> "torch.Tensor":
-    """Return the state of an accelerator's default generator, on the CPU."""
+    """Return the state of a device's default generator, on the CPU."""
     import torch
 
+    if device.type == "cpu":
+        return torch.get_rng_state()
     module = torch.get_device_module(device)
     # There is one Apple device, and its functions take no argument.
     state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
@@ -132,6 +191,9 @@ def set_device_rng_state(device: "torch.device", state: "torch.Tensor") -> None:
     """Set the state of a device's generator, as :func:`device_rng_state` returned it."""
     import torch
 
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+        return
     module = torch.get_device_module(device)
     if device.type == "mps":
         module.set_rng_state(state)
@@ -145,7 +207,8 @@ def set_device_rng_state(device: "torch.device", state: "torch.Tensor") -> None:
 def capture_rng_state(devices: "Iterable[torch.device]") -> dict[str, Any]:
     """Return the states of Python's, numpy's (if loaded), torch's and the devices' generators.
 
-    The values are plain: a file of JSON can have them.
+    Those of devices go by their place in ``devices``: another host, or another day, has other numbers of
+    devices. The values are plain: a file of JSON can have them.
     """
     import torch
 
@@ -155,23 +218,29 @@ def capture_rng_state(devices: "Iterable[torch.device]") -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "torch": _as_text(torch.get_rng_state()),
-        "devices": {},
+        "devices": [],
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         state["numpy"] = [kind, keys.tolist(), position, has_gauss, cached]
     for device in devices:
+        kept = None
         if device.type != "cpu" and device in available_devices():  # a planned job's devices may not exist
-            state["devices"][str(device)] = _as_text(device_rng_state(device))
+            kept = _as_text(device_rng_state(device))
+        state["devices"].append([device.type, kept])
     return state
 
 
-def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore the states of :func:`capture_rng_state`; devices that do not exist here are skipped."""
-    import torch
+def restore_rng_state(
+    state: Mapping[str, Any], devices: "Iterable[torch.device]"
+) -> "tuple[torch.device, ...]":
+    """Restore the states of :func:`capture_rng_state`, each device's by its place.
 
-    from tp_core._devices import available_devices
+    Returns:
+        Those of ``devices`` without a state in it, which had fewer devices, or one of another type there.
+    """
+    import torch
 
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -180,10 +249,18 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     if numpy is not None and "numpy" in state:
         kind, keys, position, has_gauss, cached = state["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
-    kept = state["devices"] if "devices" in state else state["cuda"]  # the key in older files
-    for device in available_devices() if kept else ():
-        if str(device) in kept:
-            set_device_rng_state(device, _as_tensor(kept[str(device)]))
+    restored = {torch.device("cpu")}
+    missing: dict[torch.device, None] = {}
+    absent: Iterable[tuple[str | None, str | None]] = repeat((None, None))
+    for device, (kind, kept) in zip(devices, chain(state["devices"], absent), strict=False):
+        if device in restored:  # of a device with two places the first counts
+            continue
+        if kind == device.type and kept is not None:
+            set_device_rng_state(device, _as_tensor(kept))
+            restored.add(device)
+        else:
+            missing[device] = None
+    return tuple(missing)
 
 
 def _as_text(tensor: "torch.Tensor") -> str:

@@ -142,7 +142,7 @@ class _TaskDataset(Dataset[_LoadResult]):
     def __getitem__(self, task: _LoadTask) -> _LoadResult:
         try:
             if get_worker_info() is None and self._stream.draws:
-                with preserve_rng_state():
+                with preserve_rng_state(()):
                     return self._do(task)
             return self._do(task)
         except Exception as error:  # noqa: BLE001 - torch would put a worker's traceback into its text

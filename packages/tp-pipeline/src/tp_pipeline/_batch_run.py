@@ -123,7 +123,7 @@ class _StageForward:
     def _seed_call(self, number: int, after: int) -> None:
         """Let random numbers depend on the micro-batch and the call, and on neither stage nor schedule."""
         if self._plan.draws:
-            seed_torch(seed_of((self._seed, number, after)))
+            seed_torch(seed_of((self._seed, number, after)), [self._device])
 
     def _note(self, key: Origin, output: Any, expected: UnitOutput) -> None:
         """Keep what later stages need of an output."""
@@ -357,7 +357,7 @@ class BatchRun:
         received = self._wait_for_inputs(work) if stage else {}
         seed = seed_of((self._seed, part))
         if plan.draws:
-            seed_torch(seed)
+            seed_torch(seed, [self._exchange.device])
         forward = _StageForward(self._staged, plan, stage, received, seed=seed, device=self._exchange.device)
         output = self._run_step(forward, work)
         if stage == plan.stages - 1:

@@ -18,7 +18,7 @@ from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
 from tp_core.fully_sharded import whole_matrix_optimizer
 from tp_core.jobs import CompileOptions
 from tp_core.plugins import Job
-from tp_core.random import device_rng_state, set_device_rng_state
+from tp_core.random import preserve_torch_rng_state
 from tp_core.sessions import (
     PerModule,
     ProcessGroupSession,
@@ -303,7 +303,7 @@ class PipelineSession(ProcessGroupSession):
             # Gradients of the batch are counted apart: see Note [how gradients of stages are counted].
             for parameter in trained.values():
                 parameter.grad = None
-            with _restored_random_state(self.device), staged.gathered(), staged.stand_ins():
+            with preserve_torch_rng_state([self.device]), staged.gathered(), staged.stand_ins():
                 run.perform(orders[self._pipeline.place])
                 for name, parameter in trained.items():
                     if parameter.grad is not None:
@@ -552,19 +552,6 @@ def _choose_options(options: PipelineOptions, job: Job, ranks: int) -> PipelineO
     name, reason = choose_schedule(names, ranks, options.microbatches or 4 * ranks, blocks)
     log.info("schedule %s: %s", name, reason)
     return replace(options, schedule=name)
-
-
-@contextmanager
-def _restored_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the states of torch's generators at the end of the context."""
-    state = torch.get_rng_state()
-    device_state = None if device.type == "cpu" else device_rng_state(device)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        if device_state is not None:
-            set_device_rng_state(device, device_state)
 
 
 class _UnitForward(nn.Module):

@@ -29,6 +29,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import tree_leaves, tree_map
 from tp_core.errors import ModelError
+from tp_core.random import preserve_torch_rng_state, seed_torch
 
 from tp_pipeline._stage_units import forwards, swapped
 
@@ -202,9 +203,8 @@ class StageDryRun:
     def recording(self) -> Iterator[None]:
         """Replace parameters by stand-ins and the units' forwards by recorded ones, in the context."""
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
-        devices = [self.device.index or 0] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), swapped(self.model, self._stand_in_for):
-            torch.manual_seed(0)  # all ranks see the same
+        with preserve_torch_rng_state([self.device]), swapped(self.model, self._stand_in_for):
+            seed_torch(0, [self.device])  # all ranks see the same
             with forwards(self.units, self._call), self._watching_reads(), self.tracker:
                 yield
         with torch.no_grad():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.discovery import PluginRegistry
 from tp_core.plugins import Callback, NamedCallback, RunView, hookimpl, registry
+from tp_core.random import preserve_rng_state, seed_torch
 from tp_core.ranks import run_ranks
 from tp_trainer import Checkpoints, Trainer
 
@@ -167,8 +168,8 @@ def _run(
     callbacks = ([] if callback is None else [callback]) + ([_Fail(stop_at)] if stop_at else [])
     x = torch.randn(20, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    with Trainer(seed=3, devices="cpu", progress=False, plugins=plugins) as trainer:
-        torch.manual_seed(1)
+    with preserve_rng_state(), Trainer(seed=3, devices="cpu", progress=False, plugins=plugins) as trainer:
+        seed_torch(1)
         model = kit.make_model().double()
         history = trainer.fit(
             model,

@@ -12,6 +12,7 @@ from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.data import LossReduction, PreparedLoader, Share, StepOutput
 from tp_core.errors import ConfigError
 from tp_core.plugins import Backend, Job, Session
+from tp_core.random import preserve_rng_state, seed_torch
 from tp_core.ranks import run_ranks
 
 State = dict[str, Tensor]
@@ -122,8 +123,8 @@ class ConformanceKit(DeclaredLimits):
         fewer elements than ranks, a batch norm with buffers. A backend for another kind of models overrides
         it and returns one that computes the same.
         """
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(7)
+        with preserve_rng_state():
+            seed_torch(7)
             return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), Tail(3)).double()
 
     @staticmethod

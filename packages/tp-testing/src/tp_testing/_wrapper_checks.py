@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from tp_core.random import preserve_rng_state, seed_torch
 from tp_core.replicas import Replicas, ReplicaWrapper
 
 COPIES = pytest.mark.parametrize("force_copies", [False, True], ids=["shared", "copied"])
@@ -137,5 +138,6 @@ class _Graphs:
 
 
 def small_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    with preserve_rng_state():
+        seed_torch(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

@@ -23,7 +23,7 @@ from tp_core.discovery import Contribution, Selection
 from tp_core.errors import ConfigError
 from tp_core.jobs import Footprint, Precision, Recomputation
 from tp_core.plugins import Backend, Job, Verdict
-from tp_core.random import capture_rng_state, restore_rng_state
+from tp_core.random import preserve_rng_state
 from tp_core.tensors import copy_attributes, is_sharded
 
 from tp_trainer._activations import recomputations, recompute
@@ -279,7 +279,7 @@ def measure_footprint(
         unknown="no batch and step are known",
     )
     stand_ins = StandIns(_usable(device), dtype=dtype)
-    with torch.random.fork_rng(devices=[]), _attention_of(device):
+    with preserve_rng_state(), _attention_of(device):
         try:
             copied = stand_ins.of_model(model)
             recompute(copied, recomputation)
@@ -780,13 +780,11 @@ def _one_share(loader: Any, job: Job) -> Any:
     if size is None:
         return None
     share = -(-size // _device_count(job))
-    kept = capture_rng_state(job.devices)
     try:
-        return loader.collate_fn([loader.dataset[i] for i in range(share)])
+        with preserve_rng_state():
+            return loader.collate_fn([loader.dataset[i] for i in range(share)])
     except Exception:  # noqa: BLE001 - any error of the user's dataset: training will raise it again
         return None
-    finally:
-        restore_rng_state(kept)
 
 
 # -- Notes on out-of-memory errors ----------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tp_core.compare import named_tensors
 from tp_core.errors import ConfigError, ModelError
 from tp_core.modules import repeated_blocks
+from tp_core.random import preserve_rng_state
 
 from tp_verify._report import Finding
 from tp_verify._strategy import Step, Strategy, function_lines, mapped, row_count
@@ -75,7 +76,7 @@ def _fewer_places(case: Case, _way: Strategy) -> Iterator[Case]:
 
 
 def _fewer_layers(case: Case, _way: Strategy) -> Iterator[Case]:
-    with torch.random.fork_rng(devices=[]):
+    with preserve_rng_state():
         model = case.build()
     try:
         names = [name.rpartition(".")[0] for name in repeated_blocks(model)]
@@ -129,7 +130,7 @@ _DROPOUT = [
 
 def script(case: Case, step: Step, strategy: Strategy, finding: Finding, dtype: torch.dtype | None) -> str:
     """Return a script that prints how ranks differ from one device, for what the finding names."""
-    with torch.random.fork_rng(devices=[]):
+    with preserve_rng_state():
         model = case.build()
         plain = case()
         if dtype is not None:

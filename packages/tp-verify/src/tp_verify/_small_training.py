@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from tp_core.random import preserve_rng_state, seed_torch
 
 SAMPLES = 22
 BATCH = 4  # the last batch of an epoch is smaller
@@ -16,8 +17,8 @@ HELD_OUT = 5
 
 
 def build(dtype: torch.dtype = torch.float64) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with preserve_rng_state():
+        seed_torch(0)
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
     return model.to(dtype)
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from tp_core import tree_map
 from tp_core.compare import named_tensors
 from tp_core.errors import ConfigError
+from tp_core.random import seed_torch
 from tp_core.tensors import is_dtensor
 
 Step = Callable[[nn.Module, Any], Any]
@@ -141,7 +142,7 @@ class Strategy:
     def seed(self, number: int) -> None:
         """Seed what a step draws: by default the same on ranks with the same samples, else each otherwise."""
         own = number * dist.get_world_size() + dist.get_rank()
-        torch.manual_seed(own if self.data == "rows" else number)
+        seed_torch(own if self.data == "rows" else number)
 
     def save(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
         """Write a checkpoint into a folder of all ranks, by default with ``torch.distributed.checkpoint``."""

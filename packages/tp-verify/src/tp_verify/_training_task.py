@@ -22,6 +22,7 @@ from tp_core.compare import (
     nudged,
 )
 from tp_core.errors import ModelError
+from tp_core.random import seed_torch
 from tp_core.tensors import is_dtensor
 
 from tp_verify._strategy import (
@@ -132,12 +133,12 @@ class OneDevice(Strategy):
 
     def seed(self, number: int) -> None:
         """Seed this process, which is alone."""
-        torch.manual_seed(number)
+        seed_torch(number)
 
 
 def build_model(task: TrainingTask) -> nn.Module:
     """Build the plain model, from the seed that all processes use."""
-    torch.manual_seed(0)
+    seed_torch(0)
     model: nn.Module = task.build()
     if not isinstance(model, nn.Module):
         msg = f"build has to return the plain model, a torch.nn.Module, and returned {type(model).__name__}"
@@ -158,7 +159,7 @@ def run_task(task: TrainingTask, strategy: Strategy, *, seed: int = 0) -> RunRec
     model, optimizer = strategy.prepare(build_model(task), task.make_optimizer)
     record.initial = _whole(strategy, {n: p.detach() for n, p in model.named_parameters()})
     model.train()
-    torch.manual_seed(seed)
+    seed_torch(seed)
     lines = ForwardLines(model)
     computed = ComputedTypes()
     noting_lines: AbstractContextManager[Any] = nullcontext()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from tp_core.arguments import explain_arguments
 from tp_core.compare import Bound, coarsest, idle_lines_in_words, joined_parts, named_tensors
 from tp_core.errors import ConfigError, ModelError, RankFailedError
+from tp_core.random import preserve_rng_state
 from tp_core.ranks import RankPool
 
 from tp_verify._after import compare_draws, compare_generated, compare_loaded
@@ -116,7 +117,7 @@ def verify(
     _check(task, strategy, count)
     if reproduce is not None:
         check_reproducible(build, step, batches, strategy)
-    with one_thread(), torch.random.fork_rng(devices=[]):
+    with one_thread(), preserve_rng_state():
         own = own_batches(task) if vary else OwnBatches()
         runs = _trained(task, own.choices(len(batches)), strategy, ranks, reload_on, timeout_s)
         task = replace(runs.task, seeds=0)
@@ -314,7 +315,7 @@ def _check(task: TrainingTask, strategy: Strategy, count: int) -> None:
             "larger batches, or fewer ranks"
         )
         raise ConfigError(msg)
-    with torch.random.fork_rng(devices=[]):
+    with preserve_rng_state():
         first, second = build_model(task), build_model(task)
         made = task.make_optimizer(second)
     if not isinstance(made, Optimizer):
@@ -397,7 +398,7 @@ def _shapes(batch: Any) -> str:
 
 
 def _not_covered(task: TrainingTask, exact: RunRecord, comparison: RunComparison) -> list[str]:
-    with torch.random.fork_rng(devices=[]):
+    with preserve_rng_state():
         model = build_model(task)
     reached = {place.module for one in exact.steps for place in one.forward}
     lines = []

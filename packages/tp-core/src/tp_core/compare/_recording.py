@@ -197,7 +197,7 @@ class _SharedByThreads:
     def __enter__(self) -> None:
         with self._lock:
             if not self._threads:
-                self._kept.enter_context(preserve_rng_state())
+                self._kept.enter_context(preserve_rng_state(()))
                 # A compiled model would compile for each of a check's short batches.
                 if "torch._dynamo" in sys.modules:
                     self._kept.enter_context(torch.compiler.set_stance("force_eager"))

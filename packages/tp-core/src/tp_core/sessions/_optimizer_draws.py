@@ -2,15 +2,15 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from tp_core.errors import ConfigError
 from tp_core.modules._parameters import is_sharded
-from tp_core.random import device_rng_state, seed_of, seed_torch, set_device_rng_state
+from tp_core.random import device_rng_state, preserve_torch_rng_state, seed_of, seed_torch
 from tp_core.state._optimizers import hook_steps
 
 _sharing: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
@@ -44,7 +44,7 @@ class _CommonDraws:
         gather: Callable[[list[bytes]], list[list[bytes]]],
     ) -> None:
         self._seed, self._device, self._gather = seed, device, gather
-        self._kept: list[Tensor] | None = None
+        self._restoring: ExitStack | None = None  # within a step: restores the rank's own state
         self._steps = 0
         hook_steps(optimizer, before=self._before, after=self._after)
 
@@ -52,20 +52,22 @@ class _CommonDraws:
         # Not with a closure: it draws the dropout of a forward pass.
         if any(callable(value) for value in (*args, *kwargs.values())):
             return
-        self._kept = self._states()
+        if self._restoring is not None:  # the last step raised an error
+            self._restoring.close()
+        self._restoring = ExitStack()
+        self._restoring.enter_context(preserve_torch_rng_state([self._device]))
         # By the step of the state, if it has one: a resumed run then draws what one without a break does.
         known = (s["step"] for s in optimizer.state.values() if isinstance(s, dict) and "step" in s)
-        seed_torch(seed_of((self._seed, int(next(known, self._steps)))))
+        seed_torch(seed_of((self._seed, int(next(known, self._steps)))), [self._device])
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if self._kept is None:
+        if self._restoring is None:
             return
         self._steps += 1
-        states = self._states()
-        kept, self._kept = self._kept, None
-        torch.set_rng_state(kept[0])
-        if len(kept) > 1:
-            set_device_rng_state(self._device, kept[1])
+        places = dict.fromkeys([torch.device("cpu"), self._device])
+        states = [device_rng_state(place) for place in places]
+        self._restoring.close()
+        self._restoring = None
         # Ranks with larger parts of split parameters may draw more numbers. An exchange in each step would be
         # dear.
         if self._steps & (self._steps - 1):
@@ -81,7 +83,3 @@ class _CommonDraws:
                     "draws none"
                 )
                 raise ConfigError(msg)
-
-    def _states(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        return states if self._device.type == "cpu" else [*states, device_rng_state(self._device)]

@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -99,19 +99,6 @@ def import_generators() -> None:
 def seed_generators(*key: int) -> None:
     """Seed Python's generator by some numbers, and numpy's and torch's where they are loaded."""
     seed_everything(seed_of(key))
-
-
-def devices_in_use() -> "Sequence[torch.device]":
-    """Return the accelerators, if this process uses them: none is to be started for its generator."""
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return ()
-    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
-    if is_initialized is not None and not is_initialized():
-        return ()
-    return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
 
 
 # -- The item ---------------------------------------------------------------------------------

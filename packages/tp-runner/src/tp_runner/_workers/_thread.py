@@ -18,7 +18,6 @@ from tp_runner._workers._fleet import LONGEST_WAIT_S, Chunk, Died, Done, Event, 
 from tp_runner._workers._item import (
     WorkerInfo,
     WorkerTask,
-    devices_in_use,
     seed_generators,
     set_current_task,
     worker_context,
@@ -223,7 +222,7 @@ class InlineFleet(Fleet):
         if self._settings.seed is None:
             yield
             return
-        with preserve_rng_state(devices_in_use()):
+        with preserve_rng_state():
             if seed is not None:
                 seed_generators(seed)
             yield

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tp_core.errors import StateError
+from tp_core.random import device_rng_state, seed_device, set_device_rng_state
 
 from tp_shard._groups._group import Group, GroupLike, as_group
 
@@ -48,7 +49,7 @@ class RandomTracker:
         # the next fork gets other masks (`dropout_differs_between_ranks_and_follows_torchs_generator`).
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         before = get_state(place, None)
-        _seed(place, mixed_seed(drawn, self.seed, self.group.rank))
+        seed_device(place, mixed_seed(drawn, self.seed, self.group.rank))
         self._forks.append([drawn, 0])
         try:
             yield
@@ -65,7 +66,7 @@ class RandomTracker:
         place, fork = torch.device(device), self._forks[-1]
         before = get_state(place, None)
         fork[1] += 1
-        _seed(place, mixed_seed(fork[0] + fork[1], self.seed, -1))
+        seed_device(place, mixed_seed(fork[0] + fork[1], self.seed, -1))
         try:
             yield
         finally:
@@ -87,10 +88,6 @@ class RandomTracker:
         self.seed = state["seed"]
 
 
-def _seed(place: torch.device, seed: int) -> None:
-    set_state(torch.Generator(place).manual_seed(seed).get_state(), place, None)
-
-
 def mixed_seed(drawn: int, seed: int, rank: int) -> int:
     """Return the seed of a rank's own numbers; for rank -1, of the numbers that are the same on all ranks."""
     # The seed is a sum. With a factor of 1, rank 1 of seed 0 would draw the numbers of rank 0 of seed 1; a
@@ -99,19 +96,11 @@ def mixed_seed(drawn: int, seed: int, rank: int) -> int:
 
 
 def get_state(device: torch.device, generator: torch.Generator | None) -> Tensor:
-    if generator is not None:
-        return generator.get_state()
-    return (
-        torch.get_rng_state()
-        if device.type == "cpu"
-        else torch.get_device_module(device).get_rng_state(device)
-    )
+    return device_rng_state(device) if generator is None else generator.get_state()
 
 
 def set_state(state: Tensor, device: torch.device, generator: torch.Generator | None) -> None:
-    if generator is not None:
-        generator.set_state(state)
-    elif device.type == "cpu":
-        torch.set_rng_state(state)
+    if generator is None:
+        set_device_rng_state(device, state)
     else:
-        torch.get_device_module(device).set_rng_state(state, device)
+        generator.set_state(state)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tp_core.compare import copied, first_token, mapped, named_tensors, other_batches, watched_tables
-from tp_core.random import preserve_rng_state
+from tp_core.random import preserve_rng_state, preserve_torch_rng_state, seed_torch
 from tp_core.tensors import copy_attributes
 
 from tp_shard._plans._adapters import inside_peft, is_adapted
@@ -243,8 +243,8 @@ _MORE_ROWS, _MORE_PLACES = 1, 3
 
 def example_call(model: nn.Module) -> TrialCall | None:
     """Return a call that a model may take, from a transformers configuration, or of tokens; else ``None``."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
+    with preserve_torch_rng_state(()):
+        seed_torch(0, ())
         if hasattr(model, "config") and isinstance(getattr(model, "main_input_name", None), str):
             return _of_transformers(model)
         table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from tp_core.errors import ModelError
+from tp_core.random import preserve_torch_rng_state, seed_torch
 from tp_core.tensors import copy_attributes
 
 from tp_shard._groups._group import Group
@@ -72,8 +73,8 @@ def computes_linear(layer: nn.Module) -> bool:
     """
     if not isinstance(layer, nn.Linear) or set(layer._parameters) - {"weight", "bias"} or layer._modules:
         return False
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(0)
+    with torch.device("cpu"), preserve_torch_rng_state(()), torch.no_grad():
+        seed_torch(0, ())
         own = {"weight": torch.randn(5, 3), "bias": None if layer.bias is None else torch.randn(5)}
         tried = type(layer).__new__(type(layer))
         tried.__dict__.update(layer.__dict__, _parameters=own, in_features=3, out_features=5)

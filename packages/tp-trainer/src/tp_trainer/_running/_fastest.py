@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from tp_core.discovery import Selection
 from tp_core.errors import ConfigError, ModelError, StepError
 from tp_core.plugins import Job
-from tp_core.random import capture_rng_state, restore_rng_state
+from tp_core.random import preserve_rng_state
 
 from tp_trainer._memory import StepParts
 from tp_trainer._preparation import Preparation
@@ -73,17 +73,15 @@ def _find_fastest(
     batches = _first_batches(work.loader)
     times: dict[str, float] = {}
     refusals: list[str] = []
-    generators = capture_rng_state(job.devices)
     for name in names:
         copied, using = copy.deepcopy((model, optimizer))  # together: the copy has the copied parameters
         try:
-            trial = make_trial(backend=name)
-            trial._preparation.require(name, "a trial of the fastest", job)
-            times[name] = _time_steps(trial, copied, using, batches, work.step)
+            with preserve_rng_state():
+                trial = make_trial(backend=name)
+                trial._preparation.require(name, "a trial of the fastest", job)
+                times[name] = _time_steps(trial, copied, using, batches, work.step)
         except (ConfigError, ModelError, StepError) as error:  # which all ranks raise
             refusals.append(f"{name}: {error}")
-        finally:
-            restore_rng_state(generators)
     if not times:
         msg = f"backend='fastest' found none that trains this model: {'; '.join(refusals)}"
         raise ModelError(msg)

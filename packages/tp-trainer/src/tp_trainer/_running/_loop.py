@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tp_core.data import PreparedLoader, Share
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import RunStatus, RunView, Session
-from tp_core.random import capture_rng_state, restore_rng_state
+from tp_core.random import preserve_rng_state
 
 from tp_trainer._metrics import GatherInterruptedError
 from tp_trainer._opening._agreement import check_same_optimizers
@@ -343,7 +343,7 @@ class Loop:
         max_batches = 0 if validation is None else validation.sanity_batches
         if max_batches and not state.step:
             # A validation that fails must fail now, and not after an epoch of hours.
-            with self._keeping_generators(), self._watching():
+            with preserve_rng_state(), self._watching():
                 self._hooks.validate(None, max_batches)
         self._logs.open(resumed=bool(state.step or state.first), step=state.step, epoch=state.epoch)
         self._settings.events.send("on_fit_start", self)
@@ -619,7 +619,7 @@ class Loop:
         meter_state, logged = self.meter.state_dict(), state.logged
         # The record changes the meter and validates, so meter and generators are put back before the save: a
         # resumed run then goes through the rest of the epoch as an uninterrupted one does.
-        with self._keeping_generators():
+        with preserve_rng_state():
             self._hooks.check_parameters()
             record = self._record()
         self.meter.load_state_dict(meter_state)
@@ -696,13 +696,6 @@ class Loop:
 
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext() if self._watchdog is None else self._watchdog.watching()
-
-    def _keeping_generators(self) -> ExitStack:
-        """Return a context that restores the random generators at its end."""
-        before = capture_rng_state(self._session.job.devices)
-        stack = ExitStack()
-        stack.callback(restore_rng_state, before)
-        return stack
 
     def _log_loss(self) -> None:
         """Log this rank's mean loss since the last row."""

@@ -4,7 +4,7 @@ import ctypes
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, StateError
 from tp_core.plugins import Session
-from tp_core.random import capture_rng_state, restore_rng_state, seed_everything, seed_of
+from tp_core.random import capture_rng_state, restore_rng_state, seed_device, seed_everything, seed_of
 from tp_core.state import (
     SliceBuffer,
     StoredTensors,
@@ -396,6 +396,7 @@ class RunState:
         own = {
             "data_rank": session.data_rank,
             "stream": position.pop("stream", None),  # each rank has its own position in its share
+            "devices": _device_places(session.job.devices),
             "generators": capture_rng_state(session.job.devices),
             "meter": None if meter is None or not done else meter.state_dict(),
             "logged": self.logged,
@@ -459,7 +460,7 @@ class RunState:
             mine = ranks[session.rank]
             self.meter_state, logged = mine["meter"], mine.get("logged")
             self.logged = None if logged is None else (logged[0], logged[1])
-            restore_rng_state(mine["generators"])
+            self._restore_generators(path, common, mine)
             return
         self.meter_state = _share_of_sums(session.data_rank, ranks)
         if session.rank == 0:
@@ -472,7 +473,30 @@ class RunState:
                 shares,
                 session.data_size,
             )
-        seed_everything(seed_of((common["position"]["seed"], self.step, session.data_rank)))
+        seed_everything(self._seed_of_resumed(common))
+
+    def _restore_generators(self, path: Path, common: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+        session = self._session
+        devices = session.job.devices
+        for device in restore_rng_state(mine["generators"], devices):
+            seed_device(device, self._seed_of_resumed(common))
+        before, here = mine["devices"], _device_places(devices)
+        if before != here and session.rank == 0:
+            log.warning(
+                "%s was saved on %s, and this run is on %s: what it draws there at random, such as dropout, "
+                "differs from what the run would have drawn",
+                path,
+                ", ".join(before),
+                ", ".join(here),
+            )
+
+    def _seed_of_resumed(self, common: Mapping[str, Any]) -> int:
+        return seed_of((common["position"]["seed"], self.step, self._session.data_rank))
+
+
+def _device_places(devices: Sequence[torch.device]) -> list[str]:
+    """Return the types of devices, each with the first of its places; another host has other numbers."""
+    return [d.type if d.type == "cpu" else f"{d.type}:{devices.index(d)}" for d in devices]
 
 
 def _schedulers_in(path: Path, common: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from tp_core.errors import ConfigError
-from tp_core.random import capture_rng_state, restore_rng_state
+from tp_core.random import preserve_rng_state
 
 from tp_trainer._checks import check_callable, check_model, check_optimizer, check_positive
 from tp_trainer._memory import is_out_of_memory
@@ -35,9 +35,8 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
     state = {parameter: _on_cpu(saved) for parameter, saved in optimizer.state.items()}
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scale = None if scaler is None else scaler.state_dict()
-    kept_generators = capture_rng_state(trainer.session.job.devices)
     try:
-        with restore_modes(model):
+        with preserve_rng_state(), restore_modes(model):
             yield
     finally:
         optimizer.state.clear()
@@ -54,7 +53,6 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if scaler is not None and scale is not None:
             scaler.load_state_dict(scale)
-        restore_rng_state(kept_generators)
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
