@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch import nn
-from tp_core.replicas import Replicas
+from tp_core.replicas import Replicas, autocast_like_first
 from tp_core.replicas._caller import autocasts  # private: types of devices that cannot be had here
 
 WAIT_S = 20
@@ -100,6 +100,8 @@ def test_devices_of_another_type_compute_in_the_precision_of_the_first(entered, 
             torch.set_autocast_enabled(kind, True)
             torch.set_autocast_dtype(kind, dtype)
         contexts = autocasts(("cpu", "cuda"))
+        with autocast_like_first([torch.device("cpu"), torch.device("cuda")]):
+            here = {k: torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)}
     finally:
         for kind, (enabled, dtype) in before.items():
             torch.set_autocast_enabled(kind, enabled)
@@ -107,4 +109,4 @@ def test_devices_of_another_type_compute_in_the_precision_of_the_first(entered, 
     other = threading.Thread(target=thread, args=(contexts,))
     other.start()
     other.join(800)
-    assert found == expected
+    assert found == here == expected

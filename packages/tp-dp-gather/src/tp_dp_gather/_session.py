@@ -19,6 +19,7 @@ from tp_core.data import (
 from tp_core.errors import ConfigError, StepError
 from tp_core.jobs import whole_model_arguments
 from tp_core.plugins import Job, Session
+from tp_core.replicas import autocast_like_first
 
 from tp_dp_gather._data_parallel import DataParallel
 from tp_dp_gather._options import GatherOptions
@@ -174,7 +175,8 @@ def _output_by_parts(
     outputs = []
     for i, part in enumerate(parts):
         replay = _Replay(model, [outputs[i] for outputs in calls])
-        outputs.append(step(cast("nn.Module", replay), to_device(part, devices[i])))
+        with autocast_like_first(devices):
+            outputs.append(step(cast("nn.Module", replay), to_device(part, devices[i])))
     combined: StepOutput = combine_outputs(outputs, Parts(parts, counts=sizes), loss=loss, device=devices[0])
     return combined
 

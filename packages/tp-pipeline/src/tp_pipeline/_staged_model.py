@@ -260,7 +260,7 @@ class StagedModel:
         slices of the same sequences, an all-reduce over these.
         """
         trained = tuple(p.requires_grad for p in self.model.parameters())
-        modes = (step_identity(step), trained, *_modes(self.model))
+        modes = (step_identity(step), trained, *_modes(self.model, self._ranks.device))
         forms = [(*modes, _form_of(part)) for part in parts]
         plans = self._plans
         is_new = [form not in plans and form not in forms[:i] for i, form in enumerate(forms)]
@@ -623,11 +623,10 @@ def _check_norms(model: nn.Module) -> None:
             raise ModelError(msg)
 
 
-def _modes(model: nn.Module) -> tuple[object, ...]:
+def _modes(model: nn.Module, device: torch.device) -> tuple[object, ...]:
     """Return what else than its batch changes which modules a step calls, and how."""
-    casts = tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-    )
+    kinds = dict.fromkeys(["cpu", device.type])
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     return tuple(module.training for module in model.modules()), torch.is_grad_enabled(), casts
 
 

@@ -6,7 +6,7 @@ them as `untraced`.
 """
 
 from tp_core.modules._compiler import not_compiled_alone, untraced
-from tp_core.replicas._caller import has_modes
+from tp_core.replicas._caller import autocast_like_first, has_modes
 from tp_core.replicas._random import is_random_op
 from tp_core.replicas._replicas import Replicas, leave_to_others
 from tp_core.replicas._wrapper import ReplicaWrapper
@@ -14,6 +14,7 @@ from tp_core.replicas._wrapper import ReplicaWrapper
 __all__ = [
     "ReplicaWrapper",
     "Replicas",
+    "autocast_like_first",
     "has_modes",
     "is_random_op",
     "leave_to_others",

@@ -92,17 +92,29 @@ class Caller(NamedTuple):
 
 
 def autocasts(types: tuple[str, ...]) -> list[Callable[[torch.device], AbstractContextManager[Any]]]:
-    """Return functions that make contexts with this thread's autocast, for devices of these types.
+    """Return functions that make contexts with this thread's autocast, for devices of these types."""
+    return [partial(_autocast, kind, dtype) for kind, dtype in _autocast_dtypes(types).items()]
+
+
+@contextmanager
+def autocast_like_first(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Run a block that computes on several devices with this thread's autocast of the first one's type."""
+    with ExitStack() as stack:
+        for kind, dtype in _autocast_dtypes(tuple(d.type for d in devices)).items():
+            if not torch.is_autocast_enabled(kind):
+                stack.enter_context(_in_autocast(kind, dtype))
+        yield
+
+
+def _autocast_dtypes(types: tuple[str, ...]) -> dict[str, torch.dtype]:
+    """Return the dtypes of autocast on devices of these types.
 
     A program enters autocast for the type of the first device, where its module is. Devices of another
     type compute in the same dtype, unless autocast is on for their own.
     """
     home = types[0]
-    entered = [kind for kind in types if torch.is_autocast_enabled(kind)]
-    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in entered}
-    if home in dtypes:
-        dtypes = dict.fromkeys(types, dtypes[home]) | dtypes
-    return [partial(_autocast, kind, dtype) for kind, dtype in dtypes.items()]
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in types if torch.is_autocast_enabled(kind)}
+    return dict.fromkeys(types, dtypes[home]) | dtypes if home in dtypes else dtypes
 
 
 def _autocast(kind: str, dtype: torch.dtype, _device: torch.device) -> AbstractContextManager[Any]:
