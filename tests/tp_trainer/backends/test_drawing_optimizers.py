@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
-from tp_trainer import FsdpOptions, Trainer
+from tp_trainer import Callback, FsdpOptions, Trainer
 
 from tests.models import perceptron
 from tests.reference_training import squared_error
@@ -62,6 +62,45 @@ def test_a_resumed_run_draws_what_one_without_a_break_does(two_ranks, tmp_path):
     two_ranks.run(fit, "ddp", 1, tmp_path)
     for (found, _), (weights, _) in zip(two_ranks.run(fit, "ddp", 3, tmp_path), expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+
+
+class GradientNoise(Callback):
+    def __init__(self, model):
+        self.model, self.drawn = model, []
+
+    def on_optimizer_step(self, run, grad_norm):
+        for parameter in self.model.parameters():
+            self.drawn.append(torch.randn_like(parameter.grad))
+            parameter.grad.add_(self.drawn[-1], alpha=0.1)
+
+
+def train_with_noise(by_loop):
+    """Return the weights, what the callback drew, and what the rank draws afterwards."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
+    loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
+    noise = GradientNoise(model)
+    with Trainer(devices="cpu", seed=2, progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if by_loop:
+            prepared, optimizer, batches = trainer.prepare(model, optimizer, loader)
+            state = {"model": prepared, "optimizer": optimizer}
+            with trainer.loop(batches, epochs=1, callbacks=[noise], state=state) as loop:
+                for batch in loop:
+                    optimizer.zero_grad()
+                    trainer.backward(trainer.run(squared_error, prepared, batch))
+                    trainer.update(prepared, optimizer)
+        else:
+            trainer.fit(model, optimizer, loader, step=squared_error, callbacks=[noise])
+        return [p.detach().clone() for p in model.parameters()], noise.drawn, torch.rand(3)
+
+
+@pytest.mark.parametrize("by_loop", [False, True])
+def test_ranks_keep_the_same_weights_where_a_callback_draws_noise(two_ranks, by_loop):
+    ours, theirs = two_ranks.run(train_with_noise, by_loop)
+    assert all(map(torch.equal, ours[0], theirs[0]))
+    assert not torch.equal(ours[2], theirs[2])
+    assert len({str(drawn.flatten()[:2]) for drawn in ours[1]}) == len(ours[1])  # each step draws its own
 
 
 def uneven(backend):

@@ -1,5 +1,8 @@
 """Models that a program makes after a session is open are those of one device, no copies of the first."""
 
+import logging
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -39,3 +42,42 @@ def test_later_models_are_the_same_on_any_number_of_ranks(call):
     assert len({str(weights) for weights in alone}) == 3
     noise = {str(drawn) for _, drawn in several}
     assert len(noise) == 3  # what ranks draw for their own samples differs
+
+
+def train_with_dropout(*, by_loop, seeds=None):
+    """Train three models; return the weights with which they begin, and what the log says of later ones."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("tp_trainer").addHandler(handler)
+    loader = DataLoader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
+    weights = []
+    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+        for member in range(3):
+            if seeds is not None:
+                torch.manual_seed(seeds[member])
+            model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+            weights.append(model[0].weight.tolist())
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            if not by_loop:
+                trainer.fit(model, optimizer, loader, step=step)
+                continue
+            model, optimizer, batches = trainer.prepare(model, optimizer, loader)
+            with trainer.loop(batches, epochs=1) as loop:
+                for batch in loop:
+                    trainer.backward(trainer.run(step, model, batch))
+                    optimizer.step()
+    logging.getLogger("tp_trainer").removeHandler(handler)
+    return weights, [line for line in lines if "begins with other weights than on one device" in line]
+
+
+@pytest.mark.parametrize("by_loop", [False, True])
+def test_models_that_are_made_after_dropout_on_ranks_are_named(two_ranks, by_loop):
+    assert train_with_dropout(by_loop=by_loop)[1] == []
+    (_, said), (_, said_on_rank_1) = two_ranks.run(partial(train_with_dropout, by_loop=by_loop))
+    assert (len(said), said_on_rank_1) == (2, [])  # of the second model, and of the third
+
+
+def test_models_that_are_seeded_are_the_same_after_dropout_too(two_ranks):
+    seeded = partial(train_with_dropout, by_loop=False, seeds=[5, 6, 7])
+    assert two_ranks.run(seeded)[0] == seeded()

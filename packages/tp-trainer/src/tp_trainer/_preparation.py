@@ -63,6 +63,9 @@ class Preparation:
         self.shares: BatchShares | None = None
         self._choice = ""  # the line on the backend, until a run has shown it
         self._epochs: Epochs | None = None
+        self._drawn_from: int | None = (
+            None  # the seed of the numbers that training drew for a share of batches
+        )
         self._latest: Callable[[], nn.Module | None] = lambda: None  # the model that was prepared last
 
     # -- the session ----------------------------------------------------------------------------
@@ -134,6 +137,29 @@ class Preparation:
             # on as one device does: the models that a program makes later are broadcast from it.
             seed_everything(seed_of((self.seed, session.data_rank, 2)))
 
+    @contextmanager
+    def noting_draws(self) -> Iterator[None]:
+        """Note whether training draws random numbers: a data rank draws for its share of the batches."""
+        if self.seed is None or self.shares is None:
+            yield
+            return
+        before = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            if not torch.equal(before, torch.get_rng_state()):
+                self._drawn_from = torch.initial_seed()
+
+    def _warn_draws(self) -> None:
+        """Warn that a model may begin with other weights than on one device, unless it was seeded."""
+        if self._drawn_from == torch.initial_seed() and self.session.is_main:
+            log.warning(
+                "training has drawn random numbers, for this rank's share of the batches alone (dropout, "
+                "augmentation), so a model that was made after it begins with other weights than on one "
+                "device; make models before, or seed before each: torch.manual_seed(...)"
+            )
+        self._drawn_from = None
+
     def take_choice(self) -> str:
         """Return the line on the chosen backend for the first run; later runs get an empty one."""
         choice, self._choice = self._choice, ""
@@ -176,6 +202,7 @@ class Preparation:
                 from tp_trainer._activations import recompute
 
                 recompute(model, session.job.recomputation)
+            self._warn_draws()
             prepared = session.prepare_model(model)
             warn_batch_statistics(session, prepared)
             if self.compile_options is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError
-from tp_core.plugins import RunView, Session
+from tp_core.plugins import RunView
 
 from tp_trainer._metrics import numbers_in
 from tp_trainer._opening._boundaries import StepBoundaries
@@ -42,7 +42,9 @@ def custom_loop(
         raise ConfigError(msg)
     session = preparation.open(by="loop()")
     watchdog = watchdog_of(session.job.environment, settings.limits.step_timeout_s)
-    hooks = CustomLoopHooks(session, settings.events, validate or dict, contexts=contexts, watchdog=watchdog)
+    hooks = CustomLoopHooks(
+        preparation, settings.events, validate or dict, contexts=contexts, watchdog=watchdog
+    )
     train = preparation.prepare_loader(batches, watched=True)
     optimizers = [value for value in settings.state.values() if isinstance(value, Optimizer)]
     logs = plan_log(preparation, settings, optimizers)
@@ -60,14 +62,14 @@ class CustomLoopHooks(LoopHooks):
 
     def __init__(
         self,
-        session: Session,
+        preparation: Preparation,
         events: Events,
         validate: Callable[[], Mapping[str, float]],
         *,
         contexts: RunContexts,
         watchdog: "Watchdog | None",
     ) -> None:
-        self._session = session
+        self._preparation = preparation
         self._events = events
         self._validate = validate
         self._contexts = contexts
@@ -85,9 +87,10 @@ class CustomLoopHooks(LoopHooks):
     @contextmanager
     def while_open(self, loop: RunView) -> Iterator[None]:
         """Send the events of the steps made within the context, if a callback has them."""
-        if not self._events.has("on_backward_end") and not self._events.has("on_optimizer_step"):
-            yield
-            return
-        events = ManualStepEvents(self._session, loop, self._events)
-        with events.watching(loop.optimizers.values()), self._contexts.within(step_events=events):
-            yield
+        with self._preparation.noting_draws():
+            if not self._events.has("on_backward_end") and not self._events.has("on_optimizer_step"):
+                yield
+                return
+            events = ManualStepEvents(self._preparation.session, loop, self._events)
+            with events.watching(loop.optimizers.values()), self._contexts.within(step_events=events):
+                yield

@@ -1,6 +1,7 @@
 """One call of ``fit``: from its settings over the prepared objects to the steps, on top of the loop."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.data import CountedBatch, Parts, PreparedLoader, StepOutput
+from tp_core.plugins import RunView
 
 from tp_trainer._checks import check_no_others, check_owner
 from tp_trainer._memory import StepParts
@@ -20,6 +22,7 @@ from tp_trainer._running._history import History
 from tp_trainer._running._log import plan_log
 from tp_trainer._running._loop import Loop, LoopHooks
 from tp_trainer._running._settings import FitSettings
+from tp_trainer._running._step_events import OptimizerStepEvent
 from tp_trainer._running._watchdog import Watchdog, watchdog_of
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._step import (
@@ -50,10 +53,15 @@ class FitHooks(LoopHooks):
         run: RunStep,
         evaluator: Evaluator,
         train: PreparedLoader,
+        while_open: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.settings, self.optimizer_step, self.run = settings, optimizer_step, run
+        self._while_open = while_open
         self._evaluator, self.train = evaluator, train
         self.skips_nonfinite = settings.gradients.nonfinite == "skip"
+
+    def while_open(self, loop: RunView) -> AbstractContextManager[None]:  # noqa: ARG002 - contract
+        return self._while_open()
 
     def validate(self, boundaries: StepBoundaries | None, max_batches: int | None) -> Mapping[str, float]:
         """Evaluate the model on the validation's loaders.
@@ -127,7 +135,8 @@ def fit(preparation: Preparation, settings: FitSettings, model: nn.Module, optim
         loaders=preparation.prepare_named(settings.val_loaders()),
         metrics=settings.val_metrics(),
     )
-    hooks = FitHooks(settings, optimizer_step, preparation.run_step(train), evaluator, train)
+    run = preparation.run_step(train)
+    hooks = FitHooks(settings, optimizer_step, run, evaluator, train, preparation.noting_draws)
     schedulers = {} if settings.scheduler is None else {"scheduler": settings.scheduler.scheduler}
     with preparation.continued(settings.train_loader, train):
         loop = build_loop(
@@ -154,7 +163,8 @@ def _train(loop: Loop, hooks: FitHooks) -> History:
     """Train until the loop has no batch left."""
     model, events = hooks.optimizer_step.model, hooks.settings.loop.events
     if events.has("on_optimizer_step"):
-        hooks.optimizer_step.send_norm_to(lambda norm: events.send("on_optimizer_step", loop, norm))
+        event = OptimizerStepEvent(hooks.optimizer_step.session, events)
+        hooks.optimizer_step.send_norm_to(partial(event.send, loop))
     optimizer = hooks.optimizer_step.optimizer
     with restore_modes(model):
         model.train()  # before on_fit_start, in which a callback may set a frozen module to eval mode

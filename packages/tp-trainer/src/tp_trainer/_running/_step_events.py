@@ -1,4 +1,4 @@
-"""The events of the steps that a custom loop's own code makes."""
+"""The events of optimizer steps, and of the steps that a custom loop's own code makes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -7,9 +7,33 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.plugins import RunView, Session
+from tp_core.random import preserve_torch_rng_state, seed_of, seed_torch
 from tp_core.state import hook_steps
 
 from tp_trainer._running._callbacks import Events
+
+
+class OptimizerStepEvent:
+    """Sends the event of optimizer steps, with random numbers that are the same on all ranks.
+
+    What a callback draws there, such as noise for gradients, changes weights that ranks hold in common. The
+    rank's own numbers, which dropout takes, continue after it.
+    """
+
+    def __init__(self, session: Session, events: Events) -> None:
+        self._session, self._events = session, events
+        self._last = 0, 0  # the step of the loop, and how many optimizers have stepped in it
+
+    def send(self, run: RunView, grad_norm: Tensor) -> None:
+        session = self._session
+        if session.world_size == 1:
+            self._events.send("on_optimizer_step", run, grad_norm)
+            return
+        step, number = self._last
+        self._last = run.step, number + 1 if run.step == step else 0
+        with preserve_torch_rng_state([session.device]):
+            seed_torch(seed_of((session.job.seed, *self._last, 3)), [session.device])
+            self._events.send("on_optimizer_step", run, grad_norm)
 
 
 class ManualStepEvents:
@@ -23,13 +47,14 @@ class ManualStepEvents:
     def __init__(self, session: Session, loop: RunView, events: Events) -> None:
         self._session, self._loop, self._events = session, loop, events
         self.has_step_event = events.has("on_optimizer_step")
+        self._step_event = OptimizerStepEvent(session, events)
         self.is_sent = False
 
     def backward_end(self) -> None:
         self._events.send("on_backward_end", self._loop)
 
     def optimizer_step(self, grad_norm: Tensor) -> None:
-        self._events.send("on_optimizer_step", self._loop, grad_norm)
+        self._step_event.send(self._loop, grad_norm)
 
     @contextmanager
     def watching(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
