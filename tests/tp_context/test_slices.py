@@ -271,3 +271,20 @@ def test_steps_that_do_the_same_are_checked_once_and_others_again():
     assert step_identity(partial(wrapped, one)) == step_identity(partial(wrapped, one))
     assert step_identity(wrapped(one)) != step_identity(wrapped(other))
     assert step_identity(partial(wrapped, one)) != step_identity(partial(wrapped, other))
+
+
+def test_steps_of_two_objects_are_two_also_where_one_has_the_id_of_another():
+    class Task:
+        def __call__(self, model, batch):
+            return batch
+
+        def step(self, model, batch):
+            return model
+
+    task, other = Task(), Task()
+    assert step_identity(task) == step_identity(task)
+    assert step_identity(task.step) == step_identity(task.step)
+    assert step_identity(task) != step_identity(other)
+    assert step_identity(task.step) != step_identity(other.step)
+    seen = {step_identity(Task()) for _ in range(20)}  # memory of one that ended is used again
+    assert len(seen) == 20

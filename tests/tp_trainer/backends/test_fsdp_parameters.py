@@ -100,6 +100,12 @@ def data_written(linear):
     linear.weight.data.clamp_(-0.01, 0.01)
 
 
+def data_written_late(linear):
+    linear.calls = getattr(linear, "calls", 0) + 1
+    if linear.calls > 2:
+        linear.weight.data.clamp_(-0.01, 0.01)
+
+
 def nothing(linear):
     linear.weight.data  # noqa: B018 - looked at
 
@@ -111,7 +117,8 @@ def _writing(write, *, in_a_unit):
     plain = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()  # noqa: E731 - short
     with Trainer(seed=0, devices="cpu", backend="fsdp", progress=False) as trainer:
         try:
-            trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.01), loader(), step=plain)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            trainer.fit(model, optimizer, loader(), step=plain, epochs=4)
         except StepError as error:
             return str(error)
     return None
@@ -120,7 +127,7 @@ def _writing(write, *, in_a_unit):
 @pytest.mark.parametrize("in_a_unit", [False, True])
 def test_a_forward_pass_that_writes_weights_is_refused(two_ranks, in_a_unit):
     name = "'linear.weight' of the model's Writes" if in_a_unit else "'0.linear.weight' of the model's Seq"
-    for write in (in_place, data_replaced, data_written):
+    for write in (in_place, data_replaced, data_written, data_written_late):
         for message in two_ranks.run(partial(_writing, write, in_a_unit=in_a_unit)):
             assert message is not None, write
             assert f"the forward pass wrote the parameter {name}" in message

@@ -167,6 +167,20 @@ def test_a_frozen_weight_that_the_step_writes_is_saved(tmp_path, through_data):
     assert same(fit(tmp_path, step=moving, epochs=3), fit(tmp_path, step=moving, epochs=3))
 
 
+def test_a_frozen_weight_that_moves_through_data_after_the_first_checkpoint_is_saved(tmp_path):
+    calls = []
+
+    def moving(model, batch):
+        calls.append(batch)
+        if len(calls) > 3:  # an epoch has three batches
+            model.base.bias.data.mul_(0.9)
+        return step(model, batch)
+
+    fit(tmp_path, step=moving, epochs=2)
+    assert "base.bias" in names_in(tmp_path)
+    assert "base.weight" not in names_in(tmp_path)
+
+
 def test_a_weight_that_trains_from_a_later_run_on_is_saved_from_then_on(tmp_path):
     def free():
         model = Adapted()

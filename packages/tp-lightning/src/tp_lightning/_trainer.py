@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tp_core import LaunchEnvironment
 from tp_core.errors import ConfigError
 from tp_core.files import atomic_part
+from tp_core.fully_sharded import FullyShardedSession
 from tp_core.state import hook_steps
 from tp_trainer import Trainer as OwnTrainer
 
@@ -537,7 +538,7 @@ class Trainer:
         else:
             run.prepared = self._own.prepare(model)
         if is_manual:
-            if self.world_size > 1 and type(self.session).__name__ == "FsdpSession":
+            if self.world_size > 1 and isinstance(self.session, FullyShardedSession):
                 msg = "manual optimization is not here with 'fsdp'; write trainer.loop, which takes it"
                 raise ConfigError(msg)
             for optimizer in run.optimizers:

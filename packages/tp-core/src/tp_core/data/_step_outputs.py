@@ -1,5 +1,6 @@
 """Outputs of training steps: weights, rows, and one output combined from those of the parts."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tp_core._contracts._batch import LossReduction, Parts
 from tp_core._transfer import recursive_to
@@ -350,10 +352,15 @@ def _graph_leaves(loss: Tensor) -> list[Tensor]:
 # -- Steps that were seen before ------------------------------------------------------------------
 
 
+_numbers: Any = WeakIdKeyDictionary()  # of living objects: a later one may have the id of one that ended
+_count = itertools.count()
+
+
 def step_identity(step: Any, *, unwraps: bool = False) -> object:
     """Return what a step is known by, for a check that is made once for each step.
 
-    Its code and the functions that it holds: a function within another is a new object in each call.
+    Its code, the object of a method, and the functions that it holds: a function within another is a new
+    object in each call.
 
     Args:
         step: The step.
@@ -368,11 +375,20 @@ def step_identity(step: Any, *, unwraps: bool = False) -> object:
     function = getattr(step, "__func__", step)
     code = getattr(function, "__code__", None)
     if code is None:
-        return id(step)
+        return _number_of(step)
+    owner = _number_of(step.__self__) if function is not step else None
     contents = []
     for cell in function.__closure__ or ():
         try:
             contents.append(cell.cell_contents)
         except ValueError:  # not set yet
             continue
-    return code, tuple(identity(c) for c in contents if callable(c))
+    return code, owner, tuple(identity(c) for c in contents if callable(c))
+
+
+def _number_of(value: Any) -> int:
+    try:
+        number: int = _numbers.setdefault(value, next(_count))
+    except TypeError:  # its class takes no weak references
+        return id(value)
+    return number

@@ -26,6 +26,7 @@ from tp_core.tensors import TensorSlice, is_dtensor, quantized_parts
 from tp_trainer._checkpoint._folder import STATE, read_json
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
+_SAMPLED = 256  # elements of a weight, about, that each checkpoint compares
 _BLOCK = 1 << 16  # elements: their 64-bit integers stay in the processor's cache
 
 _Sums = list[tuple[tuple[int, ...], tuple[int, ...], int]]
@@ -131,7 +132,8 @@ class FrozenWeights:
         """Return the weights that a checkpoint leaves out now: those that are frozen, and unchanged so far.
 
         A frozen weight may change without gradients, as in a momentum encoder. Version counters
-        show that, unless it is written through ``.data``: so the first checkpoint compares digests, too.
+        show that, unless it is written through ``.data``: so each checkpoint compares some of its elements,
+        and the first one digests of all.
 
         Collectives: one gather of names; the first time one of digests, too.
         """
@@ -300,10 +302,19 @@ def _factors(start: int, length: int, dim: int, device: torch.device) -> Tensor:
     return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1)).bitwise_or_(1)
 
 
-def _versions(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+def _versions(tensor: Tensor) -> tuple[tuple[int, int, bytes], ...]:
     """Return what changes when a parameter is written, or gets other memory."""
     if not isinstance(tensor, nn.Parameter):  # made again in each state, as the scales of bitsandbytes are
         return ()
     with torch.no_grad():
         held = [tensor.to_local()] if is_dtensor(tensor) else quantized_parts(tensor) or [tensor]
-        return tuple((0 if t.is_inference() else t._version, t.data_ptr()) for t in held)
+        return tuple((0 if t.is_inference() else t._version, t.data_ptr(), _sampled(t)) for t in held)
+
+
+def _sampled(tensor: Tensor) -> bytes:
+    """Return some elements from all of a tensor: an average that goes on through ``.data`` changes them."""
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous().view(torch.uint8)
+    return bytes(some.cpu().numpy())

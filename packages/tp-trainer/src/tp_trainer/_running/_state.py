@@ -137,6 +137,17 @@ class UserState:
         lost = sorted(mine.keys() - set(self._names) - self._callbacks.keys())
         if lost:
             log.warning("%s has state of %s, which this run does not keep", path, ", ".join(map(repr, lost)))
+        own: set[str] = set().union(*ranks)
+        if own and len(ranks) != self._session.world_size and self._session.is_main:
+            log.warning(
+                "%s has a state of %s for each of %d ranks, and this run has %d: rank r takes that of rank "
+                "r %% %d",
+                path,
+                ", ".join(map(repr, sorted(own))),
+                len(ranks),
+                self._session.world_size,
+                len(ranks),
+            )
         missing = next((name for name in self._names if name not in mine), None)
         if missing is not None:
             msg = f"{path} has no state of {missing!r}, which this run keeps; resume with what the run had"
@@ -159,7 +170,9 @@ class UserState:
         if not isinstance(averages, dict) or len(self._models) != 1:
             return {}
         plain = self._session.unwrap(next(iter(self._models.values())))
-        return {n: (p, averages[n]) for n, p in plain.named_parameters() if n in averages}
+        # Of a user's own callback they may be anything.
+        named = [(n, p, averages.get(n)) for n, p in plain.named_parameters()]
+        return {n: (p, average) for n, p, average in named if isinstance(average, Tensor)}
 
     def _state_of(self, name: str) -> Any:
         value = self._callbacks[name] if name in self._callbacks else self._values[name]
