@@ -16,6 +16,13 @@ class TestTuple(UserStateConformance):
 
 
 @pytest.mark.slow
+class TestTupleWithCopies(TestTuple):
+    """Each device has parameters of its own, as on several accelerators."""
+
+    options = {"force_copies": True}
+
+
+@pytest.mark.slow
 class TestGather(UserStateConformance):
     backend = backend_class("dp-gather")
     devices = ("cpu", "cpu")

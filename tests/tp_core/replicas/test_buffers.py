@@ -179,3 +179,26 @@ def test_buffers_made_in_inference_mode_are_copied_each_time():
         replicas.run(lambda r, _: None, [0, 1])
         model.x.add_(1)
         assert replicas.run(lambda r, _: r.x.sum().item(), [0, 1]) == [2.0, 2.0]
+
+
+@COPIES
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_that_are_written_through_data_are_copied_alone(force_copies, training):
+    model = nn.Sequential(nn.BatchNorm1d(3).eval(), nn.Linear(3, 3))
+    model[1].train(training)
+    model[1].register_buffer("table", torch.zeros(300, 300), persistent=False)
+    model[1].register_buffer("saved", torch.zeros(300, 300))
+    replicas = Replicas(model, ["cpu"] * 2, force_copies=force_copies)
+
+    def look(replica, _):
+        return [(b.data_ptr(), b.double().sum().item()) for b in (replica[0].running_mean, replica[1].table)]
+
+    replicas.run(look, [0, 1])
+    before = replicas.run(look, [0, 1])[1]
+    model[0].running_mean.data.add_(1)
+    mean, table = replicas.run(look, [0, 1])[1]
+    assert mean[1] == 3.0
+    assert table == before[1]
+    model[1].table.data[7].add_(1)
+    now = replicas.run(look, [0, 1])[1]
+    assert (now[0], now[1][1]) == (mean, 300.0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from tp_core.replicas import Replicas
+from tp_core.replicas._mirror import digest_of
 
 X = [torch.ones(2, 3), torch.full((1, 3), 2.0)]
 
@@ -159,11 +160,68 @@ def test_a_parameter_that_is_given_other_storage_is_seen(model, replicas):
     check(replicas)
 
 
-def test_a_bare_write_is_seen_after_refresh(model, replicas):
-    replicas.run(call, X)
-    model[0].weight.data.add_(1)
-    replicas.refresh()
-    check(replicas)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_bare_write_is_seen(model, replicas, grad):
+    model[0].requires_grad_(False)
+    with torch.set_grad_enabled(grad):
+        for p in model.parameters():
+            replicas.run(call, X)
+            before = copied(replicas)
+            p.data.add_(1)
+            check(replicas)
+            assert copied(replicas) == before + 1
+
+
+CHANGES = {
+    "one element, by the smallest step": lambda t: t.flatten()[5:6].copy_(
+        torch.nextafter(t.flatten()[5:6], torch.tensor(9.0).to(t))
+    ),
+    "rows that trade places": lambda t: t.copy_(t.flip(0)),
+    "columns that trade places": lambda t: t.copy_(t.flip(-1)),
+    "signs": lambda t: t.neg_(),
+}
+TENSORS = {
+    "a matrix": lambda: torch.randn(129, 66),
+    "a vector": lambda: torch.randn(9001),
+    "filters": lambda: torch.randn(70, 9, 3, 3),
+    "channels last": lambda: torch.randn(70, 9, 3, 3).to(memory_format=torch.channels_last),
+    "float64": lambda: torch.randn(70, 90, dtype=torch.float64),
+    "an odd place in memory": lambda: torch.randn(6001)[1:].view(75, 80),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_any_change_of_a_tensor_changes_its_digest(tensor, change):  # private: each kind of memory
+    value = TENSORS[tensor]()
+    before = digest_of([torch.ones(3), value])
+    assert digest_of([torch.ones(3), value.clone()]).changed_since(before) == []
+    view = value.data if value.is_contiguous() else value.permute(0, 2, 3, 1).data
+    CHANGES[change](view)
+    assert digest_of([torch.ones(3), value]).changed_since(before) == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.bool, torch.int64, torch.uint8])
+def test_digests_are_of_any_type(dtype):
+    value = torch.ones(80, 75).to(dtype)
+    scalar = torch.ones((), dtype=dtype)
+    before = digest_of([value, scalar])
+    value.data[7, 9] = 0
+    assert digest_of([value, scalar]).changed_since(before) == [0]
+    value.data[7, 9] = 1
+    scalar.data.zero_()
+    assert digest_of([value, scalar]).changed_since(before) == [1]
+
+
+def test_training_by_hand_that_zeroes_gradients_is_that_of_one_device(model, replicas):
+    plain = copy.deepcopy(model)
+    for _ in range(5):
+        loss_of(replicas.run(call, X)).backward()
+        loss_of([plain(x) for x in X]).backward()
+        for p in (*model.parameters(), *plain.parameters()):
+            p.data.sub_(p.grad, alpha=0.1)
+            p.grad.zero_()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
 def test_watching_keeps_nothing_alive(memory, model):

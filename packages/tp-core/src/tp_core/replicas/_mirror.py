@@ -1,16 +1,16 @@
 """Copies of a module's parameters and buffers that stay on another device."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel.comm import broadcast
 
 from tp_core._transfer import to_device
@@ -198,6 +198,65 @@ def version_of(tensor: Tensor) -> Any:
     return (tensor._version, tensor.data_ptr())
 
 
+_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_FEW = 4096  # elements of a tensor whose bits are compared one by one
+
+
+def is_comparable(tensor: Tensor) -> bool:
+    """Return whether :func:`digest_of` can look at a tensor's memory."""
+    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_plain and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+
+
+class Digest(NamedTuple):
+    """Whole numbers that show a change of tensors.
+
+    Attributes:
+        numbers: The numbers of all tensors, one after another: (number,).
+        lengths: How many of them are of each tensor.
+    """
+
+    numbers: Tensor
+    lengths: list[int]
+
+    def changed_since(self, before: "Digest") -> list[int]:
+        """Return the positions of the tensors that have changed; the host waits for the device."""
+        if torch.equal(self.numbers, before.numbers):
+            return []
+        pairs = zip(self.numbers.split(self.lengths), before.numbers.split(before.lengths), strict=True)
+        return [i for i, (now, then) in enumerate(pairs) if not torch.equal(now, then)]
+
+
+@torch.no_grad()
+def digest_of(tensors: Sequence[Tensor]) -> Digest:
+    """Return what shows a change of these tensors, which are on one device.
+
+    A version counter counts no write through ``.data``. These are sums of bits, by whole numbers and so
+    exact, over the first dimension and over the others: a change of one element changes one of each, and
+    rows that trade places change the latter.
+    """
+    numbers: list[Tensor] = []
+    lengths = []
+    for tensor in tensors:
+        bits = tensor.detach()
+        if bits.is_complex():
+            bits = torch.view_as_real(bits)
+        fits = bits.storage_offset() * bits.itemsize % 4 == 0 and bits.is_contiguous()
+        if fits and bits.dim() and bits.nbytes % (4 * len(bits)) == 0:
+            # Four bytes at once, and not eight: sums are of 64 bits, in which two changes of the first bit of
+            # eight bytes, a sign's, would cancel out.
+            bits = bits.view(len(bits), -1).view(torch.int32)
+        else:
+            bits = bits.unsqueeze(-1).view(_WHOLE_NUMBERS[bits.itemsize])
+        if bits.dim() < 2 or bits.numel() <= _FEW:
+            of_tensor = [bits.reshape(-1)]
+        else:
+            of_tensor = [bits.sum(0).reshape(-1), bits.sum(list(range(1, bits.dim())))]
+        numbers += of_tensor
+        lengths.append(sum(map(len, of_tensor)))
+    return Digest(torch.cat(numbers), lengths)
+
+
 class ParameterMirror:
     """Copies of parameters that stay on one device.
 
@@ -217,6 +276,8 @@ class ParameterMirror:
         self._seen: list[Any] = []
         self._suspected: set[int] = set()
         self._unchanged: Any = None
+        # The digest of the copies at some positions, on the parameters' device.
+        self._digest: tuple[tuple[int, ...], Digest] | None = None
 
     def follow(self, parameters: Sequence[Parameter]) -> None:
         """Set the parameters to copy; copies of earlier ones that are still among them are kept."""
@@ -229,28 +290,37 @@ class ParameterMirror:
         self._seen = [seen for _, seen in pairs]
         self._suspected.clear()
         self._unchanged = None
+        self._digest = None
 
     def suspect(self, positions: Iterable[int]) -> None:
         """Mark the parameters at these positions to be copied next time, whatever their versions are."""
         self._suspected.update(positions)
 
-    def take_stale(self, now: Any, *, force: bool = False) -> tuple[list[int], bool]:
+    def take_stale(
+        self, now: Any, digest_at: Callable[[tuple[int, ...]], Digest], *, force: bool = False
+    ) -> tuple[list[int], bool]:
         """Find parameters that changed since the last time, or their copies; `note_copied` must follow.
+
+        Args:
+            now: The parameters' versions.
+            digest_at: Returns the digest of the parameters at some positions.
+            force: Whether all count as changed.
 
         Returns:
             Their positions, and whether a copy is another tensor now, because its parameter has another
             shape or dtype.
         """
         suspected = self._suspected
-        if not force and not suspected and (now, self._copy_versions()) == self._unchanged:
-            return [], False
-        stale = [
-            i
-            for i, seen in enumerate(self._seen)
-            if (force or i in suspected or seen != self._versions(i))
-            and self.copies[i] is not self.parameters[i]
-        ]
+        stale: list[int] = []
+        if force or suspected or (now, self._copy_versions()) != self._unchanged:
+            stale = [
+                i
+                for i, seen in enumerate(self._seen)
+                if (force or i in suspected or seen != self._versions(i))
+                and self.copies[i] is not self.parameters[i]
+            ]
         suspected.clear()
+        stale = sorted([*stale, *self._silently_changed(stale, digest_at)])
         replaced = False
         for i in stale:
             if not _same_form(self.copies[i], self.parameters[i]):
@@ -258,11 +328,36 @@ class ParameterMirror:
                 replaced = True
         return stale, replaced
 
+    def _silently_changed(
+        self, stale: Sequence[int], digest_at: Callable[[tuple[int, ...]], Digest]
+    ) -> list[int]:
+        """Return the positions of further parameters that differ from their copies.
+
+        In training an optimizer has stepped all, mostly: then none is left to look at.
+        """
+        if len(stale) == len(self.copies) or _is_captured(self.device):
+            return []
+        known = set(stale)
+        left = tuple(
+            i
+            for i, (parameter, copy) in enumerate(zip(self.parameters, self.copies, strict=True))
+            if i not in known and copy is not parameter and copy.numel() and is_comparable(parameter)
+        )
+        if not left:
+            return []
+        if self._digest is None or self._digest[0] != left:
+            numbers, lengths = digest_of([self.copies[i] for i in left])
+            home = self.parameters[left[0]].device
+            self._digest = left, Digest(to_device(numbers, home), lengths)
+        return [left[i] for i in digest_at(left).changed_since(self._digest[1])]
+
     def note_copied(self, now: Any, stale: Sequence[int]) -> None:
         for i in stale:
             self._seen[i] = self._versions(i)
         self.copied += len(stale)
         self._unchanged = now, self._copy_versions()
+        if self._digest is not None and not set(stale).isdisjoint(self._digest[0]):
+            self._digest = None
 
     def _copy_versions(self) -> list[int]:
         return [r._version for r in self.copies]  # they are never made in inference mode
@@ -292,7 +387,14 @@ def refresh(mirrors: Sequence[ParameterMirror], now: Any, *, forced: Sequence[bo
 
     Collective: with several CUDA devices, torch's broadcast between them. No gradients.
     """
-    found = [mirror.take_stale(now, force=force) for mirror, force in zip(mirrors, forced, strict=True)]
+
+    @functools.cache  # for all mirrors
+    def digest_at(positions: tuple[int, ...]) -> Digest:
+        return digest_of([mirrors[0].parameters[i] for i in positions])
+
+    found = [
+        mirror.take_stale(now, digest_at, force=force) for mirror, force in zip(mirrors, forced, strict=True)
+    ]
     groups: dict[tuple[int, ...], list[ParameterMirror]] = {}
     for mirror, (stale, _) in zip(mirrors, found, strict=True):
         if stale:
@@ -308,6 +410,11 @@ def refresh(mirrors: Sequence[ParameterMirror], now: Any, *, forced: Sequence[bo
         for mirror in group:
             mirror.note_copied(now, positions)
     return [replaced for _, replaced in found]
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Return whether kernels are recorded into a graph at present: nothing can be looked at then."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _same_form(copy: Tensor, parameter: Parameter) -> bool:
@@ -440,9 +547,7 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 SMALL_NUMEL = 65_536
-"""Buffers of at most this many elements are copied in doubt: a needless copy is better than a stale one."""
-
-_COUNTS = (_BatchNorm.forward, SyncBatchNorm.forward)
+"""Buffers of at most this many elements are copied in each call in training mode, where most change."""
 
 
 @dataclass(slots=True)
@@ -454,29 +559,23 @@ class _Buffer:
         owners: The modules that have it.
         generation: A number that grows with each change.
         seen: Its version when it was last checked.
-        was_training: Whether an owner was in training mode then.
-        follows: Whether it may change without its version counter while a module is in training mode.
-        is_unsure: Whether it may do so in evaluation mode, too.
-        counter: The layer's counter of batches, where that reveals changes.
+        follows: Whether it counts as changed on each call while a module is in training mode.
+        is_unsure: Whether it counts as changed on each call.
     """
 
     tensor: Tensor
     owners: list[nn.Module]
     generation: int = 0
     seen: Any = None
-    was_training: bool = True
     follows: bool = False
     is_unsure: bool = False
-    counter: Tensor | None = None
 
-    def look(self, *, suspect: bool) -> bool:
-        """Return whether the buffer has changed, or may have, since the last call."""
-        seen = version_of(self.tensor), None if self.counter is None else version_of(self.counter)
-        training = any(m.training for m in self.owners)
-        silent = self.follows and (suspect or training or self.was_training)
-        changed = silent or self.is_unsure or seen != self.seen
-        self.seen, self.was_training = seen, training
-        return changed
+    def has_new_version(self) -> bool:
+        before, self.seen = self.seen, version_of(self.tensor)
+        return bool(before != self.seen)
+
+    def counts_as_changed(self) -> bool:
+        return self.is_unsure or (self.follows and any(m.training for m in self.owners))
 
 
 class OriginalBuffers:
@@ -484,9 +583,7 @@ class OriginalBuffers:
 
     Version counters reveal most changes. Kernels like ``batch_norm``, and writes through ``.data``, leave
     them unchanged. So in training mode each small buffer, and each floating-point buffer that is saved,
-    counts as changed on each call. A large table that is not saved counts as unchanged where its counter
-    is. In evaluation mode small saved buffers count as changed, too, except those of BatchNorm: its
-    counter of batches reveals changes.
+    counts as changed on each call. Of all others the digests are compared.
 
     Attributes:
         modules: Those modules.
@@ -502,14 +599,15 @@ class OriginalBuffers:
         self._contents = Contents(m._buffers for m in modules)
         self._version = -1
         self._clock = 0
+        self._buffers: list[_Buffer] = []
+        self._digests: tuple[list[int], Digest] | None = None  # of which buffers
         self._read()
 
-    def look(self, *, version: int, suspect: bool) -> None:
+    def look(self, *, version: int) -> None:
         """Update the generations of buffers that have changed.
 
         Args:
             version: The structure's version: while it stays, the buffers are the same tensors.
-            suspect: The module ran without replicas since: buffers may have changed silently.
         """
         if version != self._version:
             self._version = version
@@ -519,14 +617,33 @@ class OriginalBuffers:
         if not self._buffers:
             return
         self._clock += 1
+        compared = []
         for buffer in self._buffers:
-            if buffer.look(suspect=suspect):
+            if buffer.has_new_version():
                 buffer.generation = self._clock
+            if buffer.counts_as_changed():
+                buffer.generation = self._clock
+            elif buffer.tensor.numel():
+                compared.append(buffer)
+        if compared and not _is_captured(compared[0].tensor.device):
+            self._compare(compared)
         self.generations = [b.generation for b in self._buffers]
+
+    def _compare(self, buffers: Sequence[_Buffer]) -> None:
+        """Note buffers that have changed without their version counters."""
+        before, known = self._digests, [id(buffer) for buffer in buffers]
+        digest = digest_of([buffer.tensor for buffer in buffers])
+        self._digests = known, digest
+        if before is not None and before[0] == known:
+            buffers = [buffers[i] for i in digest.changed_since(before[1])]
+        # Otherwise all of them: in the first call, and in another mode.
+        for buffer in buffers:
+            buffer.generation = self._clock
 
     def _read(self) -> None:
         self._clock += 1
         self.layout = self._clock
+        self._digests = None
         found: dict[int, _Buffer] = {}
         slots: dict[int, list[tuple[int, str]]] = {}
         for number, module in enumerate(self.modules):
@@ -537,27 +654,15 @@ class OriginalBuffers:
                     buffer = found.setdefault(id(tensor), _Buffer(tensor, []))
                     buffer.owners.append(module)
                     slots.setdefault(id(tensor), []).append((number, name))
-                    _judge(buffer, module, name)
+                    is_saved = name not in module._non_persistent_buffers_set
+                    buffer.follows |= tensor.numel() <= SMALL_NUMEL
+                    buffer.follows |= is_saved and tensor.is_floating_point()
+                    buffer.is_unsure |= tensor.requires_grad or not is_comparable(tensor)
         self._buffers = list(found.values())
         self.tensors = [b.tensor for b in self._buffers]
         self.slots = list(slots.values())
         self.holders = sorted({number for row in self.slots for number, _ in row})
         self.generations = [0] * len(self._buffers)
-
-
-def _judge(buffer: _Buffer, module: nn.Module, name: str) -> None:
-    """Set in which modes a buffer may change without its version counter."""
-    tensor = buffer.tensor
-    is_small = tensor.numel() <= SMALL_NUMEL
-    is_saved = name not in module._non_persistent_buffers_set
-    is_learned = is_saved and tensor.is_floating_point()
-    counter = None
-    if isinstance(module, _BatchNorm) and type(module).forward in _COUNTS and "forward" not in vars(module):
-        counter = module.num_batches_tracked
-    buffer.follows |= is_small or is_learned
-    buffer.is_unsure |= (is_learned and is_small and counter is None) or tensor.requires_grad
-    if counter is not None and counter is not tensor:
-        buffer.counter = counter
 
 
 class OwnBuffers:

@@ -77,16 +77,12 @@ class ReplicaCache:
         self._parameters: list[Parameter] = []
         self._exposed: dict[Any, dict[int, Tensor]] = {}
         self._exposed_for: Any = None
-        # Counters and no flags: fewer parts than devices leave replicas out of a call, and each compares
+        # A counter and no flag: fewer parts than devices leave replicas out of a call, and each compares
         # the counter with what it saw when it takes part again.
         self._refreshes = 0
-        self._runs_alone = 0
         self._refreshed: dict[Any, int] = {}
-        self._suspected = 0
         self._watches_optimizers = False
         self._positions: dict[int, int] = {}
-        self._training = module.training
-        self._backward = _Backward()
 
     @property
     def mirrors(self) -> tuple[ParameterMirror, ...]:
@@ -101,17 +97,11 @@ class ReplicaCache:
             if number in self._modules:
                 self._modules[number].note_states()
 
-    def note_run_alone(self) -> None:
-        """Record that the module ran without the others, and may have changed buffers untracked."""
-        self._runs_alone += 1
-
     def prepare(self, count: int, *, grad: bool) -> list[nn.Module]:
         """Return the first ``count`` replicas, equal to the module as it is now.
 
         Collective: none. Forward copies changed parameters to each device; backward sums their gradients.
         """
-        if self._may_have_changed_silently():
-            self._refreshes += 1
         structure = self._structure
         if structure is None or not structure.is_current():
             structure = self._structure = Structure(self._module, self._devices[0])
@@ -121,8 +111,7 @@ class ReplicaCache:
             self._buffers = OriginalBuffers(plain)
             self._modules.clear()
             self._exposed_for = None
-        self._buffers.look(version=structure.version, suspect=self._suspected != self._runs_alone)
-        self._suspected = self._runs_alone
+        self._buffers.look(version=structure.version)
         if self._copies and any(key is not None for key in self._keys[1:count]):
             self._prepare_parameters(structure, count, grad=grad)
         roots = [self._module]
@@ -202,7 +191,6 @@ class ReplicaCache:
         if self._exposed_for != wanted:
             mirrors = [self._mirrors[k] for k in keys]
             rows = expose_to_autograd(self._parameters, mirrors) if grad else [m.copies for m in mirrors]
-            self._backward.watch(rows)
             ids = [id(p) for p in self._parameters]
             self._exposed = {k: dict(zip(ids, row, strict=True)) for k, row in zip(keys, rows, strict=True)}
             self._exposed_for = wanted
@@ -214,7 +202,7 @@ class ReplicaCache:
                     modules.give_parameters(exposed)
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Mark what an optimizer has updated for the next copy: version counters may be unchanged."""
+        """Mark what an optimizer has updated for the next copy, so that nothing has to be compared."""
         positions = self._positions
         # An optimizer skips its frozen parameters: to copy these would cost a transfer for nothing.
         stepped = [
@@ -224,51 +212,12 @@ class ReplicaCache:
             if id(p) in positions and (p.requires_grad or p.grad is not None)
         ]
         if stepped:
-            self._backward.has_passed = False
             for mirror in self._mirrors.values():
                 mirror.suspect(stepped)
 
-    def _may_have_changed_silently(self) -> bool:
-        """Return whether the program may have written parameters through ``.data`` since the last call.
-
-        Programs swap averaged weights in and out where the mode changes. A training loop without an
-        optimizer calls ``zero_grad()`` once it has used the gradients.
-        """
-        training, self._training = self._training, self._module.training
-        if training is not self._training:
-            return True
-        backward = self._backward
-        if backward.has_passed and all(p.grad is None for p in self._parameters):
-            backward.has_passed = False
-            return True
-        return False
-
-
-class _Backward:
-    """A flag that is set once gradients have passed through the exposed parameters."""
-
-    __slots__ = ("__weakref__", "has_passed")
-
-    def __init__(self) -> None:
-        self.has_passed = False
-
-    def watch(self, rows: Sequence[Sequence[Tensor]]) -> None:
-        reference = weakref.ref(self)  # a graph that outlives the replicas must not keep this alive
-
-        def note(*_: Any) -> None:
-            living = reference()
-            if living is not None:
-                living.has_passed = True
-
-        for node in {t.grad_fn for row in rows for t in row if t.grad_fn is not None}:
-            node.register_hook(note)
-
 
 def _watch_optimizers(cache: ReplicaCache) -> None:
-    """Report optimizer steps to ``cache`` for as long as it lives.
-
-    Fused kernels, and steps that are written with ``.data``, leave version counters unchanged.
-    """
+    """Report optimizer steps to ``cache`` for as long as it lives."""
     reference = weakref.ref(cache)  # torch's hook is global: it must not keep the module's copies alive
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's
@@ -373,10 +322,9 @@ class Replicas:
     the CPU, or on a device that is named twice) draw one at a time, each from a state of its own, but not
     within activation checkpoints. In both cases the numbers follow from the caller's seed.
 
-    A version counter does not count some changes (``parameter.data.add_(1)``). They are noticed if an
-    optimizer's step makes them, or if ``module.train()`` or ``module.eval()`` changes the mode after them.
-    They are also noticed if gradients were computed before them and have been dropped. Call `refresh`
-    after others.
+    Changes are noticed that a version counter does not count (``parameter.data.add_(1)``). Parameters that
+    no optimizer has stepped since the last call, such as frozen ones, are compared with their copies by
+    sums of their bits, so the host waits for the first device there.
 
     Collective: none, as all replicas are in one process. Forward copies changed parameters to the devices;
     backward sums their gradients on the first device.
@@ -475,7 +423,6 @@ class Replicas:
             part: The only part.
             module: What to call instead of the module itself.
         """
-        self._cache.note_run_alone()
         return self._run_first(call, self.module if module is None else module, part)
 
     def modules(self, count: int | None = None) -> list[nn.Module]:

@@ -99,7 +99,7 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
         self.replicas.compile(*args, **kwargs)
 
     def refresh(self) -> None:
-        """Copy all parameters again, after changes through ``.data`` that cannot be noticed."""
+        """Copy all parameters again at the next call, whether they have changed or not."""
         self.replicas.refresh()
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
