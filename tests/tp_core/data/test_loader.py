@@ -261,6 +261,29 @@ def test_a_loader_that_splits_by_itself_counts_alike_on_all_ranks():
     assert shares_of(loader) == [Share(2, 4), Share(2, 4)]
 
 
+def test_ranks_know_of_each_other_the_sizes_of_batches_that_their_loaders_choose(caplog):
+    sizes = []
+    for n, drop_last in ((9, False), (6, False), (8, True)):
+        loader = loader_of(n, 4, drop_last=drop_last)
+        PreparedLoader(loader, size=3, shard=False, gather=lambda value: sizes.append(value) or [value])
+    mine = PreparedLoader(loader_of(9, 4), size=3, shard=False, gather=lambda _: sizes)
+    assert shares_of(mine) == [Share(4, 12), Share(4, 10), Share(1, 1)]
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("unknown", ["here", "there"])
+def test_a_smaller_batch_warns_where_the_other_ranks_have_unknown_ones(caplog, unknown):
+    batches = [torch.ones(4), torch.ones(4), torch.ones(3), torch.ones(2)]
+    loader = batches if unknown == "here" else loader_of(11, 4)
+    mine = PreparedLoader(loader, size=2, shard=False, gather=lambda value: [value, None])
+    assert shares_of(mine)[:3] == [Share(4, 8), Share(4, 8), Share(3, 6)]
+    assert len(caplog.messages) == 1
+    assert "has 3 samples, and its first one had 4" in caplog.messages[0]
+    evaluated = PreparedLoader(loader, size=2, shard=False, training=False, gather=lambda _: 1 / 0)
+    assert len(list(evaluated)) >= 3
+    assert len(caplog.messages) == 1
+
+
 @pytest.mark.parametrize(
     "loader",
     [DataLoader(Stream(), batch_size=2), DataLoader(range(4), batch_size=None), [1, 2]],

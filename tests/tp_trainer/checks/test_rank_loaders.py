@@ -126,3 +126,36 @@ def test_loaders_with_samples_of_their_own_train_what_one_device_trains_on_all(t
     for own_state, own_numbers in two_ranks.run(trained_on_own_parts, backend):
         torch.testing.assert_close(own_state, state)
         torch.testing.assert_close(own_numbers, numbers)
+
+
+# -- batches of different sizes on the ranks ------------------------------------------------------
+
+
+def mean_of_squares(model, batch):
+    return (model(batch[0]).sum(1) - batch[0].prod(1)).square().mean()
+
+
+def trained_in_uneven_batches(samples, batch_size):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+        model, optimizer = trainer.prepare(model, optimizer)
+        mine = samples[trainer.session.data_rank]
+        loader = DataLoader(data.TensorDataset(X[mine]), batch_size=batch_size)
+        loader = trainer.prepare(loader, shard=False)
+        trainer.fit(model, optimizer, loader, step=mean_of_squares, epochs=2)
+        trained = trainer.session.model_state(model)["weight"].clone()
+        gradients = []
+        for batch in loader:  # in a loop of the user's own, too
+            optimizer.zero_grad()
+            trainer.backward(trainer.run(mean_of_squares, model, batch))
+            gradients.append(trainer.session.unwrap(model).weight.grad.clone())
+        return trained, gradients
+
+
+def test_uneven_batches_of_the_ranks_loaders_have_the_gradient_of_the_whole(two_ranks):
+    expected = trained_in_uneven_batches([[0, 1, 2, 3, 4, 5, 6]], 4)
+    # Of the first four and of the last three samples rank 1 has one, in its batch of two and in its last.
+    for found in two_ranks.run(trained_in_uneven_batches, [[0, 1, 4, 5], [2, 3, 6]], 2):
+        torch.testing.assert_close(found, expected)

@@ -189,7 +189,7 @@ class Session:
     def refresh(self, model: nn.Module) -> None:
         """Update a backend's copies of a prepared model; without copies, do nothing.
 
-        For changes that cannot be noticed: writes through ``parameter.data`` without an optimizer's step.
+        For changes that a backend cannot notice. Copies by `tp_core.replicas` notice all.
         """
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -222,7 +222,7 @@ class Session:
         Raises:
             LoaderError: The loader cannot be split over the data ranks.
 
-        Collective: with several data ranks, those of :meth:`check_agreement`.
+        Collective: with several data ranks, those of :meth:`check_agreement` and :meth:`gather_objects`.
         """
         # The loader's floor is above this one. An import here keeps the contract light, and a session that
         # overrides nothing can feed a model.
@@ -240,7 +240,16 @@ class Session:
             any_rank=self._any_rank
             if self.evaluates_together and not training and self.data_size > 1
             else None,
+            gather=self._gather_from_data_ranks if self.data_size > 1 else None,
         )
+
+    def _gather_from_data_ranks(self, value: T) -> list[T]:
+        """Return the object of each data rank.
+
+        Collective: that of :meth:`gather_objects`.
+        """
+        everyones = dict(self.gather_objects((self.data_rank, value), where="what each data rank has"))
+        return [everyones[rank] for rank in range(self.data_size)]
 
     def _any_rank(self, mine: bool) -> bool:
         """Return whether something holds on any data rank.

@@ -44,6 +44,7 @@ class PreparedLoader:
         move: Callable[[Any], Any] | None = None,
         agree: Callable[..., None] | None = None,
         any_rank: Callable[[bool], bool] | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
         collate: Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]] | None = None,
         parts: int | None = None,
     ) -> None:
@@ -61,6 +62,8 @@ class PreparedLoader:
             agree: ``agree(what, value, remedy=...)`` raises unless all ranks have the same value.
             any_rank: ``any_rank(mine)`` returns whether it holds on any rank. Given where ranks must take the
                 same steps in evaluation, too: a rank without samples then gets a stand-in.
+            gather: ``gather(value)`` returns the value of each data rank. With it ranks that have samples of
+                their own know of each other how many are in each batch.
             collate: Turns the collate function of a ``DataLoader`` into the one to use; batches of
                 other loaders stay as they are.
             parts: The number of devices that a batch in `Parts` is for; an `ElasticLoader` makes as many.
@@ -68,7 +71,7 @@ class PreparedLoader:
         Raises:
             LoaderError: The loader cannot be iterated, or not be split over the ranks.
 
-        Collective: with ``agree``, its all-gathers of objects; none without.
+        Collective: with ``agree`` and ``gather``, their all-gathers of objects; none without.
         """
         if not isinstance(loader, Iterable):
             msg = f"a loader must be iterable, got {type(loader).__name__}: {loader!r}"
@@ -78,7 +81,9 @@ class PreparedLoader:
         # The epoch of the next iteration, its first batch, and whether the one before it has begun.
         self._epoch, self._first = 0, 0
         self._has_begun = False
-        ranks = Ranks(rank, size, shard=shard, training=training, agree=agree, any_rank=any_rank)
+        ranks = Ranks(
+            rank, size, shard=shard, training=training, agree=agree, any_rank=any_rank, gather=gather
+        )
         self._batches = rank_batches(loader, ranks, seed=seed, collate=collate, parts=parts)
 
     @property

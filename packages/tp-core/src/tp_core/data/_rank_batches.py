@@ -5,8 +5,9 @@ epoch's batches in a random state made of the two, which is restored afterwards.
 batches and takes its share of each. No rank has to send its number of samples to another.
 """
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ from tp_core.data._user_loaders import (
 from tp_core.data._workers import iterate_seeded
 from tp_core.errors import LoaderError
 
+log = logging.getLogger("tp_core")
+
 Move = Callable[[Any], Any]
 Collate = Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]]
 
@@ -48,6 +51,7 @@ class Ranks:
         agree: ``agree(what, value, remedy=...)`` raises unless all ranks have the same value.
         any_rank: Returns whether something holds on any rank; given where ranks take the same steps in
             evaluation, too.
+        gather: ``gather(value)`` returns the value of each rank.
     """
 
     rank: int = 0
@@ -56,6 +60,7 @@ class Ranks:
     training: bool = True
     agree: Callable[..., None] | None = None
     any_rank: Callable[[bool], bool] | None = None
+    gather: Callable[[Any], list[Any]] | None = None
 
     def agree_on_data(self, what: str, value: object) -> None:
         """Check that all ranks have the same data, if it is split over them.
@@ -124,7 +129,7 @@ def rank_batches(
     Raises:
         LoaderError: The loader cannot be split over the ranks.
 
-    Collective: with ``ranks.agree``, its all-gathers of objects; none without.
+    Collective: with ``ranks.agree`` and ``ranks.gather``, their all-gathers of objects; none without.
     """
     if is_elastic(loader):
         return ElasticBatches(loader, ranks, seed=seed, parts=parts)
@@ -212,7 +217,7 @@ class IndexedBatches(RankBatches):
             source = iterate_seeded(self._source, seed=self._seed, epoch=epoch, is_ours=True)
             self._left = source if has_own else None
             if has_own and self._ranks.size == 1:  # it may leave batches out, or repeat them
-                yield from _counted(source, progress, first, move, self._ranks.size)
+                yield from _counted(source, progress, first, move, BatchTotals(self._loader, self._ranks))
                 return
             for batch in source:
                 if shares is None:
@@ -276,22 +281,92 @@ class IndexedBatches(RankBatches):
 # -- Loaders that choose their batches themselves -------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """What tells the number of samples in each batch of a ``DataLoader``."""
+
+    samples: int
+    batch_size: int
+    drop_last: bool
+
+    @classmethod
+    def of(cls, loader: object) -> "BatchSizes | None":
+        """Return the sizes of a loader's batches; ``None`` where a sampler of the user's own chooses them."""
+        # With a batch sampler of the user's own it has no batch size.
+        if not is_indexed(loader) or loader.batch_size is None or iterates_itself(loader):
+            return None
+        if not isinstance(loader.sampler, Sized):
+            return None
+        return cls(len(loader.sampler), loader.batch_size, loader.drop_last)
+
+    @property
+    def full(self) -> int:
+        """The number of full batches."""
+        return self.samples // self.batch_size
+
+    def samples_in(self, number: int) -> int:
+        if number < self.full:
+            return self.batch_size
+        is_last = number == self.full and not self.drop_last
+        return self.samples % self.batch_size if is_last else 0
+
+
+class BatchTotals:
+    """The samples that all ranks have of each batch, where every rank's loader chooses its own.
+
+    Where they are not known, each rank is assumed to have as many as this one, and a batch that shows that
+    it may be wrong is warned of, once.
+
+    Collective: in the constructor, for training, one of ``ranks.gather``.
+    """
+
+    def __init__(self, loader: object, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._sizes: Sequence[BatchSizes] = ()
+        if not ranks.shard and ranks.training and ranks.gather is not None:
+            everyones = ranks.gather(BatchSizes.of(loader))
+            if None not in everyones:
+                self._sizes = everyones
+        self._full = min((sizes.full for sizes in self._sizes), default=0)
+        self._full_total = sum(sizes.batch_size for sizes in self._sizes)
+        self._usual: int | None = None  # the samples of the first batch
+        self._warns = ranks.training and ranks.size > 1
+
+    def of(self, number: int, samples: int) -> int:
+        """Return the samples of all ranks in a batch of which this rank has ``samples``."""
+        if self._sizes and samples == self._sizes[self._ranks.rank].samples_in(number):
+            is_full = number < self._full
+            return self._full_total if is_full else sum(each.samples_in(number) for each in self._sizes)
+        self._usual = self._usual or samples
+        if self._warns and samples != self._usual:
+            self._warns = False
+            log.warning(
+                "a batch of this rank has %d samples, and its first one had %d: the rank's loader chooses "
+                "its samples, and how many the other ranks have is not known, so each rank's mean counts the "
+                "same. Return the number of samples from the step, as 'weight', or give each rank a "
+                "DataLoader with a batch size over a dataset with a length",
+                samples,
+                self._usual,
+            )
+        return samples * self._ranks.size
+
+
 def _counted(
     source: Iterator[Any],
     progress: Progress,
     first: int,
     move: Move | None,
-    size: int,
+    totals: BatchTotals,
     leave: Callable[[], None] | None = None,
 ) -> Iterator[Any]:
     """Yield batches that tp did not choose, with their samples counted; at the end call ``leave``."""
     share = Share(0, 0)
     try:
         for number, batch in enumerate(source, start=first):
-            # The counts of other ranks are not known here, and assumed to be the same.
             samples = count_samples(batch)
-            if samples != share.samples:
-                share = Share(samples, samples * size)
+            total = totals.of(number, samples)
+            if samples != share.samples or total != share.total:
+                share = Share(samples, total)
             progress.number, progress.share = number, share
             yield batch if move is None else move(batch)
     finally:
@@ -339,6 +414,7 @@ class StreamBatches(_OwnBatches):
             self._source = copy_loader(self._source, None, collate)
         size = ranks.size if self._is_split else 1
         self.stream = Stream(self._source, seed=seed, size=size, is_ours=self._source is not loader)
+        self._totals = BatchTotals(loader, ranks)
 
     def iterate(self, progress: Progress, epoch: int, *, first: int, move: Move | None) -> Iterator[Any]:
         # A plain method, so that each batch passes through one generator only.
@@ -346,7 +422,7 @@ class StreamBatches(_OwnBatches):
         source = self.stream.epoch(epoch, continues_stream=progress.continues_stream, done=first)
         if self._ranks.any_rank is not None:
             return self._iterate_together(source, progress, move, self._ranks.any_rank)
-        return _counted(source, progress, first, move, self._ranks.size, self.stream.leave)
+        return _counted(source, progress, first, move, self._totals, self.stream.leave)
 
     def _iterate_together(
         self,
