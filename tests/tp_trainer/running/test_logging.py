@@ -1,5 +1,6 @@
 """What runs hand to their loggers: numbers of steps and epochs, what happened, and no step twice or lost."""
 
+import math
 import os
 import signal
 
@@ -11,6 +12,7 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import Logger
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Interrupted, LogOptions, Trainer
+from tp_trainer.callbacks import LearningRateMonitor
 from tp_trainer.loggers import JsonLinesLogger, read_run
 
 from tests.reference_training import rows_and_sums, squared_error
@@ -197,3 +199,39 @@ def _fails_to_open(folder):
 @pytest.mark.slow
 def test_a_logger_that_cannot_be_opened_ends_the_run_on_every_rank(tmp_path):
     run_ranks(_fails_to_open, 2, tmp_path)
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """Has no learning rate in its groups, as optimizers have that choose their own."""
+
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, settings)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-0.05)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lr": None}], ids=["no key", "None"])
+def test_an_optimizer_without_a_rate_is_logged_without_it(tmp_path, settings):
+    data = rows_and_sums(20, dtype=torch.float32)
+    model = nn.Linear(3, 1)
+    for epochs in (1, 2):  # the second resumes
+        with Trainer(seed=3, progress=False, devices="cpu", backend="single") as trainer:
+            history = trainer.fit(
+                model,
+                WithoutRate(model.parameters(), **settings),
+                DataLoader(data, batch_size=4),
+                step=squared_error,
+                epochs=epochs,
+                checkpoint=tmp_path,
+                resume="auto",
+                log=LogOptions("jsonl", every_steps=1),
+                callbacks=[LearningRateMonitor()],
+            )
+    run = read_run(tmp_path)
+    assert run.series("loss")[0] == list(range(1, STEPS + 1))
+    assert run.series("learning_rate") == run.series("lr") == ([], [])
+    assert math.isnan(history[-1].learning_rate)

@@ -172,6 +172,9 @@ def test_wrong_values_are_refused():
             learning_rate_range_test(
                 trainer, model, adam(model), loader(), step=squared_error, lowest=1.0, highest=0.1
             )
+        without_rate = torch.optim.Optimizer(model.parameters(), {})
+        with pytest.raises(ConfigError, match="Optimizer has parameter groups without one"):
+            learning_rate_range_test(trainer, model, without_rate, loader(), step=squared_error)
         with pytest.raises(LoaderError, match="the loader yields nothing"):
             learning_rate_range_test(trainer, model, adam(model), [], step=squared_error)
         with pytest.raises(ConfigError, match="a DataLoader over a dataset with indices"):

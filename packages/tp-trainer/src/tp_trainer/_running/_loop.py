@@ -34,7 +34,7 @@ from tp_trainer._running._state import (
     unsaved_optimizers,
 )
 from tp_trainer._steps._meter import Meter
-from tp_trainer._steps._optimizer_step import OptimizerStep
+from tp_trainer._steps._optimizer_step import OptimizerStep, learning_rate_of
 from tp_trainer._steps._step import guard_stop_iteration
 
 if TYPE_CHECKING:
@@ -638,20 +638,27 @@ class Loop:
         state.weighs, state.seconds = self.meter.weighs, 0.0
         seconds = self._timer.seconds
         data = self._timer.measured_everywhere()  # before the validation: its time does not count
-        optimizer = next(iter(self.optimizers.values()), None)
-        rate = math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        rate = self._learning_rate()
         if self._logs.is_on:
             self._log_loss()  # the steps since the last row
         val = self._validate(self._position.done)
         # After the validation, where a signal saves this rank's own sums: means() adds up all ranks' samples.
         train = self.meter.means()
         state.metrics = train | {f"val_{name}": value for name, value in val.items()}
-        record = EpochRecord(self.epoch, self.step, self.meter.samples, seconds, rate, train, val, data)
+        shown_rate = math.nan if rate is None else rate
+        record = EpochRecord(self.epoch, self.step, self.meter.samples, seconds, shown_rate, train, val, data)
         numbers = {f"epoch_{name}": value for name, value in [*train.items(), *data.items()]}
-        numbers |= {"learning_rate": rate, "epoch_samples_per_s": record.samples_per_s}
+        numbers["epoch_samples_per_s"] = record.samples_per_s
+        if rate is not None:
+            numbers["learning_rate"] = rate
         self._logs.add(numbers, step=self.step, epoch=self.epoch)
         self._logs.flush()
         return record
+
+    def _learning_rate(self) -> float | None:
+        """Return the rate of the first optimizer's first group, if there is one."""
+        optimizer = next(iter(self.optimizers.values()), None)
+        return None if optimizer is None else learning_rate_of(optimizer.param_groups[0])
 
     def _epoch_label(self) -> str:
         epochs = self.epochs
@@ -706,9 +713,9 @@ class Loop:
         numbers = {}
         if weight > before[1]:
             numbers["loss"] = (losses - before[0]) / (weight - before[1])
-        optimizer = next(iter(self.optimizers.values()), None)
-        if optimizer is not None:
-            numbers["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        rate = self._learning_rate()
+        if rate is not None:
+            numbers["learning_rate"] = rate
         self._logs.add(numbers, step=self.step, epoch=self.epoch)
 
     def _save(self, done: int, meter: Meter | None) -> None:

@@ -3,9 +3,9 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,15 @@ class GradientRules:
         if self.nonfinite not in {"raise", "skip"}:
             msg = f"nonfinite must be 'raise' or 'skip', got {self.nonfinite!r}"
             raise ConfigError(msg)
+
+
+def learning_rate_of(group: Mapping[str, Any]) -> float | None:
+    """Return the learning rate of a parameter group; ``None`` where its optimizer has none.
+
+    Some have no such key, and Adafactor with relative steps has ``None``.
+    """
+    rate = group.get("lr")
+    return None if rate is None else float(rate)
 
 
 class OptimizerStep:

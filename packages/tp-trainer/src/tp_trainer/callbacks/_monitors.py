@@ -20,7 +20,7 @@ class LearningRateMonitor(Callback):
     """Logs the learning rate of each group of parameters after each optimizer step.
 
     "lr" where there is one group; else "lr/0", "lr/1" and so on, or "lr/name" of groups that have a "name".
-    With several optimizers their names come first: "lr/generator/0".
+    With several optimizers their names come first: "lr/generator/0". Groups without a rate are left out.
     """
 
     def on_step_end(self, run: RunView) -> None:
@@ -30,7 +30,9 @@ class LearningRateMonitor(Callback):
             prefix = "lr" if len(run.optimizers) == 1 else f"lr/{name}"
             groups = optimizer.param_groups
             for i, group in enumerate(groups):
-                rates[prefix if len(groups) == 1 else f"{prefix}/{group.get('name', i)}"] = group["lr"]
+                rate = group.get("lr")  # a tensor stays on its device
+                if rate is not None:
+                    rates[prefix if len(groups) == 1 else f"{prefix}/{group.get('name', i)}"] = rate
         run.log(**rates)
 
 

@@ -13,6 +13,7 @@ from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import Session
 
 from tp_trainer._checks import check_callable, check_loader, check_model, check_optimizer, check_positive
+from tp_trainer._steps._optimizer_step import learning_rate_of
 from tp_trainer._steps._step import Step, loss_of
 from tp_trainer._trainer import Trainer
 from tp_trainer.tuning._batch_size import traceless
@@ -80,7 +81,7 @@ def learning_rate_range_test(
             always ends the test.
 
     Raises:
-        ConfigError: A value is out of its range.
+        ConfigError: A value is out of its range; or the optimizer has no learning rate.
         LoaderError: The loader yields nothing.
 
     Source: Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, section 3.3.
@@ -94,6 +95,12 @@ def learning_rate_range_test(
         msg = (
             "a range test needs 0 < lowest < highest and stop_at > 1, got "
             f"lowest={lowest!r}, highest={highest!r}, stop_at={stop_at!r}"
+        )
+        raise ConfigError(msg)
+    if any(learning_rate_of(group) is None for group in optimizer.param_groups):
+        msg = (
+            f"a range test sets the learning rate, and {type(optimizer).__name__} has parameter groups "
+            "without one ('lr'); give an optimizer that is made with a learning rate"
         )
         raise ConfigError(msg)
     prepared, using = trainer.prepare(model, optimizer)
