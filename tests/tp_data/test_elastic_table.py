@@ -28,6 +28,7 @@ def test_ranks_and_workers_change_three_times_in_the_epoch(name, tmp_path):
 
 
 @MANY
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torch's word to torchdata 0.11
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_whole_table():
