@@ -150,6 +150,75 @@ def test_random_numbers_of_a_sample_are_the_same_on_any_ranks_and_workers():
     assert len(whole[:, 1:].flatten().unique()) == 60
 
 
+def test_generators_are_seeded_once_something_draws(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f"{i}\n" for i in range(40)))
+
+    def seeds(draws_from):
+        found = []
+
+        def transform(sample):
+            found.append(torch.initial_seed())
+            return noisy(sample).tolist() if sample >= draws_from else sample
+
+        list(Loader(Stream(str(tmp_path / "a.jsonl"), transform=transform), BatchSize(8, collate=list)))
+        return found
+
+    before = torch.get_rng_state(), random.getstate()
+    assert len(set(seeds(40))) == 1, "nothing draws, and nothing is seeded"
+    late = seeds(20)
+    assert len(late) == 48, "the batch in which something draws is loaded again"
+    assert (len(set(late[:24])), len(set(late[24:]))) == (1, 24)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+
+
+def rarely_noisy(sample):
+    return noisy(sample).tolist() if sample % 7 == 6 else [sample]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_numbers_that_are_rarely_drawn_are_those_of_their_samples(workers):
+    stream = Stream(range(40), shuffle=True, transform=rarely_noisy)
+    expected = [stream.sample(position) for position in range(40)]
+    loader = Loader(stream, BatchSize(4, collate=list), workers=workers)
+    assert [sample for batch in loader for sample in batch] == expected
+    loader.set_epoch(0)
+    assert [sample for batch in loader for sample in batch] == expected
+
+
+def noise_in_place(sample):
+    sample["x"] += random.random()
+    return sample["x"]
+
+
+def test_a_sample_that_a_transform_changes_in_place_is_changed_once():
+    expected = Stream([{"x": 0.0}], transform=noise_in_place).sample(0)
+    assert list(Loader(Stream([{"x": 0.0}], transform=noise_in_place), BatchSize(1, collate=list))) == [
+        [expected]
+    ]
+
+
+def noisy_collate(samples):
+    return [sample + random.random() for sample in samples]
+
+
+def test_a_collate_that_draws_has_the_same_numbers_after_a_resume(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f"{i}\n" for i in range(40)))
+
+    def loader():
+        stream = Stream(str(tmp_path / "a.jsonl"), transform=abs)
+        return Loader(stream, BatchSize(8, collate=noisy_collate))
+
+    first = loader()
+    whole = list(first)
+    again = loader()
+    next(iter(again))
+    state = again.state_dict()
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert list(resumed) == whole[1:]
+
+
 def test_a_rank_without_a_row_has_a_stand_in_or_no_batch():
     loader = make(size=9, batch=8)
     shares = [[rank.share.samples for rank in [loader.for_rank(n, 2)] for _ in rank] for n in range(2)]

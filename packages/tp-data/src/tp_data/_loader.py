@@ -10,6 +10,7 @@ workers have read ahead::
 
 import copy
 import os
+import random
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tp_core import LaunchEnvironment
@@ -126,6 +128,7 @@ class _LoadResult:
     batch: Any = None
     measured: Mapping[str, float] = field(default_factory=dict)
     skipped: Sequence[str] = ()
+    drew: bool = False  # random numbers: the workers of the next epoch are told
     error: BaseException | None = None
 
     def pin_memory(self) -> "_LoadResult":
@@ -133,22 +136,75 @@ class _LoadResult:
         return replace(self, batch=Envelope(self.batch, 0).pin_memory().batch)
 
 
+class _GeneratorStates(NamedTuple):
+    """The states of the generators of Python, numpy and torch."""
+
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
+
+    @classmethod
+    def read(cls) -> "_GeneratorStates":
+        return cls(random.getstate(), np.random.get_state(legacy=True), torch.default_generator.get_state())
+
+    def is_current(self) -> bool:
+        """Return whether nothing was drawn since they were read."""
+        now = self.read()
+        (_, key, *more), (_, key_now, *more_now) = self.numpy, now.numpy
+        return (
+            self.python == now.python
+            and more == more_now
+            and np.array_equal(key, key_now)
+            and torch.equal(self.torch, now.torch)
+        )
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.default_generator.set_state(self.torch)
+
+
 class _TaskDataset(Dataset[_LoadResult]):
     """Loads what tasks ask for, in a worker or in the main process."""
 
-    def __init__(self, stream: Stream, batcher: Batcher, *, skips: bool) -> None:
+    def __init__(self, stream: Stream, batcher: Batcher, *, skips: bool, has_drawn: bool) -> None:
         self._stream, self._batcher, self._skips = stream, batcher, skips
+        # Only what loads the same samples again can look first whether something draws.
+        can_load_again = all(one.makes_samples and not one.draws for one in stream.sources.values())
+        self._seeds = stream.draws and (has_drawn or not can_load_again)
 
     def __getitem__(self, task: _LoadTask) -> _LoadResult:
         try:
-            if get_worker_info() is None and self._stream.draws:
-                with preserve_rng_state(()):
-                    return self._do(task)
-            return self._do(task)
+            if not self._stream.draws:
+                return self._do(task, seeds=False)
+            return self._do_as_seeded(task)
         except Exception as error:  # noqa: BLE001 - torch would put a worker's traceback into its text
             return _LoadResult(error=error)
 
-    def _do(self, task: _LoadTask) -> _LoadResult:
+    def _do_as_seeded(self, task: _LoadTask) -> _LoadResult:
+        """Return what it is with generators that are seeded for each sample, and seed none if nothing draws.
+
+        Seeding takes several times as long as reading a line. So the task runs without, and once more where
+        the states of generators show that something drew; all later ones are seeded.
+        """
+        if not self._seeds:
+            before = _GeneratorStates.read()
+            try:
+                result = self._do(task, seeds=False)
+            except Exception:
+                if before.is_current():
+                    raise
+            else:
+                if before.is_current():
+                    return result
+            self._seeds = True
+            before.restore()
+        if get_worker_info() is not None:
+            return self._do(task, seeds=True)
+        with preserve_rng_state(()):
+            return self._do(task, seeds=True)
+
+    def _do(self, task: _LoadTask, *, seeds: bool) -> _LoadResult:
         skipped: list[str] = []
 
         def note(error: LoaderError) -> None:
@@ -156,10 +212,10 @@ class _TaskDataset(Dataset[_LoadResult]):
 
         skip = note if self._skips else None
         if task.costs:
-            samples = self._stream.load(list(task.costs), task.epoch, skip)
+            samples = self._stream.load(list(task.costs), task.epoch, skip, seeds=seeds)
             return _LoadResult([self._cost(p, samples[p], task.epoch) for p in task.costs])
         positions = positions_in(task.rows)
-        samples = self._stream.load(positions, task.epoch, skip)
+        samples = self._stream.load(positions, task.epoch, skip, seeds=seeds)
         for position, noted in zip(positions, task.noted, strict=bool(task.noted)):
             if (cost := self._cost(position, samples[position], task.epoch)) != noted:
                 msg = (
@@ -169,7 +225,7 @@ class _TaskDataset(Dataset[_LoadResult]):
                 )
                 raise LoaderError(msg)
         batch = self._batcher.collate(task.rows, samples)
-        return _LoadResult(batch, self._batcher.measure(batch), skipped)
+        return _LoadResult(batch, self._batcher.measure(batch), skipped, seeds)
 
     def _cost(self, position: int, sample: Any, epoch: int) -> int:
         if self._batcher.cost is None:
@@ -263,6 +319,7 @@ class Loader:
         if costs is not None and self.batcher.cost is not None:
             self._costs = Costs(costs, stream.sources)
         self._lengths: dict[int, int] = {}
+        self._has_drawn = False  # whether a transform, or a batcher, was seen to draw random numbers
         self._rank: int | None = None
         self._size, self._stand_ins = 1, True
         self._epoch = 0  # of the next iteration
@@ -380,6 +437,7 @@ class Loader:
         for done in self._start(plan, state["epoch"]):
             if done.error is not None:
                 raise done.error
+            self._has_drawn |= done.drew
             after, share = planned.popleft()
             self._state, self.share, self.number = after, share, after["batch"] - 1
             self._count(done, share, time.perf_counter() - begin)
@@ -504,7 +562,7 @@ class Loader:
     def _start(self, tasks: Iterable[_LoadTask], epoch: int) -> Iterator[_LoadResult]:
         workers = self._workers
         loader: DataLoader[_LoadResult] = DataLoader(
-            _TaskDataset(self.stream, self.batcher, skips=self._skips),
+            _TaskDataset(self.stream, self.batcher, skips=self._skips, has_drawn=self._has_drawn),
             batch_size=None,
             sampler=tasks,
             num_workers=workers,

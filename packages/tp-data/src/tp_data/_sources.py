@@ -42,9 +42,14 @@ class Source:
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Any:
+        makes_samples: Whether a sample is a new object each time, so that a transform may change it in place
+            and leave the source as it is.
+        left_out: How many members of archives are in no sample.
         """Return a sample.
 
         Raises:
+    makes_samples = False
+    left_out = 0
             LoaderError: It cannot be read; the message has its file and offset.
         """
         raise NotImplementedError
@@ -79,6 +84,7 @@ class _FileSource(Source):
             access: How remote files are read, and where copies and indexes are kept.
 
         Raises:
+    makes_samples = True
             ConfigError: There is no such file, or no sample in any.
             LoaderError: A file cannot be read, or is not whole.
         """
@@ -222,6 +228,8 @@ class Parquet(Source):
             ConfigError: pyarrow is not installed; or there is no such file, column or row.
             LoaderError: A file cannot be read, or is not whole.
         """
+    makes_samples = True
+
         check_installed("pyarrow", by="Parquet", extra="tp-data[parquet]")
         access = access or Access()
         self._columns = None if columns is None else list(columns)
@@ -527,3 +535,4 @@ def _suffix(path: str) -> str:
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, str) and ("://" in value or _suffix(value) in _SUFFIXES)
+        self.makes_samples = is_table or type(items) is range or package == "streaming"

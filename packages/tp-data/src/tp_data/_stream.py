@@ -118,7 +118,6 @@ class Stream:
             "until": until,
         }
         self._sizes = sizes
-        self._draws = transform is not None
         self._orders: dict[int, Order] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,29 +160,43 @@ class Stream:
         return self.load([position], epoch)[position]
 
     def load(
-        self, positions: Sequence[int], epoch: int, skip: Callable[[LoaderError], None] | None = None
+        self,
+        positions: Sequence[int],
+        epoch: int,
+        skip: Callable[[LoaderError], None] | None = None,
+        *,
+        seeds: bool = True,
     ) -> dict[int, Any]:
-        """Return samples by their positions, in this order; random numbers are seeded for each, and left so.
+        """Return samples by their positions, in this order.
 
         Args:
             positions: The positions.
             epoch: The epoch.
             skip: Is called with the error of a sample that cannot be loaded; the next one of the order that
                 can takes its place. ``None`` raises the error.
+            seeds: Whether random generators are seeded for each sample that may draw, and left so. Who
+                switches it off looks whether something drew, and loads again then.
 
         Raises:
             LoaderError: A sample cannot be loaded.
         """
         order, sources = self.order(epoch), list(self.sources.values())
-        if not self.draws:
+        seeds = seeds and self.draws
+        unchanged: dict[int, Any] = {}
+        if not seeds:
             with suppress(Exception):  # one by one, the sample at fault is found
-                return self._load_together(order, sources, positions)
+                unchanged = self._load_together(order, sources, positions)
+            if unchanged and self._transform is None:
+                return unchanged
         samples = {}
         for position in positions:
-            at, (number, index) = position, order.place(position)
+            at = position
             while True:
                 try:
-                    samples[position] = self._load(sources[number], index, epoch, at)
+                    if at in unchanged:
+                        samples[position] = self._transformed(unchanged[at], order, at)
+                    else:
+                        samples[position] = self._load(order, at, epoch if seeds else None)
                     break
                 except LoaderError as error:
                     if skip is None:
@@ -194,11 +207,10 @@ class Stream:
                         at %= order.length
                     if at in (position, position + _MOST_SKIPPED):  # the data is broken, not a sample of it
                         raise
-                    number, index = order.place(at)
         return samples
 
     def _load_together(self, order: Order, sources: list[Source], positions: Sequence[int]) -> dict[int, Any]:
-        """Return samples that draw no random numbers, those of a source read together."""
+        """Return samples as their sources have them, those of a source read together."""
         numbers, indices = order.places(positions)
         if len(sources) == 1:
             return dict(zip(positions, sources[0].__getitems__(indices.tolist()), strict=True))
@@ -209,9 +221,12 @@ class Stream:
                 samples[place] = sample
         return dict(zip(positions, samples, strict=True))
 
-    def _load(self, source: Source, index: int, epoch: int, position: int) -> Any:
-        if self._draws or source.draws:
-            seed_everything(seed_of((self.seed, epoch, position)), devices=False)
+    def _load(self, order: Order, position: int, seeded_epoch: int | None) -> Any:
+        """Return the sample at a position, with its own random numbers where an epoch for them is told."""
+        number, index = order.place(position)
+        source = list(self.sources.values())[number]
+        if seeded_epoch is not None and (self._transform is not None or source.draws):
+            seed_everything(seed_of((self.seed, seeded_epoch, position)), devices=False)
         try:
             sample = source[index]
         except LoaderError:
@@ -219,18 +234,23 @@ class Stream:
         except Exception as error:
             msg = f"{source.where(index)}: it could not be loaded: {type(error).__name__}: {error}"
             raise LoaderError(msg) from error
+        return self._transformed(sample, order, position)
+
+    def _transformed(self, sample: Any, order: Order, position: int) -> Any:
         if self._transform is None:
             return sample
         try:
             return self._transform(sample)
         except Exception as error:
-            msg = f"{source.where(index)}: the transform raised {type(error).__name__}: {error}"
+            number, index = order.place(position)
+            where = list(self.sources.values())[number].where(index)
+            msg = f"{where}: the transform raised {type(error).__name__}: {error}"
             raise LoaderError(msg) from error
 
     @property
     def draws(self) -> bool:
         """Whether loading a sample may draw random numbers."""
-        return self._draws or any(source.draws for source in self.sources.values())
+        return self._transform is not None or any(source.draws for source in self.sources.values())
 
     # -- states -------------------------------------------------------------------------------------
 
