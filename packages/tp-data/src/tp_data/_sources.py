@@ -1,8 +1,11 @@
 """Sources: samples by number, from files, tables, archives, sequences and iterators."""
 
+import copy
+import hashlib
 import io
 import itertools
 import json
+import logging
 import tarfile
 from bisect import bisect_right
 from collections import OrderedDict
@@ -14,9 +17,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch.utils.data._utils import worker as torch_worker
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.messages import check_installed
+from tp_core.random import preserve_rng_state, seed_everything
 
 from tp_data._files import Access, IndexedFile, find_files, index_files, tar_key
 from tp_data._order import key_of
@@ -25,7 +30,10 @@ FilePaths: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
 
 _read_json = json.JSONDecoder().raw_decode  # a third of the time of json.loads on short lines
 _ROW_GROUPS = 4  # that a process holds in memory
-_BLOCK_NBYTES = 512
+_PROOF = 3  # samples behind a noted state that are compared
+_MOST_READING = 16  # iterators of a source that a process holds, and more of many shards
+
+log = logging.getLogger("tp_data")
 
 
 class Source:
@@ -225,23 +233,19 @@ class Parquet(Source):
             access: How remote files are read, and where copies are kept.
 
         Raises:
-            ConfigError: pyarrow is not installed; or there is no such file, column or row.
+            ConfigError: pyarrow is not installed; or there is no such file, column or row; or rows would lack
+                a column: two have one name, or a folder such as ``year=2024`` has it.
             LoaderError: A file cannot be read, or is not whole.
         """
-    makes_samples = True
-
         check_installed("pyarrow", by="Parquet", extra="tp-data[parquet]")
         access = access or Access()
         self._columns = None if columns is None else list(columns)
-        self._files = index_files(find_files(files, access), "whole", access)
+        self._files = index_files(find_files(files, access), "parquet", access)
         self._groups: list[tuple[int, int]] = []
         counts = []
         for number, file in enumerate(self._files):
             with _parquet_file(file) as opened:
-                names = opened.schema_arrow.names
-                if unknown := sorted(set(self._columns or ()) - set(names)):
-                    msg = f"{file.url} has no columns {unknown}; it has {names}"
-                    raise ConfigError(msg)
+                _check_columns(opened.schema_arrow.names, self._columns, file.url)
                 groups = range(opened.metadata.num_row_groups)
                 self._groups += [(number, group) for group in groups]
                 counts += [opened.metadata.row_group(group).num_rows for group in groups]
@@ -276,6 +280,7 @@ class Parquet(Source):
     def _group(self, number: int, index: int) -> Any:
         """Return a row group, of which ``index`` is a sample."""
         if number not in self._tables:
+            self._files[self._groups[number][0]].check()  # its group may be one in memory
             file, group = self._groups[number]
             try:
                 with _parquet_file(self._files[file]) as opened:
@@ -289,7 +294,9 @@ class Parquet(Source):
 
     def where(self, index: int) -> str:
         """Return the file and the row group of a sample."""
+                self._files[file].check()
         number = bisect_right(self._ends, index)
+            self._files[file].check()
         file, group = self._groups[number]
         at = index - (self._ends[number - 1] if number else 0)
         return f"{self._files[file].url}, row group {group}, row {at} of it"
@@ -308,6 +315,28 @@ def _parquet_file(file: IndexedFile) -> Any:
     """
     from pyarrow.parquet import ParquetFile
 
+def _check_columns(names: Sequence[str], columns: Sequence[str] | None, url: str) -> None:
+    """Check that a row as a dict has all columns that were asked for.
+
+    Raises:
+        ConfigError: It would lack one.
+    """
+    if unknown := sorted(set(columns or ()) - set(names)):
+        msg = f"{url} has no columns {unknown}; it has {names}"
+        raise ConfigError(msg)
+    if twice := sorted(name for name in set(columns or names) if names.count(name) > 1):
+        msg = f"{url} has several columns {twice[0]!r}, and a row has one of a name; give other columns=[...]"
+        raise ConfigError(msg)
+    for folder in Path(url).parts[:-1]:
+        name, is_column, _ = folder.partition("=")
+        if columns is None and is_column and name not in names:
+            msg = (
+                f"{url} lies in the folder {folder!r}, which makes a column {name!r} for other readers, and "
+                f"rows would lack it; give columns={list(names)} for rows without"
+            )
+            raise ConfigError(msg)
+
+
     file.check()
     try:
         return ParquetFile(file.path)
@@ -321,8 +350,12 @@ class Iterables(Source):
 
     They are read once to count their samples. Where an iterable has ``state_dict`` and ``load_state_dict``,
     as those of Hugging Face have, its states are noted on the way, so that a later read begins near its
-    sample. Without, a read begins at the beginning of its shard: keep shards small, and the order within
-    them.
+    sample. A state that does not lead to the samples behind it, such as one of a shuffle buffer, is not used:
+    then, and without states, a read begins at the beginning of its shard. Keep shards small, and the order
+    within them.
+
+    A library's ``shard`` need not divide what the library iterates over: give Hugging Face's datasets as they
+    are, and not their shards.
 
     Example:
         >>> source = Iterables(lambda shard: range(shard * 10, shard * 10 + 3), shards=2)
@@ -348,25 +381,59 @@ class Iterables(Source):
         """
         self._factory, self._every = factory, every
         self._name = name or getattr(factory, "__name__", type(factory).__name__)
-        self._states: list[list[Any]] = []
-        counts = []
+        self._states: list[list[Any]] = []  # of each shard, None for what does not lead to its samples
+        counts, digests = [], []
         for shard in range(shards):
-            iterable = factory(shard)
-            states, count = [_state_of(iterable)], 0
-            for count, _ in enumerate(iterable, start=1):
-                if count % every == 0:
-                    states.append(_state_of(iterable))
-            counts.append(count)
+            states, count, digest = self._read_shard(shard)
             self._states.append(states)
         self._ends = list(accumulate(counts)) or [0]
         if not self._ends[-1]:
             raise ConfigError(_is_empty([f"{self._name}, {shards} shards"]))
-        self._reading: dict[
-            int, tuple[int, Iterator[Any]]
-        ] = {}  # of each shard, the next sample and the iterator
+        self._digest = f"{key_of(self._ends, digests):016x}"
+        # Of stretches between noted states, the next sample and the iterator; the one used last at the end.
+        self._reading: OrderedDict[tuple[int, int], tuple[int, Iterator[Any]]] = OrderedDict()
+
+    def _read_shard(self, shard: int) -> tuple[list[Any], int, list[str]]:
+        """Return the noted states of a shard, the number of its samples, and digests of some of them."""
+        iterable = self._factory(shard)
+        states, count = [_state_of(iterable)], 0
+        digests: list[str] = []
+        with preserve_rng_state():
+            iterator = iter(iterable)
+            while True:
+                # Samples with random parts have the same ones here and behind a state.
+                seed_everything(count, devices=False)
+                proof = [
+                    _sample_digest(sample) for sample in itertools.islice(iterator, min(_PROOF, self._every))
+                ]
+                if count and states[-1] is not None and not self._leads_to(shard, states[-1], count, proof):
+                    states[-1] = None
+                digests += proof
+                rest = sum(1 for _ in itertools.islice(iterator, self._every - len(proof)))
+                count += len(proof) + rest
+                if len(proof) + rest < self._every:
+                    break
+                states.append(_state_of(iterable))
+        if states[0] is not None and None in states:
+            log.warning(
+                "%s, shard %d: its states do not lead back to its samples, as those of a shuffle buffer do "
+                "not; reads begin at the beginning of the shard, so leave the order to Stream(shuffle=...)",
+                self._name,
+                shard,
+            )
+        return states, count, digests
+
+    def _leads_to(self, shard: int, state: Any, count: int, proof: list[str]) -> bool:
+        """Return whether the samples behind a state are those that came first."""
+        again = self._factory(shard)
+        again.load_state_dict(state)  # type: ignore[attr-defined]
+        seed_everything(count, devices=False)
+        return proof == [_sample_digest(sample) for sample in itertools.islice(iter(again), len(proof))]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_reading": {}}
+            counts.append(count)
+            digests.append(digest)
+        return self.__dict__ | {"_reading": OrderedDict()}
 
     def __len__(self) -> int:
         return self._ends[-1]
