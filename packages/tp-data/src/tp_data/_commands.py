@@ -39,7 +39,8 @@ def _index(files: Files, *, cache: Cache = "", as_json: AsJson = False) -> None:
         print(json.dumps({"sources": _described_sources(stream)}))
         return
     for name, source in stream.sources.items():
-        print(f"{name}: {len(source)} samples, digest {source.digest}")
+        left_out = f", {source.left_out} members left out" if source.left_out else ""
+        print(f"{name}: {len(source)} samples{left_out}, digest {source.digest}")
 
 
 @app.command("look")
@@ -159,7 +160,7 @@ def _described_sources(stream: Stream) -> dict[str, dict[str, Any]]:
     """Return the number of samples and the digest of each source."""
     sources = {}
     for name, source in stream.sources.items():
-        sources[name] = {"samples": len(source), "digest": source.digest}
+        sources[name] = {"samples": len(source), "left_out": source.left_out, "digest": source.digest}
     return sources
 
 

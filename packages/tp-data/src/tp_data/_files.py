@@ -5,45 +5,50 @@ An index is made once for each file, and serves all runs and processes::
     data/a.jsonl                     data/.tp-data/a.jsonl.lines.index      a header as JSON, then the offsets
     https://host/a.jsonl.gz          CACHE/3f0c...-a.jsonl, and its index   a copy: read once, decompressed
 
-A file is what it was if its size and its time of change are; of a remote one its tag, too. Else the index is
-made again. Only one process makes it, and the others wait; it appears whole, or not at all.
+A file is what it was if its size and its times are; of a remote one its tag, too. Else the index is made
+again. Only one process makes it, and the others wait; it appears whole, or not at all.
+
+Each read looks at the times again, behind the bytes that it took: a file that is written anew under an open
+loader is an error, and no text of it is cut in the middle.
 """
 
 import glob
-import hashlib
 import json
 import logging
+import lzma
 import os
-import tarfile
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.files import write_atomically
 from tp_core.launching import available_cores
 from tp_core.messages import check_installed, file_meant
 
 from tp_data._order import key_of
+from tp_data._scans import CHUNK_NBYTES, SCANS, digest_of
 
 log = logging.getLogger("tp_data")
 
 T = TypeVar("T")
 
-_FORMAT = 1
+_FORMAT = 2
 _HEADER_NBYTES = 1024
-_CHUNK_NBYTES = 1 << 23
+_WINDOW_NBYTES = 1 << 31  # of frames of zstd --long=31, the longest there are
+_FREE_NBYTES, _FREE_PART = 5 << 30, 20  # copies leave so much of a disk free, or this part if it is less
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 _MOST_OPEN = 128  # files of a process; systems allow 1024, and the program has others
 _WAIT_S = 3600.0  # for another process that makes an index
-_BLOCK_NBYTES = 512  # of a tar
+_TICK_S = 0.02  # systems count times of files in ticks of at most 10 ms
 _GAP_NBYTES = 4096  # between two samples that are read at once: skipping it costs more than reading it
 
 _open: dict[tuple[str, str], int] = {}  # descriptors, the oldest first
@@ -187,19 +192,13 @@ def _remote_glob(pattern: str, access: Access) -> list[str]:
 # -- Indexes --------------------------------------------------------------------------------------
 
 
-class FileScan(NamedTuple):
-    """What the scan of a file gives: where samples begin, with the end of the last, and a digest."""
-
-    offsets: NDArray[np.uint64]
-    digest: str
-
-
 class IndexedFile:
     """A file with the offsets of its samples. Each process opens it for itself, when it first reads.
 
     Attributes:
         url: The file as it was given.
         digest: A digest of its content.
+        left_out: How many members of a tar are in no sample.
     """
 
     def __init__(self, url: str, kind: str, access: Access) -> None:
@@ -225,6 +224,7 @@ class IndexedFile:
         if header is None or header["version"] != self._version():
             header = self._make()
         self.digest: str = header["digest"]
+        self.left_out: int = header["left_out"]
         self._stat: list[Any] = header["stat"]
         self._count: int = header["samples"]
         self._key = str(self.path), str(self._stat)  # a file that was replaced is another one
@@ -253,7 +253,7 @@ class IndexedFile:
             except OSError as error:
                 msg = f"{self.url} cannot be read: {error.strerror}"
                 raise LoaderError(msg) from error
-            return [stat.st_size, str(stat.st_mtime_ns)]
+            return _version_of(stat)
 
         def look() -> list[Any]:
             import fsspec
@@ -290,20 +290,23 @@ class IndexedFile:
                     return header
                 if self._is_copy:
                     write_atomically(self._copy_to, self.path)
-                found = SCANS[self._kind](self.path, self.url)
-                stat = self.path.stat()
-                if not self._is_copy and version != [stat.st_size, str(stat.st_mtime_ns)]:
+                elif abs(time.time() - self.path.stat().st_ctime) < _TICK_S:
+                    time.sleep(_TICK_S)  # what is written in the same tick would have the same times
+                scan = SCANS[self._kind](self.path, self.url)
+                stat = _version_of(self.path.stat())
+                if not self._is_copy and version != stat:
                     msg = f"{self.url} was changed while its index was made; begin again once it is complete"
                     raise LoaderError(msg)
                 header = {
                     "format": _FORMAT,
                     "version": version,
-                    "stat": [stat.st_size, str(stat.st_mtime_ns)],
-                    "samples": len(found.offsets) - 1,
-                    "digest": found.digest,
+                    "stat": stat,
+                    "samples": len(scan.offsets) - 1,
+                    "digest": scan.digest,
+                    "left_out": scan.left_out,
                 }
                 text = json.dumps(header).encode().ljust(_HEADER_NBYTES)
-                data = found.offsets.astype("<u8").tobytes()
+                data = scan.offsets.astype("<u8").tobytes()
                 write_atomically(lambda part: _write(part, text, data), self._index)
                 return header
         except Timeout as error:
@@ -322,17 +325,22 @@ class IndexedFile:
         options = {} if self._is_local else self._access.options or {}
         if self._compression == "zstd":
             check_installed("zstandard", by=f"a file such as {self.url}", extra="tp-data[zstd]")
-        if self._is_local:
+
+        def decompressed() -> Iterator[bytes]:
             try:
-                with closing(opened()) as file, part.open("wb") as out:
-                    while chunk := file.read(_CHUNK_NBYTES):
-                        out.write(chunk)
-            except (OSError, EOFError, ValueError) as error:
+                with closing(opened()) as file:
+                    while chunk := file.read(CHUNK_NBYTES):
+                        yield chunk
+            except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
                 msg = f"{self.url} cannot be decompressed: {_describe(error)}; is it whole?"
                 raise LoaderError(msg) from error
-            return
 
         with part.open("wb") as out:
+            if self._is_local:
+                for chunk in decompressed():
+                    self._check_space(part, out.tell(), len(chunk))
+                    out.write(chunk)
+                return
             held: list[Any] = []
 
             def read() -> bytes:
@@ -341,14 +349,30 @@ class IndexedFile:
                     held.append(opened())
                     held[0].seek(out.tell())
                 try:
-                    data: bytes = held[0].read(_CHUNK_NBYTES)
+                    data: bytes = held[0].read(CHUNK_NBYTES)
                 except BaseException:
                     held.clear()
                     raise
                 return data
 
             while chunk := self._access.attempt(f"{self.url}, byte {out.tell()}", read):
+                self._check_space(part, out.tell(), len(chunk))
                 out.write(chunk)
+
+    def _check_space(self, part: Path, nbytes: int, more: int) -> None:
+        """Check that a copy leaves space on the disk: a small file may be a large one decompressed.
+
+        Raises:
+            LoaderError: It does not.
+        """
+        disk = shutil.disk_usage(part.parent)
+        if disk.free - more < min(_FREE_NBYTES, disk.total // _FREE_PART):
+            msg = (
+                f"the copy of {self.url} has {nbytes:,} bytes, is not complete, and leaves {disk.free:,} of "
+                f"{disk.total:,} bytes of the disk of {part.parent}: remove what is there, or give another "
+                "folder: Access(cache=...)"
+            )
+            raise LoaderError(msg)
 
     # -- reading ------------------------------------------------------------------------------------
 
@@ -369,7 +393,7 @@ class IndexedFile:
         return self._offsets[index], self._offsets[index + 1]
 
     def _descriptor(self) -> int:
-        """Return an open descriptor of the file, which has not changed since its index was made.
+        """Return an open descriptor of the file.
 
         `os.pread` moves no position, so threads and forked processes share it. A map of the file into memory
         would kill the process where another one cuts the file off.
@@ -379,21 +403,42 @@ class IndexedFile:
         try:
             number = os.open(self.path, os.O_RDONLY)
         except OSError as error:
-            why = error.strerror
-            msg = f"{self.url} is gone since its index was made ({why}); put it back, or leave it out"
-            raise LoaderError(msg) from error
-        now = os.fstat(number)
-        if [now.st_size, str(now.st_mtime_ns)] != self._stat:
-            os.close(number)
-            msg = (
-                f"{self.url} has changed since its index was made: it had {self._stat[0]} bytes and has "
-                f"{now.st_size}; begin again, and the index is made again"
-            )
-            raise LoaderError(msg)
+            raise self._gone(error) from error
         while len(_open) >= _MOST_OPEN:
             os.close(_open.pop(next(iter(_open))))
         _open[self._key] = number
         return number
+
+    def _gone(self, error: OSError) -> LoaderError:
+        why = error.strerror
+        return LoaderError(
+            f"{self.url} is gone since its index was made ({why}); put it back, or leave it out"
+        )
+
+    def _check(self, stat: os.stat_result) -> None:
+        """Check that a file is the one that was indexed, by what the system says of it.
+
+        Raises:
+            LoaderError: It has changed.
+        """
+        if _version_of(stat) == self._stat:
+            return
+        *before, _ = self._stat
+        *now, _ = _version_of(stat)
+        if before == now:  # a permission may have changed, a name, or what is in it
+            try:
+                with self.path.open("rb") as file:
+                    digest, stat_behind = digest_of(file), os.fstat(file.fileno())
+            except OSError as error:
+                raise self._gone(error) from error
+            if digest == self.digest and _version_of(stat_behind) == _version_of(stat):
+                self._stat = _version_of(stat)
+                return
+        sizes = f"it had {self._stat[0]} bytes and has {stat.st_size}"
+        if stat.st_size == self._stat[0]:
+            sizes = f"it has as many bytes, {stat.st_size}, and was written since"
+        msg = f"{self.url} has changed since its index was made: {sizes}; begin again, and it is made again"
+        raise LoaderError(msg)
 
     def read(self, index: int) -> bytes:
         """Return the bytes of a sample.
@@ -402,11 +447,14 @@ class IndexedFile:
             LoaderError: The file has changed, or is gone, since its index was made.
         """
         start, stop = self.span(index)
-        data = os.pread(self._descriptor(), stop - start, start)
+        descriptor = self._descriptor()
+        data = os.pread(descriptor, stop - start, start)
         if len(data) != stop - start:
             end = start + len(data)
             msg = f"{self.url} ends in sample {index}, byte {end}: it was cut off since its index was made"
             raise LoaderError(msg)
+        # Behind the read: what is written after this look is not in it.
+        self._check(os.fstat(descriptor))
         return data
 
     def read_several(self, indices: Sequence[int]) -> list[bytes]:
@@ -417,21 +465,22 @@ class IndexedFile:
         """
         self.span(0)  # opens the offsets
         offsets, descriptor = self._offsets, self._descriptor()
-        found = [b""] * len(indices)
+        samples = [b""] * len(indices)
         order = sorted([(offsets[i], offsets[i + 1], place) for place, i in enumerate(indices)])
         first, count = 0, len(order)
         while first < count:
             start, stop, _ = order[first]
             last = first + 1
-            while last < count and order[last][0] <= stop + _GAP_NBYTES and stop < start + _CHUNK_NBYTES:
+            while last < count and order[last][0] <= stop + _GAP_NBYTES and stop < start + CHUNK_NBYTES:
                 stop, last = order[last][1], last + 1
             data = os.pread(descriptor, stop - start, start)
             if len(data) != stop - start:
                 return [self.read(index) for index in indices]  # it names the sample that is cut off
             for begin, end, place in order[first:last]:
-                found[place] = data[begin - start : end - start]
+                samples[place] = data[begin - start : end - start]
             first = last
-        return found
+        self._check(os.fstat(descriptor))
+        return samples
 
     def check(self) -> None:
         """Check that the file is what it was when its index was made.
@@ -439,7 +488,11 @@ class IndexedFile:
         Raises:
             LoaderError: It has changed, or is gone.
         """
-        self._descriptor()
+        try:
+            stat = self.path.stat()
+        except OSError as error:
+            raise self._gone(error) from error
+        self._check(stat)
 
     def where(self, index: int) -> str:
         """Return the file and the place of a sample in it, for messages."""
@@ -453,7 +506,10 @@ class _ZstdFile:
     """
 
     def __init__(self, file: Any) -> None:
+        from zstandard import ZstdDecompressor
+
         self._file = file
+        self._decompressor = ZstdDecompressor(max_window_size=_WINDOW_NBYTES)
         self._frame: Any = None  # the one that has begun
         self._left = b""  # what was read behind its end
 
@@ -467,7 +523,7 @@ class _ZstdFile:
         import zstandard
 
         while data := self._left or self._file.read(nbytes):
-            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._frame = self._frame or self._decompressor.decompressobj()
             try:
                 found: bytes = self._frame.decompress(data)
             except zstandard.ZstdError as error:
@@ -485,7 +541,7 @@ class _ZstdFile:
     def seek(self, position: int) -> None:
         """Skip this many decompressed bytes, of a file that was just opened."""
         while position > 0:
-            found = self.read(min(position, _CHUNK_NBYTES))
+            found = self.read(min(position, CHUNK_NBYTES))
             position -= len(found)
             if position < 0 or not found:
                 msg = "the file has changed since its beginning was read"
@@ -496,96 +552,14 @@ class _ZstdFile:
         self._file.close()
 
 
+def _version_of(stat: os.stat_result) -> list[Any]:
+    """Return what changes when a file is written; its last time also where a program sets back the others."""
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
 def _write(part: Path, *data: bytes) -> None:
     with part.open("wb") as file:
         file.writelines(data)
-
-
-def _scan_lines(path: Path, _url: str, *, keeps_empty: bool) -> FileScan:
-    """Return the beginnings of the lines of a file."""
-    digest, ends, size = hashlib.blake2b(digest_size=8), [], 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_NBYTES):
-            digest.update(chunk)
-            ends.append(
-                np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10).astype(np.uint64) + np.uint64(size + 1)
-            )
-            size += len(chunk)
-        stops = np.concatenate(ends) if ends else np.zeros(0, np.uint64)
-        if size and (not len(stops) or stops[-1] != size):
-            stops = np.append(stops, np.uint64(size))
-        starts = np.concatenate([np.zeros(1, np.uint64), stops[:-1]]) if len(stops) else stops
-        if not keeps_empty:
-            lengths = stops - starts
-            keep = lengths > 1
-            for i in np.flatnonzero(lengths == 2):  # a line that has nothing but its "\r\n"
-                file.seek(int(starts[i]))
-                keep[i] = bool(file.read(2).strip())
-            starts = starts[keep]
-    return FileScan(np.append(starts, np.uint64(size)), digest.hexdigest())
-
-
-def _scan_tar(path: Path, url: str) -> FileScan:
-    """Return the beginnings of the samples of a tar: neighbors with names that begin alike, to the first dot.
-
-    Raises:
-        LoaderError: The tar is cut off, or is none.
-    """
-    starts: list[int] = []
-    last, end = None, 0
-    try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                if member.isfile():
-                    key = tar_key(member.name)[0]
-                    if key != last:
-                        starts.append(member.offset)
-                        last = key
-                    end = member.offset_data + -(-member.size // _BLOCK_NBYTES) * _BLOCK_NBYTES
-                tar.members = []  # type: ignore[attr-defined]  # it would keep them all
-    except tarfile.TarError as error:
-        msg = f"{url} is no whole tar: {error}, behind sample {len(starts)}, byte {end}"
-        raise LoaderError(msg) from error
-    digest, size = hashlib.blake2b(digest_size=8), path.stat().st_size
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_NBYTES):
-            digest.update(chunk)
-        file.seek(min(end, size))
-        mark = file.read(_BLOCK_NBYTES)
-    if size < end or len(mark) < _BLOCK_NBYTES or mark.strip(b"\0"):
-        msg = f"{url} is no whole tar: it ends at byte {size}, in or behind sample {len(starts) - 1}"
-        raise LoaderError(msg)
-    return FileScan(np.array([*starts, end], np.uint64), digest.hexdigest())
-
-
-def _scan_whole(path: Path, _url: str) -> FileScan:
-    """Return a digest of a file that has its own index."""
-    digest, size = hashlib.blake2b(digest_size=8), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_NBYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileScan(np.array([0, size], np.uint64), digest.hexdigest())
-
-
-def tar_key(name: str) -> tuple[str, str]:
-    """Return the key of a member of a tar, and what it is in its sample.
-
-    Example:
-        >>> tar_key("train/0001.seg.png")
-        ('train/0001', 'seg.png')
-    """
-    folder, _, base = name.rpartition("/")
-    stem, _, extension = base.partition(".")
-    return (f"{folder}/{stem}" if folder else stem), extension.lower()
-
-
-SCANS: dict[str, Callable[[Path, str], FileScan]] = {
-    "lines": lambda path, url: _scan_lines(path, url, keeps_empty=True),
-    "json": lambda path, url: _scan_lines(path, url, keeps_empty=False),
-    "tar": _scan_tar,
-    "whole": _scan_whole,
-}
 
 
 def index_files(files: Sequence[str], kind: str, access: Access) -> list[IndexedFile]:

@@ -23,8 +23,9 @@ from tp_core.errors import ConfigError, LoaderError
 from tp_core.messages import check_installed
 from tp_core.random import preserve_rng_state, seed_everything
 
-from tp_data._files import Access, IndexedFile, find_files, index_files, tar_key
+from tp_data._files import Access, IndexedFile, find_files, index_files
 from tp_data._order import key_of
+from tp_data._scans import tar_key
 
 FilePaths: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
 
@@ -41,23 +42,23 @@ class Source:
 
     Attributes:
         draws: Whether loading a sample may draw random numbers; they then follow from the sample's position.
+        makes_samples: Whether a sample is a new object each time, so that a transform may change it in place
+            and leave the source as it is.
+        left_out: How many members of archives are in no sample.
     """
 
     draws = False
+    makes_samples = False
+    left_out = 0
 
     def __len__(self) -> int:
         """Return the number of samples."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Any:
-        makes_samples: Whether a sample is a new object each time, so that a transform may change it in place
-            and leave the source as it is.
-        left_out: How many members of archives are in no sample.
         """Return a sample.
 
         Raises:
-    makes_samples = False
-    left_out = 0
             LoaderError: It cannot be read; the message has its file and offset.
         """
         raise NotImplementedError
@@ -83,6 +84,7 @@ class _FileSource(Source):
     """Samples that lie one behind the other in files."""
 
     kind = ""
+    makes_samples = True
 
     def __init__(self, files: FilePaths, *, access: Access | None = None) -> None:
         """Find the files, and make the indexes that are missing.
@@ -92,13 +94,13 @@ class _FileSource(Source):
             access: How remote files are read, and where copies and indexes are kept.
 
         Raises:
-    makes_samples = True
             ConfigError: There is no such file, or no sample in any.
             LoaderError: A file cannot be read, or is not whole.
         """
         access = access or Access()
         self._files = index_files(find_files(files, access), self.kind, access)
         self._ends = list(accumulate(map(len, self._files)))
+        self.left_out = sum(file.left_out for file in self._files)
         if not self._ends[-1]:
             raise ConfigError(_is_empty([file.url for file in self._files]))
 
@@ -160,7 +162,7 @@ class JsonLines(_FileSource):
                     return value
             except ValueError:  # blanks before it, or no JSON: the whole reader knows
                 pass
-            return json.loads(text)
+            return json.loads(text.removeprefix("\ufeff"))  # the mark of a file that was joined
         except ValueError as error:
             start = file.span(index)[0] + getattr(error, "start", getattr(error, "pos", 0))
             msg = f"{file.url}, sample {index}, byte {start}: no JSON ({error}): {data[:60]!r}"
@@ -185,7 +187,8 @@ class TarShards(_FileSource):
     """Tar archives as WebDataset writes them: members with names that begin alike are one sample.
 
     A sample is a dict: ``"__key__"``, and for each member its extension. Members ``json``, ``txt`` and
-    ``cls`` are decoded, and others stay bytes, for the stream's ``transform``.
+    ``cls`` are decoded, and others stay bytes, for the stream's ``transform``. Members without an extension,
+    with a name that begins with a dot, and in folders such as ``__meta__`` are left out, with a warning.
     """
 
     kind = "tar"
@@ -195,10 +198,13 @@ class TarShards(_FileSource):
         try:
             with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
                 for member in tar:
-                    if not member.isfile():
+                    key, extension = tar_key(member.name)
+                    if not extension or not member.isfile():
                         continue
-                    sample["__key__"], extension = tar_key(member.name)
                     content = data[member.offset_data : member.offset_data + member.size]
+                    if member.issparse():  # its holes are not in the archive
+                        content = tar.extractfile(member).read()  # type: ignore[union-attr]
+                    sample["__key__"] = key
                     sample[extension] = _decode_member(extension.rpartition(".")[2], content)
         except (tarfile.TarError, ValueError) as error:
             raise LoaderError(f"{file.where(index)}: a broken sample ({error})") from None  # noqa: EM102
@@ -209,7 +215,7 @@ def _decode_member(extension: str, content: bytes) -> Any:
     if extension in {"json"}:
         return json.loads(content)
     if extension in {"txt", "text"}:
-        return content.decode()
+        return content.decode("utf-8-sig")
     if extension in {"cls", "cls2", "index", "inx", "id"}:
         return int(content)
     return content
@@ -221,6 +227,8 @@ class Parquet(Source):
     A row is read with its row group, and a process holds a few of them: shuffle with ``Shuffle(blocks=...)``,
     about as many rows as a group has.
     """
+
+    makes_samples = True
 
     def __init__(
         self, files: FilePaths, *, columns: Sequence[str] | None = None, access: Access | None = None
@@ -272,6 +280,7 @@ class Parquet(Source):
             wanted.setdefault(number, []).append((at, place))
         found: list[Any] = [None] * len(indices)
         for number, rows in wanted.items():
+            self._files[self._groups[number][0]].check()  # its group may be one in memory
             taken = self._group(number, indices[rows[0][1]]).take([at for at, _ in rows])
             for (_, place), row in zip(rows, taken.to_pylist(), strict=True):
                 found[place] = row
@@ -280,13 +289,14 @@ class Parquet(Source):
     def _group(self, number: int, index: int) -> Any:
         """Return a row group, of which ``index`` is a sample."""
         if number not in self._tables:
-            self._files[self._groups[number][0]].check()  # its group may be one in memory
             file, group = self._groups[number]
             try:
                 with _parquet_file(self._files[file]) as opened:
                     table = opened.read_row_group(group, columns=self._columns).combine_chunks()
             except (OSError, ValueError) as error:  # pyarrow's own are of these
+                self._files[file].check()
                 raise LoaderError(f"{self.where(index)}: {error}") from error  # noqa: EM102
+            self._files[file].check()
             self._tables[number] = table
             if len(self._tables) > _ROW_GROUPS:
                 self._tables.popitem(last=False)
@@ -294,9 +304,7 @@ class Parquet(Source):
 
     def where(self, index: int) -> str:
         """Return the file and the row group of a sample."""
-                self._files[file].check()
         number = bisect_right(self._ends, index)
-            self._files[file].check()
         file, group = self._groups[number]
         at = index - (self._ends[number - 1] if number else 0)
         return f"{self._files[file].url}, row group {group}, row {at} of it"
@@ -306,14 +314,6 @@ class Parquet(Source):
         """A digest of the files, in their order, and of the columns."""
         return f"{key_of([file.digest for file in self._files], len(self), self._columns):016x}"
 
-
-def _parquet_file(file: IndexedFile) -> Any:
-    """Open a Parquet file.
-
-    Raises:
-        LoaderError: It is not whole, or gone.
-    """
-    from pyarrow.parquet import ParquetFile
 
 def _check_columns(names: Sequence[str], columns: Sequence[str] | None, url: str) -> None:
     """Check that a row as a dict has all columns that were asked for.
@@ -336,6 +336,14 @@ def _check_columns(names: Sequence[str], columns: Sequence[str] | None, url: str
             )
             raise ConfigError(msg)
 
+
+def _parquet_file(file: IndexedFile) -> Any:
+    """Open a Parquet file.
+
+    Raises:
+        LoaderError: It is not whole, or gone.
+    """
+    from pyarrow.parquet import ParquetFile
 
     file.check()
     try:
@@ -386,6 +394,8 @@ class Iterables(Source):
         for shard in range(shards):
             states, count, digest = self._read_shard(shard)
             self._states.append(states)
+            counts.append(count)
+            digests.append(digest)
         self._ends = list(accumulate(counts)) or [0]
         if not self._ends[-1]:
             raise ConfigError(_is_empty([f"{self._name}, {shards} shards"]))
@@ -431,8 +441,6 @@ class Iterables(Source):
         return proof == [_sample_digest(sample) for sample in itertools.islice(iter(again), len(proof))]
 
     def __getstate__(self) -> dict[str, Any]:
-            counts.append(count)
-            digests.append(digest)
         return self.__dict__ | {"_reading": OrderedDict()}
 
     def __len__(self) -> int:
@@ -441,20 +449,31 @@ class Iterables(Source):
     def __getitem__(self, index: int) -> Any:
         shard = bisect_right(self._ends, index)
         at = index - (self._ends[shard - 1] if shard else 0)
-        start, iterator = self._reading.pop(shard, (at + 1, iter(())))
-        noted = at // self._every if self._states[shard][0] is not None else 0
         with _outside_workers():
-            if not noted * self._every <= start <= at:
-                iterable: Any = self._factory(shard)
-                start = noted * self._every
-                if start:
-                    iterable.load_state_dict(self._states[shard][noted])
-                iterator = iter(iterable)
+            start, iterator = self._iterator_before(shard, at)
             for sample in itertools.islice(iterator, at - start, None):
-                self._reading[shard] = at + 1, iterator
+                self._reading[shard, (at + 1) // self._every] = at + 1, iterator
+                if len(self._reading) > max(_MOST_READING, len(self._states)):
+                    self._reading.popitem(last=False)
                 return sample
         msg = f"{self.where(index)}: the shard ended before it, and had more when it was counted"
         raise LoaderError(msg)
+
+    def _iterator_before(self, shard: int, at: int) -> tuple[int, Iterator[Any]]:
+        """Return an iterator that has not passed a sample of a shard, and what it yields next."""
+        states = self._states[shard]
+        noted = at // self._every
+        while noted and states[noted] is None:
+            noted -= 1
+        for stretch in range(at // self._every, noted - 1, -1):
+            start, iterator = self._reading.get((shard, stretch), (at + 1, iter(())))
+            if start <= at:
+                del self._reading[shard, stretch]
+                return start, iterator
+        iterable: Any = self._factory(shard)
+        if noted:
+            iterable.load_state_dict(states[noted])
+        return noted * self._every, iter(iterable)
 
     def where(self, index: int) -> str:
         """Return the shard of a sample, and its place in it."""
@@ -463,8 +482,8 @@ class Iterables(Source):
 
     @property
     def digest(self) -> str:
-        """A digest of the numbers of samples."""
-        return f"{key_of(self._ends):016x}"
+        """A digest of the numbers of samples, and of the first of each stretch between noted states."""
+        return self._digest
 
 
 @contextmanager
@@ -485,6 +504,30 @@ def _state_of(iterable: Any) -> Any:
     return iterable.state_dict() if has else None
 
 
+def _sample_digest(sample: Any) -> str:
+    """Return a digest of the content of a sample, the same in each process; of unknown types the name."""
+    digest = hashlib.blake2b(digest_size=8)
+
+    def add(value: Any) -> None:
+        digest.update(type(value).__name__.encode())
+        if isinstance(value, Mapping):
+            for key, entry in value.items():
+                add(key)
+                add(entry)
+        elif isinstance(value, list | tuple):
+            for entry in value:
+                add(entry)
+        elif isinstance(value, str | int | float | complex | bytes | None):
+            digest.update(repr(value).encode())
+        elif isinstance(value, torch.Tensor):
+            digest.update(repr(value.tolist()).encode())
+        elif hasattr(value, "tobytes"):  # arrays of numpy, and images
+            digest.update(value.tobytes())
+
+    add(sample)
+    return digest.hexdigest()
+
+
 class _SequenceSource(Source):
     """A sequence of the user's: a list, a map-style dataset."""
 
@@ -495,6 +538,7 @@ class _SequenceSource(Source):
         is_plain = type(items) in (list, tuple, range) or package == "streaming"
         is_table = package == "datasets" and items.format["type"] != "custom"
         self.draws = not (is_plain or is_table)
+        self.makes_samples = is_table or type(items) is range or package == "streaming"
         self._arrow = _arrow_of(items) if is_table else None
         if not len(items):
             raise ConfigError(_is_empty([f"a {type(items).__name__} of length 0"]))
@@ -535,6 +579,18 @@ def _arrow_of(dataset: Any) -> Any:
     if form["type"] is not None or any(map(require_decoding, dataset.features.values())):
         return None  # tensors, or images and sounds that it decodes
     return dataset.with_format("arrow", None if form["output_all_columns"] else form["columns"])
+
+
+def _whole(dataset: Any, _shard: int) -> Any:
+    """Return an iterable dataset as a copy: a state that is loaded into one must not move another."""
+    try:
+        return copy.deepcopy(dataset)
+    except Exception as error:
+        msg = (
+            f"a {type(dataset).__name__} that cannot be copied ({type(error).__name__}: {error}) has one "
+            "state for all readers; give Iterables(factory, shards), with a factory that makes it"
+        )
+        raise ConfigError(msg) from error
 
 
 _SUFFIXES: Mapping[str, Callable[[Any, Access | None], Source]] = {
@@ -583,9 +639,15 @@ def source_of(given: Any, access: Access | None = None) -> Source:
     ):
         return _SequenceSource(given)
     if hasattr(given, "__iter__") and hasattr(given, "num_shards") and hasattr(given, "shard"):
-        # Hugging Face's iterable dataset: each of its shards can be read alone.
-        n = given.num_shards
-        return Iterables(partial(given.shard, n), n, name=kind.__name__)
+        # Hugging Face's iterable dataset. Its shards need not be parts of its iteration: skip(), take() and
+        # batched map() count in each shard, and interleave_datasets() ends in each.
+        if getattr(given, "_distributed", None) is not None:
+            msg = (
+                "split_dataset_by_node() leaves each rank its part of a dataset, and a Loader divides the "
+                "batches itself; give the whole dataset"
+            )
+            raise ConfigError(msg)
+        return Iterables(partial(_whole, given), 1, name=kind.__name__)
     msg = (
         "a source is a path, URL or pattern of files, a sequence, or one of tp_data's classes, got "
         f"{kind.__name__}; for iterators give Iterables(factory, shards)"
@@ -602,4 +664,3 @@ def _suffix(path: str) -> str:
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, str) and ("://" in value or _suffix(value) in _SUFFIXES)
-        self.makes_samples = is_table or type(items) is range or package == "streaming"
