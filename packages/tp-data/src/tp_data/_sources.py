@@ -408,7 +408,7 @@ class Iterables(Source):
         iterable = self._factory(shard)
         states, count = [_state_of(iterable)], 0
         digests: list[str] = []
-        with preserve_rng_state():
+        with preserve_rng_state(()):
             iterator = iter(iterable)
             while True:
                 # Samples with random parts have the same ones here and behind a state.
@@ -437,8 +437,9 @@ class Iterables(Source):
         """Return whether the samples behind a state are those that came first."""
         again = self._factory(shard)
         again.load_state_dict(state)  # type: ignore[attr-defined]
-        seed_everything(count, devices=False)
-        return proof == [_sample_digest(sample) for sample in itertools.islice(iter(again), len(proof))]
+        with preserve_rng_state(()):
+            seed_everything(count, devices=False)
+            return proof == [_sample_digest(sample) for sample in itertools.islice(iter(again), len(proof))]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_reading": OrderedDict()}
