@@ -203,7 +203,7 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("plan", "module", "reason"),
     [
-        (changed(attention__norm=None), "attention.out", r"attention.norm.weight, on the way to it"),
+        (changed(attention__norm=None), "attention.out", r"norm.weight, on which its input depends"),
         (changed(act=None), "down", r'"act": ts.Replicated\(\)'),
         (
             changed(attention=Local(heads=4, query=("heads", "size"))),

@@ -25,7 +25,7 @@ The steps from a finished model to a split and trained one, and the files of eac
         v
     forward, backward             _groups/_collectives: copy, reduce, scatter, gather, each with its backward
         |                         collective;  nn/_sequence: the same along sequences
-        |   logits                nn/_cross_entropy: of this rank's classes; one exchange of numbers per row
+        |   logits                nn/_class_shards: of this rank's classes; one exchange of numbers per row
         v
     clip_grad_norm_, GradScaler   _training: norms from the parts of all ranks
         v

@@ -121,8 +121,10 @@ class ShardBackend(RanksBackend[ShardOptions]):
     def _memory_of_plain(self, job: Job, footprint: Footprint, model: "nn.Module") -> MemoryNeed | None:
         from tp_shard._split_memory import plain_memory
 
-        options, size = self.parse_options(job), job.environment.world_size
-        ranks = size if options.group_size == -1 else options.group_size
+        options = self.parse_options(job)
+        ranks = options.group_size
+        if ranks == -1:  # all ranks
+            ranks = job.environment.world_size
         of_group = footprint.with_batch_of(ranks * footprint.part)
         return plain_memory(job, of_group, model, ranks, options.fully_sharded)
 
@@ -134,8 +136,10 @@ class ShardBackend(RanksBackend[ShardOptions]):
         """Return numbers of ranks that split tensors, each with how the copies share samples."""
         from tp_shard._split_memory import list_layouts
 
-        size = job.environment.world_size
-        return [] if job.model is None or size == 1 else list_layouts(job.model, size)
+        world_size = job.environment.world_size
+        if job.model is None or world_size == 1:
+            return []
+        return list_layouts(job.model, world_size)
 
     def _need_of_ddp(self, job: Job, footprint: Footprint) -> MemoryNeed:
         together, copies = self._ranks(job)
@@ -146,10 +150,15 @@ class ShardBackend(RanksBackend[ShardOptions]):
         """Return the number of ranks that hold a copy of the model together, and the number of copies."""
         from tp_shard._groups._group import current_group
 
-        ranks, size = job.environment.world_size, self.parse_options(job).group_size
+        world_size = job.environment.world_size
         formed = current_group()
-        together = formed.size if formed is not None else ranks if size == -1 else size
-        return together, max(1, ranks // together)
+        if formed is not None:
+            group_size = formed.size
+        else:
+            group_size = self.parse_options(job).group_size
+            if group_size == -1:  # all ranks
+                group_size = world_size
+        return group_size, max(1, world_size // group_size)
 
     def _fully_sharded(self, job: Job) -> "FullyShardOptions | None":
         """Return the options for sharding shards over the copies; ``None`` if they are not."""

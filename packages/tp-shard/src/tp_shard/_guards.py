@@ -63,8 +63,9 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
     names = _parallel_names(module)
     if not isinstance(module, DistributedDataParallel):
         # DDP looks up a parameter of the wrapped module itself as "name" in one place and ".name" in another.
-        spelled = {n for name in names for n in (name, name if "." in name else f".{name}")}
-        setattr(module, _IGNORED, sorted({*getattr(module, _IGNORED, ()), *spelled}))
+        ignored = {*getattr(module, _IGNORED, ()), *names}
+        ignored |= {f".{name}" for name in names if "." not in name}
+        setattr(module, _IGNORED, sorted(ignored))
     return names
 
 
@@ -90,11 +91,11 @@ def patch_ddp() -> list[_patches.Undo]:
         if not _patches.is_active():
             original(self, module, *args, **kwargs)
             return
-        given = signature.bind_partial(self, module, *args, **kwargs).arguments
-        if _holds_different_shards(module, given):
+        options = signature.bind_partial(self, module, *args, **kwargs).arguments
+        if _holds_different_shards(module, options):
             register_ddp_parameters_to_ignore(module)
         if _all_ignored(module):
-            _wrap_all_split(self, module, given)
+            _wrap_all_split(self, module, options)
         else:
             original(self, module, *args, **kwargs)
         _average_ignored(self)
@@ -112,34 +113,46 @@ class _AllSplit(Mixin):
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         if self.broadcast_buffers and self.require_backward_grad_sync and self.training:
-            _share_buffers(self)
+            _broadcast_buffers(self)
         return self.module(*inputs, **kwargs)
 
 
 def _all_ignored(module: nn.Module) -> bool:
     """Return whether DDP has to ignore all trained parameters; without any, its own error is right."""
     trained = {n for n, p in module.named_parameters() if p.requires_grad}
-    return bool(trained) and trained <= set(getattr(module, _IGNORED, ())) & set(_parallel_names(module))
+    ignored = set(getattr(module, _IGNORED, ())) & set(_parallel_names(module))
+    return bool(trained) and trained <= ignored
 
 
-def _wrap_all_split(ddp: Any, module: nn.Module, given: dict[str, Any]) -> None:
-    group, mesh = given.get("process_group"), given.get("device_mesh")
+def _wrap_all_split(ddp: Any, module: nn.Module, options: dict[str, Any]) -> None:
+    """Set the attributes that torch's ``__init__`` would, except those of its reducer: there is none."""
     mix_in(_AllSplit, ddp)  # in place: this runs inside `__init__`, which cannot return another object
     nn.Module.__init__(ddp)
     ddp.module = module
-    ddp.device_mesh = mesh
-    ddp.process_group = mesh.get_group(0) if mesh is not None else group or dist.group.WORLD
+    ddp.device_mesh = options.get("device_mesh")
+    ddp.process_group = _ddp_group(options) or dist.group.WORLD
     ddp.parameters_to_ignore = set(getattr(module, _IGNORED))
-    ddp.broadcast_buffers = given.get("broadcast_buffers", True)
-    ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-    ddp.find_unused_parameters = given.get("find_unused_parameters", False)
-    ddp.gradient_as_bucket_view = given.get("gradient_as_bucket_view", False)
-    ddp.dim, ddp.device_ids, ddp.output_device = given.get("dim", 0), given.get("device_ids"), None
+    ddp.broadcast_buffers = options.get("broadcast_buffers", True)
+    ddp.require_backward_grad_sync = True
+    ddp.require_forward_param_sync = True
+    ddp.find_unused_parameters = options.get("find_unused_parameters", False)
+    ddp.gradient_as_bucket_view = options.get("gradient_as_bucket_view", False)
+    ddp.dim = options.get("dim", 0)
+    ddp.device_ids = options.get("device_ids")
+    ddp.output_device = None
     ddp.device = next(module.parameters()).device
-    _share_buffers(ddp)
+    _broadcast_buffers(ddp)
 
 
-def _share_buffers(ddp: DistributedDataParallel) -> None:
+def _ddp_group(options: dict[str, Any]) -> Any:
+    """Return the group that a new DDP is given, by itself or by a mesh; ``None`` for all ranks."""
+    mesh = options.get("device_mesh")
+    if mesh is not None:
+        return mesh.get_group(0)
+    return options.get("process_group")
+
+
+def _broadcast_buffers(ddp: DistributedDataParallel) -> None:
     """Copy the first rank's buffers to all ranks.
 
     Collectives: a broadcast for each buffer that is not split.
@@ -150,16 +163,13 @@ def _share_buffers(ddp: DistributedDataParallel) -> None:
             dist.broadcast(buffer, group_src=0, group=ddp.process_group)
 
 
-def _holds_different_shards(module: nn.Module, given: dict[str, Any]) -> bool:
+def _holds_different_shards(module: nn.Module, options: dict[str, Any]) -> bool:
     """Return whether the ranks of a new DDP hold different shards of a layer."""
-    group, mesh = given.get("process_group"), given.get("device_mesh")
-    if mesh is not None:
-        group = mesh.get_group(0)
-    ranks = set(dist.get_process_group_ranks(group))
+    ranks = set(dist.get_process_group_ranks(_ddp_group(options)))
     for layer in module.modules():
         if isinstance(layer, ParallelLayer) and layer.group.size > 1:
-            theirs = dist.get_process_group_ranks(layer.group.handle)
-            if len(ranks.intersection(theirs)) > 1:
+            shard_ranks = dist.get_process_group_ranks(layer.group.handle)
+            if len(ranks.intersection(shard_ranks)) > 1:
                 return True
     return False
 
@@ -174,7 +184,9 @@ def _average_ignored(ddp: DistributedDataParallel) -> None:
         if name not in ignored:
             continue
         parameter = ddp.module.get_parameter(name)
-        group = _holders(ddp, name) if holds_shard(parameter) else ddp.process_group
+        group: dist.ProcessGroup | None = ddp.process_group
+        if holds_shard(parameter):
+            group = _holders(ddp, name)
         if group is None or dist.get_world_size(group) == 1:
             continue
         # As DDP does with its own parameters: copies from different seeds would start, and stay, different.
@@ -192,9 +204,12 @@ def _holders(ddp: DistributedDataParallel, name: str) -> dist.ProcessGroup | Non
     if data is not None and data.size > 1:
         return data.process_group
     layer = ddp.module.get_submodule(name.rpartition(".")[0])
-    tensor = layer.group if isinstance(layer, ParallelLayer) else current_group()
+    tensor_group = current_group()
+    if isinstance(layer, ParallelLayer):
+        tensor_group = layer.group
+    tensor_size = 1 if tensor_group is None else tensor_group.size
     world = dist.get_world_size(ddp.process_group)
-    if world > (1 if tensor is None else tensor.size):
+    if world > tensor_size:
         msg = (
             f"DistributedDataParallel has {world} ranks, more than hold {name} together, and which of "
             "them hold the same shard is not known; call ts.distributed.init_process_group() with a "
@@ -236,7 +251,9 @@ def install_guards() -> list[_patches.Undo]:
 
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        parameters = list(parameters)  # an iterator is read twice
         if _patches.is_active() and any(holds_shard(p) for p in parameters):
             msg = (
                 "torch's clip_grad_norm_ takes a rank's shards for the whole, and each rank would clip by a "
@@ -260,7 +277,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
         return
     if is_zero_redundancy(optimizer):
         _check_zero_redundancy(optimizer)
-    if isinstance(optimizer, torch.optim.Rprop):  # element by element; torch lacks its step of DTensors alone
+    if isinstance(optimizer, torch.optim.Rprop):
+        # It computes element by element; only its step of DTensors is missing in torch.
         return
     check_whole_steps(optimizer)
 
@@ -268,14 +286,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
 def _check_zero_redundancy(optimizer: Any) -> None:
     """Raise unless a ``ZeroRedundancyOptimizer`` exchanges parameters with the holders of the same shards."""
     data = current_data_group() or ALONE
-    same = [dist.get_rank()] if data.process_group is None else dist.get_process_group_ranks(data.handle)
-    its = dist.get_process_group_ranks(optimizer.process_group)
-    if sorted(its) != sorted(same):
+    holders = [dist.get_rank()]
+    if data.process_group is not None:
+        holders = dist.get_process_group_ranks(data.handle)
+    ranks = dist.get_process_group_ranks(optimizer.process_group)
+    if sorted(ranks) != sorted(holders):
         msg = (
-            f"ZeroRedundancyOptimizer over the ranks {its} would give ranks the shards of others: this "
-            f"rank's are held by {same} alone. Take the optimizer that it wraps (its optimizer_class), with "
-            "ShardOptions(data='fsdp') where copies of the model are to share its state; or make it with "
-            "process_group=ts.distributed.get_data_group()"
+            f"ZeroRedundancyOptimizer over the ranks {ranks} would give ranks the shards of others: this "
+            f"rank's are held by {holders} alone. Take the optimizer that it wraps (its optimizer_class), "
+            "with ShardOptions(data='fsdp') where copies of the model are to share its state; or make it "
+            "with process_group=ts.distributed.get_data_group()"
         )
         raise ConfigError(msg)
 
@@ -293,9 +313,9 @@ def _whole_only(original: Any) -> Any:
 
     @functools.wraps(original)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(self, *args, **kwargs).arguments
-        given = {**given, **given.get("kwargs", {})}
-        if given.get("state_dict") is None and any(holds_shard(p) for p in self.parameters()):
+        arguments = signature.bind_partial(self, *args, **kwargs).arguments
+        arguments = {**arguments, **arguments.get("kwargs", {})}
+        if arguments.get("state_dict") is None and any(holds_shard(p) for p in self.parameters()):
             msg = (
                 f"{type(self).__name__} is split, and save_pretrained() would write this rank's shards under "
                 "the names of whole tensors; on every rank call state = ts.collect_state_dict(model, "

@@ -26,7 +26,9 @@ from tp_shard._split import Split
 
 def local(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, any other tensor as it is."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    if is_dtensor(tensor):
+        return tensor.to_local()
+    return tensor
 
 
 def part_of(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
@@ -122,8 +124,12 @@ def mark_parameter(
     """
     setattr(tensor, PARALLEL_DIM, parallel_dim)
     setattr(tensor, ORDER_TYPE, order_type)
-    setattr(tensor, PARALLEL_SIZE, None if split is None else split.size)
-    setattr(tensor, PARALLEL_RANGES, None if split is None or split.is_even else split.ranges)
+    setattr(tensor, PARALLEL_SIZE, None)
+    setattr(tensor, PARALLEL_RANGES, None)
+    if split is not None:
+        setattr(tensor, PARALLEL_SIZE, split.size)
+        if not split.is_even:
+            setattr(tensor, PARALLEL_RANGES, split.ranges)
     setattr(tensor, SHARDED_ATTRIBUTE, sharded)
 
 
@@ -150,7 +156,9 @@ def get_split(tensor: Tensor, group: Group) -> Split | None:
     if size is None:
         size = tensor.size(dim) * group.size
     ranges = getattr(tensor, PARALLEL_RANGES, None)
-    return Split.even(dim, size, group.size) if ranges is None else Split(dim, size, ranges)
+    if ranges is None:
+        return Split.even(dim, size, group.size)
+    return Split(dim, size, ranges)
 
 
 def holds_shard(tensor: Tensor) -> bool:

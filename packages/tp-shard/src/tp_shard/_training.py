@@ -4,7 +4,7 @@ import functools
 import math
 import zlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -101,50 +101,62 @@ def total_grad_norm(
     """
     parameters = list(parameters)
     ranks = as_group(group)
-    tensor = () if ranks.process_group is None or ranks.size == 1 else (ranks.process_group,)
+    tensor_axes: Axes = ()
+    if ranks.process_group is not None and ranks.size > 1:
+        tensor_axes = (ranks.process_group,)
     # By the groups over which the gradients are split. The two first keys always exist: a rank without such
     # gradients still takes part in the sums, or the others would wait for it.
-    gradients: dict[Axes, list[Tensor]] = {(): [], tensor: []}
+    gradients: dict[Axes, list[Tensor]] = {(): [], tensor_axes: []}
     for parameter in parameters:
         grad = parameter.grad
-        is_split = bool(tensor) and holds_shard(parameter)
-        axes = sharded_over(parameter if grad is None else grad) + (tensor if is_split else ())
+        axes = sharded_over(parameter if grad is None else grad)
+        is_split = bool(tensor_axes) and holds_shard(parameter)
+        if is_split:
+            axes += tensor_axes
+        own = gradients.setdefault(axes, [])
         if grad is None:
-            gradients.setdefault(axes, [])
             continue
         if grad.is_sparse:  # its missing rows are 0
             grad = grad.coalesce().values()
-        parts = _counted(parameter, grad, ranks) if is_split else [local(grad)]
-        gradients.setdefault(axes, []).extend(part for part in parts if part.numel())
+        parts = [local(grad)]
+        if is_split:
+            parts = _parts_counted_here(parameter, grad, ranks)
+        own.extend(part for part in parts if part.numel())
     # Of any parameter: NCCL takes no tensor of the CPU, from a rank without gradients either.
-    device = local(parameters[0]).device if parameters else torch.device("cpu")
-    norms = {
-        axes: nn.utils.get_total_norm(own, norm_type, foreach=foreach).to(device)
-        for axes, own in gradients.items()
-    }
+    device = torch.device("cpu")
+    if parameters:
+        device = local(parameters[0]).device
+    norms = {}
+    for axes, own in gradients.items():
+        norms[axes] = nn.utils.get_total_norm(own, norm_type, foreach=foreach).to(device)
     dtype = functools.reduce(torch.promote_types, [norm.dtype for norm in norms.values()])
-    return _join(norms, norm_type).to(dtype)
+    return _norm_over_groups(norms, norm_type).to(dtype)
 
 
-def _join(norms: dict[Axes, Tensor], norm_type: float) -> Tensor:
+def _norm_over_groups(norms: dict[Axes, Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients, from this rank's norms by the groups over which they are split.
 
     Collectives: an all-reduce for each group.
     """
-    # In float64: powers of float32 norms overflow where the norm itself does not.
     is_max = norm_type == math.inf
-    wide = {axes: norm.double() if is_max else norm.double().pow(norm_type) for axes, norm in norms.items()}
+    op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    # In float64: powers of float32 norms overflow where the norm itself does not.
+    powers = {axes: norm.double() for axes, norm in norms.items()}
+    if not is_max:
+        powers = {axes: norm.pow(norm_type) for axes, norm in powers.items()}
+    # All ranks have the groups in the same order: in different orders they would wait for each other.
     for group in dict.fromkeys(group for axes in norms for group in axes):
-        cut = [axes for axes in norms if group in axes]
-        values = torch.stack([wide[axes] for axes in cut])
-        # All ranks have the groups in the same order: in different orders they would wait for each other.
-        dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
-        wide.update(zip(cut, values.unbind(), strict=True))
-    everything = torch.stack(list(wide.values()))
-    return everything.max() if is_max else everything.sum().pow(1 / norm_type)
+        split_over_it = [axes for axes in norms if group in axes]
+        values = torch.stack([powers[axes] for axes in split_over_it])
+        dist.all_reduce(values, op, group=group)
+        powers.update(zip(split_over_it, values.unbind(), strict=True))
+    stacked = torch.stack(list(powers.values()))
+    if is_max:
+        return stacked.max()
+    return stacked.sum().pow(1 / norm_type)
 
 
-def _counted(parameter: Tensor, grad: Tensor, group: Group) -> list[Tensor]:
+def _parts_counted_here(parameter: Tensor, grad: Tensor, group: Group) -> list[Tensor]:
     """Return the parts of a shard's gradient that no earlier rank holds too: each counts once."""
     split = get_split(parameter, group)
     if split is None or split.is_even:
@@ -224,32 +236,35 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
         >>> check_gradients(model)
     """
     ranks = as_group(group)
-    whole = _whole(model)
+    whole = _whole_parameters(model)
     if ranks.size == 1 or not whole:
         return
-    mine = torch.stack([_described(p) for _, p in whole])  # (parameters, 3)
-    everyones = _gather(mine, ranks)  # (ranks, parameters, 3)
-    largest = everyones[:, :, 1].nan_to_num(0.0, 0.0, 0.0).max().item()
+    fingerprints = torch.stack([_fingerprint(p) for _, p in whole])  # (parameters, 3)
+    gathered = _gather(fingerprints, ranks)  # (ranks, parameters, 3)
+    largest = gathered[:, :, 1].nan_to_num(0.0, 0.0, 0.0).max().item()
     # Autocast leaves no trace in a gradient: one in float32 may be that of a pass in bfloat16. It does not
     # touch float64, where norms of transformers are in float32. A missing sum is far above either.
     is_wide = all(parameter.dtype == torch.float64 for _, parameter in whole)
     bound = Bound.of([torch.float32 if is_wide else torch.bfloat16])
     for index, (name, _) in enumerate(whole):
-        descriptions = everyones[:, index].tolist()
-        first = descriptions[0]
-        for rank, other in enumerate(descriptions):
-            if _same(first, other, bound, largest):
+        by_rank = gathered[:, index].tolist()
+        first = by_rank[0]
+        for rank, other in enumerate(by_rank):
+            if _is_same(first, other, bound, largest):
                 continue
-            raise DisagreementError(_disagreement(name, rank, first, other, _have_one_state(ranks, mine)))
+            have_same_state = _have_same_random_state(ranks, fingerprints.device)
+            raise DisagreementError(_disagreement(name, rank, first, other, have_same_state))
 
 
-def _disagreement(name: str, rank: int, first: list[float], other: list[float], have_one_state: bool) -> str:
-    words = [f"norm {norm:.6g}" if has else "none" for has, norm, _ in (first, other)]
+def _disagreement(name: str, rank: int, first: list[float], other: list[float], have_same_state: bool) -> str:
+    words = []
+    for has_grad, norm, _ in (first, other):
+        words.append(f"norm {norm:.6g}" if has_grad else "none")
     what = (
         f"ranks 0 and {rank} of a copy have different gradients of {name} ({words[0]} and {words[1]}), "
         "though all of them hold the whole of it, and would train apart. "
     )
-    if not have_one_state:
+    if not have_same_state:
         return what + (
             "Their random numbers differ, so that they drop different elements of what all hold: give the "
             "ranks of a copy one seed with torch.manual_seed(), and let no rank draw more than the others"
@@ -262,33 +277,34 @@ def _disagreement(name: str, rank: int, first: list[float], other: list[float], 
     )
 
 
-def _have_one_state(group: Group, near: Tensor) -> bool:
-    """Return whether the default generators of the ranks are in the same state.
+def _have_same_random_state(group: Group, device: torch.device) -> bool:
+    """Return whether the ranks' default generators, of the CPU and of a device, are in the same state.
 
     Collectives: an all-gather of a checksum for each generator.
     """
-    places = {torch.device("cpu"), near.device}
-    checksums = [zlib.crc32(get_state(place, None).numpy().tobytes()) for place in sorted(places, key=str)]
-    everyones = _gather(torch.tensor(checksums, dtype=torch.float64, device=near.device), group)
-    return bool((everyones == everyones[0]).all())
+    checksums = []
+    for place in sorted({torch.device("cpu"), device}, key=str):
+        checksums.append(zlib.crc32(get_state(place, None).numpy().tobytes()))
+    gathered = _gather(torch.tensor(checksums, dtype=torch.float64, device=device), group)
+    return bool((gathered == gathered[0]).all())
 
 
-def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _whole_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     """List the trained parameters that are not split."""
     # By layers as well as by marks: other code may have replaced a layer's parameters by ones without marks.
-    shards = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, ParallelLayer)
-        for name, p in module._parameters.items()
-        if name in module.splits
-    }
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [(name, p) for name, p in trained if id(p) not in shards and not holds_shard(p)]
+    shards: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, ParallelLayer):
+            shards.update(id(p) for name, p in module._parameters.items() if name in module.splits)
+    whole: list[tuple[str, Tensor]] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in shards and not holds_shard(parameter):
+            whole.append((name, parameter))
+    return whole
 
 
-def _described(parameter: Tensor) -> Tensor:
-    """Return whether there is a gradient, its norm, and its dot product with fixed numbers."""
+def _fingerprint(parameter: Tensor) -> Tensor:
+    """Return whether there is a gradient (1 or 0), its norm, and its dot product with fixed numbers."""
     # The dot product finds gradients of the same norm with other elements, without sending them.
     grad = parameter.grad
     if grad is None:
@@ -296,23 +312,24 @@ def _described(parameter: Tensor) -> Tensor:
     grad = local(grad)  # under `fully_shard`
     if grad.is_sparse:
         grad = grad.coalesce().values()
-    values = torch.view_as_real(grad) if grad.is_complex() else grad
-    described = torch.zeros(3, dtype=torch.float64, device=values.device)
-    described[0] = 1
-    for block in values.reshape(-1).split(_BLOCK):
+    if grad.is_complex():
+        grad = torch.view_as_real(grad)
+    fingerprint = torch.zeros(3, dtype=torch.float64, device=grad.device)
+    fingerprint[0] = 1
+    for block in grad.reshape(-1).split(_BLOCK):
         wide = block.double()
-        described[1] += wide.square().sum()
-        described[2] += wide.dot(_numbers(values.device)[: wide.numel()])
-    described[1].sqrt_()
-    return described
+        fingerprint[1] += wide.square().sum()
+        fingerprint[2] += wide.dot(_fixed_numbers(grad.device)[: wide.numel()])
+    fingerprint[1].sqrt_()
+    return fingerprint
 
 
 @functools.lru_cache(maxsize=4)
-def _numbers(device: torch.device) -> Tensor:
+def _fixed_numbers(device: torch.device) -> Tensor:
     return torch.arange(_BLOCK, dtype=torch.float64, device=device).cos_()
 
 
-def _same(first: list[float], other: list[float], bound: Bound, largest: float) -> bool:
+def _is_same(first: list[float], other: list[float], bound: Bound, largest: float) -> bool:
     if first[0] != other[0]:
         return False
     values = torch.tensor([first[1:], other[1:]], dtype=torch.float64)
@@ -322,10 +339,10 @@ def _same(first: list[float], other: list[float], bound: Bound, largest: float) 
     return bool((values[0] - values[1]).abs().max() <= allowed)
 
 
-def _gather(mine: Tensor, group: Group) -> Tensor:
-    everyones = [torch.empty_like(mine) for _ in range(group.size)]
-    dist.all_gather(everyones, mine, group=group.handle)
-    return torch.stack(everyones)
+def _gather(tensor: Tensor, group: Group) -> Tensor:
+    gathered = [torch.empty_like(tensor) for _ in range(group.size)]
+    dist.all_gather(gathered, tensor, group=group.handle)
+    return torch.stack(gathered)  # (ranks, ...)
 
 
 # -- Optimizers over shards: parameter groups, and updates of the rows of a sparse gradient -------
@@ -393,62 +410,79 @@ def update_sampled_rows(optimizer: Optimizer) -> None:
             "SparseAdam touches the rows of a sparse gradient alone as it is: leave update_sampled_rows() out"
         )
         raise ConfigError(msg)
-    exchange = _Exchange()
-    hook_steps(optimizer, before=exchange.before, after=exchange.after)
+    hooks = _SampledRowHooks()
+    hook_steps(optimizer, before=hooks.before, after=hooks.after)
 
 
-class _Exchange:
+class _SampledRows(NamedTuple):
+    """A parameter with a sparse gradient, and the small parameter of its sampled rows."""
+
+    group: list[Tensor]  # the parameters of its group in the optimizer
+    place: int  # its index among them
+    parameter: Tensor
+    small: nn.Parameter  # (rows, ...)
+    rows: Tensor
+
+
+class _SampledRowHooks:
     """The hooks that replace parameters with sparse gradients by small ones during a step."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[list[Tensor], int, Tensor, Tensor, Tensor]] = []
+        self._replaced: list[_SampledRows] = []
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The last step raised, so its `after` did not run: restore first, or its small parameters would stay.
-        for parameters, i, parameter, small, _ in self._places:
-            parameters[i] = parameter
-            optimizer.state.pop(small, None)
-        self._places = []
+        for sampled in self._replaced:
+            sampled.group[sampled.place] = sampled.parameter
+            optimizer.state.pop(sampled.small, None)
+        self._replaced = []
+        has_closure = any(callable(value) for value in (*args, *kwargs.values()))
         for group in optimizer.param_groups:
-            parameters = group["params"]
-            for i, parameter in enumerate(parameters):
+            for index, parameter in enumerate(group["params"]):
                 if parameter.grad is None or not parameter.grad.is_sparse:
                     continue
-                if any(callable(value) for value in (*args, *kwargs.values())):
+                if has_closure:
                     msg = (
                         "a closure computes sparse gradients after update_sampled_rows() has looked at them; "
                         "compute the loss and its gradients before step(), and call it without a closure"
                     )
                     raise ConfigError(msg)
-                grad = parameter.grad.coalesce()
-                rows = grad.indices()[0]
-                small = nn.Parameter(parameter.detach().index_select(0, rows))
-                copy_attributes(parameter, small)
-                small.grad = grad.values()
-                if parameter in optimizer.state:
-                    of_rows = {}
-                    for key, value in optimizer.state[parameter].items():
-                        of_rows[key] = value.index_select(0, rows) if _is_like(value, parameter) else value
-                    optimizer.state[small] = of_rows
-                self._places.append((parameters, i, parameter, small, rows))
-        for parameters, i, _, small, _ in self._places:
-            parameters[i] = small
+                self._replaced.append(_sample_rows(optimizer, group["params"], index, parameter))
+        # Only now, when none has been refused.
+        for sampled in self._replaced:
+            sampled.group[sampled.place] = sampled.small
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, *_: Any) -> None:
-        for parameters, i, parameter, small, rows in self._places:
-            parameters[i] = parameter
+        for group, index, parameter, small, rows in self._replaced:
+            group[index] = parameter
             parameter.index_copy_(0, rows, small)
             state = optimizer.state[parameter]
             for key, value in optimizer.state.pop(small, {}).items():
-                if not _is_like(value, small):
+                if not _has_shape_of(value, small):
                     state[key] = value
                     continue
-                if not _is_like(state.get(key), parameter):
+                if not _has_shape_of(state.get(key), parameter):
                     state[key] = value.new_zeros(parameter.shape)
                 state[key].index_copy_(0, rows, value)
-        self._places = []
+        self._replaced = []
 
 
-def _is_like(value: object, parameter: Tensor) -> bool:
+def _sample_rows(optimizer: Optimizer, group: list[Tensor], index: int, parameter: Tensor) -> _SampledRows:
+    """Copy the rows of a sparse gradient into a small parameter, with their part of the optimizer's state."""
+    grad: Tensor = parameter.grad.coalesce()  # type: ignore[union-attr]  # the caller has seen it
+    rows = grad.indices()[0]
+    small = nn.Parameter(parameter.detach().index_select(0, rows))
+    copy_attributes(parameter, small)
+    small.grad = grad.values()
+    if parameter in optimizer.state:
+        state = dict(optimizer.state[parameter])
+        for key, value in state.items():
+            if _has_shape_of(value, parameter):
+                state[key] = value.index_select(0, rows)
+        optimizer.state[small] = state
+    return _SampledRows(group, index, parameter, small, rows)
+
+
+def _has_shape_of(value: object, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape

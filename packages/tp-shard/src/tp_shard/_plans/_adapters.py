@@ -51,16 +51,20 @@ def is_adapted(module: nn.Module) -> bool:
 
 def modules_inside(model: nn.Module) -> set[int]:
     """Return the ids of the modules of which adapted layers consist."""
-    return {
-        id(m) for layer in model.modules() if is_adapted(layer) for m in layer.modules() if m is not layer
-    }
+    inside: set[int] = set()
+    for layer in model.modules():
+        if is_adapted(layer):
+            inside.update(id(module) for module in layer.modules() if module is not layer)
+    return inside
 
 
 def inside_peft(model: nn.Module) -> tuple[str, nn.Module]:
     """Return the model inside a ``PeftModel``, after its name there; "" and the model for any other."""
-    find = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
-    inner = find() if callable(find) else model
-    return next((name for name, module in model.named_modules() if module is inner), ""), inner
+    inner = model
+    if hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None)):
+        inner = model.get_base_model()  # type: ignore[operator]  # it is callable, as seen
+    name = next((name for name, module in model.named_modules() if module is inner), "")
+    return name, inner
 
 
 def with_copies(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -116,8 +120,10 @@ def tensors_of_layer(
         is_split_linear = any(module is linear for linear in linears)
         for name, p in module._parameters.items():
             is_split_vector = any(module is owner and name == vector for owner, vector, _ in vectors)
-            is_cut = is_split_linear or is_split_vector
-            yield base_of(layer) if is_cut else None, name, p
+            split_by = None
+            if is_split_linear or is_split_vector:
+                split_by = base_of(layer)
+            yield split_by, name, p
 
 
 def _is_split(layer: nn.Module, style: Style | None) -> bool:
@@ -162,7 +168,9 @@ def refusal_of_adapters(layer: Any) -> str | None:
 
 def _children(layer: nn.Module, name: str) -> dict[str, nn.Module]:
     inner = layer._modules.get(name)
-    return {} if inner is None else {n: m for n, m in inner._modules.items() if m is not None}
+    if inner is None:
+        return {}
+    return {n: m for n, m in inner._modules.items() if m is not None}
 
 
 # -- The layer in a split model -------------------------------------------------------------------
@@ -245,13 +253,17 @@ class AdaptedMixin(OrderedMixin):
                 draws.end()
         is_split = base.dim != 0 and not self.joins_output
         if is_watched:
-            # What comes of a shard reads as split to whoever watches, such as norms of DoRA in a row layer.
+            # What is computed from a shard is marked as split, such as the norms of DoRA in a row layer.
             mark(output, is_split=is_split)
-        return mark_output(output, base.out_features) if is_split else output
+        if is_split:
+            return mark_output(output, base.out_features)
+        return output
 
     def dropouts(self) -> Iterable[nn.Module]:
         """Return the modules that drop elements of the adapters' inputs, if these are whole features."""
-        return () if self.base_layer.dim == 0 else _children(self, "lora_dropout").values()  # type: ignore[arg-type]  # mixed into a module
+        if self.base_layer.dim == 0:
+            return ()
+        return _children(self, "lora_dropout").values()  # type: ignore[arg-type]  # mixed into a module
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the signature of peft
         msg = (

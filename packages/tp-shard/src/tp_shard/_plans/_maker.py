@@ -47,9 +47,13 @@ def style_ranges(layer: nn.Module, style: Column | Row | Vocab, ranks: int) -> t
     if style.heads is None:
         return None
     kv = style.heads if style.kv_heads is None else style.kv_heads
-    holds: Holds = style.holds if isinstance(style, Column) else "q"
+    in_features, out_features = widths(layer)
+    size = in_features
+    holds: Holds = "q"
+    if isinstance(style, Column):
+        size = out_features
+        holds = style.holds
     count = {"q": style.heads, "kv": kv, "qkv": style.heads + 2 * kv}[holds]
-    size = widths(layer)[isinstance(style, Column)]
     if size % count:
         msg = f"{size} features are not {count} heads of the same size, as {style} says"
         raise ConfigError(msg)
@@ -57,9 +61,12 @@ def style_ranges(layer: nn.Module, style: Column | Row | Vocab, ranks: int) -> t
 
 
 def style_split(layer: nn.Module, style: Column | Row | Vocab, ranks: int) -> Split:
-    size = widths(layer)[not isinstance(style, Row)]
+    in_features, out_features = widths(layer)
+    size = in_features if isinstance(style, Row) else out_features
     ranges = style_ranges(layer, style, ranks)
-    return Split.even(0, size, ranks) if ranges is None else Split(0, size, ranges)
+    if ranges is None:
+        return Split.even(0, size, ranks)
+    return Split(0, size, ranges)
 
 
 # -- The modules that a plan names, and checks of their styles ------------------------------------
@@ -102,8 +109,9 @@ def choose(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
     unused = [pattern for pattern in plan if pattern not in used]
     if unused:
         names = [repr(path) for path, m in model.named_modules() if path and not list(m.children())]
-        listed = ", ".join([*names[:20], "..."] if len(names) > 20 else names)
-        msg = f"the plan's {unused} fit no layer; the layers are {listed}"
+        if len(names) > 20:
+            names = [*names[:20], "..."]
+        msg = f"the plan's {unused} fit no layer; the layers are {', '.join(names)}"
         raise ConfigError(msg)
     return chosen
 
@@ -123,7 +131,8 @@ def check_kind(path: str, module: nn.Module, style: Style) -> None:
         raise ModelError(msg)
     reason = None
     if isinstance(style, Column | Row | Vocab):
-        reason = refusal_of_adapters(module) if is_adapted(module) else why_not_split(module)
+        reason_for = refusal_of_adapters if is_adapted(module) else why_not_split
+        reason = reason_for(module)
     if reason is not None:
         msg = f"{path or 'the layer'} cannot be split: {reason}"
         raise ModelError(msg)
@@ -144,8 +153,9 @@ def check_kind(path: str, module: nn.Module, style: Style) -> None:
             msg = f"{path} is a {kind} with modules in it; Replicated() is for single ones: name those"
             raise ModelError(msg)
         return
-    tables = isinstance(style, Vocab) or (isinstance(style, Column) and style.heads is not None)
-    if not is_linear(module) and not (tables and isinstance(module, nn.Embedding)):
+    # A table of positions by head is split like a column layer with heads.
+    takes_tables = isinstance(style, Vocab) or (isinstance(style, Column) and style.heads is not None)
+    if not is_linear(module) and not (takes_tables and isinstance(module, nn.Embedding)):
         if is_linear(getattr(module, "base_layer", module)):
             msg = (
                 f"{path} cannot be split: its adapter ({type(module).__module__}.{kind}) computes more than "
@@ -191,7 +201,8 @@ class Maker:
         if isinstance(style, Experts):
             return make_experts(path, module, style, self._group)
         if isinstance(module, nn.Embedding):
-            return self._embedding(path, module, 0 if isinstance(style, Vocab) else 1)
+            dim = 0 if isinstance(style, Vocab) else 1
+            return self._embedding(path, module, dim)
         if is_adapted(module):
             split = style_split(module, style, self._group.size)
             has_parts = self._sequence_at(path) is not None
@@ -220,30 +231,38 @@ class Maker:
                     module._parameters[name] = self._conversion.shard_of(parameter)
 
     def _linear(self, path: str, layer: nn.Module, style: Column | Row | Vocab) -> nn.Module:
-        plain = is_transposed(layer) or computes_linear(layer)
-        make = PlannedLinear if plain else parallel_class(type(layer), nn.Linear, PlannedLinear)
+        cls = PlannedLinear
+        if not is_transposed(layer) and not computes_linear(layer):
+            cls = parallel_class(type(layer), nn.Linear, PlannedLinear)
         ranges = style_ranges(layer, style, self._group.size)
-        dim = 0 if isinstance(style, Row) else -1
+        dim = -1
+        gather_output = False
+        if isinstance(style, Row):
+            dim = 0
+        else:
+            gather_output = style.gather_output
 
-        def made() -> PlannedLinear:
-            return make.from_plan(
+        def make() -> PlannedLinear:
+            return cls.from_plan(
                 layer,
                 dim,
-                gather_output=not isinstance(style, Row) and style.gather_output,
+                gather_output=gather_output,
                 group=self._group,
                 ranges=ranges,
                 sequence=self._sequence_at(path),
             )
 
-        return self._conversion.replace(layer, made)
+        return self._conversion.replace(layer, make)
 
     def _embedding(self, path: str, layer: nn.Embedding, dim: int | None) -> nn.Module:
-        make = parallel_class(type(layer), nn.Embedding, PlannedEmbedding)
-        made = self._conversion.replace(
-            layer, lambda: make.from_plain(layer, dim, gather_output=False, group=self._group)
-        )
-        made.sequence = self._sequence_at(path)  # type: ignore[assignment]  # an attribute of its class
-        return made
+        cls = parallel_class(type(layer), nn.Embedding, PlannedEmbedding)
+
+        def make() -> PlannedEmbedding:
+            return cls.from_plain(layer, dim, gather_output=False, group=self._group)
+
+        embedding = self._conversion.replace(layer, make)
+        embedding.sequence = self._sequence_at(path)  # type: ignore[assignment]  # an attribute of its class
+        return embedding
 
     def _partial(self, path: str, module: nn.Module, style: Sequence | Replicated) -> nn.Module:
         if isinstance(module, nn.Embedding) and isinstance(style, Sequence):
@@ -251,9 +270,10 @@ class Maker:
         if isinstance(module, nn.Dropout) and isinstance(style, Replicated):
             return module  # the hooks of its block draw the rank's own numbers
         if isinstance(module, nn.Dropout):
-            made = ParallelDropout(module.p, module.inplace, tracker=self._tracker)
-            made.__dict__.update({k: v for k, v in module.__dict__.items() if k not in ("p", "inplace")})
-            return made
+            dropout = ParallelDropout(module.p, module.inplace, tracker=self._tracker)
+            own = {k: v for k, v in module.__dict__.items() if k not in ("p", "inplace")}
+            dropout.__dict__.update(own)
+            return dropout
         part_of = "sequence" if isinstance(style, Sequence) else "features"
         mix_in(SequenceMixin, module, sequence_group=self._group, part_of=part_of)
         return module
@@ -265,8 +285,8 @@ class Maker:
                 continue
             path, style = chosen[id(module)]
             for other_path, other in self._conversion.partners(module):
-                same = chosen.get(id(other), (None, None))[1]
-                if type(same) is not type(style):
+                other_style = chosen[id(other)][1] if id(other) in chosen else None
+                if type(other_style) is not type(style):
                     msg = (
                         f"{path or 'the layer'} shares its weight with {other_path}, which the plan does "
                         f"not split the same; give it {type(style).__name__}() too, or untie them"

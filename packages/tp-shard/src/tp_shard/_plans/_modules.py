@@ -55,30 +55,31 @@ class LocalMixin(PartialMixin):
         if self.group.size == 1:
             return super().forward(*args, **kwargs)
         positional = list(args)
-        names = _names(type(self).__bases__[1])
+        names = _argument_names(type(self).__bases__[1])
         for name in self.head_inputs:
             if name in kwargs:
-                kwargs[name] = self._mine(kwargs[name])
+                kwargs[name] = self._local_heads(kwargs[name])
             elif name in names and names.index(name) < len(positional):
-                at = names.index(name)
-                positional[at] = self._mine(positional[at])
+                index = names.index(name)
+                positional[index] = self._local_heads(positional[index])
         return super().forward(*positional, **kwargs)
 
-    def _mine(self, value: Any) -> Any:
+    def _local_heads(self, value: Any) -> Any:
         """Return this rank's heads of a tensor with all heads; any other value as it is."""
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         count = self.head_counts.query
         start, stop = self.head_counts.query_bounds(self.group.rank)
-        dim = 1 if value.dim() == 4 else 0
-        # Without a dimension of their own, heads are folded into the first one, with the batch.
-        has_all = value.size(dim) == count if dim else value.size(0) % count == 0
-        if not has_all:
+        if value.dim() == 4:  # (batch, heads, ...)
+            if value.size(1) != count:
+                return value
+            return _copy_to_ranks(value, self.group).narrow(1, start, stop - start)
+        # Without a dimension of their own, heads are folded into the first one: (batch * heads, ...)
+        if value.size(0) % count:
             return value
-        if value.requires_grad:
-            value = copy(value, group=self.group)  # sums the gradients of heads, each from another rank
-        if dim or value.size(0) == count:
-            return value.narrow(dim, start, stop - start)
+        value = _copy_to_ranks(value, self.group)
+        if value.size(0) == count:
+            return value.narrow(0, start, stop - start)
         return value.unflatten(0, (-1, count))[:, start:stop].flatten(0, 1)
 
 
@@ -98,23 +99,24 @@ class ExpertsMixin(PartialMixin):
         # A bias after the row weights is whole on all ranks: each adds its share, so that the sum has it
         # once.
         shares = {name: copy(own[name], group=group) / group.size for name in self.once}
+        inputs = [_copy_to_ranks(value, group) for value in args]
+        named_inputs = {name: _copy_to_ranks(value, group) for name, value in kwargs.items()}
         self.__dict__["_parameters"] = {**own, **shares}
         try:
-            output = super().forward(
-                *(_copied(value, group) for value in args),
-                **{name: _copied(value, group) for name, value in kwargs.items()},
-            )
+            output = super().forward(*inputs, **named_inputs)
         finally:
             self.__dict__["_parameters"] = own
         return reduce(output, group=group)
 
 
-def _copied(value: Any, group: Group) -> Any:
-    wanted = isinstance(value, Tensor) and value.requires_grad
-    return copy(value, group=group) if wanted else value
+def _copy_to_ranks(value: Any, group: Group) -> Any:
+    """Return a value of which each rank uses its part: the gradients of a tensor are summed."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        return copy(value, group=group)
+    return value
 
 
-def _names(kind: type[nn.Module]) -> list[str]:
+def _argument_names(kind: type[nn.Module]) -> list[str]:
     return list(inspect.signature(kind.forward).parameters)[1:]
 
 
@@ -149,15 +151,16 @@ def _local_parts(
 ) -> tuple[Heads, dict[str, int], dict[str, Split]]:
     """Return the heads of an attention, its own numbers on this rank, and the splits of its parameters."""
     counts = Heads(style.heads, style.kv_heads or style.heads, group.size)
-    (q0, q1), (k0, k1) = counts.query_bounds(group.rank), counts.kv_bounds(group.rank)
+    q0, q1 = counts.query_bounds(group.rank)
+    k0, k1 = counts.kv_bounds(group.rank)
     numbers: dict[str, int] = {}
-    for names, whole, mine in (
+    for names, whole, local in (
         (style.query, counts.query, q1 - q0),
         (style.shared, counts.kv, k1 - k0),
         (style.groups, counts.query // counts.kv, (q1 - q0) // (k1 - k0)),
     ):
         for name in names:
-            numbers[name] = _number(path, module, name, whole) // whole * mine
+            numbers[name] = _number(path, module, name, whole) // whole * local
     splits = {}
     ranges = counts.ranges(1, "q")
     for name in style.parameters:
@@ -175,14 +178,15 @@ def _local_parts(
 def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.Module:
     """Change an attention's own numbers to count the heads of its rank, in place."""
     counts, numbers, splits = _local_parts(path, module, style, group)
+    config_numbers = {}
     for name, number in numbers.items():
         if name.startswith("config."):
-            continue
-        setattr(module, name, number)
-    of_config = {name.removeprefix("config."): n for name, n in numbers.items() if name.startswith("config.")}
-    if of_config:
+            config_numbers[name.removeprefix("config.")] = number
+        else:
+            setattr(module, name, number)
+    if config_numbers:
         module.config = shallow_copy(module.config)  # other modules share it, and may count all heads
-        for name, number in of_config.items():
+        for name, number in config_numbers.items():
             setattr(module.config, name, number)
     if style.inputs or style.parameters:
         hold(module, LocalMixin, splits, group, head_counts=counts, head_inputs=style.inputs)
@@ -190,17 +194,22 @@ def make_local(path: str, module: nn.Module, style: Local, group: Group) -> nn.M
 
 
 def _expert_splits(path: str, module: nn.Module, style: Experts, group: Group) -> dict[str, Split]:
-    out_dim, in_dim = (-1, -2) if style.transposed else (-2, -1)
+    out_dim, in_dim = 1, 2  # (experts, out, in)
+    if style.transposed:
+        out_dim, in_dim = 2, 1
     splits = {}
     for name in (*style.columns, *style.rows):
         shape = _parameter(path, module, name).shape
         is_column = name in style.columns
-        if len(shape) not in ((2, 3) if is_column else (3,)):
+        is_bias = is_column and len(shape) == 2  # (experts, out)
+        if len(shape) != 3 and not is_bias:
             msg = f"{path}.{name} has shape {tuple(shape)}; weights of experts have three dimensions"
             raise ConfigError(msg)
-        from_end = out_dim if is_column else in_dim
-        dim = 1 if len(shape) == 2 else 3 + from_end
-        sections = style.sections if is_column else 1
+        dim = in_dim
+        sections = 1
+        if is_column:
+            dim = 1 if is_bias else out_dim
+            sections = style.sections
         if shape[dim] // sections < group.size:
             msg = (
                 f"{path}.{name} has {shape[dim]} features in {sections} sections, too few for "
@@ -292,15 +301,10 @@ class _GatherArguments:
         # The column layers inside do not sum the gradient of their input, so the one of a whole argument is
         # summed here, or each rank would have the gradient of its own heads alone.
         if not self.whole:
-            named = {n: self._shared(n, v) for n, v in named.items()}
+            for name in _WHOLE_INPUTS:
+                if name in named and name not in self.inputs:
+                    named[name] = _copy_to_ranks(named[name], self.group)
         return tuple(positional), named
-
-    def _shared(self, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return value
-        if name not in _WHOLE_INPUTS or name in self.inputs:
-            return value
-        return copy(value, group=self.group)
 
 
 _WHOLE_INPUTS = ("key_value_states", "encoder_hidden_states")
@@ -326,7 +330,7 @@ def _whole_output(state: SequenceState, group: Group, _module: nn.Module, _args:
 
 
 @dataclass(slots=True)
-class _OwnNumbers:
+class _RandomNumberHooks:
     """Hooks that make a block draw the rank's own random numbers, so that parts drop different elements.
 
     For later draws that are the same on all ranks, the block counts as one number. Modules inside that work
@@ -335,18 +339,18 @@ class _OwnNumbers:
 
     tracker: RandomTracker
     shared: bool = False
-    before: list[Any] = field(default_factory=list)
+    forks: list[Any] = field(default_factory=list)  # a stack: blocks may contain blocks
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training:
             device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
             fork = self.tracker._shared(device) if self.shared else self.tracker.fork(device)
             fork.__enter__()
-            self.before.append(fork)
+            self.forks.append(fork)
 
     def leave(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
-        if self.before:
-            self.before.pop().__exit__(None, None, None)
+        if self.forks:
+            self.forks.pop().__exit__(None, None, None)
 
 
 def gather_at(
@@ -361,7 +365,7 @@ def gather_at(
     """Hook a module so that it works on whole sequences, inside a model with parts of them."""
     module.register_forward_pre_hook(_GatherArguments(state, group, inputs, whole), with_kwargs=True)
     if whole:
-        _draw(module, _OwnNumbers(tracker, shared=True))
+        _draw(module, _RandomNumberHooks(tracker, shared=True))
         module.register_forward_hook(functools.partial(_part_of_output, state, group))
 
 
@@ -369,20 +373,20 @@ def split_at(blocks: list[nn.Module], state: SequenceState, group: Group, tracke
     """Hook a list of blocks so that they work on parts of the sequence."""
     blocks[0].register_forward_pre_hook(functools.partial(_part_of_input, state, group), with_kwargs=True)
     for block in dict.fromkeys(blocks):
-        _draw(block, _OwnNumbers(tracker))
+        _draw(block, _RandomNumberHooks(tracker))
     blocks[-1].register_forward_hook(functools.partial(_whole_output, state, group))
 
 
 def draw_replicated(modules: Iterable[nn.Module], tracker: RandomTracker) -> None:
     """Hook modules on whole sequences, in blocks that have gathered them, to draw the same on all ranks."""
     for module in modules:
-        _draw(module, _OwnNumbers(tracker, shared=True))
+        _draw(module, _RandomNumberHooks(tracker, shared=True))
 
 
-def _draw(module: nn.Module, numbers: _OwnNumbers) -> None:
-    module.register_forward_pre_hook(numbers.enter)
+def _draw(module: nn.Module, hooks: _RandomNumberHooks) -> None:
+    module.register_forward_pre_hook(hooks.enter)
     # Also after an error, or the generator would stay in the rank's own state.
-    module.register_forward_hook(numbers.leave, always_call=True)
+    module.register_forward_hook(hooks.leave, always_call=True)
 
 
 def _on_first(args: list[Any], kwargs: dict[str, Any], function: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -409,7 +413,8 @@ def _first_of(output: Any, function: Any) -> Any:
 # -- Errors of a split model that name the module -------------------------------------------------
 
 
-_KINDS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+# What code that counts all heads or features raises where it meets a rank's part of them.
+_SHAPE_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
 class _Guarded(Mixin):
@@ -427,7 +432,7 @@ class _Guarded(Mixin):
                 return kind.forward(self, *args, **kwargs)
             try:
                 return kind.forward(self, *args, **kwargs)
-            except _KINDS as error:
+            except _SHAPE_ERRORS as error:
                 msg = _explain(self, error)
                 if msg is None:
                     raise
@@ -449,17 +454,18 @@ def _explain(model: Any, error: Exception) -> str | None:
         return None
     module = _innermost(model, error.__traceback__)
     name = next((n for n, m in model.named_modules() if m is module), None)
-    block = None if name is None else next((n for n in ancestors(name) if n in model.split_blocks), None)
+    if name is None:
+        return None
+    block = next((n for n in ancestors(name) if n in model.split_blocks), None)
     if block is None:
         return None
-    layers = ", ".join(
-        f"{n or 'it'} makes {made} of {layer.out_features} features"
-        for n, layer in model.get_submodule(block).named_modules()
-        if isinstance(layer, ParallelLinear)
-        and layer.dim not in (0, None)
-        and not layer.gather_output
-        and (made := layer.splits["weight"].local_size(layer.group.rank)) != layer.out_features
-    )
+    described = []
+    for n, layer in model.get_submodule(block).named_modules():
+        if isinstance(layer, ParallelLinear) and layer.dim not in (0, None) and not layer.gather_output:
+            local_size = layer.splits["weight"].local_size(layer.group.rank)
+            if local_size != layer.out_features:
+                described.append(f"{n or 'it'} makes {local_size} of {layer.out_features} features")
+    layers = ", ".join(described)
     text = str(error).strip().splitlines() or [""]
     inside = "" if name == block else f", in {name}"
     return (
@@ -473,14 +479,14 @@ def _explain(model: Any, error: Exception) -> str | None:
 
 def _innermost(model: nn.Module, trace: TracebackType | None) -> nn.Module | None:
     """Return the innermost module of the model that was running, from the frames of a traceback."""
-    mine = set(map(id, model.modules()))
-    found = None
+    modules = set(map(id, model.modules()))
+    innermost = None
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in mine:
-            found = owner
+        if isinstance(owner, nn.Module) and id(owner) in modules:
+            innermost = owner
         trace = trace.tb_next
-    return found
+    return innermost
 
 
 def ancestors(path: str) -> Iterator[str]:

@@ -75,7 +75,9 @@ def computes_linear(layer: nn.Module) -> bool:
         return False
     with torch.device("cpu"), preserve_torch_rng_state(()), torch.no_grad():
         seed_torch(0, ())
-        own = {"weight": torch.randn(5, 3), "bias": None if layer.bias is None else torch.randn(5)}
+        weight = torch.randn(5, 3)
+        bias = None if layer.bias is None else torch.randn(5)
+        own = {"weight": weight, "bias": bias}
         tried = type(layer).__new__(type(layer))
         tried.__dict__.update(layer.__dict__, _parameters=own, in_features=3, out_features=5)
         for shape in ((2, 3), (2, 4, 3)):
@@ -84,7 +86,7 @@ def computes_linear(layer: nn.Module) -> bool:
                 made = type(layer).forward(tried, x)
             except Exception:  # noqa: BLE001 - whatever it needs, it is something else
                 return False
-            expected = nn.functional.linear(x, own["weight"], own["bias"])
+            expected = nn.functional.linear(x, weight, bias)
             if not isinstance(made, Tensor) or not torch.allclose(made, expected, atol=1e-5):
                 return False
     return True
@@ -120,10 +122,12 @@ def why_not_split(layer: nn.Module) -> str | None:
                 f"{type(layer).__name__} has no {name} before it has seen an input; call the model with a "
                 "batch first"
             )
-        made = parametrize.is_parametrized(layer, name) or name in vars(layer) or name in layer._buffers
-        if name not in layer._parameters and made:
+        if name in layer._parameters:
+            continue
+        is_parametrized = parametrize.is_parametrized(layer, name)
+        if is_parametrized or name in vars(layer) or name in layer._buffers:
             transforms: Any = layer._forward_pre_hooks.values()  # torch's older functions and pruning
-            if parametrize.is_parametrized(layer, name):
+            if is_parametrized:
                 transforms = layer.parametrizations[name]  # type: ignore[index]  # a ModuleDict
             kinds = [type(t).__name__.strip("_") for t in transforms if not isfunction(t)]
             by = ", ".join(kinds) or "code of its own"
@@ -145,9 +149,12 @@ def base_of(module: nn.Module) -> nn.Module:
     """Return the linear layer around which peft has put LoRA, DoRA or IA3; any other module as it is."""
     inside = module._modules
     base = inside.get("base_layer")
-    if base is None or not (isinstance(inside.get("lora_A"), nn.ModuleDict) or "ia3_l" in inside):
+    has_adapter = isinstance(inside.get("lora_A"), nn.ModuleDict) or "ia3_l" in inside
+    if base is None or not has_adapter:
         return module
-    return base if isinstance(base, nn.Linear) or is_transposed(base) else module
+    if isinstance(base, nn.Linear) or is_transposed(base):
+        return base
+    return module
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -206,17 +213,19 @@ class Conversion:
             raise ModelError(msg)
         made = make()
         for name, parameter in layer._parameters.items():
-            split = made.splits.get(name)
-            made._parameters[name] = None if parameter is None else self._shard(parameter, split)
+            made._parameters[name] = None
+            if parameter is not None:
+                made._parameters[name] = self._shard(parameter, made.splits.get(name))
         made.mark_parameters()
         self._layers[id(layer)] = made
         return made
 
     def shard_of(self, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Return the shard of a parameter, the parameter itself if it was not split."""
-        return next(
-            (shard for (key, _), shard in self._parameters.items() if key == id(parameter)), parameter
-        )
+        for (key, _), shard in self._parameters.items():
+            if key == id(parameter):
+                return shard
+        return parameter
 
     def _shard(self, parameter: nn.Parameter, split: Split | None) -> nn.Parameter:
         """Return this rank's shard of a parameter, the same object for all layers that share it."""
@@ -279,11 +288,13 @@ def convert_layers(
     split = dim is not None
     conversion = Conversion(root, group)
     replaced: dict[int, nn.Module] = {}
-    for path, layer in _walk(root):
+    for path, layer in _called_modules(root, "", set()):
         if isinstance(layer, ParallelLayer) or not isinstance(layer, kind):
             continue
         replaced[id(layer)] = conversion.layer(layer, dim, gather_output=gather_output)
-        for partner_path, partner in conversion.partners(layer) if split else ():
+        if not split:
+            continue
+        for partner_path, partner in conversion.partners(layer):
             if not isinstance(partner, nn.Linear | nn.Embedding):
                 msg = (
                     f"{path or 'the layer'} shares its weight with {partner_path} "
@@ -293,7 +304,9 @@ def convert_layers(
             if isinstance(partner, kind):
                 other = conversion.layer(partner, dim, gather_output=gather_output)
             else:
-                other = conversion.layer(partner, -1 if dim == 0 else 0, gather_output=True)
+                # Its other dimension: the rows of a table are the outputs of a linear layer.
+                other_dim = -1 if dim == 0 else 0
+                other = conversion.layer(partner, other_dim, gather_output=True)
             replaced[id(partner)] = other
     if id(root) in replaced:
         return replaced[id(root)]
@@ -323,14 +336,14 @@ def leave_nested_tensors(module: nn.Module) -> None:
         module.use_nested_tensor = False
 
 
-def _walk(root: nn.Module, path: str = "", seen: set[int] | None = None) -> "list[tuple[str, nn.Module]]":
+def _called_modules(root: nn.Module, path: str, seen: set[int]) -> list[tuple[str, nn.Module]]:
     """List the modules that get called; torch's attention reads its layers' weights without calling them."""
-    seen = set() if seen is None else seen
     if id(root) in seen or isinstance(root, nn.MultiheadAttention):
         return []
     seen.add(id(root))
-    found = [(path, root)]
+    modules = [(path, root)]
     for name, child in root._modules.items():
         if child is not None:
-            found += _walk(child, f"{path}.{name}" if path else name, seen)
-    return found
+            child_path = f"{path}.{name}" if path else name
+            modules += _called_modules(child, child_path, seen)
+    return modules

@@ -1,384 +1,39 @@
-"""Cross entropy over classes that are split over ranks: of logits, or of a head, chunk by chunk.
+"""Cross entropy over classes that are split over ranks: of logits, or fused with a linear head.
 
-The hidden values (batch, features) are on every rank of the group, and each rank has rows of the class
-matrix. Its product gives logits (batch, classes / ranks). Each rank takes its largest logit, its sum of
-exponentials, and the target's logit if it has it. Forward exchanges these once per row, never logits, so
-that the loss (batch,) is the same on every rank. Backward is softmax - target, from what forward kept,
-without a collective. The layer before sums the gradient of the hidden values over the group. Fused with
-the product, in chunks, the logits of all classes never exist at once.
+What the ranks exchange and how it is merged is in ``_class_shards``; the fusion, in chunks of rows, in
+``_fused_loss``.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tp_core.errors import ConfigError, DisagreementError
+from tp_core.errors import ConfigError
 
-from tp_shard._groups import _debug
-from tp_shard._groups._collectives import all_gather_flat, apply, as_output, start_all_reduce_
+from tp_shard._groups._collectives import apply, as_output
 from tp_shard._groups._group import ALONE, Group, GroupLike, as_group
 from tp_shard._shards import get_parallel_dim, get_parallel_size
 from tp_shard._split import bounds, shard_sizes
-from tp_shard.errors import OutOfRangeError
+from tp_shard.nn._class_shards import (
+    LossOptions,
+    Merged,
+    TargetRows,
+    computed_in,
+    exchange,
+    fill_gradient,
+    mean_denominator,
+    merge,
+    per_row,
+    reduce_rows,
+    refuse_second_backward,
+    returned_in,
+    row_statistics,
+)
+from tp_shard.nn._fused_loss import LinearHead, fused_cross_entropy
 from tp_shard.nn._split_products import autocast
 
-# -- Options of a loss, and the targets as one rank sees them -------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LossOptions:
-    """The options of a loss over class shards.
-
-    Attributes:
-        weight: A factor for each class, of shape (num_classes,), in the type of the computation.
-        z_loss: The factor of the squared logarithm of the softmax's denominator.
-        group: The ranks that hold the logits together.
-        layer: The layer that communicates, for messages.
-        sampled: The classes of this rank with logits, as sorted indices into its shard; ``None`` for all of
-            them. It contains each target that is a class of this rank.
-        num_sampled: The number of classes with logits over all ranks; used with ``sampled`` and label
-            smoothing.
-        is_sparse: Whether the gradient of the weight is a sparse tensor of the sampled classes.
-    """
-
-    num_classes: int
-    weight: Tensor | None
-    ignore_index: int
-    label_smoothing: float
-    reduction: str
-    z_loss: float
-    group: Group
-    layer: Any
-    sampled: Tensor | None = None
-    num_sampled: int = 0
-    is_sparse: bool = False
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The first class of this rank, and the one after its last."""
-        return bounds(self.num_classes, self.group.size, self.group.rank)
-
-    @property
-    def local_weight(self) -> Tensor | None:
-        """The factors of this rank's classes."""
-        start, stop = self.bounds
-        return None if self.weight is None else self.weight[start:stop]
-
-    @property
-    def spread(self) -> float:
-        """The part of a target that goes to each class with a logit."""
-        if self.label_smoothing == 0:
-            return 0.0
-        classes = self.num_classes if self.sampled is None else self.num_sampled
-        return self.label_smoothing / classes
-
-    @property
-    def columns(self) -> int:
-        """The number of values per row that the ranks exchange."""
-        return 4 if self.label_smoothing > 0 else 3
-
-
-class TargetRows:
-    """The targets of some rows, as one rank sees them. All tensors have shape (rows,).
-
-    Attributes:
-        target: The classes.
-        valid: Whether the row counts.
-        mine: Whether the target is a class of this rank.
-        index: The target's place among this rank's logits, 0 for targets of other ranks.
-        factor: The weight of the target's class, 0 for rows that do not count.
-    """
-
-    __slots__ = ("factor", "index", "mine", "target", "valid")
-
-    def __init__(self, target: Tensor, options: LossOptions, dtype: torch.dtype) -> None:
-        start, stop = options.bounds
-        self.target = target
-        self.valid = target != options.ignore_index
-        self.mine = self.valid & (target >= start) & (target < stop)
-        index = target - start
-        if options.sampled is not None:
-            index = torch.searchsorted(options.sampled, index)
-        self.index = torch.where(self.mine, index, 0)
-        if options.weight is None:
-            self.factor = self.valid.to(dtype)
-        else:
-            safe = torch.where(self.valid, target, 0).clamp_(0, options.num_classes - 1)
-            self.factor = torch.where(self.valid, options.weight[safe], 0)
-
-    def part(self, start: int, stop: int) -> "TargetRows":
-        rows = TargetRows.__new__(TargetRows)
-        for name in self.__slots__:
-            setattr(rows, name, getattr(self, name)[start:stop])
-        return rows
-
-
-def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a loss of logits of ``dtype`` is computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def returned_in(logits: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of the loss: the type of the logits, as in torch's loss; under autocast ``dtype``."""
-    return dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
-
-
-# -- The one exchange of a loss, which includes the check of the targets --------------------------
-
-
-_HEADER = 3  # values before the rows: a wrong target or 0, the number of classes, a checksum of the targets
-_EXACT = 1 << 23  # float32 represents integers below it exactly
-_OUT_OF_RANGE = float(1 << 24)
-
-
-def exchange(found: Tensor, rows: TargetRows, options: LossOptions) -> Tensor:
-    """Return the values of all ranks, of shape (ranks, rows, columns).
-
-    Each rank checks its targets first and sends the result of the check along. So a wrong target raises on
-    all ranks, where a rank that raised alone would leave the others waiting.
-
-    Raises:
-        OutOfRangeError: A target is none of the classes; on every rank. On accelerators and in compiled code
-            torch asserts instead.
-
-    Collectives: one all-gather; none on one rank.
-    """
-    group = options.group
-    # Reading values would wait for an accelerator and break a compiled graph in two.
-    has_values = not hasattr(found, "fake_mode")
-    can_ask = found.device.type == "cpu" and has_values and not torch.compiler.is_compiling()
-    header = _check_targets(rows, options) if can_ask else [0.0] * _HEADER
-    if not can_ask:
-        wrong = rows.valid & ((rows.target < 0) | (rows.target >= options.num_classes))
-        # Private: torch has no public assertion that does not wait for the device. The test
-        # `a_wrong_target_is_an_error_in_the_graph_too` notices its loss.
-        torch._assert_async(~wrong.any(), "a target is none of the classes")  # type: ignore[no-untyped-call,unused-ignore]  # torch leaves it so
-    if group.size == 1:
-        _refuse_wrong([header], options)
-        return found.unsqueeze(0)
-    if _debug.state.enabled:
-        _debug.check("all_gather", found, group, options.layer or "the loss")
-    mine = torch.cat([found.new_tensor(header), found.view(-1)])
-    everyones = mine.new_empty(group.size, mine.numel())
-    all_gather_flat(everyones, mine, group)
-    if can_ask:
-        _refuse_wrong(everyones[:, :_HEADER].tolist(), options)
-    return everyones[:, _HEADER:].view(group.size, *found.shape)
-
-
-def _check_targets(rows: TargetRows, options: LossOptions) -> list[float]:
-    wrong = 0.0
-    if rows.target.numel():
-        low, high = (int(t) for t in torch.aminmax(rows.target))
-        if low < 0 or high >= options.num_classes:
-            bad = rows.target[rows.valid & ((rows.target < 0) | (rows.target >= options.num_classes))]
-            if bad.numel():
-                wrong = max(-_OUT_OF_RANGE, min(_OUT_OF_RANGE, float(bad[0]) * 2 + 1))
-    places = torch.arange(1, rows.target.numel() + 1)  # factors, so that the checksum depends on the order
-    total = float(int(rows.target.dot(places)) % _EXACT)
-    return [wrong, float(options.num_classes % _EXACT), total]
-
-
-def _refuse_wrong(headers: list[list[float]], options: LossOptions) -> None:
-    classes = [int(h[1]) for h in headers]
-    if len(set(classes)) > 1:
-        msg = (
-            f"ranks count different numbers of classes: {classes}, by rank; where class shards are uneven, "
-            "or the mark that carries their number was lost, say num_classes="
-        )
-        raise DisagreementError(msg)
-    for rank, (wrong, _, _) in enumerate(headers):
-        if wrong:
-            target = f"target {int((wrong - 1) / 2)}" if abs(wrong) < _OUT_OF_RANGE else "a target"
-            msg = (
-                f"{target} on rank {rank} is not one of {options.num_classes} classes, 0 to "
-                f"{options.num_classes - 1}, nor ignore_index={options.ignore_index}"
-            )
-            raise OutOfRangeError(msg)
-    sums = [h[2] for h in headers]
-    if len(set(sums)) > 1:
-        msg = (
-            "ranks that hold the classes together have different targets; each of them needs the same "
-            "rows: gather the batch and its targets first (ts.distributed.gather_batch)"
-        )
-        raise DisagreementError(msg)
-
-
-# -- The values of each rank, and their merge -----------------------------------------------------
-# After the vocabulary-parallel loss of Megatron-LM (Shoeybi et al., "Megatron-LM: Training Multi-Billion
-# Parameter Language Models Using Model Parallelism", arXiv:1909.08053): logits stay on their rank, and the
-# ranks exchange a few values per row. Here in one exchange, as in an online softmax: each rank sends its own
-# maximum and its sum of exponentials relative to that maximum.
-
-
-_CPU_BLOCK = 1 << 17  # elements: half a megabyte in float32 stays in a core's cache
-_DEVICE_BLOCK = 1 << 25
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Merged:
-    """The merged values of all ranks, one number per row.
-
-    Attributes:
-        lse: The logarithm of the softmax's denominator.
-        loss: The loss before reduction.
-        softmax_factor: The factor of the softmax in the loss's gradient.
-        target_factor: The number that is subtracted from it at the target.
-    """
-
-    lse: Tensor
-    loss: Tensor
-    softmax_factor: Tensor
-    target_factor: Tensor
-
-
-def block_rows(width: int, device: torch.device) -> int:
-    """Return the number of rows of logits or centers to process in one block."""
-    size = _CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK
-    return max(1, size // max(1, width))
-
-
-def measure(
-    logits: Tensor, rows: TargetRows, options: LossOptions, dtype: torch.dtype, keep: Tensor | None
-) -> Tensor:
-    """Return what the ranks exchange, (rows, 3 or 4), of this rank's logits, (rows, local classes).
-
-    It is the maximum, the sum of the exponentials below it, the target's logit or 0, and with label smoothing
-    the weighted sum of the logits. ``keep`` gets ``exp(z - maximum)`` in ``dtype`` and may be ``logits``
-    itself; it is ``None`` if the exponentials are not needed later.
-    """
-    n, classes = logits.shape
-    found = torch.zeros(n, options.columns, dtype=dtype, device=logits.device)
-    if classes == 0 or n == 0:
-        found[:, 0] = float("-inf")
-        return found
-    weight = options.local_weight
-    found[:, 2] = torch.where(rows.mine, logits.gather(1, rows.index.unsqueeze(1)).squeeze(1).to(dtype), 0)
-    lowest = torch.finfo(dtype).min
-    step = block_rows(classes, logits.device)
-    parts = torch.split(logits, step)
-    if keep is None:
-        targets = (torch.empty(parts[0].shape, dtype=dtype, device=logits.device),) * len(parts)
-    else:
-        targets = torch.split(keep, step)
-    columns = (torch.split(column, step) for column in torch.split(found, 1, 1))
-    for block, target, maximum, total, _, *sums in zip(parts, targets, *columns, strict=True):
-        exponentials = target if keep is not None else target[: block.size(0)]
-        if block.dtype != dtype:
-            block = exponentials.copy_(block)  # noqa: PLW2901 - the same numbers
-        if sums:
-            weighted = block.sum(-1, keepdim=True) if weight is None else (block @ weight).unsqueeze(1)
-            sums[0].copy_(weighted)
-        torch.amax(block, -1, keepdim=True, out=maximum)
-        # A row with all classes excluded has the maximum -inf, and -inf minus -inf would be NaN.
-        torch.sub(block, maximum.clamp_min(lowest), out=exponentials).exp_()
-        torch.sum(exponentials, -1, keepdim=True, out=total)
-    return found
-
-
-def merge(everyones: Tensor, rows: TargetRows, options: LossOptions) -> Merged:
-    """Merge the values of all ranks, of shape (ranks, rows, columns), by log-sum-exp."""
-    maximum = everyones[..., 0].amax(0)
-    below = (everyones[..., 0] - maximum).exp_()  # (ranks, rows)
-    lse = (below * everyones[..., 1]).sum(0).log_().add_(maximum)
-    smoothing = options.label_smoothing
-    target_factor = rows.factor * (1 - smoothing)
-    loss = target_factor * torch.where(rows.valid, lse - everyones[..., 2].sum(0), 0)
-    softmax_factor = target_factor
-    if smoothing > 0:
-        spread = options.spread
-        total = smoothing if options.weight is None else spread * options.weight.sum()
-        terms = total * lse - spread * everyones[..., 3].sum(0)
-        loss = loss + torch.where(rows.valid, terms, 0)
-        softmax_factor = softmax_factor + total * rows.valid.to(loss.dtype)
-    if options.z_loss:
-        loss = loss + options.z_loss * torch.where(rows.valid, lse * lse, 0)
-        softmax_factor = softmax_factor + torch.where(rows.valid, 2 * options.z_loss * lse, 0)
-    return Merged(lse, loss, softmax_factor, target_factor)
-
-
-def fill_gradient(
-    out: Tensor,
-    logits: Tensor,
-    maximum: Tensor | None,
-    merged: tuple[Tensor, Tensor, Tensor],
-    rows: tuple[Tensor, Tensor],
-    grad: Tensor,
-    options: LossOptions,
-) -> None:
-    """Write the gradient of some rows of logits, (rows, local classes), to ``out``.
-
-    ``out`` may be ``logits``. With ``maximum``, this rank's maximum of each row, ``logits`` are the
-    exponentials that :func:`measure` kept. ``merged`` has ``lse``, ``softmax_factor`` and ``target_factor``
-    of :class:`Merged`, and ``rows`` has ``index`` and ``mine`` of :class:`TargetRows`. ``grad`` is 0 for rows
-    that do not count.
-    """
-    lse, softmax_factor, target_factor = merged
-    index, mine = rows
-    n, classes = logits.shape
-    if n == 0 or classes == 0:
-        return
-    dtype = grad.dtype
-    factor = softmax_factor * grad
-    if maximum is not None:
-        factor = factor * (maximum - lse).exp_()
-    at_target = torch.where(mine, -target_factor * grad, 0).unsqueeze(1)
-    weight = options.local_weight
-    if maximum is not None and out.dtype == dtype and options.label_smoothing == 0:  # a single pass
-        torch.mul(logits, factor.unsqueeze(1), out=out).scatter_add_(1, index.unsqueeze(1), at_target)
-        return
-    spread = (grad * options.spread).unsqueeze(1)
-    scratch: Tensor | None = None
-    step = block_rows(classes, logits.device)
-    for a in range(0, n, step):
-        b = min(n, a + step)
-        target = out[a:b]
-        if out.dtype != dtype:
-            if scratch is None:
-                scratch = torch.empty(target.shape, dtype=dtype, device=out.device)
-            target = scratch[: b - a]
-        rows_factor = factor[a:b].unsqueeze(1)
-        if maximum is not None:
-            torch.mul(logits[a:b], rows_factor, out=target)
-        else:
-            block = logits[a:b]
-            if block.dtype != dtype:
-                block = target.copy_(block)
-            torch.sub(block, lse[a:b].unsqueeze(1), out=target).exp_().mul_(rows_factor)
-        if options.label_smoothing > 0:
-            if weight is None:
-                target.sub_(spread[a:b])
-            else:
-                target.addcmul_(spread[a:b], weight.unsqueeze(0), value=-1)
-        target.scatter_add_(1, index[a:b].unsqueeze(1), at_target[a:b])
-        if target.dtype != out.dtype:
-            out[a:b].copy_(target)
-
-
-def reduce_rows(loss: Tensor, factor: Tensor, reduction: str) -> Tensor:
-    """Reduce the loss of all rows: to their mean weighted by ``factor``, their sum, or not at all."""
-    if reduction == "none":
-        return loss
-    return loss.sum() / factor.sum() if reduction == "mean" else loss.sum()
-
-
-def per_row(grad: Tensor, valid: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of each row's loss, 0 for rows that do not count."""
-    grad = grad.to(dtype)
-    if denominator is not None:
-        grad = grad / denominator
-    return torch.where(valid, grad, 0)
-
-
 # -- Cross entropy of logits with classes that are split over ranks -------------------------------
-
-
-SECOND_BACKWARD = (
-    "the loss goes backward a second time, and {}; compute it again, or {} where two backward "
-    "passes are needed"
-)
 
 
 def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inplace: bool) -> Tensor:
@@ -414,18 +69,22 @@ class _CrossEntropy(torch.autograd.Function):
         detached = logits.detach()
         keep = None
         if ctx.needs_input_grad[0] and logits.dtype == dtype:
-            keep = detached if inplace else torch.empty_like(detached, memory_format=torch.contiguous_format)
-        found = measure(detached, rows, options, dtype, keep)
-        merged = merge(exchange(found, rows, options), rows, options)
-        denominator = rows.factor.sum() if options.reduction == "mean" else None
-        ctx.options, ctx.inplace, ctx.dtype = options, inplace, dtype
+            keep = detached
+            if not inplace:
+                keep = torch.empty_like(detached, memory_format=torch.contiguous_format)
+        statistics = row_statistics(detached, rows, options, dtype, keep)
+        merged = merge(exchange(statistics, rows, options), rows, options)
+        denominator = mean_denominator(rows, options)
+        ctx.options = options
+        ctx.inplace = inplace
+        ctx.dtype = dtype
         ctx.buffer = detached if inplace else keep
         if inplace:
             # An operation that saved the logits for its own backward pass then gets autograd's error, where
             # it would compute with overwritten values.
             torch.autograd.graph.increment_version(logits)
         kept_logits = None if inplace else logits
-        maximum = None if keep is None else found[:, 0].clone()
+        maximum = None if keep is None else statistics[:, 0].clone()
         ctx.save_for_backward(kept_logits, maximum, *_saved(merged, rows, denominator))
         return reduce_rows(merged.loss, rows.factor, options.reduction).to(returned_in(logits, dtype))
 
@@ -435,16 +94,15 @@ class _CrossEntropy(torch.autograd.Function):
         logits, maximum, lse, softmax_factor, target_factor, index, mine, valid, denominator = (
             ctx.saved_tensors
         )
-        out, ctx.buffer = ctx.buffer, None
+        out = ctx.buffer
+        ctx.buffer = None
         if out is not None:
             logits = out
         elif ctx.inplace:
-            raise RuntimeError(
-                SECOND_BACKWARD.format("inplace=True gave its logits to the first", "leave it out")
-            )
+            refuse_second_backward("inplace=True overwrote its logits", "leave inplace out")
         else:
             out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-            maximum = None
+            maximum = None  # the buffer has no exponentials: they are computed again
         fill_gradient(
             out,
             logits,
@@ -467,10 +125,11 @@ class _Compiled(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossOptions) -> Tensor:
         dtype = computed_in(logits.dtype)
         rows = TargetRows(target, options, dtype)
-        merged = merge(exchange(_measure(logits.to(dtype), rows, options), rows, options), rows, options)
-        denominator = rows.factor.sum() if options.reduction == "mean" else None
-        ctx.options, ctx.dtype = options, dtype
-        ctx.save_for_backward(logits, *_saved(merged, rows, denominator))
+        statistics = _row_statistics(logits.to(dtype), rows, options)
+        merged = merge(exchange(statistics, rows, options), rows, options)
+        ctx.options = options
+        ctx.dtype = dtype
+        ctx.save_for_backward(logits, *_saved(merged, rows, mean_denominator(rows, options)))
         loss = reduce_rows(merged.loss, rows.factor, options.reduction)
         return as_output(loss.to(returned_in(logits, dtype)))
 
@@ -481,22 +140,22 @@ class _Compiled(torch.autograd.Function):
         row_grad = per_row(grad, valid, denominator, dtype)
         out = torch.exp(logits.to(dtype) - lse.unsqueeze(1)) * (softmax_factor * row_grad).unsqueeze(1)
         if options.label_smoothing > 0:
-            spread = (row_grad * options.spread).unsqueeze(1)
+            smoothing = (row_grad * options.smoothing_per_class).unsqueeze(1)  # (rows, 1)
             weight = options.local_weight
             if weight is not None:
-                spread = spread * weight
-            out = out - spread
+                smoothing = smoothing * weight  # (rows, local classes)
+            out = out - smoothing
         if logits.size(1):
             at_target = torch.where(mine, -target_factor * row_grad, 0).unsqueeze(1)
             out = out.scatter_add(1, index.unsqueeze(1), at_target)
         return out.to(logits.dtype), None, None
 
 
-def _measure(logits: Tensor, rows: TargetRows, options: LossOptions) -> Tensor:
-    """Return the columns of :func:`measure`, for logits in the type of the computation."""
+def _row_statistics(logits: Tensor, rows: TargetRows, options: LossOptions) -> Tensor:
+    """Return the columns of :func:`row_statistics`, for logits in the type of the computation."""
     if logits.size(1) == 0:
-        found = logits.new_zeros(logits.size(0), options.columns)
-        return found.index_fill(1, torch.tensor([0], device=logits.device), float("-inf"))
+        statistics = logits.new_zeros(logits.size(0), options.n_statistics)
+        return statistics.index_fill(1, torch.tensor([0], device=logits.device), float("-inf"))
     maximum = logits.amax(-1)
     # A row with all classes excluded has the maximum -inf, and -inf minus -inf would be NaN.
     below = logits - maximum.clamp_min(torch.finfo(logits.dtype).min).unsqueeze(1)
@@ -504,319 +163,11 @@ def _measure(logits: Tensor, rows: TargetRows, options: LossOptions) -> Tensor:
     columns = [maximum, below.exp().sum(-1), at_target]
     if options.label_smoothing > 0:
         weight = options.local_weight
-        columns.append(logits.sum(-1) if weight is None else logits @ weight)
+        if weight is None:
+            columns.append(logits.sum(-1))
+        else:
+            columns.append(logits @ weight)
     return torch.stack(columns, 1)
-
-
-# -- The linear head: logits ``x @ weight.T + bias`` ----------------------------------------------
-
-
-class LinearHead:
-    """A linear head over class shards: features (rows, in), weight (local classes, in), bias."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: LossOptions,
-        needed: tuple[bool, ...],
-    ) -> None:
-        self._x, self._weight, self._bias = x, weight, bias
-        self._products = Products(x, weight, options, needed)
-        dtype = computed_in(weight.dtype)
-        self._grad_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
-
-    def logits(self, start: int, stop: int, rows: TargetRows) -> Tensor:  # noqa: ARG002 - the protocol's
-        x = self._x[start:stop]
-        if self._bias is None:
-            return x.mm(self._weight.t())
-        return torch.addmm(self._bias, x, self._weight.t())
-
-    def add(self, grad: Tensor, start: int, stop: int, rows: TargetRows) -> None:  # noqa: ARG002 - as above
-        """Add the gradients from the gradient of some rows' logits.
-
-        Collectives: starts an all-reduce of the features' gradient.
-        """
-        self._products.add(grad, start, stop)
-        if self._grad_bias is not None:
-            self._grad_bias.add_(grad.sum(0, dtype=self._grad_bias.dtype))
-
-    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return (*self._products.wait(), self._grad_bias)
-
-
-class Products:
-    """The gradients of the two factors of ``x @ weight.T``, summed over chunks of rows."""
-
-    def __init__(self, x: Tensor, weight: Tensor, options: LossOptions, needed: tuple[bool, ...]) -> None:
-        dtype = computed_in(weight.dtype)
-        self._x, self._weight, self._options = x, weight, options
-        self._grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needed[0] else None
-        self._grad_weight = torch.empty_like(weight, dtype=dtype) if needed[1] else None
-        self._is_first = True
-        self._works: list[Any] = []
-
-    def add(self, grad: Tensor, start: int, stop: int) -> None:
-        """Add the gradients from the product's gradient of some rows.
-
-        Collectives: starts an all-reduce of the gradient of ``x``.
-        """
-        if self._grad_x is not None:
-            mine = self._grad_x[start:stop]
-            torch.mm(grad, self._weight, out=mine)
-            if self._options.group.size > 1:
-                # Not waited for until the last chunk: it runs beside the products of the next one.
-                layer = self._options.layer or "the head and loss"
-                self._works.append(start_all_reduce_(mine, self._options.group, layer=layer))
-        if self._grad_weight is not None:
-            total = self._grad_weight
-            part = self._x[start:stop]
-            if total.dtype == grad.dtype:
-                # With beta=0 torch ignores the old values, so the buffer needs no zeros.
-                torch.addmm(total, grad.t(), part, beta=0 if self._is_first else 1, out=total)
-            elif self._is_first:
-                total.copy_(grad.t().mm(part))
-            else:
-                total.add_(grad.t().mm(part))
-        self._is_first = False
-
-    def wait(self) -> tuple[Tensor | None, Tensor | None]:
-        """Wait for the sum of the gradient of ``x`` over the ranks, and return both gradients."""
-        for work in self._works:
-            work.wait()
-        return self._grad_x, self._grad_weight
-
-
-# -- Fused losses over chunks of rows -------------------------------------------------------------
-
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-class Head(Protocol):
-    """A head: it computes logits from features, and sums the gradients of its inputs over chunks."""
-
-    def logits(self, start: int, stop: int, rows: TargetRows) -> Tensor:
-        """Return the logits of some rows, of shape (rows, local classes), in a buffer of their own."""
-
-    def add(self, grad: Tensor, start: int, stop: int, rows: TargetRows) -> None:
-        """Add the gradients from the gradient of some rows' logits, which may be overwritten.
-
-        Collectives: starts an all-reduce of the features' gradient.
-        """
-
-    def gradients(self) -> Gradients:
-        """Return the gradients of features, weight and bias, ``None`` for one that is not needed."""
-
-
-MakeHead = Callable[[Tensor, Tensor, Tensor | None, LossOptions, tuple[bool, ...]], Head]
-"""What makes a head: from features, weight, bias, options, and which of the three need a gradient."""
-
-
-def fused_cross_entropy(
-    make: MakeHead,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    options: LossOptions,
-    *,
-    chunk_rows: int,
-) -> Tensor:
-    """Return the loss of a head's logits, with ``chunk_rows`` rows of them in memory at a time.
-
-    Forward: for each chunk an all-gather of 3 or 4 numbers per row. If gradients are needed, also an
-    all-reduce of the features' gradient, which overlaps the computation of the next chunk. Backward: nothing.
-    With reduction "none" and for float16 the logits are computed again. Forward: one all-gather. Backward: an
-    all-reduce for each chunk.
-    """
-    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    # float16 gradients need the loss scale when they are computed; in the forward pass it is not known yet,
-    # and small ones would become 0 (`small_float16_gradients_survive_under_a_loss_scale`).
-    is_known = options.reduction != "none" and x.dtype != torch.float16
-    function = _AtOnce if needed and is_known else _Twice
-    return apply(function, x, weight, bias, make, target, options, chunk_rows)
-
-
-class _AtOnce(torch.autograd.Function):
-    """A fused loss with gradients from the forward pass, while a chunk's logits exist; backward scales them.
-
-    Forward: an all-gather and an all-reduce for each chunk. Backward: nothing.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        make: MakeHead,
-        target: Tensor,
-        options: LossOptions,
-        chunk_rows: int,
-    ) -> Tensor:
-        dtype = computed_in(x.dtype)
-        rows = TargetRows(target, options, dtype)
-        denominator = rows.factor.sum() if options.reduction == "mean" else None
-        one = torch.ones((), dtype=dtype, device=x.device)
-        row_grad = per_row(one, rows.valid, denominator, dtype)
-        head = make(x, weight, bias, options, ctx.needs_input_grad[:3])
-        total = torch.zeros((), dtype=dtype, device=x.device)
-
-        def softmax(chunk: _Chunk) -> tuple[Merged, Tensor | None]:
-            logits, part = chunk.logits, chunk.rows
-            keep = logits if logits.dtype == dtype else None
-            found = measure(logits, part, options, dtype, keep)
-            merged = merge(exchange(found, part, options), part, options)
-            total.add_(merged.loss.sum())
-            maximum = None if keep is None else found[:, 0]
-            return merged, maximum
-
-        ctx.grads = _gradients(head, rows, row_grad, softmax, options, chunk_rows)
-        ctx.likes = _likes(x, weight, bias)
-        ctx.options = options
-        loss = total / denominator if denominator is not None else total
-        return loss.to(returned_in(x, dtype))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.grads is None:
-            raise RuntimeError(
-                SECOND_BACKWARD.format("its gradients were given to the first", 'use reduction="none"')
-            )
-        grads, ctx.grads = ctx.grads, None
-        # Reading a value of an accelerator would wait for it.
-        if grad.device.type != "cpu" or float(grad) != 1.0:
-            for g in grads:
-                if g is not None:
-                    g.mul_(grad)
-        return (*_placed(grads, ctx.likes, ctx.options), None, None, None, None)
-
-
-class _Twice(torch.autograd.Function):
-    """A fused loss that computes each chunk's logits in both passes, for gradients that differ by row.
-
-    Forward: one all-gather. Backward: an all-reduce for each chunk.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        make: MakeHead,
-        target: Tensor,
-        options: LossOptions,
-        chunk_rows: int,
-    ) -> Tensor:
-        dtype = computed_in(x.dtype)
-        rows = TargetRows(target, options, dtype)
-        found = torch.empty(x.size(0), options.columns, dtype=dtype, device=x.device)
-        head = make(x, weight, bias, options, (False, False, False))
-        chunks = _chunks(x.size(0), chunk_rows) if x.size(0) else []
-        for a, b in chunks:
-            part = rows.part(a, b)
-            logits = head.logits(a, b, part)
-            keep = logits if logits.dtype == dtype else None
-            found[a:b] = measure(logits, part, options, dtype, keep)
-            del logits, keep  # or two chunks would exist at once: `no_more_than_a_chunk_of_logits_exists`
-        merged = merge(exchange(found, rows, options), rows, options)
-        ctx.make, ctx.options, ctx.chunk_rows, ctx.dtype = make, options, chunk_rows, dtype
-        ctx.save_for_backward(
-            x, weight, bias, target, merged.lse, merged.softmax_factor, merged.target_factor
-        )
-        return reduce_rows(merged.loss, rows.factor, options.reduction).to(returned_in(x, dtype))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, bias, target, lse, softmax_factor, target_factor = ctx.saved_tensors
-        rows = TargetRows(target, ctx.options, ctx.dtype)
-        denominator = rows.factor.sum() if ctx.options.reduction == "mean" else None
-        row_grad = per_row(grad, rows.valid, denominator, ctx.dtype)
-        head = ctx.make(x, weight, bias, ctx.options, ctx.needs_input_grad[:3])
-
-        def softmax(chunk: _Chunk) -> tuple[Merged, None]:
-            at = chunk.at
-            return Merged(lse[at], lse[at], softmax_factor[at], target_factor[at]), None
-
-        grads = _gradients(head, rows, row_grad, softmax, ctx.options, ctx.chunk_rows)
-        placed = _placed(grads, _likes(x, weight, bias), ctx.options)
-        return (*placed, None, None, None, None)
-
-
-class _Chunk(NamedTuple):
-    """A chunk of rows with its logits."""
-
-    at: slice
-    rows: TargetRows
-    logits: Tensor
-
-
-def _chunks(rows: int, size: int) -> list[tuple[int, int]]:
-    # One chunk at least, so that every rank takes part in the exchange and its check of the targets.
-    return [(a, min(rows, a + size)) for a in range(0, max(rows, 1), size)]
-
-
-def _likes(*tensors: Tensor | None) -> list[tuple[torch.Size, torch.dtype] | None]:
-    return [None if t is None else (t.shape, t.dtype) for t in tensors]
-
-
-def _placed(
-    grads: Gradients, likes: list[tuple[torch.Size, torch.dtype] | None], options: LossOptions
-) -> list[Tensor | None]:
-    """Cast the gradients to the types of their tensors, and give the weight's gradient its shape."""
-    placed: list[Tensor | None] = []
-    for grad, like in zip(grads, likes, strict=True):
-        placed.append(None if grad is None or like is None else grad.to(like[1]))
-    if placed[1] is not None and likes[1] is not None and options.sampled is not None:
-        placed[1] = _of_all_classes(placed[1], options.sampled, likes[1][0], is_sparse=options.is_sparse)
-    return placed
-
-
-def _of_all_classes(grad: Tensor, sampled: Tensor, shape: torch.Size, *, is_sparse: bool) -> Tensor:
-    """Return the gradient of all classes, from the gradient of the sampled ones."""
-    if is_sparse:
-        # Sampled indices are sorted and distinct: they are coalesced, and need no check.
-        index = sampled.unsqueeze(0)
-        return torch.sparse_coo_tensor(index, grad, shape, is_coalesced=True, check_invariants=False)
-    return grad.new_zeros(shape).index_copy_(0, sampled, grad)
-
-
-def _gradients(
-    head: Head,
-    rows: TargetRows,
-    row_grad: Tensor,
-    softmax: Callable[[_Chunk], tuple[Merged, Tensor | None]],
-    options: LossOptions,
-    chunk_rows: int,
-) -> Gradients:
-    """Compute the head's gradients chunk by chunk; each chunk's logits are overwritten by their gradient.
-
-    ``row_grad`` is the gradient of each row's loss. ``softmax`` returns the softmax's factors for a chunk,
-    and the maxima if `measure` has replaced the logits by exponentials.
-
-    Collectives: those of ``softmax`` and of `Head.add`, for each chunk.
-    """
-    for a, b in _chunks(row_grad.size(0), chunk_rows):
-        part = rows.part(a, b)
-        chunk = _Chunk(slice(a, b), part, head.logits(a, b, part))
-        merged, maximum = softmax(chunk)
-        fill_gradient(
-            chunk.logits,
-            chunk.logits,
-            maximum,
-            (merged.lse, merged.softmax_factor, merged.target_factor),
-            (part.index, part.mine),
-            row_grad[chunk.at],
-            options,
-        )
-        head.add(chunk.logits, a, b, part)
-        del chunk  # as above, before the next chunk's logits are computed
-    return head.gradients()
 
 
 # -- Arguments of a loss: their meaning, and their checks -----------------------------------------
@@ -868,7 +219,9 @@ def check_head(
             f"{tuple(target.shape)}"
         )
         raise ConfigError(msg)
-    size = num_classes if num_classes is not None else get_parallel_size(weight)
+    size = num_classes
+    if size is None:
+        size = get_parallel_size(weight)
     if size is None:
         size = weight.size(0) * ranks.size
     start, stop = bounds(size, ranks.size, ranks.rank)
@@ -912,19 +265,11 @@ def read_width(
     if parallel is None:
         parallel = marked
         if num_classes is not None and ranks.size > 1:
-            if num_classes == 1:
-                msg = "whether logits of one class are split cannot be seen: say parallel=True or False"
-                raise ConfigError(msg)
-            # The classes may be in dim 1, as torch takes them, even if the last dimension would fit too.
-            widths = {width, input.size(min(1, input.dim() - 1))} if class_dim is None else {width}
-            start, stop = bounds(num_classes, ranks.size, ranks.rank)
-            parallel = stop - start in widths and num_classes not in widths
-            if not parallel and num_classes not in widths:
-                msg = (
-                    f"logits of shape {tuple(input.shape)} are neither {num_classes} classes wide nor "
-                    f"{stop - start}, which is the shard of rank {ranks.rank} of {ranks.size}"
-                )
-                raise ConfigError(msg)
+            widths = {width}
+            if class_dim is None:
+                # The classes may be in dim 1, as torch takes them, even if the last dimension fits too.
+                widths.add(input.size(min(1, input.dim() - 1)))
+            parallel = _is_shard_wide(input, widths, num_classes, ranks)
     if not parallel:
         if num_classes is None:
             num_classes = input.size(find_class_dim(input, target, class_dim, prefer_last=False))
@@ -932,6 +277,23 @@ def read_width(
     if known is None:
         known = width * ranks.size
     return known, True
+
+
+def _is_shard_wide(input: Tensor, widths: set[int], num_classes: int, ranks: Group) -> bool:
+    """Return whether logits have the width of this rank's shard, and not of all classes; raise for others."""
+    if num_classes == 1:
+        msg = "whether logits of one class are split cannot be seen: say parallel=True or False"
+        raise ConfigError(msg)
+    if num_classes in widths:
+        return False
+    start, stop = bounds(num_classes, ranks.size, ranks.rank)
+    if stop - start in widths:
+        return True
+    msg = (
+        f"logits of shape {tuple(input.shape)} are neither {num_classes} classes wide nor "
+        f"{stop - start}, which is the shard of rank {ranks.rank} of {ranks.size}"
+    )
+    raise ConfigError(msg)
 
 
 def check_unambiguous(target: Tensor, size: int, ranks: Group) -> None:
@@ -960,9 +322,9 @@ def find_class_dim(input: Tensor, target: Tensor, class_dim: int | None, *, pref
         return ndim - 1
     last = input.shape[:-1] == target.shape
     second = input.shape[:1] + input.shape[2:] == target.shape
-    if last and second:
-        return ndim - 1 if prefer_last else 1
-    return 1 if second else ndim - 1
+    if second and not (last and prefer_last):
+        return 1
+    return ndim - 1
 
 
 def check_local_width(
@@ -1086,7 +448,9 @@ def parallel_cross_entropy(
             f"their classes in dim {dim}: they have the logits' shape without its classes"
         )
         raise ConfigError(msg)
-    last = input if dim == input.dim() - 1 else input.movedim(dim, -1)
+    last = input
+    if dim != input.dim() - 1:
+        last = input.movedim(dim, -1)  # (..., local classes)
     if inplace:
         try:
             flat = last.view(target.numel(), last.size(-1))
@@ -1096,13 +460,17 @@ def parallel_cross_entropy(
                 f"{tuple(input.shape)}, strides {input.stride()} and classes in dim {dim}; leave it out"
             )
             raise ConfigError(msg) from None
+    elif last.dim() > 1:
+        flat = last.flatten(0, -2)  # (rows, local classes)
     else:
-        flat = last.flatten(0, -2) if last.dim() > 1 else last.unsqueeze(0)
+        flat = last.unsqueeze(0)
     holders = ranks if is_split else ALONE
     options = LossOptions(size, weight, ignore_index, label_smoothing, reduction, z_loss, holders, layer)
     options = read_options(options, input)
     loss = cross_entropy(flat, target.reshape(-1).long(), options, inplace=inplace)
-    return loss.view(target.shape) if reduction == "none" else loss
+    if reduction == "none":
+        return loss.view(target.shape)
+    return loss
 
 
 def parallel_linear_cross_entropy(
@@ -1177,7 +545,9 @@ def parallel_linear_cross_entropy(
     options = read_options(options, input)
     flat = target.reshape(-1).long()
     loss = fused_cross_entropy(LinearHead, x, w, b, flat, options, chunk_rows=chunk_rows)
-    return loss.view(target.shape) if reduction == "none" else loss
+    if reduction == "none":
+        return loss.view(target.shape)
+    return loss
 
 
 class ParallelCrossEntropyLoss(nn.Module):

@@ -1,6 +1,6 @@
 """Attention heads over ranks: their distribution, and attention on the local heads."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,14 +66,20 @@ class Heads:
 
         ``holds`` is "q", "kv" (keys or values), or "qkv", all three one after another.
         """
-        everyone = []
+        by_rank = []
         for rank in range(self.ranks):
-            q, kv = self.query_bounds(rank), self.kv_bounds(rank)
-            spans = {"q": [(0, q)], "kv": [(0, kv)]}.get(
-                holds, [(0, q), (self.query, kv), (self.query + self.kv, kv)]
-            )
-            everyone.append(tuple(((at + a) * head_dim, (at + b) * head_dim) for at, (a, b) in spans))
-        return tuple(everyone)
+            q = self.query_bounds(rank)
+            kv = self.kv_bounds(rank)
+            # For each section: where it begins, in heads, and which of its heads the rank has.
+            if holds == "q":
+                sections = [(0, q)]
+            elif holds == "kv":
+                sections = [(0, kv)]
+            else:
+                sections = [(0, q), (self.query, kv), (self.query + self.kv, kv)]
+            ranges = [((at + a) * head_dim, (at + b) * head_dim) for at, (a, b) in sections]
+            by_rank.append(tuple(ranges))
+        return tuple(by_rank)
 
 
 def section_ranges(size: int, sections: int, ranks: int) -> tuple[Ranges, ...]:
@@ -82,10 +88,11 @@ def section_ranges(size: int, sections: int, ranks: int) -> tuple[Ranges, ...]:
     if rest:
         msg = f"{size} features are not {sections} sections of the same size"
         raise ConfigError(msg)
-    return tuple(
-        tuple((i * width + a, i * width + b) for i in range(sections))
-        for a, b in (bounds(width, ranks, rank) for rank in range(ranks))
-    )
+    by_rank = []
+    for rank in range(ranks):
+        a, b = bounds(width, ranks, rank)
+        by_rank.append(tuple((i * width + a, i * width + b) for i in range(sections)))
+    return tuple(by_rank)
 
 
 def sum_shared(tensor: Tensor, split: Split, group: Group) -> Tensor:
@@ -99,6 +106,7 @@ def sum_shared(tensor: Tensor, split: Split, group: Group) -> Tensor:
 
 
 def _shared(split: Split) -> list[tuple[int, int]]:
+    """Return the pieces of a dimension that several ranks hold."""
     pieces = [piece for ranges in split.ranges for piece in ranges]
     return sorted({piece for piece in pieces if pieces.count(piece) > 1 and piece[0] < piece[1]})
 
@@ -107,20 +115,23 @@ class _SumShared(torch.autograd.Function):
     # Forward: nothing. Backward: one all-reduce.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, split: Split, group: Group) -> Tensor:
-        ctx.split, ctx.group = split, group
+        ctx.split = split
+        ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        split, group = ctx.split, ctx.group
+        split = ctx.split
+        group = ctx.group
         shared = _shared(split)
         shape = list(grad.shape)
         shape[split.dim] = sum(b - a for a, b in shared)
         # One tensor with a place for every shared piece, zero for those of other ranks: all ranks take part
         # in the same all-reduce, though none of them holds all pieces.
-        total, at = grad.new_zeros(shape), 0
+        total = grad.new_zeros(shape)
         places = {}
+        at = 0
         for a, b in shared:
             places[a, b] = total.narrow(split.dim, at, b - a)
             at += b - a
@@ -137,11 +148,13 @@ class _SumShared(torch.autograd.Function):
 
 
 def _pieces(tensor: Tensor, split: Split, rank: int) -> list[tuple[tuple[int, int], Tensor]]:
-    found, at = [], 0
+    """Return the pieces of a rank's shard, each with its range in the whole tensor."""
+    pieces = []
+    at = 0
     for a, b in split.ranges[rank]:
-        found.append(((a, b), tensor.narrow(split.dim, at, b - a)))
+        pieces.append(((a, b), tensor.narrow(split.dim, at, b - a)))
         at += b - a
-    return found
+    return pieces
 
 
 def parallel_attention(
@@ -181,9 +194,13 @@ def parallel_attention(
         torch.Size([2, 5, 8])
     """
     ranks = as_group(group)
-    divided = Heads(heads, heads if kv_heads is None else kv_heads, ranks.size)
-    (q0, q1), (k0, k1) = divided.query_bounds(ranks.rank), divided.kv_bounds(ranks.rank)
-    queries, keys = q1 - q0, k1 - k0
+    if kv_heads is None:
+        kv_heads = heads
+    divided = Heads(heads, kv_heads, ranks.size)
+    q0, q1 = divided.query_bounds(ranks.rank)
+    k0, k1 = divided.kv_bounds(ranks.rank)
+    queries = q1 - q0
+    keys = k1 - k0
     width, rest = divmod(qkv.size(-1), queries + 2 * keys)
     if rest:
         msg = (
@@ -192,13 +209,18 @@ def parallel_attention(
             'holds="qkv")'
         )
         raise ConfigError(msg)
+    # (..., seq, features) -> (..., heads, seq, head features)
     split = qkv.unflatten(-1, (queries + 2 * keys, width)).transpose(-2, -3)
-    q, k, v = split.split([queries, keys, keys], dim=-3)  # (..., heads, seq, head features)
+    q, k, v = split.split([queries, keys, keys], dim=-3)
     if queries != keys:
+        # Repeat each key and value head for the query heads of this rank that share it.
         each = divided.query // divided.kv
         owner = torch.arange(q0, q1, device=qkv.device) // each - k0
-        k, v = k.index_select(-3, owner), v.index_select(-3, owner)
-    own = RandomTracker(0, group=ranks).fork(qkv.device) if dropout and ranks.size > 1 else nullcontext()
-    with own:  # heads of different ranks drop different weights
+        k = k.index_select(-3, owner)
+        v = v.index_select(-3, owner)
+    random_numbers: AbstractContextManager[Any] = nullcontext()
+    if dropout and ranks.size > 1:  # heads of different ranks drop different weights
+        random_numbers = RandomTracker(0, group=ranks).fork(qkv.device)
+    with random_numbers:
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
-    return out.transpose(-2, -3).flatten(-2)
+    return out.transpose(-2, -3).flatten(-2)  # (..., seq, local query heads x head features)

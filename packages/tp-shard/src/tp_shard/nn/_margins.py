@@ -14,19 +14,15 @@ from tp_shard._groups._collectives import gather_sizes
 from tp_shard._groups._group import GroupLike, as_group
 from tp_shard._shards import ParallelLayer
 from tp_shard._split import Split, bounds
+from tp_shard.nn._class_shards import LossOptions, TargetRows, block_rows, computed_in
 from tp_shard.nn._cross_entropy import (
-    LossOptions,
-    Products,
-    TargetRows,
-    block_rows,
     check_class_indices,
     check_head,
     check_options,
-    computed_in,
-    fused_cross_entropy,
     read_chunk_rows,
     read_options,
 )
+from tp_shard.nn._fused_loss import Products, fused_cross_entropy
 from tp_shard.nn._init import init_shard_
 
 # -- Samples of class centers ---------------------------------------------------------------------
@@ -75,16 +71,19 @@ def sample_classes(
     check_sample_rate(rate)
     ranks = as_group(group)
     start, stop = bounds(num_classes, ranks.size, ranks.rank)
-    kept = []
-    for block in range(start // _BLOCK, -(-stop // _BLOCK) if stop > start else 0):
+    masks = []
+    first_block = start // _BLOCK
+    last_block = -(-stop // _BLOCK) if stop > start else first_block
+    for block in range(first_block, last_block):
         # Two large odd factors keep neighboring seeds and blocks apart. A plain sum would give block 1 of one
         # step the numbers of block 0 of the next.
         mixed = (seed * 0x9E3779B97F4A7C15 + (block + 1) * 0xBF58476D1CE4E5B9) % _SEEDS
         first = block * _BLOCK
-        drawn = torch.rand(_BLOCK, generator=torch.Generator().manual_seed(mixed)) < rate
-        kept.append(drawn[max(start - first, 0) : stop - first])
-    mask = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.bool)
-    return mask.nonzero().squeeze(1).to(device)
+        mask = torch.rand(_BLOCK, generator=torch.Generator().manual_seed(mixed)) < rate
+        masks.append(mask[max(start - first, 0) : stop - first])
+    if not masks:  # a rank without classes
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    return torch.cat(masks).nonzero().squeeze(1).to(device)
 
 
 def check_sample_rate(rate: float) -> None:
@@ -108,27 +107,27 @@ def with_sample(options: LossOptions, sampled: Tensor, target: Tensor) -> LossOp
             f"{tuple(sampled.shape)}"
         )
         raise ConfigError(msg)
-    if (
-        sampled.numel()
-        and sampled.device.type == "cpu"
-        and not 0 <= int(sampled.min()) <= int(sampled.max()) < stop - start
-    ):
-        msg = (
-            f"sampled are indices into this rank's {stop - start} classes, 0 to {stop - start - 1}; got "
-            f"{int(sampled.min())} to {int(sampled.max())}"
-        )
-        raise ConfigError(msg)
+    # Reading values would wait for an accelerator; there the index operation itself asserts.
+    if sampled.numel() and sampled.device.type == "cpu":
+        low = int(sampled.min())
+        high = int(sampled.max())
+        if low < 0 or high >= stop - start:
+            msg = (
+                f"sampled are indices into this rank's {stop - start} classes, 0 to {stop - start - 1}; got "
+                f"{low} to {high}"
+            )
+            raise ConfigError(msg)
     mask = torch.zeros(stop - start, dtype=torch.bool, device=target.device)
     mask[sampled.to(target.device)] = True
     mine = (target != options.ignore_index) & (target >= start) & (target < stop)
     mask[target[mine] - start] = True
-    everything = mask.nonzero().squeeze(1)
-    count = 0
+    with_targets = mask.nonzero().squeeze(1)
+    num_sampled = 0
     if options.label_smoothing > 0:
-        count = everything.numel()
+        num_sampled = with_targets.numel()
         if options.group.size > 1:
-            count = sum(gather_sizes(count, options.group, target.device))
-    return replace(options, sampled=everything, num_sampled=count)
+            num_sampled = sum(gather_sizes(num_sampled, options.group, target.device))
+    return replace(options, sampled=with_targets, num_sampled=num_sampled)
 
 
 # -- The margin head: cosines of features and class centers, with a margin at the targets ---------
@@ -158,9 +157,8 @@ class Margins:
     monotonic: bool
 
     def __post_init__(self) -> None:
-        for name, least, most in [("m1", 0, math.inf), ("scale", 0, math.inf)]:
-            value = getattr(self, name)
-            if not least < value < most:
+        for name, value in (("m1", self.m1), ("scale", self.scale)):
+            if not 0 < value < math.inf:
                 msg = f"{name} is a finite factor above 0, got {value!r}"
                 raise ConfigError(msg)
         if not 0 <= self.m2 <= math.pi:
@@ -175,11 +173,14 @@ class Margins:
         if self.m1 == 1 and self.m2 == 0:
             return cosine - self.m3, torch.ones_like(cosine)
         angle = cosine.acos().mul_(self.m1).add_(self.m2)
-        value, slope = angle.cos(), angle.sin()
+        value = angle.cos()
+        slope = angle.sin()
         if self.monotonic:
+            # SphereFace's psi: each half turn mirrors the cosine and lowers it by 2, so that it falls on.
             turns = (angle / math.pi).floor_()
             sign = 1 - 2 * turns.remainder(2)
-            value, slope = value * sign - 2 * turns, slope * sign
+            value = value * sign - 2 * turns
+            slope = slope * sign
         # The slope is infinite where feature and center coincide: without the least sine its gradient would
         # be NaN (`a_feature_on_or_opposite_of_its_center_has_finite_gradients`).
         sine = ((1 - cosine) * (1 + cosine)).clamp_min_(torch.finfo(cosine.dtype).eps).sqrt_()
@@ -203,33 +204,45 @@ class MarginHead:
         options: LossOptions,
         needed: tuple[bool, ...],
     ) -> None:
-        self._margins, self._x, self._weight, self._sampled = margins, x, weight, options.sampled
+        self._margins = margins
+        self._x = x
+        self._weight = weight
+        self._sampled = options.sampled
         self._dtype = computed_in(weight.dtype)
-        self._count = weight.size(0) if self._sampled is None else self._sampled.numel()
-        self._inverse = torch.empty(self._count, dtype=self._dtype, device=weight.device)
+        self._n_centers = weight.size(0)
+        if self._sampled is not None:
+            self._n_centers = self._sampled.numel()
         self._is_copied = self._sampled is not None or x.dtype != self._dtype
+        # What the features are multiplied by, (centers, in), and 1 / norm of each center.
         self._factors = weight
         if self._is_copied:
-            self._factors = torch.empty(self._count, weight.size(1), dtype=x.dtype, device=weight.device)
+            self._factors = torch.empty(self._n_centers, weight.size(1), dtype=x.dtype, device=weight.device)
+        self._inverse_norms = torch.empty(self._n_centers, dtype=self._dtype, device=weight.device)
         for a, b in self._blocks():
             block = self._centers(a, b)
             inverse = torch.linalg.vector_norm(block, dim=1).clamp_min_(_TINY).reciprocal_()
-            self._inverse[a:b] = inverse
+            self._inverse_norms[a:b] = inverse
             if self._is_copied:
                 self._factors[a:b] = block * inverse.unsqueeze(1)
-        self._columns = margins.scale if self._is_copied else self._inverse * margins.scale
+        # From products to logits, for each column.
+        self._columns: Tensor | float = margins.scale
+        if not self._is_copied:
+            self._columns = self._inverse_norms * margins.scale
         self._products = Products(x, self._factors, options, needed)
+        # The derivative of each row's target logit by its cosine, for the backward pass.
         self._slope = torch.ones(x.size(0), dtype=self._dtype, device=x.device)
 
     def logits(self, start: int, stop: int, rows: TargetRows) -> Tensor:
         """Return the scaled cosines of some rows, with their margins, in the type of the computation."""
         logits = self._x[start:stop].mm(self._factors.t()).to(self._dtype).mul_(self._columns)
-        if self._count:
-            index = rows.index.unsqueeze(1)
+        if self._n_centers:
+            # A rank without the target has index 0 for it, and writes back what stands there.
+            scale = self._margins.scale
+            index = rows.index.unsqueeze(1)  # (rows, 1)
             old = logits.gather(1, index).squeeze(1)
-            new, slope = self._margins.apply((old / self._margins.scale).clamp_(-1, 1))
+            new, slope = self._margins.apply((old / scale).clamp_(-1, 1))
             self._slope[start:stop] = torch.where(rows.mine, slope, 1)
-            logits.scatter_(1, index, torch.where(rows.mine, new * self._margins.scale, old).unsqueeze(1))
+            logits.scatter_(1, index, torch.where(rows.mine, new * scale, old).unsqueeze(1))
         return logits
 
     def add(self, grad: Tensor, start: int, stop: int, rows: TargetRows) -> None:
@@ -237,7 +250,7 @@ class MarginHead:
 
         Collectives: starts an all-reduce of the features' gradient.
         """
-        if self._count:
+        if self._n_centers:
             index = rows.index.unsqueeze(1)
             grad.scatter_(1, index, grad.gather(1, index) * self._slope[start:stop].unsqueeze(1))
         self._products.add(grad.mul_(self._columns).to(self._x.dtype), start, stop)
@@ -246,8 +259,10 @@ class MarginHead:
         """Return the gradients of the unit vectors and of the centers that have logits."""
         grad_x, grad = self._products.wait()
         if grad is not None:
-            for a, b in self._blocks():  # a center's length changes no cosine: remove the component along it
-                block, inverse = grad[a:b], self._inverse[a:b].unsqueeze(1)
+            # A center's length changes no cosine: remove the component along it.
+            for a, b in self._blocks():
+                block = grad[a:b]
+                inverse = self._inverse_norms[a:b].unsqueeze(1)
                 unit = self._centers(a, b) * inverse
                 block.addcmul_(unit, (unit * block).sum(1, keepdim=True), value=-1)
                 if self._is_copied:
@@ -256,8 +271,8 @@ class MarginHead:
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
         step = block_rows(self._weight.size(1), self._weight.device)
-        for a in range(0, self._count, step):
-            yield a, min(self._count, a + step)
+        for a in range(0, self._n_centers, step):
+            yield a, min(self._n_centers, a + step)
 
     def _centers(self, start: int, stop: int) -> Tensor:
         """Return some of the centers with logits, in the type of the computation."""
@@ -348,14 +363,18 @@ def parallel_margin_cross_entropy(
     flat = target.reshape(-1).long()
     if sampled is not None:
         options = replace(with_sample(options, sampled, flat), is_sparse=sparse)
-    taking_part = weight.size(0) if options.sampled is None else options.sampled.numel()
-    chunk_rows = read_chunk_rows(chunk_rows, taking_part)
-    x = input.reshape(-1, input.size(-1))
+    n_centers = weight.size(0)
+    if options.sampled is not None:
+        n_centers = options.sampled.numel()
+    chunk_rows = read_chunk_rows(chunk_rows, n_centers)
+    x = input.reshape(-1, input.size(-1))  # (rows, in)
     unit = F.normalize(x.to(computed_in(x.dtype)), dim=-1).to(_product_type(x, weight))
     loss = fused_cross_entropy(
         partial(MarginHead, margins), unit, weight, None, flat, options, chunk_rows=chunk_rows
     )
-    return loss.view(target.shape) if reduction == "none" else loss
+    if reduction == "none":
+        return loss.view(target.shape)
+    return loss
 
 
 def _product_type(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -450,10 +469,19 @@ class MarginCrossEntropy(ParallelLayer):
         if sparse and sample_rate == 1:
             msg = "sparse=True is for sampled centers: give a sample_rate below 1, or leave it out"
             raise ConfigError(msg)
-        self.in_features, self.num_classes = in_features, num_classes
-        self.m1, self.m2, self.m3, self.scale, self.monotonic = m1, m2, m3, scale, monotonic
-        self.label_smoothing, self.ignore_index, self.reduction = label_smoothing, ignore_index, reduction
-        self.sample_rate, self.seed, self.sparse = sample_rate, seed, sparse
+        self.in_features = in_features
+        self.num_classes = num_classes
+        self.m1 = m1
+        self.m2 = m2
+        self.m3 = m3
+        self.scale = scale
+        self.monotonic = monotonic
+        self.label_smoothing = label_smoothing
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.sample_rate = sample_rate
+        self.seed = seed
+        self.sparse = sparse
         self.chunk_rows = chunk_rows
         self.group = as_group(group)
         self.dim = -1
@@ -486,7 +514,9 @@ class MarginCrossEntropy(ParallelLayer):
             DisagreementError: Ranks have different targets; checked on the CPU alone.
         """
         self.refuse_norms()
-        sampled = self.draw_sample() if self.training and self.sample_rate < 1 else None
+        sampled = None
+        if self.training and self.sample_rate < 1:
+            sampled = self.draw_sample()
         return parallel_margin_cross_entropy(
             input,
             self.weight,
@@ -528,5 +558,7 @@ class MarginCrossEntropy(ParallelLayer):
             f"m3={self.m3}, scale={self.scale}"
         )
         if self.sample_rate < 1:
-            described += f", sample_rate={self.sample_rate}" + (", sparse=True" if self.sparse else "")
+            described += f", sample_rate={self.sample_rate}"
+            if self.sparse:
+                described += ", sparse=True"
         return described

@@ -72,18 +72,21 @@ def check_region(x: Tensor, layer: nn.Module) -> bool:
     """
     if x.grad_fn is None:
         return False
-    _, leaves = _walk(x, (*_BEGIN, *_SUMMED))
+    _, leaves = _walk_graph(x, (*_BEGIN, *_SUMMED))
     wholes = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and not holds_shard(leaf)]
     if wholes:
-        named = sorted(filter(None, (_parameter_name(parameter, layer) for parameter in wholes)))
-        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in wholes)
-        what = ", ".join(named) or f"parameters of shape {shapes}"
+        names = [_parameter_name(parameter, layer) for parameter in wholes]
+        named = sorted(name for name in names if name)
+        what = ", ".join(named)
+        if not named:
+            shapes = ", ".join(str(tuple(parameter.shape)) for parameter in wholes)
+            what = f"parameters of shape {shapes}"
         owners = sorted({name.rpartition(".")[0] for name in named}) or ["..."]
         pairs = ", ".join(f'"{owner}": ts.Replicated()' for owner in owners)
         msg = (
-            f"{_name(layer)} takes this rank's part of the features, and {what}, on the way to it, is the "
-            f"same on all ranks: each would get the gradient of its own part alone. Add {{{pairs}}} to the "
-            "plan, which sums these gradients, or leave the block whole"
+            f"{_name(layer)} takes this rank's part of the features, and {what}, on which its input "
+            "depends, is the same on all ranks: each would get the gradient of its own part alone. Add "
+            f"{{{pairs}}} to the plan, which sums these gradients, or leave the block whole"
         )
         raise ModelError(msg)
     return True
@@ -97,7 +100,7 @@ def check_inside(x: object, module: nn.Module) -> bool:
     """
     if not isinstance(x, Tensor) or x.grad_fn is None:
         return False
-    stops, leaves = _walk(x, (*_BEGIN, *_SUMMED, *_END))
+    stops, leaves = _walk_graph(x, (*_BEGIN, *_SUMMED, *_END))
     if stops & {*_BEGIN, _Scatter._backward_cls}:
         return True
     if any(not isinstance(leaf, nn.Parameter) or holds_shard(leaf) for leaf in leaves):
@@ -109,41 +112,49 @@ def check_inside(x: object, module: nn.Module) -> bool:
     raise ModelError(msg)
 
 
-def _walk(x: Tensor, stops: tuple[type, ...]) -> tuple[set[type], list[Tensor]]:
+def _walk_graph(x: Tensor, stops: tuple[type, ...]) -> tuple[set[type], list[Tensor]]:
     """Walk the graph back from a tensor; return the classes of the nodes that ended it, and its leaves."""
-    met: set[type] = set()
+    stopped_at: set[type] = set()
     leaves: list[Tensor] = []
     seen = set()
-    waiting = [(x.grad_fn, x.output_nr)]
-    while waiting:
-        node, output = waiting.pop()
+    pending = [(x.grad_fn, x.output_nr)]
+    while pending:
+        node, output = pending.pop()
         # Through this node only the input of the same number is followed: through all of them every tensor of
         # the unit would seem to depend on every other one (T5 under `fully_shard`).
         passes = type(node).__name__ == _PASSING
-        edge = (node, output) if passes else (node, None)
+        edge = (node, output if passes else None)
         if node is None or edge in seen:
             continue
         seen.add(edge)
         if isinstance(node, stops):
-            met.add(type(node))
+            stopped_at.add(type(node))
         elif hasattr(node, "variable"):
             leaves.append(node.variable)
+        elif passes:
+            pending += node.next_functions[output : output + 1]
         else:
-            waiting += node.next_functions[output : output + 1] if passes else node.next_functions
-    return met, leaves
+            pending += node.next_functions
+    return stopped_at, leaves
 
 
 def _parameter_name(parameter: Tensor, near: nn.Module) -> str | None:
     root = _root(near)
-    names = () if root is None else root.named_parameters()
-    return next((name for name, p in names if p is parameter), None)
+    if root is not None:
+        for name, p in root.named_parameters():
+            if p is parameter:
+                return name
+    return None
 
 
 def _name(module: nn.Module) -> str:
+    """Return the name of a module in its model, or else what it is."""
     root = _root(module)
-    names = () if root is None else root.named_modules()
-    kind = f"{type(module).__name__}({module.extra_repr()})"
-    return next((name for name, m in names if m is module and name), kind)
+    if root is not None:
+        for name, m in root.named_modules():
+            if m is module and name:
+                return str(name)
+    return f"{type(module).__name__}({module.extra_repr()})"
 
 
 def _root(module: nn.Module) -> nn.Module | None:
@@ -221,13 +232,17 @@ class PlannedLinear(ParallelLinear):
     ) -> Self:
         """Return a layer with the options of a plain one, without parameters."""
         layer = without_parameters(cls, linear)
-        inputs, outputs = widths(linear)
+        in_features, out_features = widths(linear)
+        # With uneven ranges the width of an input does not say whether it is split.
+        input_is_parallel = None
+        if dim == 0 and ranges is not None:
+            input_is_parallel = True
         layer._describe(
-            inputs,
-            outputs,
+            in_features,
+            out_features,
             dim,
             gather_output=gather_output,
-            input_is_parallel=True if dim == 0 and ranges is not None else None,
+            input_is_parallel=input_is_parallel,
             group=group,
             ranges=ranges,
         )
@@ -265,16 +280,9 @@ class PlannedLinear(ParallelLinear):
     def _product(self, input: Tensor) -> Tensor:
         self.refuse_norms()
         group = self.group
-        if (
-            self.dim == 0
-            and group.size > 1
-            and not torch.compiler.is_compiling()
-            and (_debug.state.enabled or not self.region_is_checked)
-        ):
-            # Once is enough outside of debug mode: the modules of a region do not change from step to step. A
-            # whole input is scattered by this layer, so it has no region.
-            is_part = input.dim() > 0 and input.size(-1) != self.in_features
-            self.region_is_checked = is_part and check_region(input, self)
+        is_row = self.dim == 0
+        if is_row and group.size > 1 and not torch.compiler.is_compiling():
+            self._check_region(input)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if "weight" in self.splits:
@@ -287,16 +295,29 @@ class PlannedLinear(ParallelLinear):
             return linear(input, weight, bias, self, group, self)
         if input.size(-1) != weight.size(1):
             raise wrong_width(input, weight.size(1), self)
-        if self.dim == 0:
+        if is_row:
+            # (..., seq, local in) -> (..., local seq, out)
             output = reduce_scatter_sequence(F.linear(input, weight), self.sequence, group)
             if bias is None:
                 return output
-            return output + (copy(bias, group=group) if self.summed is None else self.summed.passed(bias))
-        gathered = input if self.takes_whole else gather_sequence(input, self.sequence, group)
-        output = F.linear(gathered, weight, bias)
+            # Each rank adds the bias to its part of the sequence, so its gradients are summed.
+            if self.summed is None:
+                return output + copy(bias, group=group)
+            return output + self.summed.passed(bias)
+        if not self.takes_whole:
+            input = gather_sequence(input, self.sequence, group)
+        output = F.linear(input, weight, bias)
         if self.gather_output:
             return gather(output, -1, size=self.out_features, group=group)
         return mark_output(output, self.out_features)
+
+    def _check_region(self, input: Tensor) -> None:
+        # Once is enough outside of debug mode: the modules of a region do not change from step to step.
+        if self.region_is_checked and not _debug.state.enabled:
+            return
+        # A whole input is scattered by this layer, so it has no region.
+        is_part = input.dim() > 0 and input.size(-1) != self.in_features
+        self.region_is_checked = is_part and check_region(input, self)
 
 
 class PlannedEmbedding(ParallelEmbedding):
@@ -315,7 +336,7 @@ class PlannedEmbedding(ParallelEmbedding):
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ``input``, this rank's part of the sequence."""
         output = super().forward(input)
-        # A look-up in a shard reads as split to whoever watches, and the ranks have joined it since.
+        # A lookup in a shard marks its result as split, and the ranks have joined it since.
         mark(output, is_split=not self.gather_output and self.dim == 1)
         if self.sequence is None or self.takes_whole:
             return output
@@ -335,15 +356,18 @@ class SequenceMixin(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.part_of == "features" and not self.region_is_checked and not torch.compiler.is_compiling():
-            alone = self.sequence_group.size == 1
-            self.region_is_checked = alone or check_inside(next(iter(args), None), self)  # type: ignore[arg-type]  # mixed into a module
+            first_input = args[0] if args else None
+            is_alone = self.sequence_group.size == 1
+            self.region_is_checked = is_alone or check_inside(first_input, self)  # type: ignore[arg-type]  # mixed into a module
         own = self.__dict__["_parameters"]
         # Replaced for this call alone, past `__setattr__`: what takes their place are no parameters but
         # results that sum their gradients. The optimizer and the state must not see them, also after an
         # error.
-        self.__dict__["_parameters"] = {
-            name: None if p is None else self._passed(p) for name, p in own.items()
-        }
+        passed = dict(own)
+        for name, parameter in own.items():
+            if parameter is not None:
+                passed[name] = self._passed(parameter)
+        self.__dict__["_parameters"] = passed
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the class it is mixed into
         finally:
@@ -405,10 +429,13 @@ class ParallelAttention(nn.Module):
         group: GroupLike = None,
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
-        self.causal, self.dropout, self.group = causal, dropout, as_group(group)
+        self.heads = heads
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        self.causal = causal
+        self.dropout = dropout
+        self.group = as_group(group)
         divided = Heads(self.heads, self.kv_heads, self.group.size)
-        width = dim // heads
+        width = dim // heads  # features of a head
         self.qkv = PlannedLinear(
             dim,
             (heads + 2 * self.kv_heads) * width,
@@ -430,7 +457,8 @@ class ParallelAttention(nn.Module):
             group=self.group,
             ranges=divided.ranges(width, "q"),
         )
-        self.qkv.sequence = self.out.sequence = sequence
+        self.qkv.sequence = sequence
+        self.out.sequence = sequence
 
     def forward(self, input: Tensor) -> Tensor:
         """Return a tensor like ``input``, of shape (..., seq, dim)."""
@@ -494,7 +522,8 @@ class ParallelSwiGLU(nn.Module):
             ranges=section_ranges(2 * hidden, 2, ranks.size),
         )
         self.down = PlannedLinear(hidden, dim, bias, 0, device=device, dtype=dtype, group=ranks)
-        self.gate_up.sequence = self.down.sequence = sequence
+        self.gate_up.sequence = sequence
+        self.down.sequence = sequence
 
     def forward(self, input: Tensor) -> Tensor:
         """Return a tensor like ``input``, of shape (..., dim)."""

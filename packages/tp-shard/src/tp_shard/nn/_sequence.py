@@ -73,12 +73,13 @@ class SequenceState:
         A rank may confuse ``length`` with a near one, and another rank that one with the next. So the whole
         chain counts: with direct neighbors alone some ranks would communicate and others not.
         """
-        chain, waiting = {length}, [length]
-        while waiting:
-            at = waiting.pop()
-            near = {n for n in self.lengths if abs(n - at) < ranks} - chain
+        chain = {length}
+        pending = [length]
+        while pending:
+            current = pending.pop()
+            near = {n for n in self.lengths if abs(n - current) < ranks} - chain
             chain |= near
-            waiting += near
+            pending += near
         return len(chain) > 1
 
 
@@ -96,7 +97,9 @@ def scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tens
     Forward: nothing. Backward: an all-gather.
     """
     size = state.note(tensor.size(state.dim), is_split=True)
-    return tensor if group.size == 1 else apply(_ScatterSequence, tensor, state.dim, size, group)
+    if group.size == 1:
+        return tensor
+    return apply(_ScatterSequence, tensor, state.dim, size, group)
 
 
 def gather_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
@@ -117,7 +120,9 @@ def reduce_scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) 
     Forward: a reduce-scatter. Backward: an all-gather.
     """
     size = state.note(tensor.size(state.dim))
-    return tensor if group.size == 1 else apply(_ReduceScatter, tensor, state.dim, size, group)
+    if group.size == 1:
+        return tensor
+    return apply(_ReduceScatter, tensor, state.dim, size, group)
 
 
 def join_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
@@ -145,13 +150,13 @@ def _sum_and_take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
     if _debug.state.enabled:
         _debug.check("reduce_scatter", tensor, group, "the sequence")
     sizes = shard_sizes(size, group.size)
-    whole = tensor.detach().movedim(dim, 0)
-    sent = whole.new_zeros((group.size, max(sizes), *whole.shape[1:]))
-    for place, part in zip(sent.unbind(), torch.split(whole, sizes), strict=True):
+    whole = tensor.detach().movedim(dim, 0)  # (seq, ...)
+    padded = whole.new_zeros((group.size, max(sizes), *whole.shape[1:]))
+    for place, part in zip(padded.unbind(), torch.split(whole, sizes), strict=True):
         place[: part.size(0)] = part
-    mine = sent.new_empty(sent.shape[1:])
-    reduce_scatter_single(mine.view(-1), sent.view(-1), group=group.handle)
-    return mine[: sizes[group.rank]].movedim(0, dim).contiguous()
+    summed = padded.new_empty(padded.shape[1:])  # (longest part, ...)
+    reduce_scatter_single(summed.view(-1), padded.view(-1), group=group.handle)
+    return summed[: sizes[group.rank]].movedim(0, dim).contiguous()
 
 
 # Each backward pass applies another autograd function, so that all of them can be differentiated twice.
@@ -220,8 +225,10 @@ class SummedGradients:
 
     def passed(self, parameter: Tensor) -> Tensor:
         """Return a parameter, for use on a part of the sequence."""
-        found = self._passed.get(id(parameter))
-        return copy(parameter, group=self.group) if found is None else found
+        passed = self._passed.get(id(parameter))
+        if passed is None:
+            return copy(parameter, group=self.group)
+        return passed
 
     def begin(self, _model: nn.Module, _args: Any) -> None:
         """Pass all parameters through the function; a hook before the model's ``forward``."""
@@ -229,9 +236,11 @@ class SummedGradients:
         # Without a graph there is no backward, and a compiler orders collectives itself.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.group.size == 1:
             return
-        own = {
-            id(p): p for m, n in self.owners if (p := m._parameters.get(n)) is not None and p.requires_grad
-        }
+        own = {}
+        for module, name in self.owners:
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter.requires_grad:
+                own[id(parameter)] = parameter
         if len(own) > 1 and not any(map(is_dtensor, own.values())):
             through = apply(_SumAll, self.group, *own.values())
             self._passed.update(zip(own, through, strict=True))

@@ -56,14 +56,15 @@ def vocabulary_embedding(
     """
     start, stop = bounds(num_embeddings, group.size, group.rank)
     mine = (tokens >= start) & (tokens < stop)
-    padding = lookup.padding_idx
-    padding = padding - start if padding is not None and start <= padding < stop else None
+    padding = None
+    if lookup.padding_idx is not None and start <= lookup.padding_idx < stop:
+        padding = lookup.padding_idx - start
     if lookup.scale_grad_by_freq or lookup.max_norm is not None:
         # Each row that is looked up is counted and rescaled: so row 0 must not stand in for other ranks'
         # tokens.
-        found = F.embedding(tokens[mine] - start, weight, *lookup._replace(padding_idx=padding))
-        output = found.new_zeros((*tokens.shape, weight.size(1)))
-        output = output.masked_scatter(mine.unsqueeze(-1), found)
+        rows = F.embedding(tokens[mine] - start, weight, *lookup._replace(padding_idx=padding))
+        output = rows.new_zeros((*tokens.shape, weight.size(1)))
+        output = output.masked_scatter(mine.unsqueeze(-1), rows)
     elif stop == start:
         # This rank still takes part in the sum, or the others would wait; the weight stays in the graph.
         output = weight.new_zeros((*tokens.shape, weight.size(1))) + weight.sum()
@@ -92,7 +93,9 @@ def renormalize_(tokens: Tensor, weight: Tensor, lookup: Lookup, group: Group, l
     if _debug.state.enabled:
         _debug.check("all_reduce of norms", rows, group, layer)
     if p == float("inf"):
-        norms = values.abs().amax(1) if values.size(1) else values.new_zeros(values.size(0))
+        norms = values.new_zeros(values.size(0))
+        if values.size(1):  # torch takes no maximum of nothing
+            norms = values.abs().amax(1)
         dist.all_reduce(norms, dist.ReduceOp.MAX, group=group.handle)
     else:
         norms = values.abs().pow(p).sum(1)
@@ -131,9 +134,13 @@ def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        if tensor.is_floating_point() and tensor.dtype != torch.float64:
+            return tensor.to(dtype)
+        return tensor
 
-    return cast(x), cast(weight), None if bias is None else cast(bias)
+    if bias is not None:
+        bias = cast(bias)
+    return cast(x), cast(weight), bias
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -177,7 +184,8 @@ class _Column(torch.autograd.Function):
                 # Before the weight's gradient and waited for after it, so that the two overlap.
                 work = start_all_reduce_(grad_input, group, layer=layer)
         if grad.dim() != 2:
-            grad, x = _flat(grad), _flat(x)
+            grad = _flat(grad)
+            x = _flat(x)
         if needs[1]:
             grad_weight = grad.t().mm(x)
         if needs[2]:
@@ -198,7 +206,9 @@ class _Row(torch.autograd.Function):
         group, layer = where
         # The bias after the sum: all ranks have it, and before it would be added once per rank.
         output = all_reduce_(to_change(F.linear(x, weight)), group, layer=layer)
-        return as_output(output if bias is None else output.add_(bias))
+        if bias is not None:
+            output.add_(bias)
+        return as_output(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -210,7 +220,8 @@ class _Row(torch.autograd.Function):
         if needs[0]:
             grad_input = grad.matmul(weight)
         if grad.dim() != 2:
-            grad, x = _flat(grad), _flat(x)
+            grad = _flat(grad)
+            x = _flat(x)
         if needs[1]:
             grad_weight = grad.t().mm(x)
         if needs[2]:
