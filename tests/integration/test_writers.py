@@ -561,7 +561,8 @@ def log_much(logger):
 
 
 def write_journal(folder):
-    from tp_runner._command import Journal, Record  # private: a disk that is full at one write
+    from tp_runner._command._journal import Journal  # private: a disk that is full at one write
+    from tp_runner._command._records import Record
 
     with Journal(folder / "out.jsonl") as journal, full_disk(5_000):
         for n in range(1000):

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tp_core.errors import ConfigError
 from tp_runner import Pipeline, RunCancelledError, WorkerDiedError, WorkerError
 
 ENGINES = [{"start_method": "fork"}, {"engine": "thread"}, {"engine": "inline"}]
@@ -175,21 +174,3 @@ def test_a_table_shows_the_stages(capsys):
     shown = capsys.readouterr().err
     assert "keep" in shown
     assert "2 cpu, shared" in shown
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Pipeline(batch=2), "batch=2 is given to the stage"),
-        (lambda: Pipeline(engine="thread").map(abs, batch=0), "batch must be a whole number"),
-        (
-            lambda: Pipeline(engine="thread").map(abs, collate=list),
-            "collate is about batches; give batch= too",
-        ),
-        (lambda: Pipeline(engine="thread").stream([1]), "a pipeline needs a stage"),
-        (lambda: Pipeline(engine="thread", timeout_s=1).map(abs).stream([1]), "no use for timeout_s"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()

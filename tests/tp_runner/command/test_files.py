@@ -11,7 +11,10 @@ from PIL import Image
 from tp_core.errors import ConfigError, StateError
 
 # private: a full disk, and a table that only the next run would write, cannot be had by the command
-from tp_runner._command import Journal, Record, find, read, require_apart, write_table
+from tp_runner._command._journal import Journal
+from tp_runner._command._pictures import check_unique_picture
+from tp_runner._command._records import Record, find_inputs, read_records
+from tp_runner._command._tables import write_table
 from typer.testing import CliRunner
 
 from tests.tp_runner.registered import app_of
@@ -126,10 +129,10 @@ def test_pictures_that_would_be_saved_to_one_file_are_refused(run, tmp_path):
     require_refused("-", "in/x.jpg.png\n")
     assert (tmp_path / "out" / "in" / "x.jpg.png").read_bytes() == kept
     taken = {}
-    require_apart("a/y.png", tmp_path, taken)
-    require_apart("./a/y.png", tmp_path, taken)
+    check_unique_picture("a/y.png", tmp_path, taken)
+    check_unique_picture("./a/y.png", tmp_path, taken)
     with pytest.raises(ConfigError, match=r"a/y.png and \.\./a/y.png would both"):
-        require_apart("../a/y.png", tmp_path, taken)
+        check_unique_picture("../a/y.png", tmp_path, taken)
 
 
 def test_replaced_input_is_done_again_and_nothing_else(run, tmp_path):
@@ -178,14 +181,14 @@ def test_files_of_a_missing_extra_say_which(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     (tmp_path / "in.parquet").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"pip install tp-runner\[files\]"):
-        find([str(tmp_path / "in.parquet")], "auto", outputs=[tmp_path / "out"])
+        find_inputs([str(tmp_path / "in.parquet")], "auto", outputs=[tmp_path / "out"])
 
 
 def test_an_input_that_the_output_would_replace_is_refused(tmp_path):
     table = tmp_path / "table.csv"
     table.write_text("a\n1\n")
     with pytest.raises(ConfigError, match=r"table.csv is the output too"):
-        find([str(table)], "auto", outputs=[table])
+        find_inputs([str(table)], "auto", outputs=[table])
 
 
 def test_each_file_is_found_once_and_neither_outputs_nor_hidden_ones(tmp_path):
@@ -194,7 +197,7 @@ def test_each_file_is_found_once_and_neither_outputs_nor_hidden_ones(tmp_path):
         (tmp_path / name).write_text("x\n")
     inputs = [str(tmp_path / "b.txt"), str(tmp_path), f"{tmp_path}/../{tmp_path.name}/*.txt"]
     outputs = [tmp_path / name for name in ("out.csv", ".out.csv.jsonl", "out")]
-    found = [source.path.name for source in find(inputs, "auto", outputs=outputs)]
+    found = [source.path.name for source in find_inputs(inputs, "auto", outputs=outputs)]
     assert found == ["b.txt", "a.txt"]
 
 
@@ -211,7 +214,7 @@ def test_each_file_is_found_once_and_neither_outputs_nor_hidden_ones(tmp_path):
 def test_files_that_cannot_be_read_are_named(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=message):
-        list(read(find([str(tmp_path / name)], "auto", outputs=[])))
+        list(read_records(find_inputs([str(tmp_path / name)], "auto", outputs=[])))
 
 
 def test_a_table_has_the_columns_of_all_results(tmp_path):

@@ -5,7 +5,6 @@ import time
 
 import pytest
 import tp_runner
-from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner, UnorderedRunner
 from tp_runner._scheduling._run import Death, SplitChunk, after_death  # private: a chunk of three needs luck
 from tp_runner.engines import Chunk, Died, Settings
@@ -166,19 +165,3 @@ def test_processes_and_the_callers_thread_rest_too():
     options = {"n_workers": 1, "init": lambda device: {}, "max_retries": 2, "retry_delay_s": 0.001}
     for kind in ({"engine": "inline"}, {"start_method": "fork"}):
         assert list(tp_runner.map(work, range(3), **options, **kind)) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"retry_delay_s": 1.0}, "retry_delay_s is about items that are tried again; give max_retries= too"),
-        ({"retry_delay_s": 0, "max_retries": 1}, "retry_delay_s must be a positive number, got 0"),
-        ({"retry_delay_s": "1", "max_retries": 1}, "retry_delay_s must be a positive number, got '1'"),
-        ({"retry_delay": 1.0}, "unknown option 'retry_delay' .*; did you mean 'retry_delay_s'"),
-        ({"worker_lifespan": 3}, "unknown option 'worker_lifespan' .*; it is 'max_items_per_worker' here"),
-        ({"cpu_ids": [0]}, "unknown option 'cpu_ids' .*; it is 'cpus' here"),
-    ],
-)
-def test_wrong_delays_and_names_of_others_are_told(options, message):
-    with pytest.raises(ConfigError, match=message):
-        OrderedRunner(1, engine="thread", **options)

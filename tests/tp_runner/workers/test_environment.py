@@ -129,28 +129,6 @@ def test_threads_follow_the_variable():
     assert seen == ["3"]
 
 
-@pytest.mark.parametrize(
-    ("env", "options", "message"),
-    [
-        ("A=1", {}, r"env must map names of variables to their values, such as \{'TZ': 'UTC'\}, got 'A=1'"),
-        ({"A": 1}, {}, r"env\['A'\] must be a string, or None to remove the variable, got 1"),
-        ({"A": "\0"}, {}, r"env\['A'\] must be a string"),
-        ({"A=B": "1"}, {}, "env has 'A=B', which cannot be the name of a variable"),
-        ({1: "1"}, {}, "env has 1, which cannot be the name"),
-        (
-            {"OMP_NUM_THREADS": "2"},
-            {"threads": 2},
-            "threads=2 and env's OMP_NUM_THREADS='2' say one thing; give one",
-        ),
-        ({"A": "1"}, {"engine": "thread"}, r"engine 'thread' has no use for env=.*those of their process"),
-        ({"A": "1"}, {"engine": "inline"}, r"engine 'inline' has no use for env=.*there is no worker"),
-    ],
-)
-def test_a_wrong_environment_is_refused(env, options, message):
-    with pytest.raises(ConfigError, match=message):
-        OrderedRunner(1, env=env, **options)
-
-
 # -- cores -------------------------------------------------------------------------------------
 
 
@@ -203,30 +181,6 @@ def test_split_shares_the_cores_that_the_process_may_use_evenly(monkeypatch):
     assert settings_of(5, {"cpus": "split"}).cpus == ((4,), (5,), (6,), (7,), (9,))
     shared = settings_of(10, {"cpus": "split"}).cpus
     assert sorted(shared) == sorted([(4,), (5,), (6,), (7,), (9,)] * 2)
-
-
-@pins
-@pytest.mark.parametrize(
-    ("cpus", "options", "message"),
-    [
-        (
-            "all",
-            {},
-            r"cpus must be 'split', or cores .* such as \[\{0, 1\}, \{2, 3\}\], got 'all'",
-        ),
-        (3, {}, "cpus must be 'split', or cores for each worker"),
-        ([{0}], {}, r"cpus=\[\{0\}\] has cores for 1 workers, and there are 2; give each its own"),
-        ([set(), {0}], {}, r"cpus must have at least one core, by its number, for worker 0, got set\(\)"),
-        ([{HERE[0]}, "a"] if HERE else [], {}, "at least one core, by its number, for worker 1, got 'a'"),
-        ([[HERE[0]], [True]] if HERE else [], {}, r"for worker 1, got \[True\]"),
-        ([{4000}, {0}], {}, "cpus has core 4000 for worker 0, and this process may use .* alone"),
-        ("split", {"engine": "thread"}, "engine 'thread' has no use for cpus='split': threads share"),
-        ("split", {"engine": "inline"}, "engine 'inline' has no use for cpus='split': there is no worker"),
-    ],
-)
-def test_wrong_cores_are_refused(cpus, options, message):
-    with pytest.raises(ConfigError, match=message):
-        OrderedRunner(2, cpus=cpus, **options)
 
 
 def test_a_system_that_pins_nobody_is_told(monkeypatch):

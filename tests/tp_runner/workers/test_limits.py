@@ -183,8 +183,3 @@ def test_what_no_system_can_tell_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(_start, "_PROC", tmp_path)
     with pytest.raises(ConfigError, match=r"max_memory_per_worker=5 needs Linux's /proc.*max_items_per"):
         list(tp_runner.map(abs, [1], n_workers=1, start_method="fork", max_memory_per_worker=5))
-
-
-def test_threads_are_not_replaced():
-    with pytest.raises(ConfigError, match="only processes are replaced"):
-        tp_runner.map(abs, [1], n_workers=1, engine="thread", max_items_per_worker=3)

@@ -82,20 +82,6 @@ def test_the_fork_server_imports_what_it_is_told_to(tmp_path, monkeypatch):
     assert all(imported != own for imported, own in pairs)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"preload": "json"}, "preload must be names of modules"),
-        ({"preload": ["no_such.module"]}, "preload names the module 'no_such.module', and there is none"),
-        ({"preload": ["json"], "start_method": "fork"}, "start_method='fork' has none"),
-        ({"preload": ["json"], "engine": "thread"}, "no use for preload"),
-    ],
-)
-def test_a_wrong_preload_is_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        Executor(1, **options)
-
-
 def test_tracebacks_of_the_whole_chain_travel_where_tblib_is_installed():
     pytest.importorskip("tblib")
 

@@ -5,7 +5,7 @@ Example:
     >>> list(tp_runner.map(abs, [-1, 2, -3], n_workers=2, engine="thread"))
     [1, 2, 3]
 
-The way of an item, and the files that it passes::
+The path of an item through the files::
 
     OrderedRunner.stream, map, submit        _runner, _map, _executor, _pipeline
         |                                    _options (checked), _engines (which fleet)
@@ -15,16 +15,16 @@ The way of an item, and the files that it passes::
         PassState.next_chunk                 _run: order, how many items travel together, who has what
         FleetScheduler.dispatch              _pool: the runs take turns
         |  ^
-        v  |  Chunk  /  Done, Ready, Died    _workers/_fleet: all that passes between the two rooms
+        v  |  Chunk  /  Done, Ready, Died    _workers/_fleet: all that passes between the two packages
     _workers/
         InlineFleet, ThreadFleet             _thread
         ProcessFleet, WorkerHandle           _processes
-            Codec.encode                     _wire (classes of the main module too)
-            Request -> pipe                  large buffers beside the pickle, in shared memory
+            Codec.encode                     _wire;  classes of the main module: _definitions
+            Request -> pipe                  large buffers beside the pickle, in _shared_memory
                |  ^
                |  ^                          _start: how the process came to be; _setup
-               v  |                          _wire: what it runs, in shared memory once for all
-            WorkerProcess                    _processes;  what it runs: _work
+               v  |                          _programs: what it runs, in shared memory once for all
+            WorkerProcess                    _worker_process;  what it runs: _work
             ReplyWriter                      _wire: results, log records, failures
         |  ^
         v  |
@@ -36,7 +36,7 @@ The way of an item, and the files that it passes::
         v
     ResultStream, Future, AsyncResultStream  _stream, _scheduling/_source, _async_stream
 
-``_command`` (``tp run``) uses this package by its public names, and is found by its hook alone. Engines of
+``_command/`` (``tp run``) uses this package by its public names, and is found by its hook alone. Engines of
 other distributions, as tp-ray's, build on ``tp_runner.engines``. easycore's spellings are in
 ``tp_runner.compat``.
 """

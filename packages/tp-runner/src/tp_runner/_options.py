@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import inspect
-import itertools
 import logging
 import math
 import os
@@ -57,9 +56,7 @@ def devices_of_workers(
         if not devices:
             msg = "devices is an empty sequence; give at least one, such as devices=['cpu']"
             raise DeviceError(msg)
-        if all(device == "cpu" for device in devices if isinstance(device, str)) and all(
-            isinstance(device, str) for device in devices
-        ):
+        if all(isinstance(device, str) and device == "cpu" for device in devices):
             return tuple(devices)
         if elsewhere:
             import torch
@@ -88,27 +85,33 @@ def cores_of_workers(cpus: Any, n_workers: int) -> tuple[tuple[int, ...], ...]:
     if not hasattr(os, "sched_setaffinity"):
         msg = f"cpus={cpus!r} pins workers to cores, which {sys.platform} has no call for; leave it out"
         raise ConfigError(msg)
-    there = sorted(os.sched_getaffinity(0))
+    available = sorted(os.sched_getaffinity(0))
     if cpus == "split":
-        first = [worker * len(there) // n_workers for worker in range(n_workers + 1)]
-        return tuple(tuple(there[start : max(end, start + 1)]) for start, end in itertools.pairwise(first))
+        shares = []
+        for worker in range(n_workers):
+            start = worker * len(available) // n_workers
+            stop = (worker + 1) * len(available) // n_workers
+            shares.append(tuple(available[start : max(stop, start + 1)]))  # one at least
+        return tuple(shares)
     if not isinstance(cpus, Sequence) or isinstance(cpus, str | bytes):
         msg = f"cpus must be 'split', or cores for each worker such as [{{0, 1}}, {{2, 3}}], got {cpus!r}"
         raise ConfigError(msg)
     if len(cpus) != n_workers:
         msg = f"cpus={cpus!r} has cores for {len(cpus)} workers, and there are {n_workers}; give each its own"
         raise ConfigError(msg)
-    return tuple(_check_cores(worker, own, there) for worker, own in enumerate(cpus))
+    return tuple(_check_cores(worker, own, available) for worker, own in enumerate(cpus))
 
 
-def _check_cores(worker: int, own: Any, there: list[int]) -> tuple[int, ...]:
-    cores = tuple(own) if isinstance(own, Collection) and not isinstance(own, str | bytes) else (own,)
+def _check_cores(worker: int, own: Any, available: list[int]) -> tuple[int, ...]:
+    cores: tuple[Any, ...] = (own,)
+    if isinstance(own, Collection) and not isinstance(own, str | bytes):
+        cores = tuple(own)
     if not cores or not all(isinstance(core, int) and not isinstance(core, bool) for core in cores):
         msg = f"cpus must have at least one core, by its number, for worker {worker}, got {own!r}"
         raise ConfigError(msg)
     for core in cores:
-        if core not in there:
-            known = ", ".join(map(str, there))
+        if core not in available:
+            known = ", ".join(map(str, available))
             msg = f"cpus has core {core} for worker {worker}, and this process may use {known} alone"
             raise ConfigError(msg)
     return tuple(sorted(set(cores)))
@@ -204,13 +207,13 @@ class _PickledFunction:
 def collate(items: list[Any]) -> Any:
     """Stack tensors or arrays of one shape along a new first axis; anything else stays a list."""
     first = items[0]
-    module, name = type(first).__module__, type(first).__name__
-    if (module, name) in {("torch", "Tensor"), ("numpy", "ndarray")} and all(
-        type(item) is type(first) and item.shape == first.shape and item.dtype == first.dtype
-        for item in items
-    ):
-        return sys.modules[module].stack(items)
-    return items
+    module = type(first).__module__
+    if (module, type(first).__name__) not in {("torch", "Tensor"), ("numpy", "ndarray")}:
+        return items
+    for item in items:
+        if type(item) is not type(first) or item.shape != first.shape or item.dtype != first.dtype:
+            return items
+    return sys.modules[module].stack(items)
 
 
 def separate(answer: Any, n_items: int) -> list[Any]:
@@ -218,15 +221,17 @@ def separate(answer: Any, n_items: int) -> list[Any]:
     if isinstance(answer, Mapping):
         columns = {key: separate(value, n_items) for key, value in answer.items()}
         return [{key: column[i] for key, column in columns.items()} for i in range(n_items)]
-    if isinstance(answer, str | bytes) or not (
-        isinstance(answer, Sequence) or (hasattr(answer, "shape") and hasattr(answer, "__getitem__"))
-    ):
+    is_array = hasattr(answer, "shape") and hasattr(answer, "__getitem__")
+    is_text = isinstance(answer, str | bytes)
+    if is_text or not (is_array or isinstance(answer, Sequence)):
         msg = (
             f"work on a batch of {n_items} items must return a sequence, tensor, array or mapping "
             f"with {n_items} results, got {type(answer).__name__}"
         )
         raise TypeError(msg)
-    n_results = len(answer) if not hasattr(answer, "shape") or answer.shape else 0
+    n_results = 0  # of an array without dimensions, which has no length
+    if not hasattr(answer, "shape") or answer.shape:
+        n_results = len(answer)
     if n_results != n_items:
         msg = f"work on a batch of {n_items} items returned {n_results} results; return one for each"
         raise ValueError(msg)
@@ -385,31 +390,33 @@ def make_settings(
     """Check options that were given by name; fill in the rest."""
     for name, value in options.items():
         if name not in OPTIONS:
-            meant, others = _NAMES_ELSEWHERE.get(name), ", ".join(OPTIONS)
-            hint = f"; it is {meant!r} here" if meant else did_you_mean(name, (*OPTIONS, *_ARGUMENTS))
-            msg = f"unknown option {name!r} of engine {engine!r}{hint or f'; there are: {others}'}"
+            msg = f"unknown option {name!r} of engine {engine!r}{_hint_of_option(name)}"
             raise ConfigError(msg)
         reason = unfit.get(name)
         if reason is not None and value is not None and value != 0:
             msg = f"engine {engine!r} has no use for {name}={value!r}: {reason}"
             raise ConfigError(msg)
-    given = {name: value for name, value in options.items() if value is not None}
-    batching = Batching.of(given.pop("batch", None), given.pop("collate", None), given.get("max_wait_s"))
+    chosen = {name: value for name, value in options.items() if value is not None}
+    batching = Batching.of(chosen.pop("batch", None), chosen.pop("collate", None), chosen.get("max_wait_s"))
+    # The defaults that are not constants, then what the caller has chosen.
     values: dict[str, Any] = {
-        "threads": _default_threads(n_workers, given),
+        "threads": _default_threads(n_workers, chosen),
         "log_level": logging.getLogger().getEffectiveLevel(),
-        **({"start_method": "spawn"} if sys.platform == "darwin" and not given.get("preload") else {}),
-        **({} if start_timeout_s is None else {"start_timeout_s": start_timeout_s}),
-        **given,
     }
+    if sys.platform == "darwin" and not chosen.get("preload"):
+        values["start_method"] = "spawn"
+    if start_timeout_s is not None:
+        values["start_timeout_s"] = start_timeout_s
+    values |= chosen
     _check_choice(values, "start_method", START_METHODS)
     _check_choice(values, "on_error", ("raise", "return"))
     _check_choice(values, "placement", PLACEMENTS)
-    _check_fewest(given, n_workers)
+    _check_min_workers(chosen, n_workers)
     for name in ("max_retries", "max_restarts", "seed"):
         _check_whole(values, name, 0)
     for name in ("threads", "max_bytes", "max_items_per_worker", "max_memory_per_worker"):
-        _check_whole({name: v for name, v in values.items() if v is not None}, name, 1)
+        if values.get(name) is not None:
+            _check_whole(values, name, 1)
     for name in (
         "timeout_s",
         "max_wait_s",
@@ -419,37 +426,49 @@ def make_settings(
         "retry_delay_s",
     ):
         _check_positive(values, name)
-    if "retry_delay_s" in given and not values.get("max_retries"):
+    if "retry_delay_s" in chosen and not values.get("max_retries"):
         msg = "retry_delay_s is about items that are tried again; give max_retries= too, how often"
         raise ConfigError(msg)
-    _check_env(given)
-    if "cpus" in given:
-        values["cpus"] = cores_of_workers(given["cpus"], n_workers)
+    _check_env(chosen)
+    if "cpus" in chosen:
+        values["cpus"] = cores_of_workers(chosen["cpus"], n_workers)
     values["log_level"] = _check_log_level(values["log_level"])
-    values["preload"] = _check_preload(given.get("preload", ()), given.get("start_method"))
-    _check_resources(given.get("resources", {}))
+    values["preload"] = _check_preload(chosen.get("preload", ()), chosen.get("start_method"))
+    _check_resources(chosen.get("resources", {}))
     return Settings(**values, batching=batching)
 
 
-def _default_threads(n_workers: int, given: Mapping[str, Any]) -> int | None:
+def _hint_of_option(name: str) -> str:
+    """Return what an unknown option is called here, or which ones there are."""
+    if name in _NAMES_ELSEWHERE:
+        return f"; it is {_NAMES_ELSEWHERE[name]!r} here"
+    hint = did_you_mean(name, (*OPTIONS, *_ARGUMENTS))
+    return hint or f"; there are: {', '.join(OPTIONS)}"
+
+
+def _default_threads(n_workers: int, options: Mapping[str, Any]) -> int | None:
     """Return the user's ``OMP_NUM_THREADS``, or a worker's share of the cores."""
-    env = given.get("env")
-    own = {**os.environ, **(env if isinstance(env, Mapping) else {})}.get("OMP_NUM_THREADS")
-    if isinstance(own, str) and own.isdigit() and int(own):
-        return int(own)
-    return None if "cpus" in given else max(1, available_cores() // n_workers)
+    environ = dict(os.environ)
+    if isinstance(options.get("env"), Mapping):
+        environ |= options["env"]
+    count = environ.get("OMP_NUM_THREADS")
+    if isinstance(count, str) and count.isdigit() and int(count):
+        return int(count)
+    if "cpus" in options:
+        return None
+    return max(1, available_cores() // n_workers)
 
 
-def _check_fewest(given: Mapping[str, Any], n_workers: int) -> None:
-    _check_whole(given, "min_workers", 1)
-    fewest = given.get("min_workers", n_workers)
-    if fewest > n_workers:
-        msg = f"min_workers={fewest} is more than there are devices, {n_workers}; it is how many begin"
+def _check_min_workers(options: Mapping[str, Any], n_workers: int) -> None:
+    _check_whole(options, "min_workers", 1)
+    min_workers = options.get("min_workers", n_workers)
+    if min_workers > n_workers:
+        msg = f"min_workers={min_workers} is more than there are devices, {n_workers}; it is how many begin"
         raise ConfigError(msg)
-    if fewest < n_workers and "placement" in given:
+    if min_workers < n_workers and "placement" in options:
         msg = (
-            f"placement={given['placement']!r} holds places for all {n_workers} actors before they start; "
-            f"leave out min_workers={fewest}"
+            f"placement={options['placement']!r} holds places for all {n_workers} actors before they start; "
+            f"leave out min_workers={min_workers}"
         )
         raise ConfigError(msg)
 
@@ -505,8 +524,8 @@ def _module_exists(module: str) -> bool:
         return False
 
 
-def _check_env(given: Mapping[str, Any]) -> None:
-    env = given.get("env", {})
+def _check_env(options: Mapping[str, Any]) -> None:
+    env = options.get("env", {})
     if not isinstance(env, Mapping):
         msg = f"env must map names of variables to their values, such as {{'TZ': 'UTC'}}, got {env!r}"
         raise ConfigError(msg)
@@ -518,17 +537,19 @@ def _check_env(given: Mapping[str, Any]) -> None:
             msg = f"env[{name!r}] must be a string, or None to remove the variable, got {value!r}"
             raise ConfigError(msg)
     own = env.get("OMP_NUM_THREADS")
-    if "threads" in given and own is not None:
-        msg = f"threads={given['threads']!r} and env's OMP_NUM_THREADS={own!r} say one thing; give one"
+    if "threads" in options and own is not None:
+        msg = f"threads={options['threads']!r} and env's OMP_NUM_THREADS={own!r} say the same; give one"
         raise ConfigError(msg)
 
 
 def _check_resources(value: Any) -> None:
-    good = isinstance(value, Mapping) and all(
-        isinstance(name, str) and isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < math.inf
-        for name, n in value.items()
-    )
-    if not good:
+    def is_amount(n: Any) -> bool:
+        return isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < math.inf
+
+    is_valid = isinstance(value, Mapping)
+    if is_valid:
+        is_valid = all(isinstance(name, str) and is_amount(n) for name, n in value.items())
+    if not is_valid:
         msg = (
             "resources must say how much of each resource one worker takes, such as "
             f"{{'num_cpus': 2, 'num_gpus': 0.5}}, got {value!r}"

@@ -23,6 +23,6 @@ def tp_commands() -> Iterable[Command]:
 
 
 def _load_run() -> Any:
-    from tp_runner._command import app
+    from tp_runner._command._app import app
 
     return app

@@ -79,22 +79,23 @@ class FleetScheduler:
 
     def steps(self, open_one: Callable[[], PassState]) -> Generator[list[Any], None, None]:
         """Yield lists of neighboring results of a run, which is opened at the first request."""
-        run, clock = open_one(), time.monotonic
-        given: list[Any] = []
+        run = open_one()
+        clock = time.monotonic
+        results: list[Any] = []
         try:
             while True:
                 step = self._step(run)
                 if step is None:
                     return
-                given, error = step
+                results, error = step
                 step = None
-                if given:
+                if results:
                     began = clock()
-                    yield given
+                    yield results
                     run.flow.consumed(clock() - began)
                 if error is not None:
                     raise error
-                given = []
+                results = []
         except BaseException as error:
             if isinstance(error, TpError | GeneratorExit) or error is run.source.error:
                 raise
@@ -103,7 +104,7 @@ class FleetScheduler:
             self.reset()
             raise
         finally:
-            given.clear()  # the receiver of a list reads no further after the end
+            results.clear()  # the receiver of a list reads no further after the end
             if self._owner == os.getpid():  # a forked copy must not touch the lock and the pipes
                 self.end_run(run)
 
@@ -145,9 +146,9 @@ class FleetScheduler:
                     if not self.fleet.direct and not run.is_stopping:
                         self._on_events(self.fleet.poll())
                         self.dispatch()
-                    given, error = run.outcome(chunk)
-                    self.collector.delivered += len(given)
-                    return given, error
+                    results, error = run.outcome(chunk)
+                    self.collector.delivered += len(results)
+                    return results, error
                 if run.is_over():
                     return None
                 self.dispatch()
@@ -181,10 +182,12 @@ class FleetScheduler:
             if run.is_stopping:
                 continue
             worker = assignments.idlest(run.number, min(run.credits(), most))
+            if worker is None:
+                continue
             had_ended = run.source.exhausted
-            chunk = run.next_chunk(self._recycling.left(worker)) if worker is not None else None
+            chunk = run.next_chunk(self._recycling.left(worker))
             is_news |= run.source.exhausted and not had_ended
-            if worker is None or chunk is None:
+            if chunk is None:
                 continue
             idle = 0
             before = chunk.nbytes
@@ -208,9 +211,12 @@ class FleetScheduler:
         Returns:
             The error of a signal handler in that time, which has disturbed nothing.
         """
-        timeout_s = min((s for s in (self._seconds_until_due(), most_s) if s is not None), default=None)
+        timeout_s = self._seconds_until_due()
+        if most_s is not None and (timeout_s is None or most_s < timeout_s):
+            timeout_s = most_s
         interrupted: BaseException | None = None
-        others, me = self._waiter, threading.get_ident()
+        others = self._waiter
+        me = threading.get_ident()
         held = (1, me)  # how often this thread holds the lock, as Condition keeps it
         is_waiter = others in {None, me}  # me: a signal handler waits, on top of a wait of this thread
         try:
@@ -301,18 +307,20 @@ class FleetScheduler:
     def _takes_restart(self, died: Died) -> bool:
         """Return whether a dead worker may be started again, and count the restart."""
         worker = died.worker
-        self._failed_starts[worker] = 0 if died.was_ready else self._failed_starts[worker] + 1
-        may = self._restarts_left > 0 and self._failed_starts[worker] < MOST_FAILED_STARTS
-        self._restarts_left -= may
-        return may
+        if died.was_ready:
+            self._failed_starts[worker] = 0
+        else:
+            self._failed_starts[worker] += 1
+        may_restart = self._restarts_left > 0 and self._failed_starts[worker] < MOST_FAILED_STARTS
+        if may_restart:
+            self._restarts_left -= 1
+        return may_restart
 
     def _seconds_until_due(self) -> float | None:
         """Return after how many seconds a wait must end, without any event."""
-        waits = [
-            wait
-            for run in self.runs
-            for wait in (run.source.seconds_until_due(), run.again.seconds_until_due())
-        ]
+        waits: list[float | None] = []
+        for run in self.runs:
+            waits += [run.source.seconds_until_due(), run.again.seconds_until_due()]
         limit = self.settings.timeout_s
         if limit is not None and (busy := self._assignments.busy()):
             now = time.monotonic()

@@ -73,18 +73,15 @@ class Death(NamedTuple):
 def after_failures(chunk: Chunk, results: list[Any], settings: Settings) -> Decision:
     """Decide about a chunk that came back with failures among its results."""
     first = results[0]
-    if (
-        len(results) > 1
-        and isinstance(first, Failure)
-        and first.kind in {ITEM, RESULT}
-        and all(result is first for result in results)
-    ):
+    is_one_failure = isinstance(first, Failure) and all(result is first for result in results)
+    if is_one_failure and len(results) > 1 and first.kind in {ITEM, RESULT}:
         # They could not be unpickled together; one by one the culprit shows.
         return SplitChunk(_singles(range(len(results)), chunk.attempts))
     if chunk.attempts < settings.max_retries:
         again = [i for i, r in enumerate(results) if isinstance(r, Failure) and r.kind == RAISED]
         if again:
-            return SplitChunk(_singles(again, chunk.attempts + 1, _delay_s(chunk, settings)), results)
+            parts = _singles(again, chunk.attempts + 1, _delay_s(chunk, settings))
+            return SplitChunk(parts, results)
     return Finish(results)
 
 
@@ -100,42 +97,46 @@ def after_pickling_error(chunk: Chunk, error: BaseException) -> Decision:
 
 def after_death(chunk: Chunk, death: Death, settings: Settings) -> Decision:
     """Decide about a chunk that a dead worker had been given."""
-    n_items, worker = len(chunk.items), death.event.worker
+    n_items = len(chunk.items)
     if not death.any_alive:
         return Finish([death_failure(death)] * n_items)
     if death.current is None or chunk.seq != death.current[0]:
-        return Resend()
-    place, batch = death.current[1], settings.batching.size if settings.batching else 1
+        return Resend()  # another chunk was at work
+    # The item to blame, or the batch that it is in: from `start` to `stop`.
+    place = death.current[1]
+    batch = settings.batching.size if settings.batching else 1
     start = place - place % batch
     stop = min(start + batch, n_items)
-    deaths = (chunk.deaths if not start else 0) + 1
+    # `chunk.deaths` are those of its first item.
+    deaths = 1
+    if start == 0:
+        deaths += chunk.deaths
     if death.is_timeout or not death.is_revived:
         is_tried_again = chunk.attempts < settings.max_retries
     else:
         is_tried_again = deaths < MOST_DEATHS
-    failure = None
-    if not is_tried_again:
-        if death.is_timeout:
-            failure = Failure(TIMEOUT, f"took longer than timeout_s={settings.timeout_s}")
-            failure.worker = worker
-        else:
-            failure = death_failure(death)
-            if death.is_revived:
-                failure.summary += f"; {deaths} workers died with this item"
     attempts = chunk.attempts + death.is_timeout
-    parts = [
-        Part(0, start, attempts if is_tried_again else chunk.attempts),
-        Part(
-            start,
-            stop,
-            attempts,
-            deaths if is_tried_again else 0,
-            failure,
-            _delay_s(chunk, settings) if death.is_timeout else 0.0,
-        ),
-        Part(stop, n_items, attempts if is_tried_again else chunk.attempts),
-    ]
+    delay_s = _delay_s(chunk, settings) if death.is_timeout else 0.0
+    if is_tried_again:
+        blamed = Part(start, stop, attempts, deaths, delay_s=delay_s)
+        attempts_of_others = attempts
+    else:
+        blamed = Part(start, stop, attempts, failure=_final_failure(death, deaths, settings), delay_s=delay_s)
+        attempts_of_others = chunk.attempts
+    parts = [Part(0, start, attempts_of_others), blamed, Part(stop, n_items, attempts_of_others)]
     return SplitChunk([part for part in parts if part.start < part.stop])
+
+
+def _final_failure(death: Death, deaths: int, settings: Settings) -> Failure:
+    """Return the failure of an item that is not tried again after a death."""
+    if death.is_timeout:
+        failure = Failure(TIMEOUT, f"took longer than timeout_s={settings.timeout_s}")
+        failure.worker = death.event.worker
+        return failure
+    failure = death_failure(death)
+    if death.is_revived:
+        failure.summary += f"; {deaths} workers died with this item"
+    return failure
 
 
 def death_failure(death: Death) -> Failure:
@@ -162,8 +163,8 @@ FLOOR_S = 2e-4
 MOST_BYTES = 1 << 20
 """With more, a chunk would no longer stay in the caches of the processor that works on it."""
 FEW = 3
-"""This many large items still travel together, if they have no more than four times as many bytes: they share
-the cost of the journey beyond the copying."""
+"""Up to this many large items still travel together, with at most four times as many bytes, to amortize the
+cost of a message."""
 MOST_ITEMS = 8192
 LONG_S = 5e-3
 """A chunk with more work than this is handed to an idle worker only, or while the end is far."""
@@ -186,24 +187,29 @@ class ChunkFlow:
     """The flow of one run: the sizes of its chunks, by the time and size of its items, and its bounds."""
 
     def __init__(self, settings: Settings, n_workers: int, most_items: int | None = None) -> None:
-        self.n_chunks = 0  # how many chunks are on their way, or wait for their turn
+        # -- The sizes of chunks
         # items travel in multiples of this many: in batches, where there are some
         self.whole = settings.batching.size if settings.batching else 1
         self.size = self.whole  # how many items the next chunk should have
+        # -- What is on its way, or waits for its turn
+        self.n_chunks = 0
         self._n_items = 0
         self._nbytes = 0  # of all chunks, and of the results that the consumer has
         self._consumed_nbytes = 0  # the last of these
-        self._item_nbytes = self._result_nbytes = 0.0  # the most that one took lately
+        # -- Bounds
         self._n_workers = n_workers
         self._max_bytes = settings.max_bytes
-        self._limit: int | None = None
+        self._limit: int | None = None  # of items; ``None`` to adapt
         most = most_items or MOST_ITEMS
         if settings.queue_scale is not None:
             self._limit = max(int(settings.queue_scale * n_workers), n_workers, self.whole)
             most = min(most, max(1, self._limit // (2 * n_workers)))
         self._most = max(self.whole, most - most % self.whole)  # how many items travel together
+        # -- What was measured
+        self._item_nbytes = 0.0  # the most that an item took lately
+        self._result_nbytes = 0.0  # the most that a result took lately
         self._item_s = 0.0
-        self._consumer_s = 0.0
+        self._consumer_s = 0.0  # the time of the consumer since then
         self._since = time.monotonic()
 
     # -- what is on its way --------------------------------------------------------------------
@@ -250,7 +256,9 @@ class ChunkFlow:
             chunk.nbytes = nbytes
         self._result_nbytes = max(nbytes / n_items, 0.9 * self._result_nbytes)
         item_s = worked_s / n_items
-        self._item_s = item_s if not self._item_s else 0.7 * self._item_s + 0.3 * item_s
+        if self._item_s:  # a moving average, from the first chunk on
+            item_s = 0.7 * self._item_s + 0.3 * item_s
+        self._item_s = item_s
         wanted = min(TARGET_S / max(self._item_s, 1e-9), self._most)
         if largest := max(self._item_nbytes, self._result_nbytes):
             cached = MOST_BYTES / largest
@@ -265,8 +273,9 @@ class ChunkFlow:
         elapsed = now - self._since
         if self._consumer_s < SLOW_CONSUMER * elapsed:
             self.size = self._round_size(min(2 * self.size, wanted))
-        if elapsed > 0.1:
-            self._since, self._consumer_s = now - elapsed / 2, self._consumer_s / 2
+        if elapsed > 0.1:  # forget half of the past
+            self._since = now - elapsed / 2
+            self._consumer_s /= 2
 
     def _round_size(self, size: float) -> int:
         whole = self.whole
@@ -274,7 +283,7 @@ class ChunkFlow:
 
     # -- what may follow -----------------------------------------------------------------------
 
-    def room(self, remaining: int | None, most: int | None) -> tuple[int, int]:
+    def next_size(self, remaining: int | None, most: int | None) -> tuple[int, int]:
         """Return how many items the next chunk may have, 0 for none now, and how many with those read ahead.
 
         Args:
@@ -292,27 +301,34 @@ class ChunkFlow:
         if self._limit is not None:
             n_items = min(n_items, self._limit - self._n_items)
         else:
-            slow = self._waits_for_consumer()
-            if self.n_chunks >= (FEW_CHUNKS if slow else CHUNKS_PER_WORKER) * self._n_workers:
+            chunks_per_worker = FEW_CHUNKS if self._waits_for_consumer() else CHUNKS_PER_WORKER
+            if self.n_chunks >= chunks_per_worker * self._n_workers:
                 return 0, 0
         fitting = 3 * n_items  # two chunks are read ahead
         if largest := max(self._item_nbytes, self._result_nbytes):
             # For each worker one result beyond the bound: or large ones would leave workers idle.
             growth = self._n_workers * max(0.0, self._result_nbytes - self._item_nbytes)
             left = int((self._max_bytes + growth - self._nbytes) / largest)
-            fitting = min(fitting, max(left, 0 if self.n_chunks else self.whole))
+            # Where nothing is on its way one batch is let through in any case.
+            least = 0 if self.n_chunks else self.whole
+            fitting = min(fitting, max(left, least))
             n_items = min(n_items, fitting)
-        return (n_items, fitting) if n_items >= self.whole else (0, 0)
+        if n_items < self.whole:
+            return 0, 0
+        return n_items, fitting
 
     def credits(self, remaining: int | None) -> int:
         """Return how many chunks one worker may have been given at a time, given how many items are left."""
-        expected_s = self._item_s * self.size
-        if not expected_s or expected_s > LONG_S:
+        if self.is_long():
             # Two where the caller asks so rarely that workers would wait for it.
-            return 2 if self._waits_for_consumer() or self._may_wait(remaining) else 1
+            if self._waits_for_consumer() or self._may_wait(remaining):
+                return 2
+            return 1
         # Chunks on their way should fit into the processors' caches.
         is_large = max(self._item_nbytes, self._result_nbytes) * self.size > MOST_BYTES / 2
-        return 2 if is_large or expected_s > TARGET_S / 4 else 3
+        if is_large or self._item_s * self.size > TARGET_S / 4:
+            return 2
+        return 3
 
     def is_long(self) -> bool:
         """Return whether a chunk takes long, or is not measured yet."""
@@ -338,7 +354,7 @@ class RetryQueue:
 
     def __init__(self) -> None:
         self._ready: collections.deque[Chunk] = collections.deque()
-        self._resting: list[tuple[float, int, Chunk]] = []
+        self._resting: list[tuple[float, int, Chunk]] = []  # a heap: when each is due, its number, itself
         self._is_hurried = False
 
     def append(self, chunk: Chunk, delay_s: float = 0.0) -> None:
@@ -351,11 +367,16 @@ class RetryQueue:
     def take(self) -> Chunk | None:
         while self._resting and (self._is_hurried or self._resting[0][0] <= time.monotonic()):
             self._ready.append(heapq.heappop(self._resting)[2])
-        return self._ready.popleft() if self._ready else None
+        if not self._ready:
+            return None
+        return self._ready.popleft()
 
     def seconds_until_due(self) -> float | None:
         """Return in how many seconds the next chunk has rested; ``None`` if none rests."""
-        return max(0.0, self._resting[0][0] - time.monotonic()) if self._resting else None
+        if not self._resting:
+            return None
+        due, _, _ = self._resting[0]
+        return max(0.0, due - time.monotonic())
 
     def hurry(self) -> None:
         """End all rests, and allow no more: a runner that closes does not wait for them."""
@@ -369,7 +390,7 @@ class RetryQueue:
 # -- Chunks with the workers ------------------------------------------------------------------
 
 LATE_S = 0.01
-"""After so long without an answer a worker's chunks are not as short as expected."""
+"""A worker silent for this long is assumed to be at a slow chunk."""
 
 _NONE = (0, 0)
 
@@ -379,7 +400,7 @@ class Assignments:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._inflight: dict[int, tuple[int, Chunk]] = {}
+        self._inflight: dict[int, tuple[int, Chunk]] = {}  # worker and chunk, by the chunk's number
         self._loads = [0] * fleet.size
         self._n_long = [0] * fleet.size
         self._since = [0.0] * fleet.size  # the last sign of life of those that have something to do
@@ -392,11 +413,13 @@ class Assignments:
 
     def idlest(self, run: int, most: int) -> int | None:
         """Return the worker with the least to do, if it may be given another chunk of a run."""
-        best, least = None, self._fleet.most_credits
+        idlest = None
+        least = self._fleet.most_credits
         for worker, load in enumerate(self._loads):
             if load < least and self._may_have_more(worker, run, most) and self._fleet.ready(worker):
-                best, least = worker, load
-        return best
+                idlest = worker
+                least = load
+        return idlest
 
     def _may_have_more(self, worker: int, run: int, most: int) -> bool:
         own, own_long = self._counts.get((worker, run), _NONE)
@@ -442,7 +465,8 @@ class Assignments:
     def _count(self, worker: int, chunk: Chunk, by: int) -> None:
         key = worker, chunk.run
         n_chunks, n_long = self._counts.pop(key, _NONE)
-        n_chunks, n_long = n_chunks + by, n_long + by * chunk.is_long
+        n_chunks += by
+        n_long += by * chunk.is_long
         if n_chunks:  # runs come and go: no entry stays of those without chunks here
             self._counts[key] = n_chunks, n_long
         self._loads[worker] += by
@@ -481,7 +505,9 @@ class Recycling:
 
     def left(self, worker: int) -> int | None:
         """Return how many items more a worker may be given; ``None`` for any number."""
-        return None if self._most_items is None else self._most_items - self._n_items[worker]
+        if self._most_items is None:
+            return None
+        return self._most_items - self._n_items[worker]
 
     def on_sent(self, worker: int, n_items: int) -> None:
         if self._most_items is not None:
@@ -506,11 +532,14 @@ def outcome_of(
     chunk: Chunk, devices: Sequence[str], *, raises: bool, numbered: bool
 ) -> tuple[list[Any], BaseException | None]:
     """Return the results of a finished chunk, ``numbered`` with place and error, and the error to raise."""
-    results, error = chunk.results, None
-    errors: dict[int, BaseException] = {}
-    for place, result in enumerate(results) if chunk.failed else ():
-        if isinstance(result, Failure):
-            problem = failure_to_error(
+    results = chunk.results
+    errors: dict[int, BaseException] = {}  # those in place of results
+    raised: BaseException | None = None
+    if chunk.failed:
+        for place, result in enumerate(results):
+            if not isinstance(result, Failure):
+                continue
+            error = failure_to_error(
                 result,
                 index=chunk.start + place,
                 item=short_repr(chunk.items[place]),
@@ -518,12 +547,14 @@ def outcome_of(
                 worker=result.worker,
             )
             if raises:
-                results, error = results[:place], problem
+                results = results[:place]
+                raised = error
                 break
-            results[place] = errors[place] = problem
+            errors[place] = error
+            results[place] = error
     if numbered:
         results = [(chunk.start + i, result, errors.get(i)) for i, result in enumerate(results)]
-    return results, error
+    return results, raised
 
 
 class PassState:
@@ -541,21 +572,23 @@ class PassState:
         numbered: bool,
         on_error: str,
     ) -> None:
-        self.source = source
         self.number = number
-        self.is_stopping = False
-        self._ended_by: TpError | None = None
-        self._fatal: BaseException | None = None
         self._fleet = fleet
         self._assignments = assignments
         self._settings = settings
         self._ordered = ordered
         self._numbered = numbered
         self._on_error = on_error
+        # -- Items and chunks
+        self.source = source
+        self.flow = ChunkFlow(settings, fleet.size, fleet.most_items)
         self.again = RetryQueue()  # chunks to hand out again
         self._queue: collections.deque[Chunk] = collections.deque()  # ordered: all; else finished
         self._next_index = 0
-        self.flow = ChunkFlow(settings, fleet.size, fleet.most_items)
+        # -- The end
+        self.is_stopping = False
+        self._ended_by: TpError | None = None  # from outside
+        self._fatal: BaseException | None = None  # a failure after which nothing can follow
 
     # -- the consumer's side -------------------------------------------------------------------
 
@@ -577,7 +610,10 @@ class PassState:
     def has_finished(self) -> bool:
         if not self._queue:
             return False
-        return not self._ordered or bool(self._queue[0].results and not self._queue[0].missing)
+        if not self._ordered:
+            return True
+        first = self._queue[0]
+        return bool(first.results) and not first.missing
 
     def awaits_results(self) -> bool:
         """Return whether chunks are on their way, or items may still come from the input."""
@@ -589,16 +625,16 @@ class PassState:
         if not queue:
             return None
         if self._ordered:
-            if not queue[0].results or queue[0].missing:
+            if not self.has_finished():
                 if self._fatal is not None and not self._assignments.holders(self.number):
                     raise self._fatal
                 return None
         elif queue[0].failed and self._on_error == "raise":
             # Others that have finished go first.
-            good = next((c for c in queue if not c.failed), None)
-            if good is not None:
-                queue.remove(good)
-                return self.flow.give(good)
+            succeeded = next((chunk for chunk in queue if not chunk.failed), None)
+            if succeeded is not None:
+                queue.remove(succeeded)
+                return self.flow.give(succeeded)
         return self.flow.give(queue.popleft())
 
     def outcome(self, chunk: Chunk) -> tuple[list[Any], BaseException | None]:
@@ -626,8 +662,10 @@ class PassState:
     def _new_chunk(self, most: int | None) -> Chunk | None:
         if self.source.exhausted:
             return None
-        n_items, fitting = self.flow.room(self.source.remaining, most)
-        items = self.source.take(n_items, whole=self.flow.whole, fitting=fitting) if n_items else []
+        n_items, fitting = self.flow.next_size(self.source.remaining, most)
+        if not n_items:
+            return None
+        items = self.source.take(n_items, whole=self.flow.whole, fitting=fitting)
         if not items:
             return None
         chunk = Chunk(self._assignments.next_seq(), self._next_index, items, self.number)
@@ -692,34 +730,38 @@ class PassState:
         if not self._ordered:
             self._scatter(chunk, split)
             return
-        whole, base = (chunk, 0) if chunk.parent is None else (chunk.parent, chunk.offset)
         if chunk.parent is None:
+            whole = chunk
+            base = 0
             whole.results = split.results or [None] * len(chunk.items)
         else:
+            whole = chunk.parent
+            base = chunk.offset
             whole.missing -= 1
             if split.results is not None:
                 whole.results[base : base + len(split.results)] = split.results
         whole.missing += len(split.parts)
         again = {i for part in split.parts for i in range(part.start, part.stop)}
-        whole.failed |= any(
-            isinstance(result, Failure) and i not in again for i, result in enumerate(split.results or ())
-        )
+        for i, result in enumerate(split.results or ()):
+            if isinstance(result, Failure) and i not in again:
+                whole.failed = True
         for part in split.parts:
-            self._send_or_fail(
-                replace(self._piece(chunk, part), parent=whole, offset=base + part.start), part
-            )
+            piece = replace(self._piece(chunk, part), parent=whole, offset=base + part.start)
+            self._send_or_fail(piece, part)
 
     def _scatter(self, chunk: Chunk, split: SplitChunk) -> None:
         """Make a chunk of each part: without an order, no result waits for another one."""
         self.flow.remove(chunk)
         at = 0
-        for part in (*split.parts, Part(len(chunk.items), len(chunk.items))):
-            if at < part.start and split.results is not None:
+        n_items = len(chunk.items)
+        for part in (*split.parts, Part(n_items, n_items)):
+            if at < part.start and split.results is not None:  # those before it have their results
                 results = split.results[at : part.start]
                 done = self._piece(chunk, Part(at, part.start))
-                done.nbytes = chunk.nbytes * len(results) // len(chunk.items)
+                done.nbytes = chunk.nbytes * len(results) // n_items
                 self.flow.add(done)
-                self._finish(done, results, failed=any(isinstance(result, Failure) for result in results))
+                failed = any(isinstance(result, Failure) for result in results)
+                self._finish(done, results, failed=failed)
             if part.start < part.stop:
                 piece = self._piece(chunk, part)
                 self.flow.add(piece)
@@ -727,10 +769,16 @@ class PassState:
             at = part.stop
 
     def _piece(self, chunk: Chunk, part: Part) -> Chunk:
-        seq, items = self._assignments.next_seq(), chunk.items[part.start : part.stop]
-        piece = Chunk(seq, chunk.start + part.start, items, chunk.run, sent=chunk.sent)
-        piece.attempts, piece.deaths = part.attempts, part.deaths
-        return piece
+        items = chunk.items[part.start : part.stop]
+        return Chunk(
+            self._assignments.next_seq(),
+            chunk.start + part.start,
+            items,
+            chunk.run,
+            attempts=part.attempts,
+            deaths=part.deaths,
+            sent=chunk.sent,
+        )
 
     def _send_or_fail(self, piece: Chunk, part: Part) -> None:
         if part.failure is None:

@@ -54,7 +54,8 @@ class Failure:
         self.held: tuple[int, ...] = ()  # the places in the input of all items that it held
         self.worker = 0  # the number of the worker where it happened, once the parent knows of it
         self._exception: BaseException | None = None
-        self._pickle = self._type_pickle = b""
+        self._pickle = b""
+        self._type_pickle = b""
         self.type_name = ""  # the full name of the exception's type; empty if there was none
 
     @classmethod
@@ -62,7 +63,8 @@ class Failure:
         """Describe an exception that was just caught, without this package's frames at the top."""
         trace = error.__traceback__
         for _ in range(skip_frames):
-            trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+            if trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
         failure = cls(kind, _summary(error))
         try:
             failure.traceback = "".join(traceback.format_exception(type(error), error, trace))
@@ -78,9 +80,12 @@ class Failure:
         """The type of the original exception, where it is known, even if the exception was lost."""
         if self.exception is not None:
             return _original_type(self.exception)
+        if not self._type_pickle:
+            return None
         with contextlib.suppress(Exception):  # it may be unknown here
-            loaded = pickle.loads(self._type_pickle) if self._type_pickle else None
-            return loaded if isinstance(loaded, type) and issubclass(loaded, BaseException) else None
+            loaded = pickle.loads(self._type_pickle)
+            if isinstance(loaded, type) and issubclass(loaded, BaseException):
+                return loaded
         return None
 
     @property
@@ -138,44 +143,55 @@ def _exception_chain(error: BaseException) -> list[_Link]:
     while current is not None and id(current) not in seen and len(chain) < _DEEPEST:
         seen.add(id(current))
         is_cause = current.__cause__ is not None
-        below = current.__cause__ if is_cause or current.__suppress_context__ else current.__context__
         chain.append(_Link(_try_pickle(current), is_cause, _dump_traceback(current.__traceback__)))
-        current = below
+        # The one that Python prints above it.
+        is_explicit = is_cause or current.__suppress_context__
+        current = current.__cause__ if is_explicit else current.__context__
     return chain
 
 
 def _relink_chain(chain: list[_Link]) -> BaseException | None:
     """Undo :func:`_exception_chain`, down to the first exception that cannot be rebuilt."""
-    found: list[tuple[BaseException, bool]] = []
+    errors: list[tuple[BaseException, bool]] = []
     for data, is_cause, trace in chain:
         loaded = None
-        with contextlib.suppress(Exception):  # a user's __reduce__ may do anything
-            loaded = pickle.loads(data) if data else None
+        if data:
+            with contextlib.suppress(Exception):  # a user's __reduce__ may do anything
+                loaded = pickle.loads(data)
         if not isinstance(loaded, BaseException):
             break
-        found.append((loaded.with_traceback(_load_traceback(trace)), is_cause))
-    for (above, is_cause), (below, _) in itertools.pairwise(found):
+        errors.append((loaded.with_traceback(_load_traceback(trace)), is_cause))
+    if not errors:
+        return None
+    for (error, is_cause), (below, _) in itertools.pairwise(errors):
         if is_cause:
-            above.__cause__ = below
+            error.__cause__ = below
         else:
-            above.__context__ = below
-    return found[0][0] if found else None
+            error.__context__ = below
+    outermost, _ = errors[0]
+    return outermost
 
 
 def _dump_traceback(trace: types.TracebackType | None) -> dict[str, Any] | None:
     """Return a traceback as plain values; ``None`` where tblib is not installed: the text is always kept."""
+    if trace is None:
+        return None
     with contextlib.suppress(Exception):  # a frame may have anything in its names
         import tblib
 
-        return tblib.Traceback(trace).to_dict() if trace is not None else None
+        dumped: dict[str, Any] = tblib.Traceback(trace).to_dict()
+        return dumped
     return None
 
 
 def _load_traceback(trace: dict[str, Any] | None) -> types.TracebackType | None:
+    if not trace:
+        return None
     with contextlib.suppress(Exception):  # as above
         import tblib
 
-        return tblib.Traceback.from_dict(trace).as_traceback() if trace else None
+        loaded: types.TracebackType | None = tblib.Traceback.from_dict(trace).as_traceback()
+        return loaded
     return None
 
 
@@ -187,7 +203,7 @@ def _try_pickle(error: Any) -> bytes:
     return b""  # the text of the error is there in any case
 
 
-_KINDS: dict[str, type[ItemError]] = {
+_ERRORS: dict[str, type[ItemError]] = {
     DIED: WorkerDiedError,
     TIMEOUT: ItemTimeoutError,
     ITEM: NotPicklableError,
@@ -211,14 +227,16 @@ def failure_to_error(
     failure: Failure, *, index: int | None = None, item: str = "", device: str, worker: int
 ) -> ItemError:
     """Make the exception that says what happened, to which item, where."""
-    kind: type[ItemError] = _KINDS.get(failure.kind, WorkerError)
-    text = _MESSAGES[failure.kind] if failure.kind != DIED or index is not None else _DIED_ALONE
+    error_type: type[ItemError] = _ERRORS.get(failure.kind, WorkerError)
+    text = _MESSAGES[failure.kind]
+    if failure.kind == DIED and index is None:
+        text = _DIED_ALONE
     message = text.format(index=index, item=item, device=device, worker=worker, summary=failure.summary)
     if failure.traceback:
         message += f"\n\nTraceback in the worker:\n{failure.traceback.rstrip()}"
     error = make_error(
-        kind,
-        failure.original_type if kind is WorkerError else None,
+        error_type,
+        failure.original_type if error_type is WorkerError else None,
         message,
         type_name=failure.type_name,
         index=index,

@@ -35,11 +35,13 @@ def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes
 
 
 def _modules_of(program: Any) -> list[types.ModuleType]:
-    names = {type(program).__module__, getattr(program, "__module__", None)}
-    for part in vars(program).values() if hasattr(program, "__dict__") else ():
-        names |= {getattr(part, "__module__", None), type(part).__module__}
-    found = [sys.modules.get(name) for name in names if name not in {None, "__main__", "builtins"}]
-    return [module for module in found if module is not None]
+    """Return the modules of a program, of its attributes, and of their classes."""
+    names: set[str | None] = set()
+    for part in (program, *getattr(program, "__dict__", {}).values()):
+        names |= {type(part).__module__, getattr(part, "__module__", None)}
+    names -= {None, "__main__", "builtins"}
+    modules = [sys.modules.get(name) for name in names if name is not None]
+    return [module for module in modules if module is not None]
 
 
 def _importable(module: types.ModuleType) -> bool:
@@ -54,9 +56,9 @@ def _importable(module: types.ModuleType) -> bool:
         # Not by importlib.util.find_spec, which would find the module in sys.modules.
         path = sys.modules[parent].__path__ if parent else None
         for finder in sys.meta_path:
-            found = finder.find_spec(module.__name__, path)
-            if found is not None:
-                return bool(found.origin == ours.origin)
+            spec = finder.find_spec(module.__name__, path)
+            if spec is not None:
+                return bool(spec.origin == ours.origin)
     except (ImportError, AttributeError, ValueError):
         return False
     return False
@@ -175,12 +177,14 @@ def explain_not_picklable(obj: Any, name: str, error: BaseException) -> str:
 def find_culprit(obj: Any, name: str) -> tuple[str, Any]:
     """Return the path to the innermost part of ``obj`` that cannot be pickled, and that part."""
     seen = {id(obj)}
-    path, culprit = name, obj
+    path = name
+    culprit = obj
     for _ in range(_DEEPEST):
         for step, child in _children(culprit):
             if id(child) not in seen and not _can_be_pickled(child):
                 seen.add(id(child))
-                path, culprit = path + step, child
+                path += step
+                culprit = child
                 break
         else:
             break
@@ -212,7 +216,9 @@ def short_repr(obj: Any, limit: int = 200) -> str:
         text = repr(obj)
     except Exception as error:  # noqa: BLE001 - a user's __repr__ may do anything
         text = f"<{_type_name(obj)}: its repr raised {type(error).__name__}>"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    if len(text) > limit:
+        return text[: limit - 3] + "..."
+    return text
 
 
 def _can_be_pickled(obj: Any) -> bool:
@@ -251,4 +257,6 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
 
 def _type_name(obj: Any) -> str:
     kind = type(obj)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,24 +1,19 @@
-"""Workers that are processes, on both sides of their pipes: the loop of one, and the fleet of all."""
+"""The parent's side of workers that are processes: two pipes each, one loop, one piece of shared memory."""
 
 import contextlib
 import dataclasses
-import fcntl
 import logging
 import math
 import os
 import pickle
 import select
-import signal
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tp_runner._options import Settings
 from tp_runner._workers import _start, _wire
-from tp_runner._workers._failure import END, INIT, ITEM, Failure, describe_exit
+from tp_runner._workers._failure import END, INIT, Failure, describe_exit
 from tp_runner._workers._fleet import (
     LONGEST_WAIT_S,
     Chunk,
@@ -28,16 +23,16 @@ from tp_runner._workers._fleet import (
     Fleet,
     Ready,
     Timing,
-    dumps_exit_result,
     failure_of_death,
     loads_exit_result,
 )
-from tp_runner._workers._item import WorkerTask, become_worker, set_current_task
+from tp_runner._workers._heartbeats import Heartbeats
 from tp_runner._workers._pickling import USERS_ERRORS
-from tp_runner._workers._setup import Setup, handle_records, limit_torch, prepare_process
+from tp_runner._workers._programs import pack_program
+from tp_runner._workers._setup import Setup, handle_records
+from tp_runner._workers._shared_memory import Block, SharedMemoryPool
 from tp_runner._workers._start import (
     Process,
-    adopt_descriptors,
     bootstrap,
     check_start,
     fork,
@@ -45,191 +40,9 @@ from tp_runner._workers._start import (
     private_memory,
     spawn,
 )
-from tp_runner._workers._wire import (
-    FIRST_CANCELLED,
-    WORDS,
-    Block,
-    Heartbeats,
-    MappedMemory,
-    ReplyWriter,
-    SharedMemoryPool,
-    StoredProgram,
-    load_program,
-    pack_program,
-    remember_program,
-)
-from tp_runner._workers._work import ENDING, IDLE, ClassProgram, end_work, run_chunk
+from tp_runner._workers._work import ENDING, IDLE
+from tp_runner._workers._worker_process import Descriptors, WorkerProcess, die_with_parent, main
 from tp_runner.errors import WorkerError
-
-# -- A worker process: reads chunks from one pipe, writes results to another ----------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Descriptors:
-    """The files that a worker shares with its parent."""
-
-    requests: int
-    replies: int
-    life: int
-    memory: int
-    heartbeats: int
-
-
-def main(requests: int, replies: int, life: int, memory: int, heartbeats: int, *passed: int) -> None:
-    """Run a worker in a fresh process; its parent sends the setup first."""
-    die_with_parent(life)
-    header = _wire.read_exactly(requests, _wire.REQUEST.size)
-    if header is None:
-        return
-    request = _wire.Request._make(_wire.REQUEST.unpack(header))
-    blob: Any = None
-    if request.blob_at >= 0:
-        view = MappedMemory(memory, request.shared_nbytes).view
-        blob = view[request.blob_at : request.blob_at + request.blob_nbytes]
-    else:
-        blob = _wire.read_exactly(requests, request.blob_nbytes)
-    if blob is None:
-        return
-    descriptors = Descriptors(requests, replies, life, memory, heartbeats)
-    adopt_descriptors(passed)
-    surroundings, pickled = pickle.loads(blob)
-    surroundings.restore()
-    setup = pickle.loads(pickled)
-    WorkerProcess(descriptors, setup).run()
-
-
-def die_with_parent(life: int) -> None:
-    """Have the kernel kill this process when the other end of the pipe ``life`` closes.
-
-    It needs neither a thread nor the interpreter, so it works in the middle of a long computation, too.
-    Where the system cannot do it, a thread waits for the end of the pipe.
-    """
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
-        flags = fcntl.fcntl(life, fcntl.F_GETFL)
-        fcntl.fcntl(life, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
-        # The parent may have ended before the signal was set up: then nothing sends it any more.
-        with contextlib.suppress(BlockingIOError):  # the usual case: it is still open
-            if not os.read(life, 1):
-                os._exit(1)
-        return
-    threading.Thread(target=_wait_for_end, args=(life,), daemon=True).start()
-
-
-def _wait_for_end(life: int) -> None:
-    os.read(life, 1)
-    os._exit(1)
-
-
-class WorkerProcess:
-    def __init__(self, descriptors: Descriptors, setup: Setup) -> None:
-        # A process that the user's code forks or starts must not hide the worker's death from the parent
-        # (test_programs_that_workers_start_do_not_hide_their_death).
-        private = descriptors.requests, descriptors.replies, descriptors.life
-        _start.make_private(*private)
-        for fd in (*private, descriptors.memory, descriptors.heartbeats):
-            os.set_inheritable(fd, False)
-        self._in = descriptors.requests
-        self._setup = setup
-        self._memory = MappedMemory(descriptors.memory, 0)
-        self._memory_fd = descriptors.memory
-        self._heartbeat = Heartbeats.row(descriptors.heartbeats, setup.worker)
-        self._replies = ReplyWriter(descriptors.replies, self._memory)
-
-    def run(self) -> None:
-        # A terminal sends Ctrl-C to workers, too, and the parent decides what it means
-        # (test_ctrl_c_in_the_terminal_reaches_the_program_once).
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            prepare_process(self._setup, self._replies.record)
-            program = self._setup.program
-            if isinstance(program, bytes | StoredProgram):
-                stored = program
-                program = (
-                    pickle.loads(stored)
-                    if isinstance(stored, bytes)
-                    else load_program(self._memory_fd, stored)
-                )
-                remember_program()
-                limit_torch(self._setup.threads)  # the program may have imported torch just now
-            become_worker(self._setup.info)
-            if isinstance(program, ClassProgram):
-                program.is_own = True  # a forked worker has a copy of it, too
-            work = program(self._setup.device)
-        except BaseException as error:  # noqa: BLE001 - the parent raises whatever it is
-            self._replies.failure(Failure.of(error, INIT))
-            return
-        self._replies.message(_wire.READY)
-        try:
-            self._serve(work)
-            returned = end_work(work)
-        except BaseException as error:  # noqa: BLE001 - as above
-            self._replies.failure(Failure.of(error, END))
-            return
-        self._replies.message(_wire.BYE, dumps_exit_result(returned))
-
-    def _serve(self, work: Callable[[Any], Any]) -> None:
-        """Work on chunks until the parent asks for an orderly end."""
-        heartbeat, settings = self._heartbeat, self._setup.settings
-        cancelled = heartbeat[FIRST_CANCELLED:WORDS]  # a view, to which the parent writes at any time
-        task = WorkerTask(settings, heartbeat, cancelled)
-        set_current_task(task, of_process=True)
-        replies, clock, head = self._replies, time.monotonic, _wire.REQUEST
-        lease: Any
-        while True:
-            waiting = clock()
-            header = _wire.read_exactly(self._in, head.size)
-            if header is None:
-                os._exit(1)  # the parent has gone without a word
-            request = _wire.Request._make(head.unpack(header))
-            if request.kind == _wire.END:
-                heartbeat[0] = ENDING
-                return
-            blob: Any = b""
-            if request.blob_nbytes and request.blob_at < 0:
-                blob = _wire.read_exactly(self._in, request.blob_nbytes)
-            began = clock()
-            heartbeat[1] = 0
-            heartbeat[2] = time.monotonic_ns()
-            heartbeat[0] = request.seq  # last: the parent may read the row between two writes
-            self._memory.grow(request.shared_nbytes)
-            try:
-                items, lease = self._unpack(request, blob)
-            except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
-                results, failed, lease = [Failure.of(error, ITEM)] * request.n_items, True, None
-            else:
-                task.begin(request.start, request.run, request.attempt)
-                results, failed = run_chunk(work, items, task)
-                del items
-            heartbeat[2] = 0  # what follows is not the time of an item
-            worked = clock()
-            timing = Timing(began, began - waiting, worked - began)
-            if lease is not None:
-                lease = weakref.ref(lease)  # results that are views of the inputs keep it alive
-            replies.done(request, timing, results, lease, failed=failed)
-            results = []
-            heartbeat[0] = IDLE
-
-    def _unpack(self, request: _wire.Request, blob: Any) -> tuple[list[Any], Any]:
-        """Return the items, and the lease that their arrays and tensors keep alive."""
-        if request.blob_at >= 0:
-            blob = self._memory.view[request.blob_at : request.blob_at + request.blob_nbytes]
-        if not request.n_buffers:
-            return _strip_definitions(pickle.loads(blob)), None
-        table, payload = _wire.split_blob(blob, request.n_buffers)
-        start, (last_at, last_nbytes) = table[0][0], table[-1]
-        lease = self._memory.lease(start, last_at + last_nbytes - start)
-        view = memoryview(lease).cast("B")
-        buffers = [view[at - start : at - start + nbytes] for at, nbytes in table]
-        return _strip_definitions(pickle.loads(payload, buffers=buffers)), lease
-
-
-def _strip_definitions(sent: Any) -> Any:
-    return sent[1] if type(sent) is tuple else sent  # items follow the definitions that they need
-
-
-# -- Workers that are processes: two pipes each, one loop, one piece of shared memory -------------
 
 
 class WorkerHandle:
@@ -239,15 +52,18 @@ class WorkerHandle:
         self, setup: Setup, *, passed: Sequence[int], memory: SharedMemoryPool, heartbeats: int
     ) -> None:
         self.worker = setup.worker
+        # -- Its blocks of shared memory
         self.inflight: dict[int, Block] = {}  # of the chunks that it has been given, by their numbers
         self.held: dict[int, Block] = {}  # of finished chunks that keep inputs for the user's code
+        # -- Its life
         self.ready = False  # it has started
-        self.ended = False  # its pipe has come to its end
-        self.left = False  # it said goodbye before that
         self.retiring = False  # it was asked to end while others keep working
+        self.left = False  # it said goodbye before its pipe ended
+        self.ended = False  # its pipe has come to its end
+        self.is_garbled = False  # it has sent bytes that are no message
         self.returned: Any = None  # the value of its end
         self.failure: Failure | None = None  # why its start or end failed
-        self.is_garbled = False  # it has sent bytes that are no message
+        # -- The message of which a part has come, and how long it has to be at least
         self._partial = bytearray()
         self._wanted = 0
         self._passed = passed
@@ -319,19 +135,23 @@ class WorkerHandle:
                 return
             data = self._partial
             self._partial = bytearray()
-        at, end = 0, len(data)
+        at = 0  # where the next message begins
+        end = len(data)
         while at + head.size <= end:
             reply = _wire.Reply._make(head.unpack_from(data, at))
             if reply.magic != _wire.MAGIC or not 0 <= reply.blob_nbytes <= _wire.MOST_NBYTES:
                 raise _wire.GarbledError
-            after = at + head.size + (reply.blob_nbytes if reply.blob_at < 0 else 0)
+            after = at + head.size
+            if reply.blob_at < 0:  # the blob follows
+                after += reply.blob_nbytes
             if after > end:
                 break
             yield reply, memoryview(data)[at + head.size : after]
             at = after
         if at < end:
             self._partial += memoryview(data)[at:]
-            self._wanted = after - at if at + head.size <= end else head.size
+            has_header = at + head.size <= end
+            self._wanted = after - at if has_header else head.size
 
     def close(self) -> None:
         _start.close_descriptors(self._requests, self.replies, self._life)
@@ -376,8 +196,13 @@ class ProcessFleet(Fleet):
         for fd in self._wake:  # a full pipe must not block the writer, nor an empty one the reader
             os.set_blocking(fd, False)
         # Where there is no epoll, poll does; it counts in milliseconds.
-        self._poller: Any = select.epoll() if hasattr(select, "epoll") else select.poll()
-        self._second = 1 if hasattr(select, "epoll") else 1000
+        self._poller: Any
+        if hasattr(select, "epoll"):
+            self._poller = select.epoll()
+            self._second = 1
+        else:
+            self._poller = select.poll()
+            self._second = 1000
         self._poller.register(self._wake[0], select.POLLIN)
         self._handles: dict[int, WorkerHandle] = {}
         self._by_fd: dict[int, int] = {}
@@ -395,11 +220,10 @@ class ProcessFleet(Fleet):
 
     def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:
         others: list[Event] = []
-        missing = [worker for worker in range(self.size) if worker not in self._handles]
+        missing = self._missing()
         self.launch()
         try:
-            # A worker without a handle could not be started again; an event says why.
-            while any(worker not in self._handles or not self._handles[worker].ready for worker in missing):
+            while not all(self._has_started(worker) for worker in missing):
                 self.wait(None)
                 for event in self.poll():
                     if event.worker not in missing:
@@ -413,10 +237,16 @@ class ProcessFleet(Fleet):
             raise
         return others
 
+    def _missing(self) -> list[int]:
+        return [worker for worker in range(self.size) if worker not in self._handles]
+
+    def _has_started(self, worker: int) -> bool:
+        # A worker without a handle could not be started again; an event says why.
+        return worker in self._handles and self._handles[worker].ready
+
     def launch(self) -> None:
-        missing = [worker for worker in range(self.size) if worker not in self._handles]
         try:
-            for worker in missing:
+            for worker in self._missing():
                 self._launch(worker)
         except BaseException:
             self._kill_all()
@@ -462,13 +292,15 @@ class ProcessFleet(Fleet):
 
     def private_memory(self, worker: int) -> int | None:
         handle = self._handles.get(worker)
-        return None if handle is None else private_memory(handle.process.pid)
+        if handle is None:
+            return None
+        return private_memory(handle.process.pid)
 
     def kill(self, worker: int) -> None:
         self._handles[worker].process.kill()
 
     def close(self, *, timeout_s: float) -> None:
-        if self._memory.fd < 0 or self._owner != os.getpid():
+        if self._memory.fd < 0 or self._owner != os.getpid():  # closed before, or in a fork
             return
         failures: list[tuple[int, Failure]] = []
         self._closing = True
@@ -531,7 +363,9 @@ class ProcessFleet(Fleet):
 
     def started(self, worker: int) -> tuple[int, float] | None:
         seq, _, began_ns = self._heartbeats.current(worker)
-        return None if seq == IDLE or not began_ns else (seq, began_ns / 1e9)
+        if seq == IDLE or not began_ns:
+            return None
+        return seq, began_ns / 1e9
 
     def wake(self) -> None:
         try:
@@ -540,11 +374,14 @@ class ProcessFleet(Fleet):
             return
 
     def wait(self, timeout_s: float | None) -> None:
-        if self._starting and (due := min(self._starting.values())) < math.inf:
+        due = min(self._starting.values(), default=math.inf)
+        if due < math.inf:
             left_s = max(0.0, due - time.monotonic())
             timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        timeout_s = None if timeout_s is None else min(timeout_s, LONGEST_WAIT_S)
-        for fd, _ in self._poller.poll(None if timeout_s is None else timeout_s * self._second):
+        timeout = None  # in the poller's unit
+        if timeout_s is not None:
+            timeout = min(timeout_s, LONGEST_WAIT_S) * self._second
+        for fd, _ in self._poller.poll(timeout):
             # Not in poll(): another thread that polls would take the byte, and the waiting one would sleep on
             # (test_a_word_for_who_waits_is_not_lost_to_another_thread_that_polls).
             if fd == self._wake[0]:
@@ -552,7 +389,8 @@ class ProcessFleet(Fleet):
                     os.read(fd, 4096)
 
     def poll(self) -> list[Event]:
-        events, self._undelivered = self._undelivered, []
+        events = self._undelivered
+        self._undelivered = []
         if self._starting:
             self._end_late_starts()
         for fd, _ in self._poller.poll(0):
@@ -619,15 +457,11 @@ class ProcessFleet(Fleet):
         current = (seq, place) if seq in handle.inflight else None
         self._remove_handle(handle)
         self._heartbeats.clear(handle.worker)
-        failure = handle.failure
         how = GARBLED if handle.is_garbled else describe_exit(exitcode)
-        if (
-            failure is None
-            and self._closing
-            and not handle.left
-            # Where deaths are mended, an idle worker had nothing to lose but its own end.
-            and (seq == ENDING or not self._settings.max_restarts)
-        ):
+        failure = handle.failure
+        # Where workers are started again, an idle one had nothing to lose but its own end.
+        lost_its_end = seq == ENDING or not self._settings.max_restarts
+        if failure is None and self._closing and not handle.left and lost_its_end:
             failure = Failure(END, f"its process ended before it was done: {how}")
         return Died(
             handle.worker,

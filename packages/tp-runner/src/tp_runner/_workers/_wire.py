@@ -1,12 +1,10 @@
-"""Messages between a parent and its worker processes, and items and results in shared memory."""
+"""Messages between a parent and its worker processes: their format, and the codecs of both sides."""
 
 import collections
 import contextlib
 import copyreg
 import ctypes
-import dataclasses
 import io
-import mmap
 import os
 import pickle
 import select
@@ -16,378 +14,16 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from tp_core.errors import ConfigError
 from tp_core.ranks import dumps_by_value
 
-from tp_runner._options import Settings
+from tp_runner._workers._definitions import Definitions, SentDefinitions, find_definition, key_in_worker
 from tp_runner._workers._failure import RESULT, Failure
 from tp_runner._workers._fleet import Chunk, Timing
-from tp_runner._workers._pickling import (
-    LARGE,
-    USERS_ERRORS,
-    dump_program,
-    is_plain_memory,
-    large_buffers_into,
-    pack_results,
-)
-from tp_runner._workers._start import MOST_PASSED, collect_descriptors
-from tp_runner._workers._work import IDLE
-
-# -- Shared memory that the parent owns and every worker maps: reused, unnamed, one descriptor ----
-# A large program lies there too: a worker has private copies only of the pages that it writes to.
-
-
-SMALLEST = 64 << 10
-INITIAL = 64 << 20  # untouched pages of the file cost nothing
-
-
-@dataclass(slots=True, frozen=True)
-class Block:
-    """A range of the shared memory: ``nbytes`` from ``offset`` on."""
-
-    offset: int
-    nbytes: int
-
-
-class MappedMemory:
-    """A process's map of the file of a shared memory; it grows with the file."""
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self._fd = fd
-        self._nbytes = 0
-        self.grow(nbytes)
-
-    def grow(self, nbytes: int) -> None:
-        """Map at least ``nbytes``. Views of the old map stay valid: they keep it alive."""
-        if nbytes > self._nbytes:
-            self._map = mmap.mmap(self._fd, nbytes)
-            self.view = memoryview(self._map)
-            self._nbytes = nbytes
-
-    def release(self) -> None:
-        """Drop the map, which ends with the last view of it."""
-        self.view = memoryview(b"")
-        del self._map
-
-    def lease(self, offset: int, nbytes: int) -> Any:
-        """Return an object that owns this range; views made of it keep it alive."""
-        return (ctypes.c_char * nbytes).from_buffer(self._map, offset)
-
-
-class SharedMemoryPool(MappedMemory):
-    """The parent's side: a pool of blocks, in eight sizes between two powers of two.
-
-    Free blocks are in a stack for each size. So the pool hands out those first that were used last: their
-    pages are touched and warm. Memory that was never touched costs nothing.
-    """
-
-    def __init__(self) -> None:
-        self.fd = unnamed_file()
-        os.ftruncate(self.fd, INITIAL)
-        self.nbytes = INITIAL
-        self.leased = 0
-        self._end = 0
-        self._free: dict[int, list[Block]] = collections.defaultdict(list)
-        self._leases: dict[int, tuple[weakref.ref[Any], Block]] = {}
-        self._returned: collections.deque[int] = collections.deque()
-        super().__init__(self.fd, INITIAL)
-
-    def allocate(self, nbytes: int) -> Block:
-        """Return a block of at least ``nbytes``; the file grows when it must."""
-        self._collect()
-        size = wanted = _round_size(nbytes)
-        while size <= 2 * wanted:
-            if free := self._free.get(size):
-                return free.pop()
-            size = _round_size(size + 1)
-        block = Block(self._end, wanted)
-        self._end += wanted
-        if self._end > self.nbytes:
-            self.nbytes = max(2 * self.nbytes, 1 << (self._end - 1).bit_length())
-            os.ftruncate(self.fd, self.nbytes)
-            self.grow(self.nbytes)
-        return block
-
-    def free(self, block: Block) -> None:
-        """Take a block back."""
-        self._free[block.nbytes].append(block)
-
-    def lease_block(self, block: Block) -> memoryview:
-        """Return a view of a block, which is free again when the last view of it has died."""
-        lease = self.lease(block.offset, block.nbytes)
-        # The callback runs wherever the last view dies, in any thread or a collection. It takes no lock: it
-        # only notes the block, and the next allocation frees it.
-        key, returned = block.offset, self._returned
-        self._leases[key] = (weakref.ref(lease, lambda _: returned.append(key)), block)
-        self.leased += block.nbytes
-        return memoryview(lease).cast("B")
-
-    def _collect(self) -> None:
-        while self._returned:
-            _, block = self._leases.pop(self._returned.popleft())
-            self.leased -= block.nbytes
-            self.free(block)
-
-    def close(self) -> None:
-        """Close the file; memory goes back when the last view has died."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-            self.release()
-        self._free.clear()
-
-
-def _round_size(nbytes: int) -> int:
-    """Round up to a block's size: a multiple of an eighth of the power of two below it."""
-    step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
-    return -(-nbytes // step) * step
-
-
-def align(offset: int) -> int:
-    """Round up to where a buffer may begin: a cache line."""
-    return (offset + 63) & ~63
-
-
-def unnamed_file() -> int:
-    """Return a descriptor of memory without a name, which nobody need remove after a crash."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("tp-runner", os.MFD_CLOEXEC)
-    import tempfile  # where there is no memfd
-
-    fd, path = tempfile.mkstemp(prefix="tp-runner-")
-    os.unlink(path)  # noqa: PTH108 - it has no name from here on
-    return fd
-
-
-WORDS = 8  # a cache line: number of the chunk, place in it, start time; then cancelled runs
-FIRST_CANCELLED = 3
-_ROW = WORDS * 8
-
-
-class Heartbeat(NamedTuple):
-    """The state of a worker."""
-
-    seq: int  # the number of the chunk at work, ``IDLE`` or ``ENDING``
-    place: int  # the place of the item at work in that chunk
-    began_ns: int  # when the work on it began, by the monotonic clock; 0 between items
-
-
-class Heartbeats:
-    """One row of words for each worker, which the parent reads at any time.
-
-    It outlives a worker's death, and says which item killed it.
-    """
-
-    def __init__(self, n_workers: int) -> None:
-        self.fd = unnamed_file()
-        os.ftruncate(self.fd, n_workers * _ROW)
-        self._rows = [self.row(self.fd, worker) for worker in range(n_workers)]
-        self._n_cancelled = [0] * n_workers
-
-    @staticmethod
-    def row(fd: int, worker: int) -> MutableSequence[int]:
-        """Map the row of one worker."""
-        whole = memoryview(mmap.mmap(fd, (worker + 1) * _ROW)).cast("q")
-        return whole[worker * WORDS :]  # type: ignore[return-value]  # a memoryview of integers
-
-    def current(self, worker: int) -> Heartbeat:
-        """Return the state of a worker, dead or alive."""
-        return Heartbeat._make(self._rows[worker][:FIRST_CANCELLED])
-
-    def cancel(self, worker: int, run: int) -> None:
-        """Mark a run as cancelled for a worker.
-
-        There is room for more runs than a worker can have chunks of at a time.
-        """
-        row, at = self._rows[worker], FIRST_CANCELLED + self._n_cancelled[worker] % (WORDS - FIRST_CANCELLED)
-        if run not in row[FIRST_CANCELLED:WORDS]:
-            row[at] = run
-            self._n_cancelled[worker] += 1
-
-    def clear(self, worker: int) -> None:
-        """Mark a dead worker as idle, for the one in its place."""
-        self._rows[worker][0] = IDLE
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-            self._rows.clear()
-
-
-class PackedProgram(NamedTuple):
-    """A program, pickled for its workers."""
-
-    program: Any  # its pickle, or for a fork itself
-    buffers: list[memoryview]  # the large arrays and tensors in it, in order
-    descriptors: list[int]  # the files that workers must be started with
-    settings: Settings  # the runner's, with the modules that are imported once for all workers
-
-    def stored_in(self, memory: SharedMemoryPool) -> Any:
-        """Return the message to a worker: the program, or its place in shared memory, if it is large."""
-        if self.buffers or (isinstance(self.program, bytes) and len(self.program) > LARGE):
-            return _store_program(memory, self.program, self.buffers)
-        return self.program
-
-
-def pack_program(program: Any, devices: tuple[str, ...], settings: Settings) -> PackedProgram:
-    """Pickle a program, unless workers are forked and have it; find modules to import once."""
-    descriptors: list[int] = []
-    buffers: list[memoryview] = []
-    if settings.start_method == "fork":
-        return PackedProgram(program, buffers, descriptors, settings)
-    try:
-        with collect_descriptors(descriptors):
-            payload = dump_program(program, buffers)
-        if settings.start_method == "forkserver" and len(descriptors) > MOST_PASSED:
-            msg = (
-                f"the work refers to {len(descriptors)} pipes, queues or shared values of multiprocessing, "
-                f"and a fork server passes {MOST_PASSED} at most; start_method='spawn' passes any number"
-            )
-            raise ConfigError(msg)
-    except BaseException:
-        for fd in descriptors:
-            os.close(fd)
-        raise
-    found: tuple[str, ...] = ()
-    if settings.seed is not None:
-        found = ("numpy", "torch")
-    elif "torch" in sys.modules or b"torch" in payload or set(devices) != {"cpu"}:
-        found = ("torch",)
-    settings = dataclasses.replace(settings, preload=(*settings.preload, *found))
-    return PackedProgram(payload, buffers, descriptors, settings)
-
-
-class StoredProgram(NamedTuple):
-    """The place of a program in shared memory."""
-
-    offset: int  # its begin in shared memory
-    nbytes: int  # how long it is
-    # the begin and the length of the pickle, then of each of its buffers, from the offset on
-    places: tuple[tuple[int, int], ...]
-
-
-def _store_program(memory: SharedMemoryPool, payload: bytes, buffers: list[memoryview]) -> StoredProgram:
-    """Put a pickle and its buffers into shared memory, where they stay."""
-    places: list[tuple[int, int]] = []
-    end = 0
-    parts = [memoryview(payload), *(buffer.cast("B") for buffer in buffers)]
-    for part in parts:
-        places.append((end, part.nbytes))
-        end = align(end + places[-1][1])
-    block = memory.allocate(end)
-    for (at, nbytes), part in zip(places, parts, strict=True):
-        memory.view[block.offset + at : block.offset + at + nbytes] = part
-    return StoredProgram(block.offset, end, tuple(places))
-
-
-def load_program(fd: int, stored: StoredProgram) -> Any:
-    """Unpickle a program; its arrays and tensors are views of this process's own copy-on-write map."""
-    view = memoryview(mmap.mmap(fd, stored.nbytes, access=mmap.ACCESS_COPY, offset=stored.offset))
-    payload, *buffers = (view[at : at + nbytes] for at, nbytes in stored.places)
-    return pickle.loads(payload, buffers=buffers)
-
-
-# -- Classes and functions of the main module -------------------------------------------------
-#
-# __main__ is another module in a worker, so its definitions are sent once, by value, and then named by a key.
-# Each time they are pickled again and compared, and sent again when they have changed. A result of the
-# program's class goes back by the key of the class: so it is of that very class, whatever its name means by
-# then, and the worker's state of the class does not overwrite the program's
-# (test_results_are_of_the_class_that_their_items_were_of).
-
-_received: dict[str, Any] = {}  # in a worker: the definition of each key
-_keys: dict[Any, str] = {}  # there, too: the keys of classes that came from the parent
-
-
-class Definitions:
-    """The definitions that each worker of a runner has got."""
-
-    def __init__(self) -> None:
-        self._sent: dict[int, dict[str, bytes]] = {}
-        # Kept alive here: a worker may return instances of classes that the program has dropped.
-        self._classes = {key: kind for kind, key in _trackers()[0].items()}
-
-    def key_of(self, found: dict[str, Any]) -> Callable[[Any], str | None]:
-        """Return a function that gives keys to a pickler, and notes their definitions in ``found``."""
-        from cloudpickle import cloudpickle
-
-        def key_of(obj: Any) -> str | None:
-            if obj.__module__ != "__main__":
-                return None
-            current: Any = sys.modules["__main__"]
-            for name in obj.__qualname__.split("."):
-                current = getattr(current, name, None)
-            if current is not obj:
-                return None  # by value each time: another object has its name, or it has none
-            is_class = isinstance(obj, type)
-            # Private to cloudpickle: by its own key, cloudpickle gives a class back as the same object.
-            key: str = cloudpickle._get_or_create_tracker_id(obj) if is_class else obj.__qualname__
-            found[key] = obj
-            return key
-
-        return key_of
-
-    def unsent(self, worker: int, found: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return the definitions that a worker lacks for something that refers to ``found``."""
-        sent = self._sent.get(worker, {})
-        data = {key: dumps_by_value(obj, protocol=5) for key, obj in found.items()}
-        return {key: pickled for key, pickled in data.items() if sent.get(key) != pickled}
-
-    def note_sent(self, worker: int, unsent: Mapping[str, bytes], found: Mapping[str, Any]) -> None:
-        self._sent.setdefault(worker, {}).update(unsent)
-        self._classes.update({key: found[key] for key in unsent})
-
-    def forget(self, worker: int) -> None:
-        """Note that a worker has no definitions, or may have failed to unpickle some."""
-        self._sent.pop(worker, None)
-
-
-class SentDefinitions:
-    """Definitions that travel ahead of items; the worker learns them by unpickling this object."""
-
-    def __init__(self, unsent: Mapping[str, bytes]) -> None:
-        self._unsent = dict(unsent)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _define, (self._unsent,)
-
-
-def _define(unsent: Mapping[str, bytes]) -> None:
-    for key, data in unsent.items():
-        _received[key] = found = pickle.loads(data)
-        if isinstance(found, type):
-            _keys[found] = key
-
-
-def find_definition(key: str) -> Any:
-    """Return the definition of a key, in a worker or in the program."""
-    found = _received.get(key)
-    return _trackers()[1][key] if found is None else found
-
-
-def remember_program() -> None:
-    """Note, in a worker, which classes came with the program."""
-    _keys.update(_trackers()[0])
-
-
-def key_in_worker(obj: Any) -> str | None:
-    """Return the key of a class that came from the parent."""
-    return _keys.get(obj)
-
-
-def _trackers() -> tuple[Any, Any]:
-    """Return cloudpickle's tables: keys by class, and classes by key."""
-    module: Any = sys.modules.get("cloudpickle.cloudpickle")
-    if module is None:  # nothing was pickled by value
-        return {}, {}
-    # Private to cloudpickle: test_results_are_of_the_class_that_their_items_were_of notices their loss.
-    return module._DYNAMIC_CLASS_TRACKER_BY_CLASS, module._DYNAMIC_CLASS_TRACKER_BY_ID
-
+from tp_runner._workers._pickling import USERS_ERRORS, is_plain_memory, large_buffers_into, pack_results
+from tp_runner._workers._shared_memory import Block, MappedMemory, SharedMemoryPool, align
 
 # -- Messages ---------------------------------------------------------------------------------
 #
@@ -423,7 +59,7 @@ class Request(NamedTuple):
 
 class Reply(NamedTuple):
     kind: int  # ``READY``, ``DONE``, ``RELEASE``, ``LOG``, ``FAILED`` or ``BYE``
-    flags: int = 0  # bits of the codec: ``FAILED``, ``HELD``, ``THROUGH_PIPE``
+    flags: int = 0  # bits of the codec: ``HAS_FAILURES``, ``HELD``, ``THROUGH_PIPE``
     n_items: int = 0  # how many items the chunk has
     n_buffers: int = 0  # how many large buffers their results refer to
     magic: int = MAGIC
@@ -468,7 +104,8 @@ def encode_table(places: Iterable[tuple[int, int]]) -> bytes:
 def split_blob(blob: Any, n_buffers: int) -> tuple[list[tuple[int, int]], memoryview]:
     """Take a blob apart into what :func:`encode_table` made for ``n_buffers`` buffers, and the pickle."""
     flat = struct.unpack_from(f"<{2 * n_buffers}Q", blob)
-    return list(zip(flat[::2], flat[1::2], strict=True)), memoryview(blob)[table_nbytes(n_buffers) :]
+    table = list(zip(flat[::2], flat[1::2], strict=True))
+    return table, memoryview(blob)[table_nbytes(n_buffers) :]
 
 
 def read_exactly(fd: int, nbytes: int) -> bytes | bytearray | None:
@@ -504,9 +141,8 @@ def pack(obj: Any, key_of: Callable[[Any], str | None] | None = None) -> tuple[b
     stream = io.BytesIO()
     if not _Pickler.knows_torch and "torch" in sys.modules:
         _register_tensor_reducer()
-    pickler = (_Pickler if key_of is None else _KeyPickler)(
-        stream, 5, buffer_callback=large_buffers_into(buffers, OUT_OF_BAND)
-    )
+    kind = _Pickler if key_of is None else _KeyPickler
+    pickler = kind(stream, 5, buffer_callback=large_buffers_into(buffers, OUT_OF_BAND))
     pickler.key_of = key_of
     pickler.dump(obj)
     return stream.getvalue(), buffers
@@ -515,7 +151,8 @@ def pack(obj: Any, key_of: Callable[[Any], str | None] | None = None) -> tuple[b
 def pack_by_value(obj: Any) -> tuple[bytes, list[memoryview]]:
     """Pickle ``obj`` with cloudpickle: classes and functions of ``__main__`` go by value."""
     buffers: list[memoryview] = []
-    return dumps_by_value(obj, protocol=5, buffer_callback=large_buffers_into(buffers, OUT_OF_BAND)), buffers
+    payload = dumps_by_value(obj, protocol=5, buffer_callback=large_buffers_into(buffers, OUT_OF_BAND))
+    return payload, buffers
 
 
 class _Pickler(pickle.Pickler):
@@ -565,13 +202,15 @@ def _rebuild_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...] | None) -> A
     import torch
 
     tensor = torch.frombuffer(buffer, dtype=dtype)
-    return tensor if shape is None else tensor.view(shape)
+    if shape is None:
+        return tensor
+    return tensor.view(shape)
 
 
 # -- Items and results --------------------------------------------------------------------------
 
 # Flags: some results are failures; the inputs are still in use; large buffers are in the blob too.
-FAILED, HELD, THROUGH_PIPE = 1, 2, 4
+HAS_FAILURES, HELD, THROUGH_PIPE = 1, 2, 4
 
 SPARE = 64 << 10
 """Spare bytes for results beyond their expected size."""
@@ -580,8 +219,10 @@ SPARE = 64 << 10
 def _blob_sizes(payload: bytes, buffers: list[memoryview]) -> tuple[int, int]:
     """Return the length of the blob, and how many bytes of shared memory blob and buffers take."""
     length = table_nbytes(len(buffers)) + len(payload)
-    room = sum(align(buffer.nbytes) for buffer in buffers)
-    return length, room + (align(length) if length > INLINE else 0)
+    shared_nbytes = sum(align(buffer.nbytes) for buffer in buffers)
+    if length > INLINE:
+        shared_nbytes += align(length)
+    return length, shared_nbytes
 
 
 def _write_blob(
@@ -611,15 +252,19 @@ class ReplyWriter:
     def __init__(self, fd: int, memory: MappedMemory) -> None:
         self._fd = fd
         self._memory = memory
+        # -- Messages on their way into the pipe
         # Threads of the work may log while results are written, and messages must not mix in the pipe.
         # Reentrant: a finalizer or a signal handler of the writing thread may log, in the middle of a long
         # message; its record goes after that one (test_a_record_in_the_midst_of_a_result_follows_it).
         self._lock = threading.RLock()
         self._unsent: collections.deque[bytes] = collections.deque()
-        self._is_writing = self._is_cut = False
+        self._is_writing = False
+        self._is_cut = False  # within a message: nothing can follow it
+        # -- Inputs that the user's code keeps, by chunks, and those that it has let go
         self._kept: dict[int, weakref.ref[Any]] = {}
         self._released: collections.deque[int] = collections.deque()
-        self._sent_s = 0.0
+        # -- Results
+        self._sent_s = 0.0  # how long sending the last ones took
         self._key_of: Any = None  # set once results are of classes from the parent
 
     def message(self, kind: int, blob: Any = b"", *, seq: int = 0) -> None:
@@ -634,7 +279,8 @@ class ReplyWriter:
             self._is_writing = True
             try:
                 while self._unsent:
-                    write_all(self._fd, message := self._unsent.popleft())
+                    message = self._unsent.popleft()
+                    write_all(self._fd, message)
             except BaseException:
                 # A signal handler has raised. What follows a part of a message would pass for its rest; up to
                 # PIPE_BUF bytes are written in one piece.
@@ -658,11 +304,9 @@ class ReplyWriter:
         *,
         failed: bool,
     ) -> None:
+        """Send the results of a chunk; ``failed`` says whether some of them are failures."""
         started = time.monotonic()
-        while self._released:
-            seq = self._released.popleft()
-            self._kept.pop(seq, None)
-            self.message(RELEASE, seq=seq)
+        self._report_released()
         try:
             payload, buffers = self._pack(results)
         except USERS_ERRORS:  # find the results that cannot be pickled
@@ -674,21 +318,24 @@ class ReplyWriter:
         # Views that still exist, also in the results' buffers, keep the lease alive, and the inputs stay
         # (test_inputs_that_the_worker_keeps_stay_as_they_were).
         taken = request.inputs_nbytes if held is not None else 0
-        length, room = _blob_sizes(payload, buffers)
-        fits = taken + room <= request.block_nbytes
-        if fits:
+        flags = HAS_FAILURES if failed else 0
+        length, shared_nbytes = _blob_sizes(payload, buffers)
+        if taken + shared_nbytes <= request.block_nbytes:
             blob, at = _write_blob(self._memory.view, request.block_at + taken, payload, buffers)
         else:  # through the pipe, one buffer after the other
+            flags |= THROUGH_PIPE
             table = encode_table((0, buffer.nbytes) for buffer in buffers)
-            blob, at = [table, *map(bytes, buffers), payload], -1
+            blob = [table, *map(bytes, buffers), payload]
+            at = -1
             length += sum(buffer.nbytes for buffer in buffers)
         n_buffers = len(buffers)
+        # The buffers may be views of the inputs, and would keep them in use.
         del payload
         buffers.clear()
-        flags = (FAILED if failed else 0) | (0 if fits else THROUGH_PIPE)
         if held is not None:
             flags |= HELD
-            seq, released = request.seq, self._released
+            seq = request.seq
+            released = self._released
             # The callback runs in any thread, or in a collection: it only notes the chunk for the next reply.
             self._kept[seq] = weakref.ref(held, lambda _: released.append(seq))
             del held
@@ -708,6 +355,13 @@ class ReplyWriter:
         )
         self._send(b"".join((REPLY.pack(*reply), *blob)))
         self._sent_s = time.monotonic() - started
+
+    def _report_released(self) -> None:
+        """Tell the parent of which chunks the inputs are no longer in use."""
+        while self._released:
+            seq = self._released.popleft()
+            self._kept.pop(seq, None)
+            self.message(RELEASE, seq=seq)
 
     def _pack(self, results: list[Any]) -> tuple[bytes, list[memoryview]]:
         if self._key_of is None:
@@ -742,10 +396,11 @@ class Codec:
             Their block, and the message to the worker.
         """
         payload, buffers = self._pack(worker, chunk.items)
-        length, inputs = _blob_sizes(payload, buffers)
-        # Untouched memory costs nothing, so the first guess is generous.
-        expected = self._result_bytes * len(chunk.items) * 1.25 if self._result_bytes else 2.0 * inputs
-        block = self._memory.allocate(inputs + align(int(expected)) + SPARE)
+        length, inputs_nbytes = _blob_sizes(payload, buffers)
+        results_nbytes = 2.0 * inputs_nbytes  # untouched memory costs nothing: the first guess is generous
+        if self._result_bytes:
+            results_nbytes = self._result_bytes * len(chunk.items) * 1.25
+        block = self._memory.allocate(inputs_nbytes + align(int(results_nbytes)) + SPARE)
         blob, at = _write_blob(self._memory.view, block.offset, payload, buffers)
         request = Request(
             WORK,
@@ -758,11 +413,13 @@ class Codec:
             blob_at=at,
             block_at=block.offset,
             block_nbytes=block.nbytes,
-            inputs_nbytes=inputs,
+            inputs_nbytes=inputs_nbytes,
             shared_nbytes=self._memory.nbytes,
             run=chunk.run,
         )
-        chunk.nbytes = inputs if at >= 0 else inputs + length
+        chunk.nbytes = inputs_nbytes
+        if at < 0:  # the blob is no part of them
+            chunk.nbytes += length
         return block, b"".join((REQUEST.pack(*request), *blob))
 
     def _pack(self, worker: int, items: list[Any]) -> tuple[bytes, list[memoryview]]:
@@ -771,16 +428,18 @@ class Codec:
                 payload, buffers = pack(items)
                 if self._same_main or b"__main__" not in payload:
                     return payload, buffers
-            found: dict[str, Any] = {}
-            payload, buffers = pack(items, self._definitions.key_of(found))
-            self._tracks_definitions = bool(found)  # later items are like these, as a rule
+            referred: dict[str, Any] = {}
+            key_of = self._definitions.key_of(referred)
+            payload, buffers = pack(items, key_of)
+            self._tracks_definitions = bool(referred)  # later items are like these, as a rule
             if b"__main__" in payload:
                 return pack_by_value(items)  # something else of __main__ than classes and functions
-            if unsent := self._definitions.unsent(worker, found):
-                payload, buffers = pack((SentDefinitions(unsent), items), self._definitions.key_of(found))
+            unsent = self._definitions.unsent(worker, referred)
+            if unsent:
+                payload, buffers = pack((SentDefinitions(unsent), items), key_of)
         except Exception:  # noqa: BLE001 - cloudpickle may still be able to, or says why not
             return pack_by_value(items)
-        self._definitions.note_sent(worker, unsent, found)
+        self._definitions.note_sent(worker, unsent, referred)
         return payload, buffers
 
     def decode(self, block: Block, reply: Reply, blob: Any) -> tuple[list[Any], bool, int, bool]:
@@ -790,7 +449,9 @@ class Codec:
             The results, whether some are failures, how many bytes they took, and whether they are
             views of the block. Such a block is free again when the last view has died.
         """
-        failed, leased, nbytes = bool(reply.flags & FAILED), False, reply.blob_nbytes
+        failed = bool(reply.flags & HAS_FAILURES)
+        leased = False
+        nbytes = reply.blob_nbytes
         buffers: list[Any] = []
         try:
             if reply.blob_at >= 0:
@@ -807,7 +468,8 @@ class Codec:
                     buffers = self._buffers(block, table, leased=leased)
             results = pickle.loads(blob, buffers=buffers)
         except USERS_ERRORS as error:
-            results, failed = [Failure.of(error, RESULT)] * reply.n_items, True
+            results = [Failure.of(error, RESULT)] * reply.n_items
+            failed = True
         self._result_bytes = max(nbytes / reply.n_items, 0.9 * self._result_bytes)
         return results, failed, nbytes, leased
 
@@ -815,5 +477,6 @@ class Codec:
         if not leased:
             memory = self._memory.view
             return [bytearray(memory[at : at + size]) for at, size in table]
-        memory, base = self._memory.lease_block(block), block.offset
+        memory = self._memory.lease_block(block)
+        base = block.offset
         return [memory[at - base : at - base + size] for at, size in table]

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,7 +326,8 @@ def _stage_work(stage: Stage, device: str) -> Callable[[Any], list[Any]]:
     """Return a function that makes the list of results of an item, or of a batch of items."""
     function: Callable[[Any], Any] = stage.function
     if stage.init is not None:
-        state, with_state = stage.init(device), stage.function
+        state = stage.init(device)
+        with_state = stage.function
         function = lambda item: with_state(state, item)  # noqa: E731 - it is the same as the one above
     batching = stage.batching
 
@@ -336,12 +337,17 @@ def _stage_work(stage: Stage, device: str) -> Callable[[Any], list[Any]]:
         if stage.kind == FLAT_MAP:
             return list(function(item))
         if stage.kind == FILTER:
-            return [item] if function(item) else []
+            if function(item):
+                return [item]
+            return []
         return [function(item)]
 
     def work_on_batch(items: list[Any]) -> list[Any]:
         good = [item for item in items if not isinstance(item, ItemError)]
-        results = iter(separate(function(batching.join(good)), len(good)) if batching and good else ())
+        results: Iterator[Any] = iter(())
+        if batching and good:
+            results = iter(separate(function(batching.join(good)), len(good)))
+        # Items that failed before pass, in their places.
         return [item if isinstance(item, ItemError) else next(results) for item in items]
 
     return work if batching is None else work_on_batch

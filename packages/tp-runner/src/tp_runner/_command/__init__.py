@@ -1,0 +1,1 @@
+"""The command ``tp run``: a batch of items through a runner, from files to a file, with resume."""
