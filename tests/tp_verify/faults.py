@@ -1,7 +1,7 @@
 """Plant faults in parallel training, and see whether each is found: ``python -m tests.tp_verify.faults``.
 
 With a word, it tries the cases that have it; without one, it writes the figures that the documents quote.
-Beside them are ways that are right, in float32 and bfloat16, for which nothing may be said.
+Beside them are correct strategies, in float32 and bfloat16, for which nothing may be said.
 """
 
 import re
@@ -22,17 +22,17 @@ from tests.tp_verify import models as m
 
 @dataclass(frozen=True)
 class Case:
-    """A fault, or a way that is right.
+    """A fault, or a correct strategy.
 
     Attributes:
         name: What is wrong, or what is right.
-        way: The way.
+        strategy: The strategy.
         kind: Where the fault is.
-        where: A pattern of what and where the report has to say; empty for ways that are right.
+        where: A pattern of what and where the report has to say; empty for correct strategies.
     """
 
     name: str
-    way: Strategy
+    strategy: Strategy
     kind: str = ""
     where: str = ""
     build: Any = m.build
@@ -43,7 +43,13 @@ class Case:
     def run(self, ranks, dtype=torch.float64):
         options = {"optimizer": m.adamw, **self.options}
         return verify(
-            self.build, self.batches, parallel=self.way, step=self.step, ranks=ranks, dtype=dtype, **options
+            self.build,
+            self.batches,
+            parallel=self.strategy,
+            step=self.step,
+            ranks=ranks,
+            dtype=dtype,
+            **options,
         )
 
     def is_right(self, report):
@@ -321,10 +327,10 @@ HEADS |= {"blocks.*.attention.o": RowwiseParallel()}
 NORMS = {"norm": SequenceParallel(use_local_output=True)}
 
 
-def right_ways():
-    """Return ways that are right: each with two batches, then accumulated, clipped and tied."""
+def correct_cases():
+    """Return correct strategies: each with two batches, then accumulated, clipped and tied."""
     found = []
-    for name, way in {
+    for name, strategy in {
         "ddp": strategies.DDP(),
         "ddp, buffers of their own": strategies.DDP(broadcast_buffers=False),
         "ddp, as views": strategies.DDP(gradient_as_bucket_view=True, static_graph=False),
@@ -340,7 +346,7 @@ def right_ways():
             ", clipped": CLIP,
             ", both, SGD": {**TWICE, **CLIP, "optimizer": m.sgd},
         }.items():
-            found.append(Case(name + more, way, options=options))
+            found.append(Case(name + more, strategy, options=options))
     found += [
         Case("ddp, tied", strategies.DDP(), build=m.build_tied),
         Case("fully_shard, tied", strategies.FullyShard(), build=m.build_tied, options=CLIP),
@@ -369,7 +375,7 @@ def main(only=""):
     with Results("verify", is_part=True) as results, RankPool(2, timeout_s=120) as ranks:
         for kind, cases, types in (
             ("fault", FAULTS, [torch.float64]),
-            ("right", right_ways(), [torch.float32, torch.bfloat16]),
+            ("right", correct_cases(), [torch.float32, torch.bfloat16]),
         ):
             good = 0
             for case in cases:

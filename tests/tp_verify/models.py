@@ -1,4 +1,4 @@
-"""A small decoder, its step and its batches, and parallel ways written by hand, with places for faults."""
+"""A small decoder, its step and its batches, and strategies written by hand, with places for faults."""
 
 import torch
 import torch.distributed as dist

@@ -144,17 +144,17 @@ def main(*stacks):
     with RankPool(2, setup=quiet, timeout_s=300) as ranks, Results("verify", is_part=True) as results:
         results.add("others, models", len(MODELS), "models")
         for stack in stacks or STACKS:
-            way, models = STACKS[stack]
-            tally = Counter(one(stack, way, name, batches, ranks) for name in models)
+            strategy, models = STACKS[stack]
+            tally = Counter(one(stack, strategy, name, batches, ranks) for name in models)
             for kind in ("equal", "part", "raise"):
                 results.add(f"others, {stack}, {kind}", tally[kind], "models")
 
 
-def one(stack, way, name, batches, ranks):
+def one(stack, strategy, name, batches, ranks):
     """Print what becomes of a model, and return its kind."""
     options = {"optimizer": faults.m.sgd, "max_norm": 0.5, "dtype": torch.float32, "generate": greedy}
     try:
-        report = verify(Builder(name), batches, parallel=way, step=step, ranks=ranks, **options)
+        report = verify(Builder(name), batches, parallel=strategy, step=step, ranks=ranks, **options)
         kind, said = ("equal", "; ".join(report.not_covered)) if report else ("part", report.finding)
     except Exception as error:  # noqa: BLE001 - it is in the table
         lines = str(error).strip().splitlines()

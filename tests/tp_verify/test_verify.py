@@ -1,4 +1,4 @@
-"""A parallel way is proven, or the first place where it parts is named; what cannot be tried is refused."""
+"""A strategy is proven, or the first place where it differs is named; what cannot be tried is refused."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_a_planted_fault_is_named_at_its_module(name, ranks):
     ],
 )
 def test_a_way_that_is_right_is_proven_in_lower_precision(name, ranks):
-    report = check(case(name, faults.right_ways()), ranks, torch.bfloat16)
+    report = check(case(name, faults.correct_cases()), ranks, torch.bfloat16)
     assert ("2 micro-batches for each step" in report.proven) == ("both" in name)
 
 
@@ -73,7 +73,7 @@ def test_every_planted_fault_is_named(planted, ranks):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("right", faults.right_ways(), ids=lambda c: c.name)
+@pytest.mark.parametrize("right", faults.correct_cases(), ids=lambda c: c.name)
 def test_no_way_that_is_right_is_accused(right, dtype, ranks):
     check(right, ranks, dtype)
 
@@ -103,8 +103,8 @@ def square(model, batch):
 
 
 def test_what_no_batch_reached_is_listed(ranks):
-    way = strategies.DDP(find_unused_parameters=True)
-    report = verify(Branches, [torch.ones(4, 3)], parallel=way, step=square, ranks=ranks)
+    strategy = strategies.DDP(find_unused_parameters=True)
+    report = verify(Branches, [torch.ones(4, 3)], parallel=strategy, step=square, ranks=ranks)
     assert report.ok
     assert "modules that no batch reached: unused" in report.not_covered
     assert "parameters that got no gradient: unused.weight, unused.bias" in report.not_covered
@@ -319,7 +319,7 @@ class MoreDropoutInAnOwnLoop(MoreDropout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "more", "said"),
+    ("strategy", "more", "said"),
     [
         (strategies.DDP(), {"generate": with_ranks}, r"what is generated: rank 1 has \d+ at \(0, 0\)"),
         (LosesStates(), {"reload_on": 2}, r"the loaded optimizer's state of .*: no rank has it"),
@@ -329,9 +329,9 @@ class MoreDropoutInAnOwnLoop(MoreDropout):
     ],
     ids=["tokens", "checkpoint", "masks", "dropout", "dropout in an own loop"],
 )
-def test_a_fault_after_the_training_is_named(way, more, said, ranks):
+def test_a_fault_after_the_training_is_named(strategy, more, said, ranks):
     more = {key: ranks if key == "reload_on" else value for key, value in more.items()}
-    report = verify(m.build, m.EVEN[:1], parallel=way, step=m.step, ranks=ranks, **more)
+    report = verify(m.build, m.EVEN[:1], parallel=strategy, step=m.step, ranks=ranks, **more)
     assert re.search(said, str(report.finding)), str(report)
 
 
@@ -360,7 +360,7 @@ ROWS = [torch.randn(4, 3, generator=torch.Generator().manual_seed(0))]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("build", "batches", "step", "way", "said"),
+    ("build", "batches", "step", "strategy", "said"),
     [
         (m.build, m.EVEN, m.step, doubled, r"rank 1: the output of blocks\.0\.mlp\.down differs by 1 of"),
         pytest.param(
@@ -382,9 +382,11 @@ ROWS = [torch.randn(4, 3, generator=torch.Generator().manual_seed(0))]
     ],
     ids=["ddp", "fully_shard", "pipelining"],
 )
-def test_the_smallest_reproduction_is_a_script_of_torch(build, batches, step, way, said, ranks, tmp_path):
+def test_the_smallest_reproduction_is_a_script_of_torch(
+    build, batches, step, strategy, said, ranks, tmp_path
+):
     file = tmp_path / "smallest.py"
-    report = verify(build, batches, parallel=way, step=step, ranks=ranks, reproduce=file)
+    report = verify(build, batches, parallel=strategy, step=step, ranks=ranks, reproduce=file)
     assert report.reproduction == f"torchrun --nproc-per-node 2 {file}"
     assert report.reproduction in report.to_html()
     text = file.read_text()
@@ -399,13 +401,13 @@ def test_the_smallest_reproduction_is_a_script_of_torch(build, batches, step, wa
 
 
 def test_a_script_that_cannot_name_what_it_needs_is_refused_before_anything_runs():
-    for way, said in (
+    for strategy, said in (
         (Dies(), "Dies has no lines for a script"),
         (MoreDropout(), r"MoreDropout has a parallelize\(\) that its lines\(\) lack: override lines\(\)"),
         (lambda model: model, "at the top of a file"),
     ):
         with pytest.raises(ConfigError, match=said):
-            verify(m.build, m.EVEN, parallel=way, step=m.step, reproduce="smallest.py")
+            verify(m.build, m.EVEN, parallel=strategy, step=m.step, reproduce="smallest.py")
 
 
 class Dies(Strategy):

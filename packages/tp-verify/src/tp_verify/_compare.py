@@ -1,7 +1,7 @@
 """The comparison of the ranks' records with the reference's: the first place where they part."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,67 +51,58 @@ class RunComparison:
 
     def first(self) -> Finding | None:
         """Return the first place where the ranks part from one device."""
-        finding = self.tensors(
+        return next((finding for finding in self._findings() if finding is not None), None)
+
+    def _findings(self) -> Iterator[Finding | None]:
+        """Compare in the order of the run, and yield a finding or ``None`` for each kind of number.
+
+        It is read up to the first finding: all that follows would differ because of it.
+        """
+        yield self.tensors(
             "the weights before the first step",
             0,
             dict(self.exact.initial),
             self.near.initial,
             [r.initial for r in self.ranks],
         )
-        if finding:
-            return finding
         for number in range(len(self.exact.steps)):
-            finding = self._step(number)
-            if finding:
-                return finding
+            yield from self._step_findings(number)
         for number, exact in self.exact.evaluations.items():
             records = [r.evaluations[number] for r in self.ranks if r.evaluations]
             if not records:
                 self.unknown["evaluation"] = "this strategy has none"
-                return None
+                return
             near = self.near.evaluations[number]
             step = number + 1 if number else 0
-            finding = self._forward("evaluation", step, exact, near, records) or self._loss(
-                "the loss of the evaluation", step, exact, near, records
-            )
-            if finding:
-                return finding
-        return None
+            yield self._forward("evaluation", step, exact, near, records)
+            yield self._loss("the loss of the evaluation", step, exact, near, records)
 
-    def _step(self, number: int) -> Finding | None:
-        exact, near = self.exact.steps[number], self.near.steps[number]
+    def _step_findings(self, number: int) -> Iterator[Finding | None]:
+        exact = self.exact.steps[number]
+        near = self.near.steps[number]
         records = [r.steps[number] for r in self.ranks]
         step = number + 1
-        finding = self._forward("forward", step, exact, near, records) or self._loss(
-            "the loss", step, exact, near, records
-        )
-        if finding:
-            return finding
-        finding = self._gradients(step, exact, near, records)
-        if finding:
-            return finding
+        yield self._forward("forward", step, exact, near, records)
+        yield self._loss("the loss", step, exact, near, records)
+        yield self._gradients(step, exact, near, records)
         if exact.norm is not None and near.norm is not None:
-            limit = self.bound.limit(torch.tensor(exact.norm), torch.tensor(near.norm), exact.norm)
-            for rank, one in enumerate(records):
-                if one.norm is None or not abs(one.norm - exact.norm) <= limit:
-                    return Finding(
-                        "the norm that gradients are clipped by",
-                        "",
-                        step,
-                        f"rank {rank} has {one.norm!s:.8}, one device {exact.norm:.6g}",
-                    )
-            self.count("norms")
-            finding = self.tensors(
-                "the clipped gradient", step, exact.clipped, near.clipped, [r.clipped for r in records]
-            )
-            if finding:
-                return finding
-        finding = self._updates(step, number, records)
-        if finding:
-            return finding
-        return self.tensors(
-            "the optimizer's state", step, exact.states, near.states, [r.states for r in records]
-        ) or self.tensors("the buffer", step, exact.buffers, near.buffers, [r.buffers for r in records])
+            yield self._norm(step, exact.norm, near.norm, records)
+            clipped = [r.clipped for r in records]
+            yield self.tensors("the clipped gradient", step, exact.clipped, near.clipped, clipped)
+        yield self._updates(step, number, records)
+        states = [r.states for r in records]
+        yield self.tensors("the optimizer's state", step, exact.states, near.states, states)
+        buffers = [r.buffers for r in records]
+        yield self.tensors("the buffer", step, exact.buffers, near.buffers, buffers)
+
+    def _norm(self, step: int, exact: float, near: float, records: Sequence[StepRecord]) -> Finding | None:
+        limit = self.bound.limit(torch.tensor(exact), torch.tensor(near), exact)
+        for rank, record in enumerate(records):
+            if record.norm is None or not abs(record.norm - exact) <= limit:
+                difference = f"rank {rank} has {record.norm!s:.8}, one device {exact:.6g}"
+                return Finding("the norm that gradients are clipped by", "", step, difference)
+        self.count("norms")
+        return None
 
     # -- activations --------------------------------------------------------------------------------
 
@@ -130,9 +121,8 @@ class RunComparison:
             if match.kind == "parts":
                 around = self._right_around(step, exact, near, records, place)
                 if around:
-                    self.unknown.setdefault(
-                        place.module, f"its outputs differ, and not what {around} makes of them"
-                    )
+                    reason = f"its outputs differ, and not what {around} makes of them"
+                    self.unknown.setdefault(place.module, reason)
                     continue
             matches.append((place, match))
             if match.kind == "parts":
@@ -149,12 +139,12 @@ class RunComparison:
         records: Sequence[StepRecord],
         place: TensorPlace,
     ) -> Match:
-        shares, whole = self._shares(step), exact.forward[place].tensor
-        rows = [_rows(whole, shares, rank) for rank in range(len(records))]
-        locals_ = [
-            merged(r.forward, self._calls(exact.forward, r.forward, place), n)
-            for r, n in zip(records, rows, strict=True)
-        ]
+        shares = self._shares(step)
+        whole = exact.forward[place].tensor
+        locals_ = []
+        for rank, record in enumerate(records):
+            calls = self._calls(exact.forward, record.forward, place)
+            locals_.append(merged(record.forward, calls, _rows(whole, shares, rank)))
         return self._relate(whole, near.forward.get(place), locals_, shares)
 
     def _right_around(
@@ -212,50 +202,42 @@ class RunComparison:
         else:
             mean = sum(loss / len(known) for loss in losses)
         self.count("losses")
-        if losses and (
-            abs(mean - exact.loss) <= limit or all(abs(loss - exact.loss) <= limit for loss in losses)
-        ):
+        # A rank has the loss of its share, or each rank that of the whole batch.
+        errors = [abs(loss - exact.loss) for loss in losses]
+        if losses and (abs(mean - exact.loss) <= limit or all(error <= limit for error in errors)):
             return None
-        said = ", ".join(f"{loss:.6g}" for loss in losses)
-        return Finding(
-            what, "", step, f"ranks have {said}, {mean:.6g} in the mean; one device {exact.loss:.6g}"
-        )
+        listed = ", ".join(f"{loss:.6g}" for loss in losses)
+        difference = f"ranks have {listed}, {mean:.6g} in the mean; one device {exact.loss:.6g}"
+        return Finding(what, "", step, difference)
 
     # -- gradients ----------------------------------------------------------------------------------
 
     def _gradients(
         self, step: int, exact: StepRecord, near: StepRecord, records: Sequence[StepRecord]
     ) -> Finding | None:
-        mine = [r.gradients for r in records]
-        wrong = self._wrong(exact.gradients, near.gradients, mine)
+        wrong = self._wrong(exact.gradients, near.gradients, [r.gradients for r in records])
         self.count("gradients", len(exact.gradients))
         if not wrong:
             return None
-        ratios = {name: ratio for name, (_, ratio) in wrong.items()}
-        scale = max((norm_of(g) for g in exact.gradients.values() if g is not None), default=0.0)
-        # One that is all but zero is right by any factor.
-        weighty = {n for n, g in exact.gradients.items() if g is not None and norm_of(g) > 1e-6 * scale}
-        if len(wrong) > 1 and weighty <= wrong.keys():
-            first = next(iter(ratios.values()))
-            if first and all(r and abs(r - first) < 1e-3 * abs(first) for r in ratios.values()):
-                return Finding(
-                    "the gradient",
-                    "",
-                    step,
-                    f"every one is {first:.6g} times one device's: the loss is scaled otherwise",
-                )
-        place = self._first_backward(step, exact, near, records)
+        factor = _common_factor(exact.gradients, wrong)
+        if factor:
+            difference = f"every one is {factor:.6g} times one device's: the loss is scaled otherwise"
+            return Finding("the gradient", "", step, difference)
+        # Backward meets the last module first: what is wrong there explains the rest.
         order = [p.module for p in exact.forward]
         last = max(wrong, key=lambda name: _position(order, name))
-        said = wrong[last][0]
-        if place is not None and _position(order, place[0].module) >= _position(order, last):
-            where, match = place
-            also = f"; so do the gradients of {len(wrong)} parameters, {last} among them"
-            if len(wrong) == 1:
-                also = f"; so does the gradient of {last}"
-            return Finding("the gradient of the input", where.module, step, f"{_said(match)}{also}")
+        first_input = self._first_backward(step, exact, near, records)
+        if first_input is not None:
+            place, match = first_input
+            if _position(order, place.module) >= _position(order, last):
+                also = f"; so do the gradients of {len(wrong)} parameters, {last} among them"
+                if len(wrong) == 1:
+                    also = f"; so does the gradient of {last}"
+                difference = f"{_match_in_words(match)}{also}"
+                return Finding("the gradient of the input", place.module, step, difference)
         module, _, parameter = last.rpartition(".")
-        return Finding("the gradient", module, step, said, tensor=parameter)
+        difference, _ = wrong[last]
+        return Finding("the gradient", module, step, difference, tensor=parameter)
 
     def _wrong(
         self,
@@ -278,10 +260,10 @@ class RunComparison:
             if not grads:
                 self.unknown.setdefault(name, "no rank has it")
                 continue
-            said = self._difference(whole, near.get(name), grads, scale)
-            if said:
+            difference = self._difference(whole, near.get(name), grads, scale)
+            if difference:
                 ratio = _ratio(next(iter(grads.values())).double(), whole)
-                wrong[name] = (said, ratio)
+                wrong[name] = (difference, ratio)
         return wrong
 
     def _difference(
@@ -298,20 +280,20 @@ class RunComparison:
         scales = None
         matches: list[tuple[TensorPlace, str, Match]] = []
         for (place, side), whole in exact.backward.items():
-            keys = [[(p, side) for p in self._calls(exact.forward, r.forward, place)] for r in records]
-            rows = [_rows(whole.tensor, shares, rank) for rank in range(len(records))]
-            locals_ = [merged(r.backward, k, n) for r, k, n in zip(records, keys, rows, strict=True)]
+            locals_ = []
+            for rank, record in enumerate(records):
+                calls = [(p, side) for p in self._calls(exact.forward, record.forward, place)]
+                locals_.append(merged(record.backward, calls, _rows(whole.tensor, shares, rank)))
             if scales is None:  # of each rank's loss: known at the first gradient there is
                 scales = self._scales(whole.tensor, locals_, shares)
                 if scales is None:
                     continue
-            even: list[LocalTensor | None] = []
+            scaled: list[LocalTensor | None] = []
             for one, factor in zip(locals_, scales, strict=True):
-                scaled = None
                 if one is not None:
-                    scaled = LocalTensor(one.tensor.double() / factor, one.layout)
-                even.append(scaled)
-            match = self._relate(whole.tensor, near.backward.get((place, side)), even, shares)
+                    one = LocalTensor(one.tensor.double() / factor, one.layout)  # noqa: PLW2901 - scaled
+                scaled.append(one)
+            match = self._relate(whole.tensor, near.backward.get((place, side)), scaled, shares)
             if match.kind != "unknown":
                 matches.append((place, side, match))
         suffix = len(matches)
@@ -364,36 +346,57 @@ class RunComparison:
                 if what.startswith("the weights") or parameter in self.unknown:
                     self.unknown.setdefault(parameter, "no rank has it")
                     continue
-                said = "no rank has it"
+                difference = "no rank has it"
             else:
-                said = self._difference(whole.double(), near.get(name), parts, scale)
+                difference = self._difference(whole.double(), near.get(name), parts, scale)
             self.count(what.removeprefix("the "))
-            if said:
+            if difference:
                 module, _, tensor = parameter.rpartition(".")
-                return Finding(what, module, step, said, tensor=f"{tensor} {key}".rstrip())
+                return Finding(what, module, step, difference, tensor=f"{tensor} {key}".rstrip())
         return None
 
     def _updates(self, step: int, number: int, records: Sequence[StepRecord]) -> Finding | None:
         """Compare what the steps so far have changed: a small step would drown in the weight itself."""
-        exact, near = self.exact, self.near
-        changed = {n: t - exact.initial[n] for n, t in exact.steps[number].weights.items()}
-        changed_near = {
-            n: t.double() - near.initial[n].double() for n, t in near.steps[number].weights.items()
-        }
-        ranks = [
-            {n: t.double() - r.initial[n].double() for n, t in one.weights.items() if n in r.initial}
-            for r, one in zip(self.ranks, records, strict=True)
-        ]
-        return self.tensors("the change of the weight", step, changed, changed_near, ranks)
+        exact = _changes(self.exact.steps[number].weights, self.exact.initial)
+        near = _changes(self.near.steps[number].weights, self.near.initial)
+        ranks = []
+        for run, record in zip(self.ranks, records, strict=True):
+            ranks.append(_changes(record.weights, run.initial))
+        return self.tensors("the change of the weight", step, exact, near, ranks)
 
     def count(self, kind: str, by: int = 1) -> None:
         """Count what was compared."""
         self.compared[kind] = self.compared.get(kind, 0) + by
 
 
+def _changes(weights: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return how far weights are from their first values; a rank may have had none of some."""
+    changes = {}
+    for name, weight in weights.items():
+        if name in initial:
+            changes[name] = weight.double() - initial[name].double()
+    return changes
+
+
+def _common_factor(exact: Mapping[str, Tensor | None], wrong: Mapping[str, tuple[str, float]]) -> float:
+    """Return the factor by which all gradients are wrong; 0 where there is none."""
+    scale = max((norm_of(g) for g in exact.values() if g is not None), default=0.0)
+    # One that is all but zero is right by any factor.
+    weighty = {n for n, g in exact.items() if g is not None and norm_of(g) > 1e-6 * scale}
+    if len(wrong) < 2 or not weighty <= wrong.keys():
+        return 0.0
+    ratios = [ratio for _, ratio in wrong.values()]
+    first = ratios[0]
+    if first and all(ratio and abs(ratio - first) < 1e-3 * abs(first) for ratio in ratios):
+        return first
+    return 0.0
+
+
 def _rows(whole: Tensor, shares: Sequence[Selections], rank: int) -> int:
-    expected = selected(whole, shares[rank]) if rank < len(shares) else whole
-    return expected.size(0) if expected.dim() else 1
+    """Return the rows of a rank's share of a tensor."""
+    if rank < len(shares):
+        whole = selected(whole, shares[rank])
+    return whole.size(0) if whole.dim() else 1
 
 
 def _position(order: Sequence[str], name: str) -> int:
@@ -411,10 +414,12 @@ def _ratio(local: Tensor, whole: Tensor) -> float:
     if local.shape != whole.shape or not norm_of(whole):
         return 0.0
     ratio = float((local * whole).sum() / (whole * whole).sum())
-    return ratio if relative_error(local, ratio * whole) < 1e-2 else 0.0
+    if relative_error(local, ratio * whole) < 1e-2:
+        return ratio
+    return 0.0
 
 
-def _said(match: Match) -> str:
+def _match_in_words(match: Match) -> str:
     if match.kind == "partial":
         return "the ranks' parts sum to it, and were not summed"
     return f"it differs by {match.error:.2g} of its norm{match.where}"
@@ -430,4 +435,4 @@ def _blame(what: str, step: int, matches: Sequence[tuple[TensorPlace, Match]]) -
         at -= 1
     place, match = matches[at]
     what = "the output" if what == "forward" else "the output in evaluation"
-    return Finding(what, place.module, step, _said(match), tensor=place.tensor)
+    return Finding(what, place.module, step, _match_in_words(match), tensor=place.tensor)

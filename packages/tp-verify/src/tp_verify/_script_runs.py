@@ -26,7 +26,7 @@ from tp_verify._script_recorder import INPUTS, MOST_STEPS, run_script, steps_bey
 _SAVED = 128 + 15  # the exit status of a run that a SIGTERM has ended
 AT_ONCE = 2  # runs at the same time
 _CPU = torch.device("cpu")
-_INSIDE = (torch.float32,)
+_COMPUTED = (torch.float32,)
 """What a script's model may compute in, whatever the type of its weights: a norm layer in float32, say."""
 # A rounding mostly grows little, but much where it turns the largest of a pool or the sign before a ReLU. One
 # run often meets none of these.
@@ -86,7 +86,7 @@ class Trials:
         plain: bool = False,
         nudge: int = 0,
     ) -> ScriptRun:
-        """ScriptRun the script, and return what its ranks recorded.
+        """Run the script, and return what its ranks recorded.
 
         Args:
             label: The name of the run.
@@ -102,7 +102,9 @@ class Trials:
         folder.mkdir()
         # Also for scripts that save nothing: no run may find the checkpoints of another one.
         saved = self.folder / (resumes or label) / "checkpoints"
-        inputs = "" if backend == "single" else str(self.folder / self.example / INPUTS)
+        inputs = ""  # for the backend's `adapt_model`, which one device does not call
+        if backend != "single":
+            inputs = str(self.folder / self.example / INPUTS)
         settings = {
             "folder": str(folder),
             "stops": stops,
@@ -111,8 +113,8 @@ class Trials:
             "nudge": nudge,
             "inputs": inputs,
         }
-        environ = {
-            **{name: value for name, value in os.environ.items() if name.startswith("TP_")},
+        environ = {name: value for name, value in os.environ.items() if name.startswith("TP_")}
+        environ |= {
             "TP_VERIFY": json.dumps(settings),
             "TP_BACKEND": backend,
             "TP_DEVICES": ",".join(map(str, devices)),
@@ -134,13 +136,15 @@ class Trials:
         ended = time.time()
         failed = _first_failed(outcomes, _SAVED if stops else 0)
         if failed is not None:
-            return _failed(failed, folder, self.timeout_s)
+            return _failed_run(failed, folder, self.timeout_s)
         paths = [folder / f"rank{rank}.pt" for rank in range(ranks)]
         if not all(path.is_file() for path in paths):
             return ScriptRun([], failed="it ended, and no trainer's run was seen")
         records = [torch.load(path, weights_only=False) for path in paths]
-        when = folder / "stopped"
-        stop_s = ended - float(when.read_text()) if when.is_file() else 0.0
+        stop_s = 0.0
+        signaled = folder / "stopped"  # with the time of the signal
+        if signaled.is_file():
+            stop_s = ended - float(signaled.read_text())
         return ScriptRun(records, _read_newest(saved), seconds=ended - began, stop_s=stop_s)
 
 
@@ -171,30 +175,33 @@ def verify_script(
         trials = Trials(script, arguments, Path(folder), steps or 0, timeout_s)
         # First the run that is stopped: it sees how long an epoch is, and what the model gets.
         stopped = trials.run("stopped", stops=True)
-        seen = stopped.records[0] if stopped.records else {"epoch_steps": 0, "is_drawn": True}
+        seen = {"epoch_steps": 0, "is_drawn": True}
+        if stopped.records:
+            seen = stopped.records[0]
         trials = replace(trials, steps=steps or steps_beyond(seen["epoch_steps"]))
-        first = pool.submit(trials.run, "whole")
+        whole_run = pool.submit(trials.run, "whole")
         if stopped.failed:
-            check_trained(first.result(), script)
-        continued = pool.submit(trials.run, "resumed", resumes="stopped")
+            check_trained(whole_run.result(), script)
+        resumed_run = pool.submit(trials.run, "resumed", resumes="stopped")
         # What parts of a batch do otherwise than the whole is left out, where there is any.
-        again = pool.submit(trials.run, "plain", plain=True) if seen["is_drawn"] else first
-        pushed = [pool.submit(trials.run, f"nudged {n}", plain=True, nudge=n) for n in _NUDGES]
-        others = {
-            backend: pool.submit(
+        plain_run = whole_run
+        if seen["is_drawn"]:
+            plain_run = pool.submit(trials.run, "plain", plain=True)
+        nudged_runs = [pool.submit(trials.run, f"nudged {n}", plain=True, nudge=n) for n in _NUDGES]
+        backend_runs = {}
+        for backend, (ranks, devices) in layouts.items():
+            backend_runs[backend] = pool.submit(
                 trials.run, backend, backend, ranks=ranks, devices=[_CPU] * devices, plain=True
             )
-            for backend, (ranks, devices) in layouts.items()
-        }
-        whole = check_trained(first.result(), script)
+        whole = check_trained(whole_run.result(), script)
         steps = whole.records[0]["step"]
-        reports = [_resumed(whole, stopped, continued.result(), steps)]
-        plain = check_trained(again.result(), script)
-        near = max(
-            (check_trained(run.result(), script) for run in pushed), key=lambda run: _grown(plain, run)
-        )
-        for backend, other in others.items():
-            reports.append(compare_runs(plain, near, other.result(), backend, layouts[backend][0], steps))
+        reports = [_resumed(whole, stopped, resumed_run.result(), steps)]
+        plain = check_trained(plain_run.result(), script)
+        nudged = [check_trained(run.result(), script) for run in nudged_runs]
+        near = max(nudged, key=lambda run: _growth(plain, run))
+        for backend, run in backend_runs.items():
+            ranks, _ = layouts[backend]
+            reports.append(compare_runs(plain, near, run.result(), backend, ranks, steps))
     return reports
 
 
@@ -239,17 +246,17 @@ def _first_failed(outcomes: Sequence[RankOutcome], status: int) -> RankOutcome |
     return min(failed, key=lambda one: (one.error is None, one.exitcode in (None, 0)), default=None)
 
 
-def _failed(outcome: RankOutcome, folder: Path, timeout_s: float) -> ScriptRun:
+def _failed_run(outcome: RankOutcome, folder: Path, timeout_s: float) -> ScriptRun:
     error = folder / f"error{outcome.rank}.json"
     if error.is_file():
         return ScriptRun([], **json.loads(error.read_text()))
     if outcome.ok:
         output = (folder / f"output{outcome.rank}").read_text(errors="replace")
-        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
-        said = f"it ended with status {outcome.value}"
-        if last:
-            said = f"{said}: {last}"
-        return ScriptRun([], failed=said)
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        reason = f"it ended with status {outcome.value}"
+        if lines:
+            reason = f"{reason}: {lines[-1]}"
+        return ScriptRun([], failed=reason)
     if outcome.exitcode in (None, -9):  # killed by the parent
         return ScriptRun([], failed=f"it had not ended after {timeout_s:g} s")
     return ScriptRun([], failed=str(outcome))
@@ -263,12 +270,13 @@ def _resumed(whole: ScriptRun, stopped: ScriptRun, resumed: ScriptRun, steps: in
         finding = Finding("the run", "", 0, stopped.failed or resumed.failed)
         return VerifyReport(name, 1, "its own", finding, {}, [], [])
     first, second = whole.records[0], resumed.records[0]
+    before_stop = stopped.records[0]
     compared: dict[str, int] = {}
-    rows = stopped.records[0]["rows"] + second["rows"]
+    rows = before_stop["rows"] + second["rows"]
     if len(first["rows"]) != len(rows):
-        said = f"{len(rows)} batches were seen, and {len(first['rows'])} without a stop"
-        finding = Finding("the order of samples", "", 0, said)
-    norms = stopped.records[0]["norms"] | second["norms"]
+        difference = f"{len(rows)} batches were seen, and {len(first['rows'])} without a stop"
+        finding = Finding("the order of samples", "", 0, difference)
+    norms = before_stop["norms"] | second["norms"]
     finding = (
         _first_batch_apart(first["rows"], [rows], compared)
         or finding
@@ -278,9 +286,9 @@ def _resumed(whole: ScriptRun, stopped: ScriptRun, resumed: ScriptRun, steps: in
     )
     drawn = [kind for kind, state in first["random"].items() if state != second["random"].get(kind)]
     if finding is None and drawn:
-        said = f"the generator of {' and of '.join(drawn)} is in another state"
-        finding = Finding("the random numbers", "", steps, said)
-    at = stopped.records[0]["step"]
+        difference = f"the generator of {' and of '.join(drawn)} is in another state"
+        finding = Finding("the random numbers", "", steps, difference)
+    at = before_stop["step"]
     kinds = "weights, optimizer state, buffers, metrics and random numbers"
     not_covered = ["the order of samples: the model takes no tensor"]
     if rows:
@@ -312,7 +320,7 @@ def compare_runs(
     ranks: int,
     steps: int,
     *,
-    computed: Sequence[torch.dtype] = _INSIDE,
+    computed: Sequence[torch.dtype] = _COMPUTED,
 ) -> VerifyReport:
     """Compare a run on another backend with the one on one device, up to rounding.
 
@@ -342,21 +350,20 @@ def compare_runs(
     compared: dict[str, int] = {}
     finding = _first_batch_apart(first["rows"], [record["rows"] for record in other.records], compared)
     for rank, record in enumerate(other.records):
-        apart = finding or _first_apart(first, record, compared, nudged, bound)
-        if apart is not None and finding is None:
-            # A weight may have parted long before the end; of a split one a rank has a part.
-            shapes = {n: tensor.shape for n, tensor in record["weights"].items()}
-            whole = {n for n, tensor in first["weights"].items() if shapes.get(n) == tensor.shape}
-            norms = {step: {n: one[n] for n in one.keys() & whole} for step, one in first["norms"].items()}
-            earlier = _first_step_apart(norms, record["norms"], nudged["norms"], bound)
-            if earlier and apart.what in ("the weight", "the state"):
-                apart = earlier
+        if finding is not None:
+            break
+        apart = _first_apart(first, record, compared, nudged, bound)
+        if apart is not None:
+            if apart.what in ("the weight", "the state"):
+                # A weight may have parted long before the end.
+                norms = _norms_of_whole_weights(first, record)
+                apart = _first_step_apart(norms, record["norms"], nudged["norms"], bound) or apart
             finding = replace(apart, said=f"rank {rank}: {apart.said}")
     finding = finding or _first_saved_apart(plain, other, steps, compared, near, bound)
     proven = []
     if finding is None:
         proven = [f"{steps} steps: weights, optimizer state, metrics and the checkpoint, up to rounding"]
-    not_covered = _hidden(_grown(plain, near), bound)
+    not_covered = _hidden_by_rounding(_growth(plain, near), bound)
     if first["is_drawn"]:
         left_out = "dropout and the statistics of batch norms, which were left out of this comparison"
         not_covered = [left_out, *not_covered]
@@ -372,18 +379,28 @@ def compare_runs(
     )
 
 
-def _grown(plain: ScriptRun, near: ScriptRun) -> float:
+def _norms_of_whole_weights(first: dict[str, Any], record: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """Return the norms after each step of the weights of which a rank has the whole."""
+    shapes = {name: tensor.shape for name, tensor in record["weights"].items()}
+    whole = {name for name, tensor in first["weights"].items() if shapes.get(name) == tensor.shape}
+    norms = {}
+    for step, by_name in first["norms"].items():
+        norms[step] = {name: norm for name, norm in by_name.items() if name in whole}
+    return norms
+
+
+def _growth(plain: ScriptRun, near: ScriptRun) -> float:
     """Return how far a rounding has grown, as the largest share of a weight."""
     weights, nudged = plain.records[0]["weights"], near.records[0]["weights"]
     return max((relative_error(tensor, nudged[name]) for name, tensor in weights.items()), default=0.0)
 
 
-def _hidden(grown: float, bound: Bound) -> list[str]:
+def _hidden_by_rounding(growth: float, bound: Bound) -> list[str]:
     """Return what a comparison cannot see where a rounding grows beyond the least bound."""
-    hidden = SLACK * grown
+    hidden = SLACK * growth
     if hidden <= bound.rtol:
         return []
-    return [f"less than {hidden:.1g} of a weight: one rounding at the start grows to {grown:.1g}"]
+    return [f"less than {hidden:.1g} of a weight: one rounding at the start grows to {growth:.1g}"]
 
 
 def _first_batch_apart(
@@ -419,11 +436,11 @@ def _first_step_apart(
     for step, norms in whole.items():
         for name, norm in norms.items():
             got = other.get(step, {}).get(name, norm)
-            pushed = None if near is None else near.get(step, {}).get(name)
-            if abs(got - norm) > _limit(norm, pushed, bound, norm):
+            nudged = None if near is None else near.get(step, {}).get(name)
+            if abs(got - norm) > _limit(norm, nudged, bound, norm):
                 module, _, parameter = name.rpartition(".")
-                said = f"its norm is {got:.9g}, and not {norm:.9g}"
-                return Finding("the weight", module, step, said, parameter)
+                difference = f"its norm is {got:.9g}, and not {norm:.9g}"
+                return Finding("the weight", module, step, difference, parameter)
     return None
 
 
@@ -458,18 +475,19 @@ def _first_apart(
                 continue  # a rank has a part of it, or nothing; the checkpoint has all
             compared[kind] = compared.get(kind, 0) + 1
             nudged = None if near is None else near[kind].get(name)
-            said = _difference(tensor, other, scale, nudged, bound)
-            if said:
+            difference = _difference(tensor, other, scale, nudged, bound)
+            if difference:
                 path, _, key = name.partition(":")
                 module, _, parameter = path.rpartition(".")
-                return Finding(what, module, steps, said, f"{parameter} {key}".strip())
+                return Finding(what, module, steps, difference, f"{parameter} {key}".strip())
     for epoch, values in second["metrics"].items():  # of a resumed run, those since it was stopped
         for name, value in first["metrics"].get(epoch, {}).items():
             compared["metrics"] = compared.get("metrics", 0) + 1
             got = values.get(name)
-            pushed = None if near is None else near["metrics"].get(epoch, {}).get(name)
+            nudged = None if near is None else near["metrics"].get(epoch, {}).get(name)
             # A count or a share of 0 is right by the scale of 1.
-            if got is None or abs(got - value) > _limit(value, pushed, bound, max(1.0, abs(value))):
+            limit = _limit(value, nudged, bound, max(1.0, abs(value)))
+            if got is None or abs(got - value) > limit:
                 return Finding("the metric", name, steps, f"of epoch {epoch} is {got}, and not {value}")
     return None
 
@@ -490,10 +508,12 @@ def _first_saved_apart(
             other = second.saved.get(name)
             compared["saved"] = compared.get("saved", 0) + 1
             nudged = None if near is None else near.saved.get(name)
-            said = "it is missing" if other is None else _difference(tensor, other, scale, nudged, bound)
-            if said:
+            difference = "it is missing"
+            if other is not None:
+                difference = _difference(tensor, other, scale, nudged, bound)
+            if difference:
                 module, _, key = name.removeprefix(prefix).rpartition(".")
-                return Finding(what, module, steps, said, key)
+                return Finding(what, module, steps, difference, key)
     return None
 
 
@@ -502,4 +522,6 @@ def _difference(tensor: Tensor, other: Tensor, scale: float, near: Tensor | None
         return difference_in_words(tensor, other, bound.limit(tensor, near, scale))
     if other.shape != tensor.shape:
         return difference_in_words(tensor, other, 0.0)
-    return "" if torch.equal(tensor, other) else "it differs"
+    if torch.equal(tensor, other):
+        return ""
+    return "it differs"

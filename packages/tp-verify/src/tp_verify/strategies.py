@@ -46,7 +46,8 @@ class DDP(Strategy):
         **options: Its options.
     """
 
-    name, data = "ddp", "rows"
+    name = "ddp"
+    data = "rows"
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -72,7 +73,8 @@ class FullyShard(Strategy):
         **options: Options of ``fully_shard``: ``mesh``, ``reshard_after_forward``, ``mp_policy``.
     """
 
-    name, data = "fully_shard", "rows"
+    name = "fully_shard"
+    data = "rows"
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -111,7 +113,8 @@ class TensorParallel(Strategy):
         plan: Styles by the names of modules, which may have wildcards.
     """
 
-    name, data = "parallelize_module", "whole"
+    name = "parallelize_module"
+    data = "whole"
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         super().__init__()
@@ -136,11 +139,16 @@ def clip_mixed(model: nn.Module, max_norm: float) -> Tensor:
     Collective: an all-reduce for each DTensor.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norms = [torch.linalg.vector_norm(g) for g in gradients]
-    plain = [n.full_tensor() if is_dtensor(n) else n for n in norms]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(plain))
+    norms = []
     for gradient in gradients:
-        gradient.mul_(min(1.0, max_norm / (float(total) + 1e-6)))
+        norm = torch.linalg.vector_norm(gradient)
+        if is_dtensor(norm):
+            norm = norm.full_tensor()
+        norms.append(norm)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    factor = min(1.0, max_norm / (float(total) + 1e-6))  # as torch does
+    for gradient in gradients:
+        gradient.mul_(factor)
     return total
 
 
@@ -155,7 +163,9 @@ class Transformers(Strategy):
 
     def __init__(self, options: Mapping[str, Any] | None = None, **config: Any) -> None:
         sizes = ", ".join(f"{key}={value}" for key, value in config.items())
-        data: Literal["rows", "whole"] = "rows" if config.get("fsdp_size", 1) > 1 else "whole"
+        data: Literal["rows", "whole"] = "whole"
+        if config.get("fsdp_size", 1) > 1:
+            data = "rows"
         super().__init__(data=data, name=f"transformers, {sizes}")
         self._options = dict(options or {})
         self._config = config
@@ -212,7 +222,8 @@ class Accelerate(Strategy):
         **more: The options themselves, where they can be sent to other processes.
     """
 
-    name, data = "accelerate", "rows"
+    name = "accelerate"
+    data = "rows"
 
     def __init__(self, options: Callable[[], Mapping[str, Any]] | None = None, **more: Any) -> None:
         super().__init__()
@@ -268,7 +279,8 @@ class DeepSpeed(Strategy):
             where `verify` gets no ``max_norm``.
     """
 
-    name, data = "deepspeed", "rows"
+    name = "deepspeed"
+    data = "rows"
 
     def __init__(self, stage: int = 2, **config: Any) -> None:
         super().__init__(name=f"deepspeed, ZeRO {stage}")
@@ -384,13 +396,15 @@ class _ZeroStates:
         """
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        kept: dict[str, Tensor] = next(iter(self._zero.optimizer.state.values()), {})
+        # ZeRO keeps one flat state for all parameters of a group; its keys are those of each.
+        flat: dict[str, Tensor] = next(iter(self._zero.optimizer.state.values()), {})
         states: dict[nn.Parameter, dict[str, Tensor]] = {}
         for parameter in self.param_groups[0]["params"]:
             states[parameter] = {}
-            for key, value in kept.items():
-                whole = safe_get_full_optimizer_state(parameter, key) if value.dim() else value
-                states[parameter][key] = whole
+            for key, value in flat.items():
+                if value.dim():
+                    value = safe_get_full_optimizer_state(parameter, key)  # noqa: PLW2901 - of the parameter
+                states[parameter][key] = value
         return states
 
 
@@ -401,7 +415,8 @@ class Megatron(Strategy):
         plan: "column", "row" or "vocab" by the names of modules, which may have wildcards.
     """
 
-    name, data = "megatron-core", "whole"
+    name = "megatron-core"
+    data = "whole"
 
     def __init__(self, plan: Mapping[str, Literal["column", "row", "vocab"]]) -> None:
         super().__init__()
@@ -419,7 +434,7 @@ class Megatron(Strategy):
         for name, module in list(model.named_modules()):
             kind = next((k for pattern, k in self._plan.items() if fnmatch(name, pattern)), None)
             if kind is not None:
-                model.set_submodule(name, _of_megatron(tensor_parallel, kind, module))
+                model.set_submodule(name, _megatron_layer(tensor_parallel, kind, module))
         return model
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
@@ -438,7 +453,7 @@ class Megatron(Strategy):
         return norm
 
 
-def _of_megatron(layers: Any, kind: str, module: Any) -> nn.Module:
+def _megatron_layer(layers: Any, kind: str, module: Any) -> nn.Module:
     """Return megatron-core's layer with this rank's part of the plain layer's values."""
     from megatron.core import ModelParallelConfig
 
@@ -450,22 +465,22 @@ def _of_megatron(layers: Any, kind: str, module: Any) -> nn.Module:
     # Megatron's own initial values are of float32, so the plain layer's are copied below.
     shared = {"config": config, "init_method": lambda weight: weight, "tp_group": dist.group.WORLD}
     if kind == "vocab":
-        made = layers.VocabParallelEmbedding(module.num_embeddings, module.embedding_dim, **shared)
+        layer = layers.VocabParallelEmbedding(module.num_embeddings, module.embedding_dim, **shared)
     else:
         shared |= {"bias": module.bias is not None, "skip_bias_add": False}
         sizes = module.in_features, module.out_features
         if kind == "row":
-            made = layers.RowParallelLinear(*sizes, input_is_parallel=True, **shared)
+            layer = layers.RowParallelLinear(*sizes, input_is_parallel=True, **shared)
         else:
             # An output that is joined would be joined on a GPU.
-            made = layers.ColumnParallelLinear(*sizes, gather_output=False, **shared)
-        made.register_forward_hook(lambda layer, args, output: output[0])  # noqa: ARG005 - without the bias
-    for name, parameter in made.named_parameters():
+            layer = layers.ColumnParallelLinear(*sizes, gather_output=False, **shared)
+        layer.register_forward_hook(lambda _layer, _args, output: output[0])  # without the bias
+    for name, parameter in layer.named_parameters():
         whole = getattr(module, name).detach()
         if getattr(parameter, "tensor_model_parallel", False):
             whole = whole.chunk(ranks, parameter.partition_dim)[dist.get_rank()]
         parameter.data.copy_(whole)
-    return made  # type: ignore[no-any-return]  # a module of a package that may be missing
+    return layer  # type: ignore[no-any-return]  # a module of a package that may be missing
 
 
 class Pipelining(Strategy):
@@ -479,7 +494,8 @@ class Pipelining(Strategy):
         microbatches: Their number.
     """
 
-    name, data = "pipelining", "whole"
+    name = "pipelining"
+    data = "whole"
 
     def __init__(
         self,
@@ -491,16 +507,21 @@ class Pipelining(Strategy):
         microbatches: int = 2,
     ) -> None:
         super().__init__(name=f"pipelining, {schedule}")
-        self._inputs, self._target, self._loss = inputs, target, loss
-        self._schedule_name, self._microbatches = schedule, microbatches
+        self._inputs = inputs
+        self._target = target
+        self._loss = loss
+        self._schedule_name = schedule
+        self._microbatches = microbatches
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Cut the model into one stage for each rank."""
         from torch.distributed import pipelining
 
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
         blocks = list(model.children())
-        begin, end = rank * len(blocks) // ranks, (rank + 1) * len(blocks) // ranks
+        begin = rank * len(blocks) // ranks
+        end = (rank + 1) * len(blocks) // ranks
         self._first = begin
         module = nn.Sequential(*blocks[begin:end])
         stage = pipelining.PipelineStage(module, rank, ranks, torch.device("cpu"))
@@ -545,10 +566,15 @@ class Pipelining(Strategy):
             msg = f"torch's schedules keep the shape of their first input, {tuple(self._shape)}"
             raise ConfigError(msg)
         self._shape = shape
-        losses: list[Tensor] = []
+        # As torch's schedules want it: the first rank gives the input, the last one the target.
         is_last = dist.get_rank() == dist.get_world_size() - 1
-        args = [self._inputs(batch)] if dist.get_rank() == 0 else []
-        kwargs = {"target": self._target(batch), "losses": losses} if is_last else {}
+        losses: list[Tensor] = []
+        args: list[Tensor] = []
+        kwargs: dict[str, Any] = {}
+        if dist.get_rank() == 0:
+            args = [self._inputs(batch)]
+        if is_last:
+            kwargs = {"target": self._target(batch), "losses": losses}
         self._schedule.step(*args, **kwargs)
         if not is_last:
             return torch.tensor(float("nan"))
@@ -570,7 +596,9 @@ class InstalledBackend(Strategy):
 
     def __init__(self, backend: str, *, loss: Literal["mean", "sum"] = "mean", **options: Any) -> None:
         super().__init__(name=f"tp's {backend}")
-        self._backend, self._loss, self._options = backend, loss, options
+        self._backend = backend
+        self._loss = loss
+        self._options = options
         self.reorders = backend == "context"
 
     def parallelize(self, model: nn.Module) -> nn.Module:
@@ -632,14 +660,19 @@ class InstalledBackend(Strategy):
         if is_dtensor(tensor):
             return super().whole(name, tensor)
         parameter = self._parameters.get(name)
-        placed: Any = tensor if parameter is None else self._session.as_slice(parameter, tensor.detach())
-        mine = None if isinstance(placed, Tensor) else (placed.shape, placed.parts)
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
-        slices = [one for one in everyones if one is not None]
+        placed: Any = tensor
+        if parameter is not None:
+            placed = self._session.as_slice(parameter, tensor.detach())
+        local = None  # where this rank has the whole
+        if not isinstance(placed, Tensor):
+            local = (placed.shape, placed.parts)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, local)
+        slices = [one for one in gathered if one is not None]
         if not slices:
             return tensor
-        joined = torch.zeros(slices[0][0], dtype=tensor.dtype)
+        shape, _ = slices[0]
+        joined = torch.zeros(shape, dtype=tensor.dtype)
         for _, parts in slices:
             for start, part in parts:
                 ends = [first + size for first, size in zip(start, part.shape, strict=True)]
