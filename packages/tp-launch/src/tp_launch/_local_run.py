@@ -60,8 +60,12 @@ def execute(request: LaunchRequest, *, is_program: bool = True) -> LaunchOutcome
         print_line(
             f"OMP_NUM_THREADS={threads} for each process ({available_cores()} cores, {plan.nproc} processes)"
         )
-    logs = None if request.log_dir is not None else TemporaryLogs()
-    log_dir = Path(request.log_dir or "") if logs is None else logs.path
+    logs: TemporaryLogs | None = None
+    if request.log_dir is not None:
+        log_dir = Path(request.log_dir)
+    else:
+        logs = TemporaryLogs()
+        log_dir = logs.path
 
     def leave(outcome: LaunchOutcome) -> None:
         # Called from a thread: the main thread is stuck in native code, and sys.exit() would wait for it.
@@ -158,17 +162,21 @@ class LocalRun:
 
     def stopped(self, signum: int) -> LaunchOutcome:
         """Return the outcome of this launch after a signal, with the saved checkpoint."""
-        deaths, killed = self._watch.deaths(), self._watch.killed()
-        grace_s = self._plan.request.grace_s
-        return LaunchOutcome.stopped(
-            signum, account(self._ranks.values(), deaths=deaths, killed=killed, grace_s=grace_s)
+        checkpoint = account(
+            self._ranks.values(),
+            deaths=self._watch.deaths(),
+            killed=self._watch.killed(),
+            grace_s=self._plan.request.grace_s,
         )
+        return LaunchOutcome.stopped(signum, checkpoint)
 
     def _wait_for_ends(self, limit_s: float) -> None:
         began = time.monotonic()
         while (waited_s := time.monotonic() - began) < limit_s:
-            # The signal may have come before torch started some ranks: those never report a process id.
-            expected = len(self._ranks) if waited_s < _START_S else self._watch.started()
+            expected = len(self._ranks)
+            if waited_s >= _START_S:
+                # The signal may have come before torch started some ranks: those never report a process id.
+                expected = self._watch.started()
             if len(self._watch.deaths()) >= expected:
                 return
             time.sleep(_POLL_S)
@@ -251,7 +259,8 @@ class LocalRun:
         cause = "" if self._loss else self._cause()
         line = f"{cause}restart {attempt.number} of {self._plan.request.max_restarts}"
         if self._plan.max_nodes > 1:
-            line += f", on {attempt.nodes} {'host' if attempt.nodes == 1 else 'hosts'}"
+            noun = "host" if attempt.nodes == 1 else "hosts"
+            line += f", on {attempt.nodes} {noun}"
         print_line(line)
 
     def _cause(self) -> str:
@@ -326,15 +335,19 @@ class LocalRun:
             report = self._broadcast.report(
                 outcome.to_report(host="" if self._loss else self._name), sure=sure
             )
-        return outcome if report is None else LaunchOutcome.from_report(report)
+        if report is None:
+            return outcome
+        return LaunchOutcome.from_report(report)
 
     def _explain(self, error: Exception) -> str:
         text = str(error).strip() or "no message"
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
-        said = f"{type(error).__name__}: {text}{cause}"
+        described = f"{type(error).__name__}: {text}{cause}"
         if self._ranks:
             return (
                 f"the rendezvous at {self._plan.endpoint} was lost: another host of the job has "
-                f"ended or failed, see its output; torch said {said}"
+                f"ended or failed, see its output; torch said {described}"
             )
-        return f"the processes could not be started: {said}; LOGLEVEL=INFO shows what torch's launcher did"
+        return (
+            f"the processes could not be started: {described}; LOGLEVEL=INFO shows what torch's launcher did"
+        )

@@ -64,7 +64,9 @@ class LaunchOutcome:
         """Whether a signal "stopped" the launch, it "failed" with a status other than 0, or it "finished"."""
         if self.stopped_by is not None:
             return "stopped"
-        return "failed" if self.status else "finished"
+        if self.status:
+            return "failed"
+        return "finished"
 
     @property
     def reason(self) -> str:
@@ -73,7 +75,9 @@ class LaunchOutcome:
             return f"{code_name(-self.stopped_by)}; {self.account}"
         if self.failure is not None:
             return f"rank {self.failure.rank}: {code_name(self.failure.code)}"
-        return self.message if self.status else ""
+        if self.status:
+            return self.message
+        return ""
 
     @classmethod
     def stopped(cls, signum: int, account: str) -> Self:
@@ -87,16 +91,20 @@ class LaunchOutcome:
         Args:
             host: The host of the message; "" if the message names it.
         """
-        return {
-            "status": self.status,
-            "failure": None if self.failure is None else asdict(self.failure),
-            "message": f"host {host}: {self.message}" if host and self.message else self.message,
-        }
+        message = self.message
+        if host and message:
+            message = f"host {host}: {message}"
+        failure = None
+        if self.failure is not None:
+            failure = asdict(self.failure)
+        return {"status": self.status, "failure": failure, "message": message}
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> Self:
         """Return the outcome in another host's report."""
-        failure = None if report["failure"] is None else RankFailure(**report["failure"])
+        failure = None
+        if report["failure"] is not None:
+            failure = RankFailure(**report["failure"])
         return cls(report["status"], failure=failure, message=report["message"])
 
 
@@ -218,12 +226,13 @@ def first_failure(
 
     local = min(codes, key=lateness)
     pid, code = codes[local]
-    end = deaths[local].order if local in deaths else len(ranks)
-    # If torch collected the status and reports no failure, it was 0.
-    succeeded = {
-        n for n, death in deaths.items() if death.code == 0 or (death.code is None and n not in codes)
-    }
-    exited = sorted(ranks[n].rank for n in succeeded if deaths[n].order < end)
+    order = deaths[local].order if local in deaths else len(ranks)
+    exited = []
+    for other, death in deaths.items():
+        # If torch collected the status and reports no failure, it was 0.
+        has_succeeded = death.code == 0 or (death.code is None and other not in codes)
+        if has_succeeded and death.order < order:
+            exited.append(ranks[other].rank)
     tail = tails[local]
     return RankFailure(
         rank=ranks[local].rank,
@@ -235,7 +244,7 @@ def first_failure(
         is_traceback=tail.is_traceback,
         is_consequence=tail.is_consequence,
         others=_others(codes, ranks=ranks, killed=killed, first=local),
-        exited=tuple(exited),
+        exited=tuple(sorted(exited)),
         log=str(ranks[local].stderr) if keep_logs else None,
     )
 
@@ -308,7 +317,8 @@ def _exception_of(traceback: str) -> str:
     """Return the lines after the last frame: the exception and its message."""
     lines = traceback.splitlines()
     frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
-    return "\n".join(lines[frames[-1] + 1 if frames else 0 :])
+    start = frames[-1] + 1 if frames else 0
+    return "\n".join(lines[start:])
 
 
 def _shortened(text: str) -> str:
@@ -335,8 +345,9 @@ def _others(
         else:
             how = code_name(code)
         parts.append(f"rank {rank.rank} {how}")
-    shown = parts[:4] + ([f"and {len(parts) - 4} more"] if len(parts) > 4 else [])
-    return "; ".join(shown)
+    if len(parts) > 4:
+        parts = [*parts[:4], f"and {len(parts) - 4} more"]
+    return "; ".join(parts)
 
 
 def exit_report_path(directory: Path) -> Path:
@@ -346,7 +357,9 @@ def exit_report_path(directory: Path) -> Path:
 def reported_exit(rank: Rank, code: int | None) -> ExitReport | None:
     """Return a rank's report of its end by a signal, if its exit code matches the signal."""
     end = read_exit_report(exit_report_path(rank.directory))
-    return end if end is not None and code == 128 + end.signal else None
+    if end is not None and code == 128 + end.signal:
+        return end
+    return None
 
 
 def account(
@@ -371,6 +384,8 @@ def account(
         how = "has ended"
     elif code in _ASKED:
         how = f"was outside of a fit with checkpoints, where {code_name(code)} ends it at once"
+    elif code >= 0:
+        how = f"ended with {code_name(code)}"
     else:
-        how = f"ended with {code_name(code)}" if code >= 0 else f"was ended by {code_name(code)}"
+        how = f"was ended by {code_name(code)}"
     return f"nothing was saved by fit: rank {number} {how}"
