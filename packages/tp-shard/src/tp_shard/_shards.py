@@ -463,7 +463,9 @@ def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool)
     """
     # A piece that several ranks hold counts for the first of them alone: written or summed twice, a key head
     # that ranks share would be counted twice.
-    earlier = {r for pieces in split.ranges[:rank] for r in pieces} if own else set()
+    earlier: set[tuple[int, int]] = set()
+    if own:
+        earlier.update(piece for pieces in split.ranges[:rank] for piece in pieces)
     result = []
     for begins, values in parts:
         first = begins[split.dim]
@@ -472,8 +474,9 @@ def parts_of_whole(parts: Sequence[Part], split: Split, rank: int, *, own: bool)
         for start, stop in split.ranges[rank]:
             low, high = max(at, first), min(at + stop - start, last)
             if low < high and (start, stop) not in earlier:
-                offsets = tuple(start + low - at if i == split.dim else n for i, n in enumerate(begins))
-                result.append((offsets, values.narrow(split.dim, low - first, high - low)))
+                offsets = list(begins)
+                offsets[split.dim] = start + low - at
+                result.append((tuple(offsets), values.narrow(split.dim, low - first, high - low)))
             at += stop - start
     return result
 

@@ -118,7 +118,9 @@ def relocate_state_dict(
 def take_part(value: Tensor, own: Tensor | None, shard: Shard | None) -> Tensor:
     """Return this rank's part of a whole tensor, in the form of the model's ``own`` tensor."""
     if own is None or not is_dtensor(own) or is_dtensor(value):
-        return value if shard is None else shard.split.take(value, shard.group.rank)
+        if shard is None:
+            return value
+        return shard.split.take(value, shard.group.rank)
     place = SliceBuffer(lambda _, part: slice_of(part, shard), own, value.dtype)
     fill_from_whole(place.target, value)
     return place.take()
@@ -219,7 +221,9 @@ def _to_first(local: Tensor, shard: Shard) -> Tensor:
 def first_rank() -> int:
     """Return the first rank, of all, that holds this rank's model; with stages of a pipeline not always 0."""
     mesh = current_mesh()
-    return 0 if mesh is None else min(ranks_of_model(mesh))
+    if mesh is None:
+        return 0
+    return min(ranks_of_model(mesh))
 
 
 def is_first_rank() -> bool:

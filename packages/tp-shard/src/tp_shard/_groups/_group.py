@@ -72,12 +72,16 @@ _current = _Current()
 
 
 def set_groups(tensor: Group | None, data: Group | None, mesh: DeviceMesh | None = None) -> None:
-    _current.tensor, _current.data, _current.mesh = tensor, data, mesh
+    _current.tensor = tensor
+    _current.data = data
+    _current.mesh = mesh
 
 
 def current_mesh() -> DeviceMesh | None:
     """Return the mesh that the groups were formed from, ``None`` without a mesh."""
-    return None if current_group() is None else _current.mesh
+    if current_group() is None:
+        return None
+    return _current.mesh
 
 
 def current_group() -> Group | None:
@@ -117,7 +121,9 @@ def as_group(group: GroupLike) -> Group:
 
 
 def _alone() -> Group:
-    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    world_size = int(os.environ.get("WORLD_SIZE") or 1)
+    if dist.is_initialized():
+        world_size = dist.get_world_size()
     if world_size > 1:
         msg = (
             f"there are {world_size} processes and no model-parallel group; call "
@@ -129,7 +135,9 @@ def _alone() -> Group:
 
 def current_data_group() -> Group | None:
     """Return the group of ranks that hold the same shards, ``None`` if none is initialized."""
-    return None if current_group() is None else _current.data
+    if current_group() is None:
+        return None
+    return _current.data
 
 
 def _restore(rank: int, size: int) -> Group:
@@ -159,7 +167,9 @@ def tensor_axis(mesh: DeviceMesh) -> int:
             f"'model', over which tensors are split; got the names {names or None}"
         )
         raise ConfigError(msg)
-    return named[0] if named else mesh.ndim - 1
+    if named:
+        return named[0]
+    return mesh.ndim - 1
 
 
 def data_axes(mesh: DeviceMesh, tensor_axis: int) -> list[int]:
@@ -190,10 +200,11 @@ def ranks_of_model(mesh: DeviceMesh) -> list[int]:
 
 def ranks_along(mesh: DeviceMesh, axes: list[int]) -> list[int]:
     """Return the ranks of a mesh with the same coordinates as this one in all other axes."""
-    here = mesh.get_coordinate() or ()
-    ranks: list[int] = (
-        mesh.mesh[tuple(slice(None) if i in axes else at for i, at in enumerate(here))].flatten().tolist()
-    )
+    coordinates: list[Any] = list(mesh.get_coordinate() or ())
+    for axis in range(len(coordinates)):
+        if axis in axes:
+            coordinates[axis] = slice(None)
+    ranks: list[int] = mesh.mesh[tuple(coordinates)].flatten().tolist()
     return ranks
 
 
@@ -215,7 +226,8 @@ def mesh_of_copies(device_type: str, replicas: int) -> DeviceMesh:
     mesh = current_mesh()
     if mesh is not None:
         return _part_for_data(mesh, replicas)
-    tensor, size = (current_group() or ALONE).size, dist.get_world_size()
+    tensor = (current_group() or ALONE).size
+    size = dist.get_world_size()
     copies = size // tensor
     if copies % replicas:
         msg = (
@@ -240,12 +252,13 @@ def _part_for_data(mesh: DeviceMesh, replicas: int) -> DeviceMesh:
             f"copies; ts.distributed.init_process_group was given {mesh}"
         )
         raise ConfigError(msg)
-    given = mesh.size(wide[0]) if len(wide) == 2 else 1
-    if replicas not in (1, given):
+    axis_names = tuple(names[i] for i in wide)
+    mesh_replicas = mesh.size(wide[0]) if len(wide) == 2 else 1
+    if replicas not in (1, mesh_replicas):
         msg = (
             f"replicas={replicas} does not go with the mesh that ts.distributed.init_process_group was "
-            f"given, {mesh}: it has {given}; leave replicas out, or give the mesh an axis for them, "
+            f"given, {mesh}: it has {mesh_replicas}; leave replicas out, or give the mesh an axis for them, "
             "such as ('dp_replicate', 'dp_shard', 'tp')"
         )
         raise ConfigError(msg)
-    return mesh[names[wide[0]]] if len(wide) == 1 else mesh[names[wide[0]], names[wide[1]]]
+    return mesh[axis_names]

@@ -37,53 +37,79 @@ def describe(model: nn.Module, plan: Plan, notes: Mapping[str, str], ranks: int)
     """Return the share of a model that a plan splits, and a line for each split or whole module."""
     lines: list[str] = []
     seen: set[int] = set()
-    total = whole = split = count = 0
-    left: dict[tuple[str, str], int] = {}  # by the names and kinds of modules, without numbers
+    # Over all modules: bytes of the whole and on a rank, elements in all and of split parameters.
+    full_nbytes = 0
+    local_nbytes = 0
+    count = 0
+    split_count = 0
+    # The elements that stay whole and why, by the names and kinds of modules, without numbers.
+    whole_counts: dict[tuple[str, str], int] = {}
     why: dict[tuple[str, str], str] = {}
     inside = modules_inside(model)
     for path, module in model.named_modules():
         if id(module) in inside:
             continue
         style = plan.get(path)
+        full = 0
+        local = 0
+        whole_count = 0
+        has_own = False
         # The module by which each parameter is split: a layer with adapters is one with them.
-        own = [
-            (by, n, p) for by, n, p in tensors_of_layer(module, style) if p is not None and id(p) not in seen
-        ]
-        seen.update(id(p) for _, _, p in own)
-        full = sum(p.numel() * p.element_size() for _, _, p in own)
-        local = sum(int(p.numel() * _share(by, style, n, p, ranks)) * p.element_size() for by, n, p in own)
-        whole, total = whole + full, total + local
-        kept = sum(p.numel() for by, n, p in own if _share(by, style, n, p, max(2, ranks)) == 1)
-        count += sum(p.numel() for _, _, p in own)
-        split += sum(p.numel() for _, _, p in own) - kept
+        for split_by, name, parameter in tensors_of_layer(module, style):
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            has_own = True
+            numel = parameter.numel()
+            full += numel * parameter.element_size()
+            local += int(numel * _share(split_by, style, name, parameter, ranks)) * parameter.element_size()
+            count += numel
+            # On one rank nothing is split: what two would split counts.
+            if _share(split_by, style, name, parameter, max(2, ranks)) == 1:
+                whole_count += numel
+            else:
+                split_count += numel
+        full_nbytes += full
+        local_nbytes += local
         if style is not None:
             lines.append(f"{path}: {words(style)}, {full:,} -> {local:,} bytes per rank")
-        elif kept:
-            key = re.sub(r"\b\d+\b", "*", path), type(module).__name__
-            left[key] = left.get(key, 0) + kept
-            why.setdefault(key, re.sub(r"(?<!\d)\.\d+\b", ".*", _reason(path, module, notes)))
-        if path in notes and (style is not None or not own):
-            lines.append(
-                f"{path}: whole, because {notes[path]}" if style is None else f"{path}: {notes[path]}"
-            )
-    big = sorted((key for key in left if left[key] >= _SMALL * count), key=lambda key: -left[key])
-    lines += [
-        f"{key[0] or 'the model'}: whole, because {why[key]} ({key[1]}, {left[key] / count:.1%} of "
-        "the weights)"
-        for key in big
-    ]
-    bytes_of = f"{whole:,} -> {total:,} bytes on rank 0 of {ranks}"
-    first = f"{split / max(1, count):.1%} of the weights are split, all parameters: {bytes_of}"
+        elif whole_count:
+            key = _without_numbers(path), type(module).__name__
+            whole_counts[key] = whole_counts.get(key, 0) + whole_count
+            why.setdefault(key, _without_last_numbers(_reason(path, module, notes)))
+        if path in notes and style is not None:
+            lines.append(f"{path}: {notes[path]}")
+        elif path in notes and not has_own:
+            lines.append(f"{path}: whole, because {notes[path]}")
+    big = [key for key, number in whole_counts.items() if number >= _SMALL * count]
+    for key in sorted(big, key=lambda key: -whole_counts[key]):
+        path, kind = key
+        share = f"{kind}, {whole_counts[key] / count:.1%} of the weights"
+        lines.append(f"{path or 'the model'}: whole, because {why[key]} ({share})")
+    bytes_of = f"{full_nbytes:,} -> {local_nbytes:,} bytes on rank 0 of {ranks}"
+    first = f"{split_count / max(1, count):.1%} of the weights are split, all parameters: {bytes_of}"
     return "\n".join([first, *lines])
+
+
+def _without_numbers(path: str) -> str:
+    """Return the name that equal blocks of a list have in common."""
+    return re.sub(r"\b\d+\b", "*", path)
+
+
+def _without_last_numbers(reason: str) -> str:
+    """Return a reason without the numbers in the names of modules, but with those of versions and shares."""
+    return re.sub(r"(?<!\d)\.\d+\b", ".*", reason)
 
 
 def reasons(notes: Mapping[str, str], most: int = 5) -> str:
     """Return notes as one text, with one entry for equal blocks."""
-    found: dict[tuple[str, str], None] = {}
+    texts: dict[str, None] = {}  # a dict, which keeps their order
     for path, reason in notes.items():
-        found[re.sub(r"\b\d+\b", "*", path), re.sub(r"(?<!\d)\.\d+\b", ".*", reason)] = None
-    texts = [f"{place or 'the model'}: {reason}" for place, reason in found]
-    return "; ".join(texts[:most]) + (f"; and {len(texts) - most} more" if len(texts) > most else "")
+        texts[f"{_without_numbers(path) or 'the model'}: {_without_last_numbers(reason)}"] = None
+    shown = list(texts)[:most]
+    if len(texts) > most:
+        shown.append(f"and {len(texts) - most} more")
+    return "; ".join(shown)
 
 
 def _reason(path: str, module: nn.Module, notes: Mapping[str, str]) -> str:
@@ -94,19 +120,21 @@ def _reason(path: str, module: nn.Module, notes: Mapping[str, str]) -> str:
     for around in ancestors(path.rpartition(".")[0]):
         if around in notes:
             return f"{around or 'the model'} is: {notes[around]}"
-    return "nothing calls its forward" if is_linear(module) else "it is no table of the vocabulary"
+    if is_linear(module):
+        return "nothing calls its forward"
+    return "it is no table of the vocabulary"
 
 
 def words(style: Style) -> str:
     """Return a style as a call, without its default values."""
     kind = type(style)
-    usual = {name: getattr(_usual(style), name, None) for name in kind.__slots__}
-    given = [
-        f"{name}={value!r}"
-        for name in usual
-        if (value := getattr(style, name)) != usual[name] and value is not None
-    ]
-    return f"{kind.__name__}({', '.join(given)})"
+    usual = _usual(style)
+    arguments = []
+    for name in kind.__slots__:
+        value = getattr(style, name)
+        if value is not None and value != getattr(usual, name, None):
+            arguments.append(f"{name}={value!r}")
+    return f"{kind.__name__}({', '.join(arguments)})"
 
 
 def _usual(style: Style) -> object:
@@ -120,7 +148,8 @@ def _share(module: nn.Module | None, style: Style | None, name: str, p: nn.Param
     if module is None:
         return 1.0
     if isinstance(style, Experts):
-        return 1 / ranks if name in (*style.columns, *style.rows) else 1.0
+        is_split = name in (*style.columns, *style.rows)
+        return 1 / ranks if is_split else 1.0
     if isinstance(style, Local) and name in style.parameters:
         return 1 / ranks
     if not isinstance(style, Column | Row | Vocab) or (isinstance(style, Row) and p.dim() == 1):
@@ -294,10 +323,11 @@ def _block_of(path: str, modules: dict[str, nn.Module], rows: list[str]) -> str:
         for name in ancestors(path.rpartition(".")[0])
         if not isinstance(modules[name], nn.ModuleList | nn.ModuleDict) and not is_adapted(modules[name])
     ]
-    return next(
-        (name for name in called if any(row.startswith(f"{name}." if name else "") for row in rows)),
-        called[0],
-    )
+    for name in called:
+        start = f"{name}." if name else ""
+        if any(row.startswith(start) for row in rows):
+            return name
+    return called[0]
 
 
 def _blocks(chosen: dict[str, tuple[nn.Module, Style]]) -> frozenset[str]:

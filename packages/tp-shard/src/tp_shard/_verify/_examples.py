@@ -42,7 +42,9 @@ class TrialCall:
         if not shapes:
             return "no tensors"
         listed = ", ".join(shapes[:_MOST])
-        return f"{listed}, ..." if len(shapes) > _MOST else listed
+        if len(shapes) > _MOST:
+            return f"{listed}, ..."
+        return listed
 
 
 def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -73,8 +75,10 @@ def first_alone(output: Any) -> Tensor:
 
 def first_line(error: BaseException) -> str:
     """Return the kind of an error and the first line of its message."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def loss_of(output: Any, tensors: Mapping[str, Tensor], loss: Loss | None) -> Tensor:
@@ -115,8 +119,10 @@ def probe_copy(model: nn.Module, *, dtype: torch.dtype, random: bool, share: boo
     for module in _reached(model, set(repeats)):
         for name, p in module._parameters.items():
             if p is not None and id(p) not in memo:
-                is_drawn = random or p.is_meta
-                values = _draw(module, p, name, generator) if is_drawn else p.detach().cpu()
+                values = p.detach()
+                if random or p.is_meta:
+                    values = _draw(module, p, name, generator)
+                values = values.cpu()
                 if p.is_floating_point():
                     values = values.to(dtype)
                 if values.data_ptr() == p.data_ptr():
@@ -199,8 +205,10 @@ def _content(value: Any, depth: int = 0) -> Any:
         return type(value), frozenset(map(repr, value))
     if isinstance(value, Mapping):  # configurations and hooks, too
         return type(value), tuple((repr(key), _content(one, depth + 1)) for key, one in value.items())
-    inside = None if isfunction(value) else getattr(value, "__dict__", None)
-    return (type(value), _content(inside, depth + 1)) if inside else id(value)
+    attributes = getattr(value, "__dict__", None)
+    if isfunction(value) or not attributes:
+        return id(value)
+    return type(value), _content(attributes, depth + 1)
 
 
 def _reached(root: nn.Module, repeats: set[int]) -> Iterator[nn.Module]:
@@ -219,9 +227,13 @@ def _draw(module: nn.Module, p: Tensor, name: str, generator: torch.Generator) -
     values: Tensor = torch.randn(p.shape, generator=generator, dtype=torch.float32)
     if p.dim() > 1:
         # With larger weights a later softmax would saturate, and its gradients would be rounding alone.
-        taken = p[0].numel() if isinstance(module, _CONVOLUTIONS) else p.size(-1)
-        return values / math.sqrt(max(1, taken))
-    return 0.3 * values + (1.0 if name == "weight" else 0.0)
+        width = p.size(-1)
+        if isinstance(module, _CONVOLUTIONS):
+            width = p[0].numel()
+        return values / math.sqrt(max(1, width))
+    if name == "weight":
+        return 0.3 * values + 1.0
+    return 0.3 * values
 
 
 def _buffer(b: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -230,15 +242,21 @@ def _buffer(b: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor
     elif b.is_floating_point():
         values = torch.rand(b.shape, generator=generator, dtype=torch.float32)
     else:
-        values = torch.arange(b.size(-1) if b.dim() else 1).expand(b.shape).clone().to(b.dtype)
-    return values.to(dtype) if values.is_floating_point() else values
+        places = b.size(-1) if b.dim() else 1
+        values = torch.arange(places).expand(b.shape).clone().to(b.dtype)
+    if values.is_floating_point():
+        return values.to(dtype)
+    return values
 
 
 # -- Small batches, in place of a missing batch and beside a given one ----------------------------
 
 
-_ROWS, _PLACES = 2, 7
-_MORE_ROWS, _MORE_PLACES = 1, 3
+# Of a batch of tokens, (rows, places), and how many more one of another shape has.
+_ROWS = 2
+_PLACES = 7
+_MORE_ROWS = 1
+_MORE_PLACES = 3
 
 
 def example_call(model: nn.Module) -> TrialCall | None:
@@ -248,7 +266,9 @@ def example_call(model: nn.Module) -> TrialCall | None:
         if hasattr(model, "config") and isinstance(getattr(model, "main_input_name", None), str):
             return _of_transformers(model)
         table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-        return None if table is None else TrialCall((_tokens(table.num_embeddings),))
+        if table is None:
+            return None
+        return TrialCall((_tokens(table.num_embeddings),))
 
 
 def _of_transformers(model: Any) -> TrialCall | None:
@@ -259,13 +279,11 @@ def _of_transformers(model: Any) -> TrialCall | None:
     inputs: dict[str, Any] = {}
     text = getattr(config, "text_config", config)
     vision = getattr(config, "vision_config", config)
-    if (
-        "input_ids" in accepted
-        and getattr(text, "vocab_size", None)
-        and main in ("input_ids", "pixel_values")
-    ):
+    takes_text = "input_ids" in accepted and main in ("input_ids", "pixel_values")
+    if takes_text and getattr(text, "vocab_size", None):
         inputs["input_ids"] = _tokens(text.vocab_size)
-    if "pixel_values" in accepted and (main == "pixel_values" or "input_ids" in inputs) and _sized(vision):
+    takes_pictures = "pixel_values" in accepted and (main == "pixel_values" or "input_ids" in inputs)
+    if takes_pictures and _sized(vision):
         size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
         inputs["pixel_values"] = torch.randn(_ROWS, getattr(vision, "num_channels", 3), height, width)

@@ -250,7 +250,9 @@ def _outputs(
 def _joined(expected: Tensor, got: list[Tensor]) -> list[Tensor]:
     """Return outputs of ranks as they are, or joined where each rank has a part along one dimension."""
     dim = cut_dim(expected, got)
-    return got if dim is None else [torch.cat(got, dim)]
+    if dim is None:
+        return got
+    return [torch.cat(got, dim)]
 
 
 def _gradients(
@@ -282,7 +284,11 @@ def _gradients(
             what = f"the gradient of {name} differs by {apart:.2g}"
             fault = Fault(owner, what, _why(expected, shards, split, scale))
             wrong.append((last.get(owner, -1), fault))
-    return max(wrong, key=lambda item: item[0])[1] if wrong else None
+    if not wrong:
+        return None
+    # Backward meets the last module first: what is wrong there explains the rest.
+    _, fault = max(wrong, key=lambda item: item[0])
+    return fault
 
 
 @overload
@@ -306,8 +312,9 @@ def _taken(whole: Tensor | None, split: Split | None, rank: int) -> Tensor | Non
 def _gradient_error(right: Tensor | None, got: Tensor | None, scale: float) -> float:
     """Return the difference of gradients as a share of ``scale``; none is as good as zeros."""
     if right is None or got is None:
-        apart = max(_norm(right), _norm(got))
-        return apart / scale if scale else 0.0
+        if not scale:
+            return 0.0
+        return max(_norm(right), _norm(got)) / scale
     return relative_error(right, got, scale)
 
 
@@ -319,13 +326,13 @@ def _gradient_differs(
     scale: float | None = None,
 ) -> bool:
     """Return whether gradients differ by more than rounding; none is as good as zeros."""
-    one = right if right is not None else got
-    if one is None:
+    if right is None and got is None:
         return False
-    zeros = torch.zeros_like(one)
-    expected = zeros if right is None else right
-    actual = zeros if got is None else got
-    return distance(expected, actual) > bound.limit(expected, near, scale)
+    if right is None:
+        right = torch.zeros_like(got)  # type: ignore[arg-type]  # one of them is there
+    if got is None:
+        got = torch.zeros_like(right)
+    return distance(right, got) > bound.limit(right, near, scale)
 
 
 def _why(expected: Tensor | None, got: list[Tensor | None], split: Split | None, scale: float) -> str:
@@ -378,9 +385,8 @@ def _tensor_fault(whole: TrialRun, runs: list[TrialRun], bound: Bound) -> Fault 
             # Outside of the state another shape is right: a rank keeps it for its own heads, such as a bias.
             if right.shape != got.shape and not saved:
                 continue
-            near = whole.nudged.kept.get(name)
-            nudged = None if near is None else _taken(near[0], split, rank)
-            limit = bound.limit(right, nudged)
+            nudged, _ = whole.nudged.kept.get(name, (None, False))
+            limit = bound.limit(right, _taken(nudged, split, rank))
             if distance(right, got) > limit:
                 apart = relative_error(right, got)
                 owner, _, own = name.rpartition(".")
@@ -409,12 +415,15 @@ def _part(whole: Tensor, cut: Split | None, rank: int) -> Tensor:
 def _largest(tensor: Tensor | None) -> float:
     if tensor is None or tensor.numel() == 0:
         return 0.0
-    values = tensor.to_dense() if tensor.is_sparse else tensor
-    return float(values.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    return float(tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def _norm(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None else norm_of(tensor)
+    if tensor is None:
+        return 0.0
+    return norm_of(tensor)
 
 
 # -- The verification of a plan, and its report ---------------------------------------------------
@@ -494,8 +503,8 @@ class PlanReport:
 
         Differences that are not finite become strings: ``"nan"``, ``"inf"``.
         """
-        found: dict[str, Any] = _plain({"ok": self.ok, **asdict(self)})
-        return found
+        plain: dict[str, Any] = _plain({"ok": self.ok, **asdict(self)})
+        return plain
 
     def __str__(self) -> str:
         head = ("module", "style", "forward", "gradient")
@@ -697,7 +706,9 @@ def _rate(model: nn.Module, whole: TrialRun) -> float:
     """Return a learning rate with which a step changes weights by a hundredth; 0 without gradients."""
     largest = max(map(_largest, whole.gradients.values()), default=0.0)
     weights = max((_largest(p) for p in model.parameters()), default=0.0)
-    return 0.01 * weights / largest if largest else 0.0
+    if not largest:
+        return 0.0
+    return 0.01 * weights / largest
 
 
 def _modules(model: nn.Module, plan: Plan, comparison: SplitComparison) -> list[ModuleReport]:
@@ -740,7 +751,9 @@ def _what_fits(model: nn.Module) -> tuple[torch.dtype, bool]:
 def free_memory() -> float:
     """Return the number of free bytes of memory; infinity where the system does not report it."""
     free = free_nbytes(torch.device("cpu"))
-    return math.inf if free is None else free
+    if free is None:
+        return math.inf
+    return free
 
 
 def check_whole(model: nn.Module) -> None:
@@ -769,10 +782,14 @@ def _plain(value: Any) -> Any:
         return [_plain(below) for below in value]
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.1e}" if value else "0"
+    if not value:
+        return "0"
+    return f"{value:.1e}"

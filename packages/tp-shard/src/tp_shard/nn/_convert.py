@@ -19,29 +19,29 @@ from tp_shard._shards import ParallelLayer, check_dim
 from tp_shard._split import Split
 
 # -- The kinds of layers that can be split, and the class of parallel layers for each -------------
-# The parallel layers register themselves with :func:`stands_for`. So a linear layer can be converted together
-# with the embedding that shares its weight, without an import of either.
+# The parallel layers register themselves with :func:`converts_from`. So a linear layer can be converted
+# together with the embedding that shares its weight, without an import of either.
 
 
 Layer = TypeVar("Layer", bound=nn.Module)
-_forms: dict[type[nn.Module], type[nn.Module]] = {}
+_registered: dict[type[nn.Module], type[nn.Module]] = {}
 _parallel_classes: dict[tuple[type, type], type] = {}
 
 
-def stands_for(plain: type[nn.Module]) -> Callable[[type[Layer]], type[Layer]]:
+def converts_from(plain: type[nn.Module]) -> Callable[[type[Layer]], type[Layer]]:
     """Register a class of parallel layers as the one to which ``plain`` layers are converted."""
 
-    def note(parallel: type[Layer]) -> type[Layer]:
-        _forms[plain] = parallel
+    def register(parallel: type[Layer]) -> type[Layer]:
+        _registered[plain] = parallel
         return parallel
 
-    return note
+    return register
 
 
-def form_of(kind: type[nn.Module]) -> Any:
+def parallel_class_of(kind: type[nn.Module]) -> Any:
     """Return the parallel class, with a ``from_plain``, to which layers of a class are converted."""
-    plain = next(plain for plain in _forms if issubclass(kind, plain))
-    return parallel_class(kind, plain, _forms[plain])
+    plain = next(plain for plain in _registered if issubclass(kind, plain))
+    return parallel_class(kind, plain, _registered[plain])
 
 
 def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[Layer]) -> type[Layer]:
@@ -198,7 +198,7 @@ class Conversion:
 
     def layer(self, layer: nn.Module, dim: int | None, *, gather_output: bool) -> nn.Module:
         """Return the parallel form of a layer of torch, the same object for each call."""
-        make = form_of(type(layer))
+        make = parallel_class_of(type(layer))
         return self.replace(
             layer, lambda: make.from_plain(layer, dim, gather_output=gather_output, group=self.group)
         )

@@ -10,14 +10,14 @@ from tp_core.errors import ConfigError
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._shards import ParallelLayer, check_dim
 from tp_shard._split import Ranges, Split
-from tp_shard.nn._convert import convert_layers, stands_for, without_parameters
+from tp_shard.nn._convert import convert_layers, converts_from, without_parameters
 from tp_shard.nn._init import init_shard_
 from tp_shard.nn.functional import linear, padding_row, parallel_embedding
 
 # -- A linear layer with a weight that is split over ranks ----------------------------------------
 
 
-@stands_for(nn.Linear)
+@converts_from(nn.Linear)
 class ParallelLinear(ParallelLayer, nn.Linear):
     """A ``torch.nn.Linear`` with a weight that is split over the ranks of a group.
 
@@ -146,7 +146,9 @@ class ParallelLinear(ParallelLayer, nn.Linear):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, dim={self.dim}"
         )
-        return described + (", gather_output=True" if self.gather_output else "")
+        if self.gather_output:
+            described += ", gather_output=True"
+        return described
 
     @classmethod
     def convert_parallel_linear(
@@ -202,8 +204,8 @@ def linear_splits(
     """
     if dim is None:
         return {}
-    size = in_features if dim == 0 else out_features
-    axis = 1 if dim == 0 else 0
+    # The weight has shape (out, in).
+    axis, size = (1, in_features) if dim == 0 else (0, out_features)
     if ranges is not None:
         if len(ranges) != group.size or any(not 0 <= a <= b <= size for r in ranges for a, b in r):
             msg = f"ranges must be pieces of 0 to {size} for each of {group.size} ranks, got {ranges!r}"
@@ -233,7 +235,7 @@ def _check_uneven(split: Split, dim: int | None, gather_output: bool, input_is_p
 # -- An embedding with a table that is split over ranks -------------------------------------------
 
 
-@stands_for(nn.Embedding)
+@converts_from(nn.Embedding)
 class ParallelEmbedding(ParallelLayer, nn.Embedding):
     """A ``torch.nn.Embedding`` with a table that is split over the ranks of a group.
 
@@ -301,7 +303,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = sparse
         self._describe(dim, gather_output=gather_output, group=group)
-        shape = (num_embeddings, embedding_dim)
+        shape: tuple[int, ...] = (num_embeddings, embedding_dim)
         if _weight is not None:
             if tuple(_weight.shape) != shape:
                 msg = f"the table has shape {shape}, got a _weight of shape {tuple(_weight.shape)}"
@@ -309,8 +311,9 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
             weight = self.shard(_weight.detach()).to(device, dtype)
         else:
             split = self.splits.get("weight")
-            local = shape if split is None else split.local_shape(shape, self.group.rank)
-            weight = torch.empty(local, device=device, dtype=dtype)
+            if split is not None:
+                shape = split.local_shape(shape, self.group.rank)
+            weight = torch.empty(shape, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight, requires_grad=not _freeze)
         self.mark_parameters()
         if _weight is None:
@@ -322,14 +325,17 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         self.gather_output = gather_output
         self.group = as_group(group)
         self.splits = {}
-        if dim is not None:
-            size = self.num_embeddings if dim == 0 else self.embedding_dim
-            self.splits = {"weight": Split.even(0 if dim == 0 else 1, size, self.group.size)}
+        if dim == 0:
+            self.splits = {"weight": Split.even(0, self.num_embeddings, self.group.size)}
+        elif dim is not None:
+            self.splits = {"weight": Split.even(1, self.embedding_dim, self.group.size)}
 
     def shard(self, table: Tensor) -> Tensor:
         """Return this rank's part of a whole table, in storage of its own if it is split."""
         split = self.splits.get("weight")
-        return table if split is None or self.group.size == 1 else split.take(table, self.group.rank)
+        if split is None or self.group.size == 1:
+            return table
+        return split.take(table, self.group.rank)
 
     def reset_parameters(self) -> None:
         """Draw the initial values of torch's own layer.
@@ -348,7 +354,9 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         if self.padding_idx is None or split is None or split.dim != 0:
             return self.padding_idx
         ((start, stop),) = split.ranges[self.group.rank]
-        return self.padding_idx - start if start <= self.padding_idx < stop else None
+        if not start <= self.padding_idx < stop:
+            return None
+        return self.padding_idx - start
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ``input``.
@@ -383,8 +391,11 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
     def extra_repr(self) -> str:
         """Return the layer's options."""
         described = super().extra_repr()
-        described += "" if self.dim is None else f", dim={self.dim}"
-        return described + ("" if self.gather_output or self.dim in (None, 0) else ", gather_output=False")
+        if self.dim is not None:
+            described += f", dim={self.dim}"
+        if self.dim in (1, -1) and not self.gather_output:
+            described += ", gather_output=False"
+        return described
 
     @classmethod
     def convert_parallel_embedding(
