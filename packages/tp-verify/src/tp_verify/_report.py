@@ -100,7 +100,9 @@ class VerifyReport:
 def _outcome(report: VerifyReport) -> str:
     if not report.ok:
         return "parts from one device"
-    return "equal to one device" if report.compared else "not tried"
+    if not report.compared:
+        return "not tried"
+    return "equal to one device"
 
 
 _STYLE = (

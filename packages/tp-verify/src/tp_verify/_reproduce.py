@@ -55,27 +55,29 @@ def smallest(case: Case, strategy: Strategy, parts: Callable[[Case], bool]) -> C
     return case
 
 
-def _fewer_ranks(case: Case, _way: Strategy) -> Iterator[Case]:
+def _fewer_ranks(case: Case, _strategy: Strategy) -> Iterator[Case]:
     if case.ranks > 2:
         yield replace(case, ranks=2)
 
 
 def _fewer_rows(case: Case, strategy: Strategy) -> Iterator[Case]:
     rows = row_count(case.batch)
-    least = case.ranks if strategy.data == "rows" else 1
+    least = 1
+    if strategy.data == "rows":  # one for each rank
+        least = case.ranks
     while rows > least:
         rows = max(least, rows // 2)
         yield replace(case, batch=_narrowed(case.batch, 0, rows))
 
 
-def _fewer_places(case: Case, _way: Strategy) -> Iterator[Case]:
+def _fewer_places(case: Case, _strategy: Strategy) -> Iterator[Case]:
     places = next((t.size(1) for _, t in named_tensors(case.batch) if t.dim() > 1), 1)
     while places > 3:
         places //= 2
         yield replace(case, batch=_narrowed(case.batch, 1, places))
 
 
-def _fewer_layers(case: Case, _way: Strategy) -> Iterator[Case]:
+def _fewer_layers(case: Case, _strategy: Strategy) -> Iterator[Case]:
     with preserve_rng_state():
         model = case.build()
     try:
@@ -91,8 +93,9 @@ def _narrowed(batch: Any, dim: int, size: int) -> Any:
     whole = next((t.size(dim) for _, t in named_tensors(batch) if t.dim() > dim), 0)
 
     def narrowed(tensor: Tensor) -> Tensor:
-        is_whole = tensor.dim() > dim and tensor.size(dim) == whole
-        return tensor.narrow(dim, 0, size) if is_whole else tensor
+        if tensor.dim() > dim and tensor.size(dim) == whole:
+            return tensor.narrow(dim, 0, size)
+        return tensor
 
     return mapped(batch, narrowed)
 
@@ -229,11 +232,17 @@ def _passes(case: Case, strategy: Strategy, finding: Finding, output: Any) -> li
 
 
 def _written(batch: Any, dtype: torch.dtype | None) -> str:
+    """Return a batch as source code, with its floating-point tensors in ``dtype``."""
     if isinstance(batch, Tensor):
-        kept = dtype if dtype is not None and batch.is_floating_point() else batch.dtype
-        kind = "" if kept in (torch.int64, torch.float32, torch.bool) else f", dtype={kept}"
-        return f"torch.tensor({batch.tolist()}{kind})"
-    return "{" + ", ".join(f"{key!r}: {_written(inner, dtype)}" for key, inner in batch.items()) + "}"
+        tensor_dtype = batch.dtype
+        if dtype is not None and batch.is_floating_point():
+            tensor_dtype = dtype
+        option = ""
+        if tensor_dtype not in (torch.int64, torch.float32, torch.bool):  # those that torch infers
+            option = f", dtype={tensor_dtype}"
+        return f"torch.tensor({batch.tolist()}{option})"
+    entries = [f"{key!r}: {_written(inner, dtype)}" for key, inner in batch.items()]
+    return "{" + ", ".join(entries) + "}"
 
 
 def check_reproducible(build: Any, step: Any, batches: Any, strategy: Strategy) -> None:

@@ -37,7 +37,9 @@ MOST_STEPS = _LONGEST + _BEYOND
 
 def steps_beyond(epoch: int) -> int:
     """Return the optimizer steps of a run by default, for the length of an epoch; 0 for one without."""
-    return max(_STEPS, epoch + _BEYOND) if epoch <= _LONGEST else _STEPS
+    if epoch > _LONGEST:
+        return _STEPS
+    return max(_STEPS, epoch + _BEYOND)
 
 
 def run_script(script: str, arguments: list[str], folder: Path, is_launched: bool) -> int:
@@ -61,7 +63,9 @@ def run_script(script: str, arguments: list[str], folder: Path, is_launched: boo
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, int):
+            return error.code
+        return int(error.code is not None)
     except Exception as error:
         _write_error(error, folder, rank)
         raise
@@ -71,8 +75,10 @@ def run_script(script: str, arguments: list[str], folder: Path, is_launched: boo
 def _write_error(error: Exception, folder: Path, rank: str) -> None:
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     is_refused = isinstance(error, _REFUSALS) and not (folder / f"stepped{rank}").exists()
-    said = first if is_refused else f"{type(error).__name__}: {first}"
-    (folder / f"error{rank}.json").write_text(json.dumps({"failed": said, "is_refused": is_refused}))
+    reason = f"{type(error).__name__}: {first}"
+    if is_refused:
+        reason = first
+    (folder / f"error{rank}.json").write_text(json.dumps({"failed": reason, "is_refused": is_refused}))
 
 
 class ScriptRecorder(Callback):

@@ -70,7 +70,9 @@ class Strategy:
         if not isinstance(parallel, nn.Module | None):
             msg = f"{self.name}() has to return the parallel model, got {type(parallel).__name__}"
             raise ConfigError(msg)
-        return model if parallel is None else parallel
+        if parallel is None:  # changed in place
+            return model
+        return parallel
 
     def share(self, batch: Any) -> Any:
         """Return this rank's part of a whole batch, by default as ``data`` says.
@@ -141,8 +143,9 @@ class Strategy:
 
     def seed(self, number: int) -> None:
         """Seed what a step draws: by default the same on ranks with the same samples, else each otherwise."""
-        own = number * dist.get_world_size() + dist.get_rank()
-        seed_torch(own if self.data == "rows" else number)
+        if self.data == "rows":
+            number = number * dist.get_world_size() + dist.get_rank()
+        seed_torch(number)
 
     def save(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
         """Write a checkpoint into a folder of all ranks, by default with ``torch.distributed.checkpoint``."""
@@ -179,7 +182,9 @@ class Strategy:
 
         Collective: all-gathers. Every rank calls it for the same tensors in the same order.
         """
-        return tensor.full_tensor() if is_dtensor(tensor) else tensor
+        if is_dtensor(tensor):
+            return tensor.full_tensor()
+        return tensor
 
     def plain_name(self, name: str) -> str | None:
         """Return the plain model's name of a module or parameter; ``None`` for one that it has not."""
@@ -256,8 +261,9 @@ def rows_of(batch: Any, number: int, parts: int) -> Any:
     rows = row_count(batch)
 
     def cut(tensor: Tensor) -> Tensor:
-        is_rows = tensor.dim() > 0 and tensor.size(0) == rows
-        return tensor.tensor_split(parts)[number] if is_rows else tensor
+        if tensor.dim() > 0 and tensor.size(0) == rows:
+            return tensor.tensor_split(parts)[number]
+        return tensor
 
     return mapped(batch, cut)
 

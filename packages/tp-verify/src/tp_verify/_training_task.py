@@ -291,8 +291,9 @@ def _record_state(seen: StepRecord, strategy: Strategy, model: nn.Module, optimi
     for name, buffer in model.named_buffers():
         plain = strategy.plain_name(name)
         if plain is not None:
-            whole = buffer.full_tensor() if is_dtensor(buffer) else buffer
-            seen.buffers[plain] = copy_of(whole)
+            if is_dtensor(buffer):
+                buffer = buffer.full_tensor()  # noqa: PLW2901 - the whole of it
+            seen.buffers[plain] = copy_of(buffer)
 
 
 def _whole(strategy: Strategy, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +301,9 @@ def _whole(strategy: Strategy, tensors: dict[str, Any]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         plain = strategy.plain_name(name)
         if plain is not None:
-            wholes[plain] = None if tensor is None else copy_of(strategy.whole(plain, tensor))
+            wholes[plain] = None
+            if tensor is not None:
+                wholes[plain] = copy_of(strategy.whole(plain, tensor))
     return wholes
 
 
@@ -313,10 +316,11 @@ def _states(strategy: Strategy, model: nn.Module, optimizer: Optimizer) -> dict[
         for parameter in group["params"]:
             plain = names.get(id(parameter))
             for key, value in sorted(states.get(parameter, {}).items()):
-                if plain is not None and isinstance(value, Tensor):
-                    is_like = value.dim() > 0 or value.shape == parameter.shape
-                    whole = strategy.whole(plain, value) if is_like else value
-                    wholes[f"{plain}:{key}"] = copy_of(whole)
+                if plain is None or not isinstance(value, Tensor):
+                    continue
+                if value.dim() > 0 or value.shape == parameter.shape:  # and no count of steps
+                    value = strategy.whole(plain, value)  # noqa: PLW2901 - the whole of it
+                wholes[f"{plain}:{key}"] = copy_of(value)
     return wholes
 
 

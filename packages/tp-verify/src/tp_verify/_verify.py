@@ -110,7 +110,7 @@ def verify(
         msg = f"parallel is a function of the model, or a Strategy as strategies.DDP(), got {parallel!r}"
         raise ConfigError(msg)
     strategy = parallel if isinstance(parallel, Strategy) else Strategy(parallel)
-    count = ranks.processes if isinstance(ranks, RankPool) else ranks
+    count = _count_of(ranks)
     task = TrainingTask(
         build, batches, step, optimizer, micro, max_norm, dtype, generate=generate, seeds=dropout
     )
@@ -121,8 +121,9 @@ def verify(
         own = own_batches(task) if vary else OwnBatches()
         runs = _trained(task, own.choices(len(batches)), strategy, ranks, reload_on, timeout_s)
         task = replace(runs.task, seeds=0)
-        exact = runs.exact
         kept = task.dtype or next((p.dtype for p in build_model(task).parameters()), torch.float32)
+        # The reference in float64, and one with the roundings of the type in which the ranks compute.
+        exact = runs.exact
         near = exact
         draws = exact.draws
         computed = coarsest([kept, *exact.dtypes])
@@ -133,7 +134,9 @@ def verify(
             exact = run_task(replace(follower, dtype=torch.float64), OneDevice())
             # A model in float64 that computes in float32 inside has the same roundings again: one more shows
             # how far they grow.
-            nudge = computed if kept == torch.float64 else None
+            nudge = None
+            if kept == torch.float64:
+                nudge = computed
             near = run_task(replace(follower, nudge=nudge), OneDevice())
     # Of the follower too: under autocast, float64 stays float64, and float32 does not.
     bound = Bound.of([kept, *exact.dtypes, *near.dtypes])
@@ -196,8 +199,7 @@ def _reproduce(
         latest = report.finding
         return True
 
-    count = ranks if isinstance(ranks, int) else ranks.processes
-    case = smallest(Case(task.build, task.batches[0], count), strategy, parts)
+    case = smallest(Case(task.build, task.batches[0], _count_of(ranks)), strategy, parts)
     file.write_text(script(case, task.step, strategy, latest, task.dtype), encoding="utf-8")
     return f"torchrun --nproc-per-node {case.ranks} {file}"
 
@@ -242,9 +244,9 @@ def _trained(
     except RankFailedError as error:
         if not fewer:
             raise
-        said = str(error).strip().splitlines()[-1]
+        reason = str(error).strip().splitlines()[-1]
     runs = _trained(task, fewer, strategy, ranks, reload_on, timeout_s)
-    return replace(runs, refused=f"a batch of its own, {_shapes(made[0])}: ranks raise {said}")
+    return replace(runs, refused=f"a batch of its own, {_shapes(made[0])}: ranks raise {reason}")
 
 
 def _on_ranks(
@@ -261,6 +263,10 @@ def _on_ranks(
         saving = replace(task, folder=folder)
         records = _on_pool(ranks, timeout_s, run_task, saving, strategy)
         return _Runs(task, exact, records, _on_pool(reload_on, timeout_s, load_task, saving, strategy))
+
+
+def _count_of(ranks: int | RankPool) -> int:
+    return ranks if isinstance(ranks, int) else ranks.processes
 
 
 def _on_pool(ranks: int | RankPool, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -307,7 +313,9 @@ def _check(task: TrainingTask, strategy: Strategy, count: int) -> None:
         if not isinstance(number, int) or number < least:
             msg = f"{what} is a number of {least} or more, got {number!r}"
             raise ConfigError(msg)
-    needed = task.micro * (count if strategy.data == "rows" else 1)
+    needed = task.micro
+    if strategy.data == "rows":
+        needed *= count
     rows = min(map(row_count, task.batches))
     if rows < needed:
         msg = (
@@ -336,7 +344,9 @@ def _followed(exact: RunRecord, records: Sequence[RunRecord], task: TrainingTask
     before = [record.initial for record in records]
     for number in range(len(task.batches)):
         steps = [record.steps[number] for record in records]
-        grads = [step.gradients if task.max_norm is None else step.clipped for step in steps]
+        grads = [step.gradients for step in steps]
+        if task.max_norm is not None:
+            grads = [step.clipped for step in steps]
         weights = joined_parts(exact.initial, before)
         followed.append(Followed(weights, joined_parts(exact.initial, grads)))
         before = [step.weights for step in steps]
@@ -406,11 +416,10 @@ def _not_covered(task: TrainingTask, exact: RunRecord, comparison: RunComparison
     if leaves:
         lines.append(f"modules that no batch reached: {', '.join(leaves)}")
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
-    without = [
-        n
-        for n, p in model.named_parameters()
-        if p.requires_grad and all(_is_zero(one.gradients.get(n)) for one in exact.steps)
-    ]
+    without = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and all(_is_zero(one.gradients.get(name)) for one in exact.steps):
+            without.append(name)
     if exact.idle_lines:
         lines.append(f"lines that did not run: {idle_lines_in_words(exact.idle_lines)}")
     if without:
