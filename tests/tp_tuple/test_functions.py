@@ -172,13 +172,14 @@ class OnlyCuda:
 
     def cuda(self, device=None, **options):
         self.device = (device, options)
-        return self if device != torch.device("meta") else None
+        return self if options or device != torch.device("meta") else None
 
 
 def test_an_object_with_cuda_alone_gets_the_device_whichever_it_is():
     one, two = recursive_cuda([OnlyCuda(), {"two": OnlyCuda()}], "cpu")
     assert one.device == (torch.device("cpu"), {})
-    assert recursive_cuda(OnlyCuda(), "cpu", non_blocking=True).device[1] == {"non_blocking": True}
+    assert recursive_cuda(OnlyCuda(), "meta", non_blocking=True).device[1] == {"non_blocking": True}
+    assert recursive_cuda(OnlyCuda(), "cpu", non_blocking=True).device[1] == {}  # the host waits
     assert two["two"].device[0] == torch.device("cpu")
     with pytest.raises(TransferError, match=r"OnlyCuda.cuda returned None"):
         recursive_cuda(OnlyCuda(), "meta")

@@ -31,7 +31,8 @@ def recursive_cuda(val: T, device: Device | None = None, *, non_blocking: bool =
         'name'
     """
     target = as_device(_device_or_current(device))
-    options = {"non_blocking": True} if non_blocking else {}
+    # As by `recursive_to`: the host waits for copies to the CPU.
+    options = {"non_blocking": True} if non_blocking and target.type != "cpu" else {}
 
     def move(value: Any) -> Any:
         if not _has_only_cuda(type(value)) or target.type == "cuda":
