@@ -7,7 +7,18 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 from tp_core.errors import ModelError, StateError
-from tp_core.state import collect_state, hook_steps, open_tensors, restore_state, write_tensors, write_whole
+from tp_core.state import (
+    collect_state,
+    collect_values,
+    from_json,
+    hook_steps,
+    open_tensors,
+    restore_state,
+    restore_values,
+    to_json,
+    write_tensors,
+    write_whole,
+)
 
 
 def uncut(parameter, value):
@@ -288,6 +299,17 @@ def test_names_that_came_with_the_parameters_are_those_of_the_new_optimizer(save
     other = SGD(turned, lr=0.2)
     load(model, other, path)
     assert other.param_groups[0]["param_names"] == [name for name, _ in turned]
+
+
+def test_tensors_that_were_on_an_accelerator_return_to_the_one_that_is_here(save):
+    value = {"there": [torch.ones(2, device="meta")], "here": torch.ones(3)}
+    plain, tensors = collect_values("state.x", value)
+    path = save({name: torch.ones(tensor.shape) for name, tensor in tensors.items()})
+    restored = restore_values(from_json(to_json("it", plain)), open_tensors(path), torch.device("meta"))
+    on_the_cpu = restore_values(plain, open_tensors(path))
+    assert restored["there"][0].device.type == "meta"
+    assert torch.equal(restored["here"], value["here"])
+    assert torch.equal(on_the_cpu["there"][0], torch.ones(2))
 
 
 def test_a_state_without_an_optimizer_says_so(save):

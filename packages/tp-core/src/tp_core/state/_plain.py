@@ -23,10 +23,12 @@ class StoredTensor:
     Attributes:
         name: The name under which the tensor is stored.
         like_parameter: Whether it has the shape of its parameter, and is cut in the same way.
+        is_on_accelerator: Whether the tensor of a user's own state was on an accelerator, whichever that was.
     """
 
     name: str
     like_parameter: bool
+    is_on_accelerator: bool = False
 
 
 _CONTAINERS = containers(stop=is_dataclass)  # references are leaves
@@ -82,7 +84,7 @@ def _encoded(value: Any) -> Any:
             return {key: _encoded(v) for key, v in value.items()}
         return {"$dict": _pairs(value.items())}
     if isinstance(value, StoredTensor):
-        return {"$tensor": [value.name, value.like_parameter]}
+        return {"$tensor": [value.name, value.like_parameter, value.is_on_accelerator]}
     if isinstance(value, set | frozenset):
         return {"$set": [_encoded(v) for v in value]}
     return value  # a number of another type; or for json to refuse

@@ -387,7 +387,7 @@ def collect_values(
             wanted += "_"
         known = (parts or {}).get(id(tensor))
         tensors[wanted] = _held(tensor.detach(), own=own) if known is None else known
-        return StoredTensor(wanted, like_parameter=False)
+        return StoredTensor(wanted, like_parameter=False, is_on_accelerator=tensor.device.type != "cpu")
 
     plain = split(value, name, None, put)
     to_json(
@@ -405,8 +405,13 @@ def _held(tensor: Tensor, *, own: bool) -> Tensor | TensorSlice:
     return slice_of(lambda _, part: part, tensor, tensor)
 
 
-def restore_values(value: Any, stored: StoredTensors) -> Any:
+def restore_values(value: Any, stored: StoredTensors, device: torch.device | None = None) -> Any:
     """Return what :func:`collect_values` was given, with its tensors on the CPU.
+
+    Args:
+        value: What :func:`collect_values` returned.
+        stored: The tensors.
+        device: Where tensors go that were on an accelerator, whichever it was.
 
     Raises:
         StateError: A tensor is missing, or a file is damaged.
@@ -419,4 +424,9 @@ def restore_values(value: Any, stored: StoredTensors) -> Any:
         raise StateError(msg)
     tensors = {name: torch.empty(infos[name].shape, dtype=infos[name].dtype) for name in names}
     stored.fill(tensors)
-    return joined(value, None, lambda ref, _: tensors[ref.name])
+
+    def get(ref: StoredTensor, _: Tensor | None) -> Tensor:
+        tensor = tensors[ref.name]
+        return tensor if device is None or not ref.is_on_accelerator else tensor.to(device)
+
+    return joined(value, None, get)

@@ -153,7 +153,9 @@ class UserState:
             msg = f"{path} has no state of {missing!r}, which this run keeps; resume with what the run had"
             raise ConfigError(msg)
         for name in self._names:
-            self._put_back(name, restore_values(mine[name], stored))
+            # An object moves its state by itself, as torch's optimizers do.
+            device = None if _has_state(self._values[name]) else self._session.device
+            self._put_back(name, restore_values(mine[name], stored, device))
         for name in self._callbacks:
             # One without a state on this rank was not asked to load one when there was a single rank, either.
             if name in mine and (state := restore_values(mine[name], stored)):
