@@ -92,6 +92,14 @@ def test_devices_without_a_state_are_named(module, before):
     )
 
 
+def test_files_of_before_have_states_by_names_in_the_same_order(module):
+    kept = capture_rng_state((FIRST, SECOND))
+    kept["devices"] = {f"{kind}:{number + 5}": text for number, (kind, text) in enumerate(kept["devices"])}
+    change(module)
+    assert restore_rng_state(kept, (FIRST, SECOND)) == ()
+    assert values(module) == [[0, 7], [1, 7]]
+
+
 def test_a_device_that_is_not_here_has_no_state(module):
     module.states.clear()
     kept = capture_rng_state((FIRST,))

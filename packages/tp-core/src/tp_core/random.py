@@ -249,10 +249,13 @@ def restore_rng_state(
     if numpy is not None and "numpy" in state:
         kind, keys, position, has_gauss, cached = state["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    kept_states = state["devices"]
+    if isinstance(kept_states, dict):  # of earlier versions: by names such as "cuda:1", in the same order
+        kept_states = [(name.partition(":")[0], kept) for name, kept in kept_states.items()]
     restored = {torch.device("cpu")}
     missing: dict[torch.device, None] = {}
     absent: Iterable[tuple[str | None, str | None]] = repeat((None, None))
-    for device, (kind, kept) in zip(devices, chain(state["devices"], absent), strict=False):
+    for device, (kind, kept) in zip(devices, chain(kept_states, absent), strict=False):
         if device in restored:  # of a device with two places the first counts
             continue
         if kind == device.type and kept is not None:

@@ -495,7 +495,8 @@ class RunState:
         devices = session.job.devices
         for device in restore_rng_state(mine["generators"], devices):
             seed_device(device, self._seed_of_resumed(common))
-        before, here = mine["devices"], _device_places(devices)
+        here = _device_places(devices)
+        before = mine.get("devices", here)  # earlier versions did not note them
         if before != here and session.rank == 0:
             log.warning(
                 "%s was saved on %s, and this run is on %s: what it draws there at random, such as dropout, "
