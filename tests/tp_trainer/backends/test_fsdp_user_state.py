@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StepError, TpError
+from tp_core.fully_sharded import whole_matrix_optimizer
 from tp_trainer import Callback, Trainer
 
 
@@ -127,6 +128,36 @@ def test_gradient_hooks_see_the_gradient_over_all_ranks(two_ranks, accumulate):
             assert not torch.equal(alone["student.0.linear.weight"], plain["student.0.linear.weight"])
         for found in two_ranks.run(partial(trained, "fsdp", accumulate=accumulate, **arguments)):
             torch.testing.assert_close(found, alone, msg=lambda text, of=arguments: f"{of}: {text}")
+
+
+def step_with_hooks(*, each):
+    """Return a step that puts hooks on parameters: once, or anew in each step and off again."""
+    handles = []
+
+    def halve(parameter):
+        parameter.grad.mul_(0.5)
+
+    def hooked(model, batch):
+        if each or not handles:
+            while handles:
+                handles.pop().remove()
+            for parameter in model.student.parameters():
+                handles.append(parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02)))
+                handles.append(parameter.register_post_accumulate_grad_hook(halve))
+        return step(model, batch)
+
+    return hooked
+
+
+@pytest.mark.parametrize("each", [True, False], ids=["in each step", "once"])
+def test_gradient_hooks_that_a_step_puts_on_see_the_gradient_over_all_ranks(two_ranks, each):
+    alone = trained("single", step=step_with_hooks(each=each))
+    for found in two_ranks.run(hooked_in_the_step, each):
+        torch.testing.assert_close(found, alone)
+
+
+def hooked_in_the_step(each):
+    return trained("fsdp", step=step_with_hooks(each=each))
 
 
 class MixedOnAShard(Callback):
@@ -263,6 +294,49 @@ def test_data_that_is_replaced_between_steps_is_refused(two_ranks, arguments, na
         assert found is not None
         assert found[0] is StepError
         assert f"the data of the parameter {name!r} was replaced" in found[1]
+
+
+class ThroughAVector(Callback):
+    def on_step_end(self, run):
+        parameters = list(run.model.student.parameters())
+        vector = nn.utils.parameters_to_vector(parameters)
+        nn.utils.vector_to_parameters(vector * 0.9, parameters)
+
+
+class FromAPlainVector(Callback):
+    def on_step_end(self, run):
+        parameters = list(run.model.student.parameters())
+        nn.utils.vector_to_parameters(torch.zeros(99, dtype=torch.float64), parameters)
+
+
+class SetsData(Callback):
+    def on_step_end(self, run):
+        for parameter in run.model.student.parameters():
+            parameter.data.set_(parameter.data * 0.9)
+
+
+def set_in_a_loop(backend):
+    with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
+        model = trainer.prepare(make_model())
+        with trainer.loop(loader(), state={"model": model}) as loop:
+            for batch in loop:
+                trainer.backward(trainer.run(step, model, batch))
+                SetsData().on_step_end(loop)
+
+
+def test_other_writes_of_data_are_refused_with_a_remedy(two_ranks):
+    words = "Write one parameter at a time, in place"
+    cases = [
+        (partial(trained, "fsdp", callback=ThroughAVector), words),
+        (partial(trained, "fsdp", callback=FromAPlainVector), "'student.0.linear.weight' was replaced"),
+        (partial(trained, "fsdp", callback=SetsData), words),
+        (partial(set_in_a_loop, "fsdp"), words),
+    ]
+    for run, message in cases:
+        for found in two_ranks.run(partial(error_of, run)):
+            assert found is not None
+            assert found[0] is StepError
+            assert message in found[1]
 
 
 def assigned_and_closed(backend, *, looks=False):
@@ -412,6 +486,107 @@ class Lamb(torch.optim.Optimizer):
                 update = state["m"] / (1 - 0.9**count) / ((state["v"] / (1 - 0.999**count)).sqrt() + 1e-6)
                 ratio = float((p.norm() + 1e-3) / (update.norm() + 1e-3))
                 p.add_(update, alpha=-group["lr"] * ratio)
+
+
+# -- Optimizers that are known by what they do ----------------------------------------------------
+
+
+class Normed(torch.optim.Optimizer):
+    """Divides by a norm of each gradient, from a step on: of all of it, or of each of its rows."""
+
+    def __init__(self, params, *, rows=False, begins=1, rate=0.05):
+        super().__init__(params, {"lr": rate})
+        self.rows, self.begins = rows, begins
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                norm = 1.0
+                if state["count"] >= self.begins:
+                    norm = p.grad.norm(dim=1, keepdim=True) if self.rows and p.dim() == 2 else p.grad.norm()
+                p.add_(p.grad / (norm + 1e-3), alpha=-float(group["lr"]))
+
+
+class Totals(torch.optim.SGD):
+    """Divides all gradients by the norm of all."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for parameter in parameters:
+            parameter.grad.div_(total)
+        super().step(closure)
+
+
+class Ordinary(torch.optim.Optimizer):
+    """Treats each element by itself, with state, and counts in a list."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+        self.steps = [0]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps[0] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["m"] = state.get("m", torch.zeros_like(p)).lerp(p.grad, 0.1)
+                    p.sub_(state["m"].sign(), alpha=group["lr"] / self.steps[0])
+
+
+NORMED = [Normed, partial(Normed, rows=True), partial(Normed, begins=3)]
+
+
+def test_optimizers_of_unknown_names_that_need_whole_matrices_get_them(two_ranks):
+    for make in [*NORMED, Ordinary]:
+        alone = trained("single", make_optimizer=make)
+        for found in two_ranks.run(partial(trained, "fsdp", make_optimizer=make)):
+            torch.testing.assert_close(found, alone, msg=lambda text, of=make: f"{of}: {text}")
+
+
+def test_an_optimizer_of_unknown_name_with_a_norm_over_all_matrices_is_refused(two_ranks):
+    for kind, message in two_ranks.run(
+        partial(error_of, trained, "fsdp", make_optimizer=partial(Totals, lr=0.1))
+    ):
+        assert kind is ConfigError
+        assert "Totals computes with several parameters at once" in message
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Normed, "Normed"),
+        (partial(Normed, rows=True), "Normed"),
+        (partial(Normed, rate=0.0), "Normed"),  # at the beginning of a warm-up
+        (partial(Normed, rate=torch.zeros(())), "Normed"),
+        (partial(Normed, rate=1e-9), "Normed"),
+        (partial(Totals, lr=0.1), "Totals"),
+        (Ordinary, None),
+        (partial(torch.optim.AdamW, lr=0.1), None),
+        (partial(torch.optim.Muon, lr=0.1), "Muon"),
+    ],
+)
+def test_what_needs_whole_matrices_is_found_by_trial_steps_that_leave_no_trace(make, name):
+    weight = nn.Parameter(torch.ones(3, 4))
+    optimizer = make([weight])
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    generator = torch.get_rng_state()
+    before = copy.deepcopy(optimizer.state_dict())
+    assert whole_matrix_optimizer(optimizer) == name
+    assert optimizer.state_dict() == before
+    assert getattr(optimizer, "steps", [0]) == [0]
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not calls
+    assert torch.equal(weight, torch.ones(3, 4))
 
 
 PLACES = ["number", "tensor", "tensor before", "nested", "attribute", "made", "common state"]

@@ -15,7 +15,7 @@ from tp_core._trees import tree_leaves
 from tp_core.data._step_outputs import drop_gradient
 from tp_core.errors import StepError
 from tp_core.modules._parameters import is_dtensor
-from tp_core.modules._user_state import Hooks, copy_attributes
+from tp_core.modules._user_state import Hooks, copy_attributes, take_gradient_hooks
 from tp_core.state import fill_from_whole, whole
 
 SHARDS_ALONE = (
@@ -100,14 +100,17 @@ class GradientHooks:
     the gradient of one backward pass, then those of ``register_post_accumulate_grad_hook`` with the
     parameter, once the gradient is in its ``grad``.
 
-    Hooks that were on the parameter before it was sharded get whole tensors. Those that were put on the shard
-    get DTensors.
+    Hooks that were on the parameter before it was sharded get whole tensors, and so do those that a step puts
+    on the gathered parameter. Those that were put on the shard get DTensors.
 
     Args:
         name: The parameter's name.
         parameter: The shard, or the parameter that each rank holds whole.
         tensor_hooks: The hooks of ``register_hook`` that were on it before.
         accumulated_hooks: The hooks of ``register_post_accumulate_grad_hook`` that were on it before.
+
+    Attributes:
+        parameter: The same parameter.
 
     Collective: for hooks from before, an all-gather of the gradient, and of the parameter.
     """
@@ -116,29 +119,38 @@ class GradientHooks:
         self, name: str, parameter: nn.Parameter, tensor_hooks: Hooks, accumulated_hooks: Hooks
     ) -> None:
         self._name = name
-        self._parameter: Any = parameter
+        self.parameter: Any = parameter
         self._tensor_hooks = [tensor_hooks] if tensor_hooks else []
-        self._accumulated_hooks = accumulated_hooks
+        self._accumulated_hooks = [accumulated_hooks] if accumulated_hooks else []
         self._kept: Tensor | None = None  # what earlier backward passes have accumulated
         self._is_in_backward = False
         self._listens = False
 
     def exist(self) -> bool:
         """Return whether there are any hooks now."""
-        if self._accumulated_hooks or any(self._tensor_hooks):  # a handle may have removed them
+        if any(self._accumulated_hooks) or any(self._tensor_hooks):  # a handle may have removed them
             return True
-        return bool(self._parameter._backward_hooks and self._later())
+        return bool(self.parameter._backward_hooks and self._later())
+
+    def take_from(self, gathered: nn.Parameter) -> None:
+        """Take the hooks that a step has put on the gathered parameter.
+
+        torch would call them with the gradient of this rank's share.
+        """
+        tensor_hooks, accumulated_hooks = take_gradient_hooks(gathered)
+        self._tensor_hooks = [hooks for hooks in (*self._tensor_hooks, tensor_hooks) if hooks]
+        self._accumulated_hooks = [hooks for hooks in (*self._accumulated_hooks, accumulated_hooks) if hooks]
 
     def _later(self) -> list[Callable[..., Any]]:
         """Return the hooks of ``register_hook`` that were put on a shard, which torch never calls."""
-        if not is_dtensor(self._parameter):  # torch calls them
+        if not is_dtensor(self.parameter):  # torch calls them
             return []
-        hooks = self._parameter._backward_hooks or {}
+        hooks = self.parameter._backward_hooks or {}
         return [hook for hook in hooks.values() if hook is not refuse_direct]
 
     def listen(self) -> None:
         """Have torch call these hooks, before the accumulated ones that are put on later."""
-        parameter = self._parameter
+        parameter = self.parameter
         if not self._listens and parameter.requires_grad:  # torch refuses hooks of a frozen one
             handle = parameter.register_post_accumulate_grad_hook(self._weak_call())
             if is_dtensor(parameter):  # otherwise after the average
@@ -170,14 +182,14 @@ class GradientHooks:
 
     def begin(self) -> None:
         """Put the accumulated gradient aside: hooks see the one of this backward pass alone."""
-        self._kept, self._parameter.grad = self._parameter.grad, None
+        self._kept, self.parameter.grad = self.parameter.grad, None
         self._is_in_backward = True
 
     def end(self) -> None:
         self._is_in_backward = False
         kept, self._kept = self._kept, None
-        if kept is not None and self._parameter.grad is None:  # no gradient came
-            self._parameter.grad = kept
+        if kept is not None and self.parameter.grad is None:  # no gradient came
+            self.parameter.grad = kept
 
     @torch.no_grad()
     def _call(self, parameter: Any) -> None:
@@ -200,7 +212,7 @@ class GradientHooks:
             gradient = self._result_of(later, gradient).redistribute(mesh, placements)
         kept, self._kept = self._kept, None
         parameter.grad = gradient if kept is None else kept.add_(gradient)
-        if self._accumulated_hooks:
+        if any(self._accumulated_hooks):
             self._call_accumulated(parameter)
 
     def _result_of(self, hooks: Sequence[Callable[..., Any]], gradient: Any) -> Any:
@@ -239,8 +251,9 @@ class GradientHooks:
         stand_in = nn.Parameter(whole(parameter.detach()).clone())
         copy_attributes(parameter, stand_in)
         stand_in.grad = whole(parameter.grad).clone()
-        for hook in list(self._accumulated_hooks.values()):
-            hook(stand_in)
+        for hooks in self._accumulated_hooks:
+            for hook in list(hooks.values()):
+                hook(stand_in)
         fill_from_whole(parameter.detach(), stand_in.detach())
         if stand_in.grad is None:
             parameter.grad = None

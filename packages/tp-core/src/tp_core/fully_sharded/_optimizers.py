@@ -3,7 +3,8 @@
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -11,18 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tp_core.errors import ConfigError, StepError, TpError
 from tp_core.fully_sharded._plain_values import CommonValues, PlainValues, copy_of
 from tp_core.modules._parameters import SHARDED_ATTRIBUTE, is_dtensor, is_sharded
 from tp_core.modules._user_state import copy_attributes
-from tp_core.random import preserve_rng_state
+from tp_core.random import capture_rng_state, preserve_rng_state
 from tp_core.state import SliceBuffer, fill_from_whole
 from tp_core.state._files import Cut, is_cut
 from tp_core.state._optimizers import hook_steps, is_zero_redundancy, note_whole_steps, steps_whole
 
 # Their steps divide by norms of a whole matrix, orthogonalize or factorize it, or take products of all
-# parameters: on a shard they would compute another update, without an error.
+# parameters: on a shard they would compute another update, without an error. Other optimizers are tried; some
+# of these begin too late for a trial, as SOAP and Shampoo, or need a closure.
 _WHOLE_MATRIX = re.compile(
     r"muon|adafactor|lbfgs|shampoo|galore|kfac|lamb$|lars$|^(soap|came|apollo|novograd|scion|kron|psgd)$",
     re.IGNORECASE,
@@ -38,8 +41,9 @@ _EXPLAINS = "_tp_explains"
 def whole_matrix_optimizer(optimizer: Optimizer) -> str | None:
     """Return the name of an optimizer's class if its step depends on whole matrices, else ``None``.
 
-    On a rank's shard of a matrix it would make another update than on the whole. The check goes by the
-    names of its class and base classes.
+    On a rank's shard of a matrix it would make another update than on the whole. Well-known ones are known by
+    the names of their classes, and torch's own. Another one makes a few trial steps, with a small matrix and
+    with a part of it, which leave no trace.
 
     Example:
         >>> weight = torch.zeros(2, 2, requires_grad=True)
@@ -47,7 +51,94 @@ def whole_matrix_optimizer(optimizer: Optimizer) -> str | None:
         'LBFGS'
         >>> whole_matrix_optimizer(torch.optim.SGD([weight]))
     """
-    return next((c.__name__ for c in type(optimizer).__mro__ if _WHOLE_MATRIX.search(c.__name__)), None)
+    for kind in type(optimizer).__mro__:
+        if _WHOLE_MATRIX.search(kind.__name__):
+            return kind.__name__
+    if type(optimizer).__module__.startswith("torch.") or steps_whole(optimizer):
+        return None
+    return type(optimizer).__name__ if _mixes_elements(optimizer) else None
+
+
+_TRIAL_STEPS = 3  # the first may only fill the state
+
+
+@torch.no_grad()
+def _mixes_elements(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's update of an element depends on others of its matrix.
+
+    It steps a small tensor of each number of dimensions that its parameters have, and the first half of that
+    tensor along each dimension. Where it cannot, or draws random numbers, nothing is known.
+    """
+    for group in optimizer.param_groups:
+        for example in {p.dim(): p for p in group["params"] if p.dim() and p.is_floating_point()}.values():
+            shape = [8] + [6] * (example.dim() - 1)
+            generator = torch.Generator().manual_seed(example.dim())
+            drawn = torch.randn(_TRIAL_STEPS + 1, *shape, generator=generator)
+            # Small rates: in float32 an update may be lost beside the value. mps has no float64.
+            dtype = torch.float32 if example.device.type == "mps" else torch.float64
+            values = drawn.to(example.device, dtype)
+            try:
+                whole = _updates(optimizer, group, values)
+                for dim in range(example.dim()):
+                    part = _updates(optimizer, group, values.narrow(dim + 1, 0, shape[dim] // 2))
+                    expected = whole.narrow(dim + 1, 0, shape[dim] // 2)
+                    if (part - expected).norm() > 1e-3 * expected.norm():  # far above roundings
+                        return True
+            except _NothingKnownError:
+                return False
+    return False
+
+
+class _NothingKnownError(Exception):
+    """Error of a trial step that failed, or has drawn random numbers, so that its update says nothing."""
+
+
+def _updates(optimizer: Optimizer, group: dict[str, Any], values: Tensor) -> Tensor:
+    """Return how trial steps change a tensor, (step, ...); the optimizer stays as it is.
+
+    ``values`` are those before the first step, and the gradient of each step: (1 + steps, ...).
+    """
+    trial = nn.Parameter(values[0].clone())
+    found = []
+    with _without_trace(optimizer, group, [trial]), _without_hooks(optimizer):
+        rate = group.get("lr")
+        if isinstance(rate, Tensor) and not rate.any():
+            rate.fill_(0.01)
+        elif rate == 0:  # as at the beginning of a warm-up
+            group["lr"] = 0.01
+        devices = [] if trial.is_cpu else [trial.device]
+        with preserve_rng_state(devices):
+            before = capture_rng_state(devices)
+            for gradient in values[1:]:
+                trial.grad = gradient.clone()
+                try:
+                    _step_only(optimizer, group, [trial])
+                except Exception as error:  # a closure is needed, say, or state that was made before
+                    raise _NothingKnownError from error
+                found.append(trial - values[0])
+            if capture_rng_state(devices) != before:
+                raise _NothingKnownError
+    return torch.stack(found)
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Leave out the hooks of steps: a class may call the step of its base, for which torch calls them."""
+    # Private: torch has no public way to its hooks.
+    tables: list[Any] = [
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    ]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
 
 
 def gathers_matrices(optimizer: Optimizer) -> bool:
@@ -222,25 +313,35 @@ def _after_trial(
     optimizer: Optimizer, group: dict[str, Any], weight: nn.Parameter, *, is_alone: bool
 ) -> list[Tensor]:
     """Return the update of a copy of a matrix, and its state after it; the optimizer stays as it is."""
-    settings, common = PlainValues(group, without={"params"}), CommonValues(optimizer)
     trial = nn.Parameter(weight.detach().clone())
     other = nn.Parameter(weight.detach().clone())
     gradient: Any = weight.grad  # the caller has seen it
     trial.grad = gradient.clone()
     other.grad = gradient * 1024.0 + 1.0
-    for copied in (trial, other):
-        copy_attributes(weight, copied)
-        if weight in optimizer.state:
-            optimizer.state[copied] = {k: copy_of(v) for k, v in optimizer.state[weight].items()}
-    try:
+    with _without_trace(optimizer, group, [trial, other]):
+        for copied in (trial, other):
+            copy_attributes(weight, copied)
+            if weight in optimizer.state:
+                optimizer.state[copied] = {k: copy_of(v) for k, v in optimizer.state[weight].items()}
         with preserve_rng_state([] if weight.is_cpu else [weight.device]):
             _step_only(optimizer, group, [trial] if is_alone else [trial, other])
         state = optimizer.state.get(trial) or {}
         found = [trial - weight, *(value for value in state.values() if type(value) is Tensor)]
         return [value.float() for value in found if value.is_floating_point()]
+
+
+@contextmanager
+def _without_trace(optimizer: Optimizer, group: dict[str, Any], trials: list[nn.Parameter]) -> Iterator[None]:
+    """Put back at the end what trial steps with some parameters of a group leave in the optimizer."""
+    settings, common = PlainValues(group, without={"params"}), CommonValues(optimizer)
+    groups, parameters = [*optimizer.param_groups], group["params"]
+    try:
+        yield
     finally:
-        for copied in (trial, other):
-            optimizer.state.pop(copied, None)
+        for trial in trials:
+            optimizer.state.pop(trial, None)
+        optimizer.param_groups[:] = groups
+        group["params"] = parameters
         settings.restore()
         common.restore()
 
@@ -311,6 +412,32 @@ class WholeParameters:
         if self.reduces and parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=self._group)
             parameter.grad.div_(dist.get_world_size(self._group))
+
+
+# -- errors of code over shards --------------------------------------------------------------------
+
+
+def explain_shard_errors(error: RuntimeError, models: Iterable[nn.Module]) -> None:
+    """Raise an error that names the remedy for torch's own one of code that computes with shards.
+
+    A callback or a loop has the parameters of a fully sharded model as DTensors, and torch has no rule for
+    some operations on them, such as ``parameters_to_vector`` and ``parameter.data.set_()``.
+
+    Raises:
+        StepError: The error is such a one.
+    """
+    # By torch's words: it has no class for these errors.
+    if isinstance(error, TpError) or not re.search(r"DTensor|shard", str(error)):
+        return
+    if not any(is_dtensor(parameter) for model in models for parameter in model.parameters()):
+        return
+    msg = (
+        "code of this run computes with fully sharded parameters, which are DTensors, as torch cannot "
+        f"({type(error).__name__}: {str(error).splitlines()[0]}). Write one parameter at a time, in place: "
+        "parameter.data.mul_(0.9), parameter.data.copy_(values); take a whole one by parameter.full_tensor() "
+        "on all ranks; or take the backend 'ddp', with whole parameters on each rank"
+    )
+    raise StepError(msg) from error
 
 
 # -- optimizers ------------------------------------------------------------------------------------

@@ -12,17 +12,16 @@ from torch.optim import Optimizer
 class PlainValues:
     """The plain values in a dict as they are now, to put them back: numbers, tensors, containers of these.
 
-    A key that is made later is removed then. Tensors get their values back in place: others may have the
-    same tensor, as a scheduler holds the learning rate's.
+    A key that is made later is removed then. Tensors, lists and dicts get their values back in place: others
+    may have the same, as a scheduler holds the tensor of the learning rate.
 
     Args:
         values: The dict.
         without: Keys that it leaves alone.
-        nested: Whether it takes containers, too.
     """
 
-    def __init__(self, values: dict[Any, Any], *, without: Collection[Any] = (), nested: bool = True) -> None:
-        self._values, self._without, self._nested = values, without, nested
+    def __init__(self, values: dict[Any, Any], *, without: Collection[Any] = ()) -> None:
+        self._values, self._without = values, without
         self._before = self._now()
         self._objects = {key: values[key] for key in self._before}
         self._left = self._before
@@ -49,8 +48,15 @@ class PlainValues:
         own = self._objects.get(key)
         if isinstance(value, Tensor) and isinstance(own, Tensor) and own.shape == value.shape:
             self._values[key] = own.copy_(value)
-        else:
-            self._values[key] = copy_of(value)
+            return
+        self._values[key] = copied = copy_of(value)
+        if type(own) is list and type(copied) is list:
+            own[:] = copied
+            self._values[key] = own
+        elif type(own) is dict and type(copied) is dict:
+            own.clear()
+            own.update(copied)
+            self._values[key] = own
 
     def _now(self) -> dict[Any, Any]:
         return {
@@ -60,9 +66,10 @@ class PlainValues:
         }
 
     def _takes(self, value: object) -> bool:
-        if self._nested and isinstance(value, dict):
-            return all(map(self._takes, value.values()))
-        if self._nested and isinstance(value, list | tuple):
+        if isinstance(value, dict):
+            # Not one by parameter, say: its keys would be copied.
+            return all(isinstance(key, str | int) for key in value) and all(map(self._takes, value.values()))
+        if isinstance(value, list | tuple):
             return all(map(self._takes, value))
         return type(value) is Tensor or value is None or isinstance(value, int | float | complex)
 
@@ -75,8 +82,9 @@ class CommonValues:
 
     def __init__(self, optimizer: Optimizer) -> None:
         parameters = {p for group in optimizer.param_groups for p in group["params"]}
-        # Attributes without containers: torch's own are, of hooks.
-        self._attributes = PlainValues(vars(optimizer), nested=False)
+        attributes = vars(optimizer)
+        hooks = [name for name in attributes if name.startswith("_optimizer_")]
+        self._attributes = PlainValues(attributes, without={"defaults", "param_groups", "state", *hooks})
         self._state = PlainValues(optimizer.state, without=parameters)
 
     def restore(self) -> None:

@@ -29,7 +29,7 @@ from tp_core.fully_sharded._options import FullyShardOptions, parameter_type, re
 from tp_core.fully_sharded._units import find_units
 from tp_core.modules._blocks import without_cache
 from tp_core.modules._parameters import check_no_first_fsdp, is_dtensor
-from tp_core.modules._user_state import Hooks, attributes_of, take_gradient_hooks
+from tp_core.modules._user_state import Hooks, attributes_of, has_gradient_hooks, take_gradient_hooks
 from tp_core.sessions._per_module import PerModule
 from tp_core.tensors._deferred import initial_value, is_deferred, materialize
 
@@ -359,6 +359,7 @@ class Sharding:
         """
         hooked: list[GradientHooks] = []
         for model in self._hooks:
+            self._take_hooks_of_gathered(model)
             for hooks in self._hooks.get(model) or []:
                 hooks.listen()
                 if hooks.exist():
@@ -370,6 +371,17 @@ class Sharding:
         finally:
             for hooks in hooked:
                 hooks.end()
+
+    def _take_hooks_of_gathered(self, model: nn.Module) -> None:
+        """Take the gradient hooks that the step has put on gathered parameters of a model."""
+        of_shards = {id(hooks.parameter): hooks for hooks in self._hooks.get(model) or []}
+        for module in sharded_modules(model):
+            for group in parameter_groups(module):
+                for fsdp_param in group.fsdp_params:
+                    gathered = getattr(fsdp_param, "_unsharded_param", None)
+                    hooks = of_shards.get(id(fsdp_param.sharded_param))
+                    if gathered is not None and hooks is not None and has_gradient_hooks(gathered):
+                        hooks.take_from(gathered)
 
     def reduces(self, model: nn.Module, *, is_on: bool) -> None:
         # With hooks each gradient is reduced at once: they are for the one over all ranks.

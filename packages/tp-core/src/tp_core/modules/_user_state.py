@@ -60,10 +60,10 @@ def take_gradient_hooks(parameter: Any) -> tuple[Hooks, Hooks]:
     return tensor_hooks, accumulated_hooks
 
 
+def has_gradient_hooks(parameter: Any) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def hooked_parameters(model: nn.Module) -> list[str]:
     """Return the names of the parameters on whose gradients a user has put hooks."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    ]
+    return [name for name, parameter in model.named_parameters() if has_gradient_hooks(parameter)]

@@ -359,6 +359,10 @@ class Loop:
             self._logs.close(_status(error))
             self._is_open = False
             self._open.close()
+        if isinstance(error, RuntimeError):
+            from tp_core.fully_sharded import explain_shard_errors
+
+            explain_shard_errors(error, self.models.values())
 
     # -- epochs and batches ---------------------------------------------------------------------
 
