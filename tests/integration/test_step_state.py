@@ -7,7 +7,8 @@ from collections import deque
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from tp_trainer import Trainer
+from tp_testing import run_ranks
+from tp_trainer import Callback, Trainer
 
 pytest.importorskip("tp_tuple")
 
@@ -93,3 +94,96 @@ def test_what_a_step_changes_by_itself_is_named(kind, devices, caplog):
     found = [message for message in caplog.messages if message.startswith("the step changes")]
     expected = [f"the step changes {named}, and runs once"] if named and len(devices) > 1 else []
     assert [message[: len(start)] for message, start in zip(found, expected, strict=True)] == expected
+
+
+class Inner(torch.nn.Module):
+    """Computes its loss itself, so that `dp-gather` calls the step again for each part."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 1)
+
+    def forward(self, x, y):
+        return (self.linear(x) - y).square().mean()
+
+
+def messages_of(caplog):
+    return [message for message in caplog.messages if message.startswith("the step changes 'calls'")]
+
+
+@pytest.mark.parametrize(("in_model", "expected"), [(True, 1), (False, 0)])
+def test_a_count_is_named_on_dp_gather_where_the_step_runs_again(caplog, in_model, expected):
+    pytest.importorskip("tp_dp_gather")
+    calls = [0]
+
+    def step(model, batch):
+        calls[0] += 1
+        return model(*batch) if in_model else (model(batch[0]) - batch[1]).square().mean()
+
+    model, x = Inner() if in_model else torch.nn.Linear(2, 1), torch.ones(8, 2)
+    loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=4)
+    with (
+        caplog.at_level(logging.WARNING, "tp_trainer"),
+        Trainer(backend="dp-gather", devices=["cpu", "cpu"], progress=False) as trainer,
+    ):
+        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=step, epochs=2)
+    assert len(messages_of(caplog)) == expected
+
+
+def test_a_count_that_begins_in_a_later_epoch_is_named_once(caplog):
+    calls, seen = [0], [0]
+
+    def step(model, batch):
+        if seen[0] >= 2:
+            calls[0] += 1
+        return loss(model, batch)
+
+    class Passes(Callback):
+        def on_step_end(self, run):
+            seen[0] = run.epoch
+
+    model, x = torch.nn.Linear(2, 1), torch.ones(8, 2)
+    loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=4)
+    with (
+        caplog.at_level(logging.WARNING, "tp_trainer"),
+        Trainer(devices=["cpu", "cpu"], progress=False) as trainer,
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer.fit(model, optimizer, loader, step=step, epochs=4, callbacks=[Passes()])
+    assert len(messages_of(caplog)) == 1
+
+
+def test_a_count_in_a_loop_of_the_users_own_is_named_once(caplog):
+    step, _ = with_list()
+    model, x = torch.nn.Linear(2, 1), torch.ones(8, 2)
+    loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=4)
+    with (
+        caplog.at_level(logging.WARNING, "tp_trainer"),
+        Trainer(devices=["cpu", "cpu"], progress=False) as trainer,
+    ):
+        model, batches = trainer.prepare(model, loader)
+        for batch in batches:
+            trainer.backward(trainer.run(step, model, batch))
+    assert len(messages_of(caplog)) == 1
+
+
+def warned_on_the_pipeline():
+    records = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            records.append(record.getMessage())
+
+    logging.getLogger("tp_trainer").addHandler(Handler())
+    step, _ = with_list()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    x = torch.ones(8, 2)
+    loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=4)
+    with Trainer(backend="pipeline", devices="cpu", progress=False) as trainer:
+        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=step)
+    return [record for record in records if record.startswith("the step changes 'calls'")]
+
+
+def test_a_count_is_named_on_the_pipeline():
+    pytest.importorskip("tp_pipeline")
+    assert [len(found) for found in run_ranks(warned_on_the_pipeline, 2)] == [1, 1]

@@ -48,6 +48,7 @@ from tp_trainer._steps._step import (
     warn_evaluation_mode,
     warn_no_gradients,
 )
+from tp_trainer._steps._step_state import StepStateWatch
 
 if TYPE_CHECKING:
     from tp_core.plugins import Callback
@@ -205,6 +206,7 @@ class Trainer:
         )
         # Of a custom loop: what runs its steps, and whether it has run a backward pass.
         self._run_step: RunStep | None = None
+        self._step_state: StepStateWatch | None = None
         self._has_run_backward = False
         if seed is not None:
             seed_everything(seed)
@@ -678,7 +680,12 @@ class Trainer:
             if len(models) == 1:
                 if self._run_step is None:
                     self._run_step = preparation.run_step()
-                output = self._run_step(step, preparation.prepare_model(models[0]), batch)
+                    self._step_state = StepStateWatch(self.session)
+                model, run_step = preparation.prepare_model(models[0]), self._run_step
+                if self._step_state is not None and self._step_state.looks:
+                    output = self._step_state.run(run_step, step, model, batch, own=step)
+                else:
+                    output = run_step(step, model, batch)
             else:
                 run = in_precision(self.session.run_several, preparation.precision, self.device)
                 output = run(step, [preparation.prepare_model(model) for model in models], batch)

@@ -36,7 +36,7 @@ from tp_trainer._steps._step import (
     warn_no_gradients,
     weighed,
 )
-from tp_trainer._steps._step_state import step_values, warn_step_state
+from tp_trainer._steps._step_state import StepStateWatch
 
 
 class FitHooks(LoopHooks):
@@ -58,6 +58,7 @@ class FitHooks(LoopHooks):
         self.settings, self.optimizer_step, self.run = settings, optimizer_step, run
         self._while_open = while_open
         self._evaluator, self.train = evaluator, train
+        self.step_state = StepStateWatch(optimizer_step.session)
         self.skips_nonfinite = settings.gradients.nonfinite == "skip"
 
     def while_open(self, loop: RunView) -> AbstractContextManager[None]:  # noqa: ARG002 - contract
@@ -200,12 +201,13 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         parts = [*tuple.__iter__(batch)] if isinstance(batch, Parts) else [batch]
         if not hooks.weighs_batches and any(isinstance(p, CountedBatch) for p in parts):
             hooks.weighs_batches, step = True, weighed(step, [step])
-        if len(parts) == 1:
-            return run_watched(hooks.run, update.session, update.optimizer, step, model, batch)
-        before = step_values(settings.step)
-        output = run_watched(hooks.run, update.session, update.optimizer, step, model, batch)
-        warn_step_state(settings.step, before, len(parts))
-        return output
+        watched = partial(run_watched, hooks.run, update.session, update.optimizer)
+        return hooks.step_state.run(watched, step, model, batch, own=settings.step)
+
+    def run_first_of_epoch(_: Step, model: Any, batch: Any) -> StepOutput:
+        nonlocal run
+        run = hooks.run
+        return hooks.step_state.run(run, step, model, batch, own=settings.step)
 
     def finish_first() -> bool:
         nonlocal run, finish
@@ -218,6 +220,8 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
 
     if is_first:
         run, finish = run_first, finish_first
+    elif hooks.step_state.looks:  # again: a step may begin to count later
+        run = run_first_of_epoch
 
     def learn(batch: Any) -> StepOutput:
         share = loader.share  # now: the step may iterate the loader, too

@@ -2,14 +2,16 @@
 
 import functools
 import inspect
+import itertools
 import logging
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from tp_core.data import StepOutput
+from tp_core.plugins import Session
 
-from tp_trainer._steps._step import Step
+from tp_trainer._steps._step import RunStep, Step
 
 log = logging.getLogger("tp_trainer")
 
@@ -37,18 +39,41 @@ def step_values(step: Step) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def warn_step_state(step: Step, before: Mapping[str, object], parts: int) -> None:
-    """Warn of what a step has changed since ``before``, where it runs once for each part of a batch."""
-    after = step_values(step)
-    changed = [name for name in after if after[name] != before.get(name)]
-    if changed:
-        log.warning(
-            "the step changes %s, and runs once for each of the batch's %d parts, side by side: a count of "
-            "steps counts parts, and results depend on which part comes first. Change it in a callback's "
-            "on_step_end, which comes once a step, or take a backend that runs the step once: ddp, fsdp",
-            ", ".join(map(repr, changed)),
-            parts,
-        )
+class StepStateWatch:
+    """A check that a step changes nothing of its own where it runs several times for a batch.
+
+    Attributes:
+        looks: Whether the check is of use: a step may run several times, and has not been warned of.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.looks = session.runs_step_in_parts or len(session.job.devices) > 1
+
+    def run(self, run: RunStep, step: Step, model: nn.Module, batch: Any, *, own: Step) -> StepOutput:
+        """Run ``step``, and warn of what the user's ``own`` step within it changes."""
+        if not self.looks:
+            return run(step, model, batch)
+        calls = itertools.count()  # which threads may share
+
+        def counted(model: Any, batch: Any) -> StepOutput:
+            next(calls)
+            return step(model, batch)
+
+        counted.wrapped_step = step  # type: ignore[attr-defined]  # functions take any
+        before = step_values(own)
+        output = run(counted, model, batch)
+        after = step_values(own)
+        changed = [name for name in after if after[name] != before.get(name)]
+        if changed and next(calls) > 1:
+            self.looks = False
+            log.warning(
+                "the step changes %s, and runs once for each part of a batch: a count of steps counts "
+                "parts, and results may depend on which part comes first. For the number of the step read "
+                "run.step of the run that a callback gets; change other state in a callback's on_step_end, "
+                "which comes once a step; or take a backend that runs the step once: ddp, fsdp",
+                ", ".join(map(repr, changed)),
+            )
+        return output
 
 
 def _seen(value: object) -> object:
