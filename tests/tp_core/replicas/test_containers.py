@@ -139,3 +139,28 @@ def test_an_embedding_that_scales_its_rows_is_refused_where_devices_have_copies(
     assert (model.weight[:3].norm(dim=1) < 1.001).all()
     with pytest.raises(ModelError, match=r"max_norm=1.0.*torch.renorm\(weight.data, 2, 0, 1\)"):
         Replicas(model, ["cpu", "cpu"], force_copies=True).run(lambda r, x: r(x), parts)
+
+
+class Noisy(nn.Module):
+    """Draws from generators of its own, one of them in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+        self.others = [torch.Generator().manual_seed(4)]
+
+    def forward(self, x):
+        noise = [torch.rand((), generator=g) for g in (self.generator, *self.others)]
+        return x + torch.stack(noise).sum()
+
+
+def test_each_replica_draws_the_same_numbers_of_a_generator_of_the_module():
+    model, plain = Noisy(), Noisy()
+    replicas = Replicas(model, ["cpu"] * 3)
+    for seed in (None, None, 9):
+        if seed is not None:  # between calls, as a program does
+            model.generator.manual_seed(seed)
+            plain.generator.manual_seed(seed)
+        expected = plain(torch.zeros(2))
+        for output in replicas.run(lambda replica, x: replica(x), [torch.zeros(2)] * 3):
+            assert torch.equal(output, expected)

@@ -1,5 +1,7 @@
 """Tensors that a forward keeps on its modules: each replica goes on with those of its own rows."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,37 @@ def test_a_hidden_state_is_of_the_replicas_own_rows(devices, force_copies):
             optimizer.zero_grad()
             output.square().mean().backward()
             optimizer.step()
+
+
+class Long(Recurrent):
+    """Keeps two states, in a container that each forward makes anew."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.cell, self.kind = nn.LSTMCell(3, 4), kind
+
+    def forward(self, x):
+        state = self.state
+        if state is not None:
+            state = tuple(state.values()) if isinstance(state, dict) else tuple(state)
+        hidden, cell = self.cell(x, state)
+        kept = hidden.detach(), cell.detach()
+        self.state = {"h": kept[0], "c": kept[1]} if self.kind is dict else self.kind(kept)
+        return hidden
+
+
+@pytest.mark.parametrize("force_copies", [False, True])
+@pytest.mark.parametrize("kind", [tuple, list, dict])
+def test_states_in_a_container_are_of_the_replicas_own_rows(kind, force_copies):
+    torch.manual_seed(0)
+    module = Long(kind)
+    alone = copy.deepcopy(module)
+    replicas = Replicas(module, ["cpu"] * 3, force_copies=force_copies)
+    for x in steps():
+        torch.testing.assert_close(run(replicas, x), alone(x))
+    module.state = alone.state = None
+    for x in steps():
+        torch.testing.assert_close(run(replicas, x), alone(x))
 
 
 @pytest.mark.parametrize("value", [None, torch.full((2, 4), 0.5)], ids=["cleared", "set"])

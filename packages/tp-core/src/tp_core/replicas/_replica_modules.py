@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from tp_core._transfer import to_device
+from tp_core._trees import tree_leaves
 from tp_core.errors import ModelError
 from tp_core.modules._compiler import compile_in_place
 from tp_core.modules._parameters import is_sharded
@@ -192,7 +193,7 @@ def _check(name: str, tensor: Tensor, home: torch.device) -> None:
 
 
 _DICTS = {dict, OrderedDict, defaultdict}
-_CONTAINERS = {list, set, deque, *_DICTS}
+_CONTAINERS = {list, set, deque, *_DICTS, torch.Generator}
 _TORCHS_OWN = {
     *vars(nn.Module()),
     "_flat_weights",
@@ -203,7 +204,10 @@ _TORCHS_OWN = {
 
 
 def is_container(name: str, value: Any) -> bool:
-    """Return whether an attribute is a container of the module's author, and not one of torch's own."""
+    """Return whether an attribute is a container of the module's author, and not one of torch's own.
+
+    A random generator is one, of its state.
+    """
     return type(value) in _CONTAINERS and name not in _TORCHS_OWN
 
 
@@ -211,19 +215,26 @@ class OwnContainers:
     """Lists, dicts and sets of one replica in place of the module's, with equal contents when a call begins.
 
     A forward may leave values there, as losses of its layers. In a shared container it would find those
-    of the other parts too, in no order. One container in several modules is one in the replica, too.
+    of the other parts too, in no order. One container in several modules is one in the replica, too. Of a
+    random generator each replica draws the same numbers, as each rank does of its own.
     """
 
-    def __init__(self, replica_of: Mapping[int, nn.Module]) -> None:
+    def __init__(self, replica_of: Mapping[int, nn.Module], device: torch.device, home: torch.device) -> None:
         self._replica_of = replica_of
+        self._device, self._home = device, home
         self._pairs: dict[int, tuple[Any, Any]] = {}
 
     def own(self, real: Any) -> Any:
         """Return the replica's own container in place of the real one; `refill` has to follow."""
         pair = self._pairs.get(id(real))
         if pair is None:
-            pair = self._pairs[id(real)] = real, copy.copy(real)  # the real one is kept, and so its id
+            pair = self._pairs[id(real)] = real, self._copy(real)  # the real one is kept, and so its id
         return pair[1]
+
+    def _copy(self, real: Any) -> Any:
+        if isinstance(real, torch.Generator):
+            return torch.Generator(self._device if real.device == self._home else real.device)
+        return copy.copy(real)
 
     def keep(self, real: Iterable[Any]) -> None:
         kept = set(map(id, real))
@@ -237,6 +248,9 @@ class OwnContainers:
 
     def _fill(self, own: Any, real: Any, known: dict[int, Any]) -> None:
         kind = type(real)
+        if kind is torch.Generator:
+            own.set_state(real.get_state())
+            return
         values = real.values() if kind in _DICTS else real
         is_plain = not any(k in _CONTAINERS or issubclass(k, nn.Module) for k in set(map(type, values)))
         if kind is list:
@@ -257,9 +271,13 @@ class OwnContainers:
         if type(value) not in _CONTAINERS:
             return value
         if id(value) not in known:
-            known[id(value)] = own = copy.copy(value)
+            known[id(value)] = own = self._copy(value)
             self._fill(own, value, known)
         return known[id(value)]
+
+
+_STATES = (Tensor, tuple, list, dict)
+"""The types of what a forward may set as a state."""
 
 
 # -- Modules of a replica -------------------------------------------------------------------------
@@ -274,9 +292,9 @@ class _ReplicaModule:
         own: The attributes in which the copy differs.
         version: The version of the original when its attributes were copied.
         tensors: The attributes of the original that were moved, with their versions then.
-        copied: The attributes that were tensors when they were copied.
-        states: The tensors that forwards of this replica have set, with what the original had under the same
-            name after the same call.
+        copied: The attributes that were tensors or containers when they were copied.
+        states: The tensors, and containers of them, that forwards of this replica have set, with what the
+            original had under the same name after the same call.
         containers: The attributes of the original of which the copy has its own.
     """
 
@@ -301,8 +319,8 @@ class _ReplicaModule:
             self.own["_parameters"] = {}
         self.version = -1
         self.tensors: list[tuple[Tensor, int]] = []
-        self.copied: dict[str, Tensor] = {}
-        self.states: dict[str, tuple[Tensor, Any]] = {}
+        self.copied: dict[str, Any] = {}
+        self.states: dict[str, tuple[Any, Any]] = {}
         self.containers: list[Any] = []
         self._compiled: Any = (None, None)
 
@@ -335,17 +353,21 @@ class _ReplicaModule:
         attributes.update(real)
         attributes.update(found)
         attributes.update(self.own)
-        self.copied = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
+        self.copied = {n: v for n, v in attributes.items() if isinstance(v, _STATES) and n not in _TORCHS_OWN}
         self.version = self.original.version
 
     def note_states(self) -> None:
-        """Note the tensors that the forward has set: a hidden state, say, that its next call begins with."""
+        """Note the tensors that the forward has set: a hidden state, say, that its next call begins with.
+
+        Also a tuple, list or dict with tensors, as of a recurrent layer with two states.
+        """
         real = vars(self.original.module)
         set_now = {
             name: value
             for name, value in vars(self.module).items()
-            if isinstance(value, Tensor) and value is not self.copied.get(name)
+            if isinstance(value, _STATES) and value is not self.copied.get(name) and name not in _TORCHS_OWN
         }
+        set_now = {n: v for n, v in set_now.items() if any(isinstance(t, Tensor) for t in tree_leaves(v))}
         kept = {name: own for name, (own, _) in self.states.items()} | set_now
         self.states = {name: (own, real.get(name)) for name, own in kept.items()}
 
@@ -417,7 +439,7 @@ class ReplicaModules:
             )
         self.root = self._replica_of[id(structure.root)]
         self._buffers = OwnBuffers(buffers, [t.own["_buffers"] for t in self._replicas], device)
-        self._containers = OwnContainers(self._replica_of)
+        self._containers = OwnContainers(self._replica_of, device, structure.home)
         for replica in reversed(self._replicas):  # children first: a compiled parent wraps its child's call
             self._copy_attributes(replica)
         self._containers.refill()
