@@ -55,6 +55,32 @@ class RunsTwice(Session):
         return super().run(step, model, batch)
 
 
+class ForgetsAttributes(Session):
+    def run(self, step, model, batch):
+        before = dict(vars(model))
+        output = super().run(step, model, batch)
+        vars(model).update(before)
+        return output
+
+
+class StopsSecondOptimizer(Session):
+    optimizers = 0
+
+    def prepare_optimizer(self, optimizer):
+        self.optimizers += 1
+        if self.optimizers > 1:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+        return optimizer
+
+
+class KeepsTheFirstGroups(Session):
+    def prepare_optimizer(self, optimizer):
+        groups = list(optimizer.param_groups)
+        optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups.__setitem__(slice(None), groups))
+        return optimizer
+
+
 class Crashes(Session):
     def prepare_optimizer(self, optimizer):
         raise AssertionError
@@ -74,12 +100,16 @@ CAUGHT = [
     (KeepsItsMemory, "data assigned by the optimizer"),
     (CountsTwice, "a number counted in a group"),
     (RunsTwice, "a count of the step's own"),
+    (RunsTwice, "a list kept by forward"),
+    (ForgetsAttributes, "a tensor kept by forward"),
+    (StopsSecondOptimizer, "two optimizers of a model"),
+    (KeepsTheFirstGroups, "a group added in a callback"),
     (Crashes, "attributes"),
     (Refuses, "nothing"),
 ]
 
 
-def outcome(altered, kind, monkeypatch):
+def outcome(altered, kind, monkeypatch, tmp_path):
     class Altered(Backend):
         name = "altered"
 
@@ -94,14 +124,14 @@ def outcome(altered, kind, monkeypatch):
         backend = Altered
 
     monkeypatch.setattr(kinds, "KINDS", {kind: kinds.KINDS[kind]})
-    Kit().test_it_is_carried_or_refused(kind)
+    Kit().test_it_is_carried_or_refused(kind, tmp_path)
 
 
 @pytest.mark.parametrize(("altered", "kind"), CAUGHT)
-def test_an_altered_backend_is_caught_by_a_kind(altered, kind, monkeypatch):
+def test_an_altered_backend_is_caught_by_a_kind(altered, kind, monkeypatch, tmp_path):
     with pytest.raises(AssertionError):
-        outcome(altered, kind, monkeypatch)
+        outcome(altered, kind, monkeypatch, tmp_path)
 
 
-def test_a_refusal_passes(monkeypatch):
-    outcome(Refuses, "attributes", monkeypatch)
+def test_a_refusal_passes(monkeypatch, tmp_path):
+    outcome(Refuses, "attributes", monkeypatch, tmp_path)
