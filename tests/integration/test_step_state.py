@@ -176,14 +176,17 @@ def warned_on_the_pipeline():
 
     logging.getLogger("tp_trainer").addHandler(Handler())
     step, _ = with_list()
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
     x = torch.ones(8, 2)
     loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=4)
-    with Trainer(backend="pipeline", devices="cpu", progress=False) as trainer:
-        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=step)
-    return [record for record in records if record.startswith("the step changes 'calls'")]
+    with Trainer(backend="pipeline", devices="cpu", seed=0, progress=False) as trainer:
+        for _ in range(2):
+            model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+            trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=step)
+    return [record[:30] for record in records if record.startswith(("the step changes", "training has"))]
 
 
-def test_a_count_is_named_on_the_pipeline():
+def test_a_count_and_the_draws_of_seeds_are_named_on_the_pipeline():
     pytest.importorskip("tp_pipeline")
-    assert [len(found) for found in run_ranks(warned_on_the_pipeline, 2)] == [1, 1]
+    first, other = run_ranks(warned_on_the_pipeline, 2)
+    count, draws = "the step changes 'calls', and ", "training has drawn random numb"
+    assert (first, other) == ([count, draws, count], [count, count])

@@ -40,7 +40,9 @@ class TestPipeline(UserStateConformance):
         OWN_COUNT: "the step is called for each part of the batch, and so counts; a warning names it",
         f"{TEST}[accumulated gradient hooks before]": "a hook is called for each part of the batch",
         f"{TEST}[nonlinear gradient hooks before]": "a hook sees the gradient of each part of the batch",
-        f"{TEST}[a second model after the first]": "each batch draws a seed from the program's generator",
+        f"{TEST}[a second model after the first]": (
+            "each batch draws a seed from the program's generator; a warning says so"
+        ),
         **dict.fromkeys(KEPT, "forward runs for each part of the batch"),
     }
 

@@ -139,8 +139,8 @@ class Preparation:
 
     @contextmanager
     def noting_draws(self) -> Iterator[None]:
-        """Note whether training draws random numbers: a data rank draws for its share of the batches."""
-        if self.seed is None or self.shares is None:
+        """Note whether training draws random numbers, which it does for shares of the batches."""
+        if self.seed is None or (self.shares is None and not self.session.runs_step_in_parts):
             yield
             return
         before = torch.get_rng_state()
@@ -154,8 +154,8 @@ class Preparation:
         """Warn that a model may begin with other weights than on one device, unless it was seeded."""
         if self._drawn_from == torch.initial_seed() and self.session.is_main:
             log.warning(
-                "training has drawn random numbers, for this rank's share of the batches alone (dropout, "
-                "augmentation), so a model that was made after it begins with other weights than on one "
+                "training has drawn random numbers, for shares of the batches (dropout, augmentation, seeds "
+                "of micro-batches), so a model that was made after it begins with other weights than on one "
                 "device; make models before, or seed before each: torch.manual_seed(...)"
             )
         self._drawn_from = None
