@@ -1,6 +1,8 @@
 """`TokenBudget` and `Packed`: the same batches for any number of ranks, resumed anywhere."""
 
 import json
+import math
+import random
 
 import pytest
 import torch
@@ -138,6 +140,45 @@ def test_ranks_of_a_step_have_about_as_much_to_do(ranks):
         loads.append(max(padded) - min(padded))
         means.append(sum(padded) / ranks)
     assert sum(loads) / sum(means) < 0.05
+
+
+def long_tailed(count=12_000):
+    """Return lengths of which few are long: a log-normal distribution with a sigma of 0.8, up to 2,000."""
+    draw = random.Random(0)
+    return [max(1, min(2000, int(draw.lognormvariate(math.log(90), 0.8)))) for _ in range(count)]
+
+
+def test_batches_of_lengths_with_a_long_tail_are_full_and_shared_evenly():
+    def make():
+        return TokenBudget(16_384)
+
+    costs = long_tailed()
+    lengths = [[row.pieces[0].stop for row in rows] for rows in batches_of(make, costs)]
+    padded = sum(len(batch) * max(batch) for batch in lengths)
+    assert sum(costs) / padded > 0.95
+    for ranks in (2, 3, 4, 6):
+        loads, means = 0, 0
+        for rows in batches_of(make, costs):
+            parts = make().split(rows, ranks)
+            own = [len(part) * max((row.pieces[0].stop for row in part), default=0) for part in parts]
+            loads, means = loads + max(own) - min(own), means + sum(own) / ranks
+        assert loads / means < 0.05
+
+
+@pytest.mark.parametrize(("count", "batches"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2)])
+def test_a_last_batch_that_is_full_is_not_dropped(count, batches):
+    found = batches_of(lambda: TokenBudget(8, multiple=1, last="drop"), [4] * count)
+    assert [len(rows) for rows in found] == [2] * batches
+
+
+def test_a_last_batch_is_dropped_where_it_has_space_for_a_sample():
+    def kept(costs):
+        batches = batches_of(lambda: TokenBudget(48, multiple=12, last="drop"), costs)
+        return sorted(len(rows) for rows in batches)
+
+    assert kept([3] * 16) == [16]
+    assert kept([3] * 15) == []
+    assert kept([3] * 40) == [12, 12, 16]
 
 
 def test_slow_ranks_get_fewer_tokens():

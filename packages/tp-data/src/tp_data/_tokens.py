@@ -2,12 +2,13 @@
 
 Both plan a window of samples at a time, from positions and numbers of tokens alone::
 
-    the order       | window of 1024 samples | next window ...
+    the order       | window of samples | next window ...
     plan            batch, batch, batch, batch + a rest      the rest goes into the next window, first
     state_dict()    the window, the rest before it, how many of its batches are done
 
-So the batches follow from the order, whatever the number of ranks, and a state is at most about a kilobyte.
-To resume, the numbers of tokens of one window are looked up again.
+So the batches follow from the order, whatever the number of ranks. A state has what is held back, less than a
+batch: it is about a kilobyte, or two where hundreds of samples fit into one. To resume, the numbers of tokens
+of one window are looked up again.
 """
 
 import random
@@ -15,7 +16,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -26,6 +27,9 @@ from tp_data._batches import Batcher, Item, Piece, SampleRow, UnfitSampleError
 from tp_data._packed_rows import Arguments, RowForm, TokenBatch, pad_samples
 
 Last = Literal["spread", "drop", "pad"]
+
+_WINDOW = 1024  # samples that are planned together
+_WINDOW_BATCHES = 48  # and at least as many batches: the longest of fewer ones differ too much in length
 
 
 class _SamplePart(NamedTuple):
@@ -63,11 +67,13 @@ class _Windowed(Batcher):
         self._has_ended = False
         if state is None:
             return
-        self._windows, parts = state["windows"], state["rest"]
-        whole = {i.position: i.cost for i in take([p for p in parts if isinstance(p, int)])}
-        for part in parts:
+        self._windows = state["windows"]
+        whole = list(accumulate(part for part in state["rest"] if isinstance(part, int)))
+        items = iter(take(whole))
+        for part in state["rest"]:
             if isinstance(part, int):
-                self._rest.append(_SamplePart(part, 0, whole[part]))
+                item = next(items)
+                self._rest.append(_SamplePart(item.position, 0, item.cost))
             else:
                 position, start, stop = part
                 self._rest.append(_SamplePart(position, start, stop, whole=False))
@@ -92,14 +98,22 @@ class _Windowed(Batcher):
         return self._ready.popleft()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window and what was held back before it, by positions."""
+        """Return the window and what was held back before it, by positions.
+
+        Those of whole samples are differences from one to the next, which have fewer digits.
+        """
         if self._ready:  # in the middle of a window
             windows, parts, taken, done = self._windows - 1, self._before, _runs(self._taken), self._done
         else:  # the next window begins, with the rest of this one
             windows, parts, taken, done = self._windows, self._rest, [], None
         rest: list[Any] = []
+        last = 0
         for part in parts:
-            rest.append(part.position if part.whole else [part.position, part.start, part.stop])
+            if part.whole:
+                rest.append(part.position - last)
+                last = part.position
+            else:
+                rest.append([part.position, part.start, part.stop])
         return {"windows": windows, "rest": rest, "taken": taken, "done": done, "ended": self._has_ended}
 
     def _pull(self, items: Iterator[Item]) -> list[Item]:
@@ -149,13 +163,14 @@ class TokenBudget(_Windowed):
         tokens: The most tokens of a batch, on all ranks together: its longest sample times the number of
             them.
         length: The field with the entries to count, or a function of a sample that returns the number.
-        window: The number of samples that are sorted together: a larger one has less padding.
+        window: The number of samples that are sorted together: a larger one has less padding. By default
+            1024, and more where these make fewer than 48 batches.
         buckets: Lengths to pad to, so that batches have few different shapes; ``None`` for the longest of
             each.
         multiple: Batches have a multiple of this many samples where as many fit.
         speeds: The relative speed of each rank, where devices differ: each gets tokens accordingly.
         last: What becomes of samples that are left at the end: ``"spread"`` makes a smaller batch of them,
-            ``"drop"`` leaves them out.
+            ``"drop"`` leaves them out, unless no other sample would fit into their batch.
         padding: The token to pad with.
         causal: Whether a label is predicted from the tokens before it, so that the first one never counts.
         collate: Makes a batch of a list of samples; by default their fields are padded, with -100 for labels.
@@ -176,7 +191,7 @@ class TokenBudget(_Windowed):
         tokens: int,
         *,
         length: str | Callable[[Any], int] = "input_ids",
-        window: int = 1024,
+        window: int | None = None,
         buckets: Sequence[int] | None = None,
         multiple: int = 12,
         speeds: Sequence[float] | None = None,
@@ -196,7 +211,10 @@ class TokenBudget(_Windowed):
         _check_choice("last", last, ("spread", "drop"))
         self.last = last
         self._padding, self._causal, self._collate = padding, causal, collate
-        super().__init__(_check_number("window", window), least=2 * tokens)
+        if window is None:
+            super().__init__(_WINDOW, least=_WINDOW_BATCHES * tokens)
+        else:
+            super().__init__(_check_number("window", window), least=2 * tokens)
 
     def _parts_of(self, item: Item) -> list[_SamplePart]:
         if self.buckets and item.cost > self.buckets[-1]:
@@ -233,8 +251,9 @@ class TokenBudget(_Windowed):
                 if longest * (count + 1) > self.tokens:
                     break
                 count += 1
-            if at + count == len(pool):  # it may have space for more
-                if not has_ended or self.last == "drop":
+            has_space = longest * (count + 1) <= self.tokens
+            if at + count == len(pool):
+                if not has_ended or (self.last == "drop" and has_space):
                     break
             elif count > self.multiple:
                 count -= count % self.multiple
@@ -242,7 +261,7 @@ class TokenBudget(_Windowed):
             at += count
         random.Random(min((p.position for p in pool), default=0)).shuffle(batches)  # noqa: S311 - an order
         rows = [[SampleRow((Piece(p.position, 0, p.tokens),)) for p in batch] for batch in batches]
-        return rows, [] if has_ended else pool[at:]
+        return rows, [] if has_ended else sorted(pool[at:])
 
     def split(self, rows: Sequence[SampleRow], ranks: int) -> list[list[SampleRow]]:
         """Return the part of each rank of a global batch: about the same number of tokens, with padding.
