@@ -48,11 +48,17 @@ def write(folder):
                 out.write(row)
 
 
+def words_of(row):
+    """Return a row with its number of words: a transform that draws no random numbers."""
+    return {**row, "words": len(row["text"].split())}
+
+
 class Lines(Dataset):
     """What a map-style dataset by hand is: the offsets of lines in memory."""
 
-    def __init__(self, path):
-        self.path, self.file, self.starts = path, None, [0]
+    def __init__(self, path, transform=None):
+        self.path, self.transform = path, transform
+        self.file, self.starts = None, [0]
         with path.open("rb") as file:
             for line in file:
                 self.starts.append(self.starts[-1] + len(line))
@@ -63,15 +69,18 @@ class Lines(Dataset):
     def __getitem__(self, index):
         self.file = self.file or self.path.open("rb")
         self.file.seek(self.starts[index])
-        return json.loads(self.file.readline())
+        row = json.loads(self.file.readline())
+        return row if self.transform is None else self.transform(row)
 
 
 def loaders(folder, workers):
     """Return functions that make each loader, by name."""
 
-    def ours(source, shuffle=True):
+    def ours(source, shuffle=True, transform=None):
         return lambda: Loader(
-            Stream(source, shuffle=shuffle), BatchSize(BATCH, collate=list), workers=workers
+            Stream(source, shuffle=shuffle, transform=transform),
+            BatchSize(BATCH, collate=list),
+            workers=workers,
         )
 
     options = {"batch_size": BATCH, "num_workers": workers, "collate_fn": list}
@@ -80,9 +89,13 @@ def loaders(folder, workers):
     found = {
         "tp-data, lines of JSON": ours(lines),
         "tp-data, lines of JSON in blocks": ours(lines, blocks),
+        "tp-data, lines of JSON, transform": ours(lines, transform=words_of),
         "tp-data, tar shards": ours(TarShards(sorted(folder.glob("*.tar")))),
         "DataLoader, lines of JSON by hand": lambda: DataLoader(
             Lines(folder / "rows.jsonl"), shuffle=True, **options
+        ),
+        "DataLoader, lines of JSON by hand, transform": lambda: DataLoader(
+            Lines(folder / "rows.jsonl", words_of), shuffle=True, **options
         ),
     }
     if importlib.util.find_spec("torchdata"):

@@ -192,6 +192,10 @@ def _remote_glob(pattern: str, access: Access) -> list[str]:
 # -- Indexes --------------------------------------------------------------------------------------
 
 
+class ChangedFileError(LoaderError):
+    """A file that is another one than was indexed: not a sample of it is broken, but all of them are gone."""
+
+
 class IndexedFile:
     """A file with the offsets of its samples. Each process opens it for itself, when it first reads.
 
@@ -409,11 +413,10 @@ class IndexedFile:
         _open[self._key] = number
         return number
 
-    def _gone(self, error: OSError) -> LoaderError:
+    def _gone(self, error: OSError) -> ChangedFileError:
         why = error.strerror
-        return LoaderError(
-            f"{self.url} is gone since its index was made ({why}); put it back, or leave it out"
-        )
+        msg = f"{self.url} is gone since its index was made ({why}); put it back, or leave it out"
+        return ChangedFileError(msg)
 
     def _check(self, stat: os.stat_result) -> None:
         """Check that a file is the one that was indexed, by what the system says of it.
@@ -438,7 +441,7 @@ class IndexedFile:
         if stat.st_size == self._stat[0]:
             sizes = f"it has as many bytes, {stat.st_size}, and was written since"
         msg = f"{self.url} has changed since its index was made: {sizes}; begin again, and it is made again"
-        raise LoaderError(msg)
+        raise ChangedFileError(msg)
 
     def read(self, index: int) -> bytes:
         """Return the bytes of a sample.
@@ -452,7 +455,7 @@ class IndexedFile:
         if len(data) != stop - start:
             end = start + len(data)
             msg = f"{self.url} ends in sample {index}, byte {end}: it was cut off since its index was made"
-            raise LoaderError(msg)
+            raise ChangedFileError(msg)
         # Behind the read: what is written after this look is not in it.
         self._check(os.fstat(descriptor))
         return data

@@ -81,7 +81,8 @@ def _scan_lines(path: Path, url: str, *, is_json: bool) -> FileScan:
                 keep[i] = bool(os.pread(file.fileno(), int(ends[i] - starts[i]), int(starts[i])).strip())
             starts, ends = starts[keep], ends[keep]
         if len(starts):
-            line = os.pread(file.fileno(), int(ends[0] - starts[0]), int(starts[0]))
+            nbytes = min(int(ends[0] - starts[0]), CHUNK_NBYTES)  # one line may be a whole file
+            line = os.pread(file.fileno(), nbytes, int(starts[0]))
             _check_first_line(line, url, is_json=is_json, is_only=len(starts) == 1)
     return FileScan(np.append(starts, np.uint64(size)), digest.hexdigest())
 
@@ -92,29 +93,34 @@ def _check_first_line(line: bytes, url: str, *, is_json: bool, is_only: bool) ->
     Raises:
         LoaderError: It has none; the message says how to make some.
     """
-    why = ""
+    is_array_file = is_only and ".json" in Path(url.partition("?")[0]).suffixes
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:4]:
         why = "it is UTF-16 or UTF-32, or no text; write it as UTF-8: iconv -f UTF-16 -t UTF-8"
     elif is_only and b"\r" in line.rstrip(b"\r\n"):
         why = "its lines end in '\\r' alone; write them with '\\n': tr '\\r' '\\n'"
-    elif is_json and line.lstrip()[:1] in (b"[", b"{"):
-        text = line.decode(errors="replace").strip()
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            # It ends in the middle of a value, which the next line continues.
-            is_cut = getattr(error, "pos", 0) >= len(text)
-            why = (
-                "its first line ends within a value: it is one document over several lines" if is_cut else ""
-            )
-        else:
-            if is_only and isinstance(value, list) and ".json" in Path(url.partition("?")[0]).suffixes:
-                why = "it is one array"
-        if why:
-            why += "; write one value in each line: jq -c '.[]' of an array, jq -c . of others"
-    if why:
-        msg = f"{url} has no lines to read one by one: {why}"
-        raise LoaderError(msg)
+    elif is_json and is_array_file and line.lstrip().startswith(b"["):
+        why = "it is one array; write one value in each line: jq -c '.[]'"
+    elif is_json and len(line) < CHUNK_NBYTES and _ends_within_value(line):
+        why = (
+            "its first line ends within a value, as it is one document over several lines; write one value "
+            "in each line: jq -c '.[]' of an array, jq -c . of others"
+        )
+    else:
+        return
+    msg = f"{url} has no lines to read one by one: {why}"
+    raise LoaderError(msg)
+
+
+def _ends_within_value(line: bytes) -> bool:
+    """Return whether a line is the beginning of an array or object, which the next line continues."""
+    text = line.decode(errors="replace").strip()
+    if not text.startswith(("[", "{")):
+        return False
+    try:
+        json.loads(text)
+    except ValueError as error:
+        return getattr(error, "pos", 0) >= len(text)
+    return False
 
 
 def _scan_tar(path: Path, url: str) -> FileScan:

@@ -9,7 +9,7 @@ from tp_core.arguments import explain_init
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.random import seed_everything, seed_of
 
-from tp_data._files import Access
+from tp_data._files import Access, ChangedFileError
 from tp_data._order import Order, Shuffle, check_mixture, groups
 from tp_data._sources import Source, source_of
 
@@ -173,7 +173,7 @@ class Stream:
             positions: The positions.
             epoch: The epoch.
             skip: Is called with the error of a sample that cannot be loaded; the next one of the order that
-                can takes its place. ``None`` raises the error.
+                can takes its place. ``None`` raises the error. A file that has changed is always an error.
             seeds: Whether random generators are seeded for each sample that may draw, and left so. Who
                 switches it off looks whether something drew, and loads again then.
 
@@ -199,7 +199,7 @@ class Stream:
                         samples[position] = self._load(order, at, epoch if seeds else None)
                     break
                 except LoaderError as error:
-                    if skip is None:
+                    if skip is None or isinstance(error, ChangedFileError):
                         raise
                     skip(error)
                     at += 1
