@@ -199,9 +199,9 @@ class PoolFactory:
         import torch
 
         devices = [torch.device(device) for device in self._devices]
-        given = {name: value for name, value in self._options.items() if value is not None}
-        ordered = given.pop("ordered", True)
-        pool = self._engine.open(self._program, devices, options=given)
+        options = {name: value for name, value in self._options.items() if value is not None}
+        ordered = options.pop("ordered", True)
+        pool = self._engine.open(self._program, devices, options=options)
         return PluginPoolAdapter(pool, self._engine.name, ordered=ordered)
 
 

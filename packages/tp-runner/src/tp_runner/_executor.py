@@ -223,10 +223,13 @@ def _backend() -> Any:
             n_workers = self.effective_n_jobs(n_jobs)
             if n_workers == 1:
                 raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
-            self.parallel, self._options = parallel, options
-            given = {"threads": self.inner_max_num_threads, **self.backend_kwargs}
-            given |= {name: v for name, v in options.items() if name not in _JOBLIB_OPTIONS and v is not None}
-            self._executor = Executor(n_workers, **given)
+            self.parallel = parallel
+            self._options = options
+            executor_options = {"threads": self.inner_max_num_threads, **self.backend_kwargs}
+            for name, value in options.items():
+                if name not in _JOBLIB_OPTIONS and value is not None:
+                    executor_options[name] = value
+            self._executor = Executor(n_workers, **executor_options)
             return n_workers
 
         def submit(

@@ -203,10 +203,10 @@ def map(
 
 def _clear_on_close(lists: Iterator[list[Any]]) -> Iterator[list[Any]]:
     """Yield the lists; when closed early, empty the one that was given last."""
-    given: list[Any] = []
+    results: list[Any] = []
     try:
-        for given in lists:
-            yield given
+        for results in lists:
+            yield results
     finally:
-        given.clear()
+        results.clear()
         cast("Generator[list[Any], None, None]", lists).close()

@@ -220,15 +220,15 @@ class Pipeline:
                 if isinstance(answers, Interruption):
                     yield answers
                     continue
-                given: list[Any] = []
-                for answer in answers:
+                results: list[Any] = []
+                for answer in answers:  # the results of one item, or the error in their place
                     if isinstance(answer, ItemError):
                         answer.add_note(_stage_note(stage))
-                        given.append(answer)
+                        results.append(answer)
                     else:
-                        given += answer
-                stats.given += len(given)
-                yield given
+                        results += answer
+                stats.given += len(results)
+                yield results
         except ItemError as error:
             notes = {_stage_note(stage) for stage in self._stages}
             if notes.isdisjoint(getattr(error, "__notes__", ())):  # it passes the later stages, too

@@ -46,14 +46,14 @@ def imports_of(script: Path) -> list[str]:
         rb"environ|putenv|sys\.path", source
     ):
         return list(dict.fromkeys(map(ast.unparse, nodes)))
-    found = []
+    imports = []
     for at, statement in enumerate(tree.body):
         if at == 0 and isinstance(statement, ast.Expr):  # a docstring
             continue
         if not isinstance(statement, ast.Import | ast.ImportFrom) or _is_beside(statement, places):
             break
-        found.append(ast.unparse(statement))
-    return found
+        imports.append(ast.unparse(statement))
+    return imports
 
 
 def _is_beside(statement: ast.Import | ast.ImportFrom, places: list[str]) -> bool:

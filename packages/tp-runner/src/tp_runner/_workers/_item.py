@@ -262,10 +262,10 @@ _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - it is compared as tex
 
 def warn_of_copied_generators(works: Iterable[Any], cfg: Any = None, *, stacklevel: int) -> None:
     """Warn once of generators that would be copied to each worker, such as one at module level."""
-    found = _GeneratorSearch(works, cfg).found
-    if found:
+    copied = sorted(_GeneratorSearch(works, cfg).copied)
+    if copied:
         warnings.warn(
-            f"the work draws from {', '.join(sorted(found))}: each worker process has a copy, and the copies "
+            f"the work draws from {', '.join(copied)}: each worker process has a copy, and the copies "
             "give the same numbers; draw from tp_runner.item().rng instead",
             RuntimeWarning,
             stacklevel=stacklevel + 1,
@@ -274,7 +274,7 @@ def warn_of_copied_generators(works: Iterable[Any], cfg: Any = None, *, stacklev
 
 class _GeneratorSearch:
     def __init__(self, works: Iterable[Any], cfg: Any) -> None:
-        self.found: set[str] = set()
+        self.copied: set[str] = set()  # the names of generators that each worker would copy
         self._seen: set[types.FunctionType] = set()
         self._names: set[str] = set()
         # Each worker has global generators of its own (`_inst`, `_rand`: private names). SystemRandom has no
@@ -302,7 +302,7 @@ class _GeneratorSearch:
             value, kind = value.__self__, type(value.__self__)
         if issubclass(kind, self._kinds):
             if not issubclass(kind, random.SystemRandom) and not any(value is one for one in self._excluded):
-                self.found.add(repr(name))
+                self.copied.add(repr(name))
         elif issubclass(kind, types.FunctionType):
             if value not in self._seen and len(self._seen) < _MOST and (is_work or not _is_installed(value)):
                 self._seen.add(value)

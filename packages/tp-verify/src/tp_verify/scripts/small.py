@@ -9,7 +9,7 @@ from tp_trainer import Trainer
 from tp_verify import _small_training as small
 
 name = os.environ["TP_BACKEND"]
-options = {found.item.name: found.item.self_test_options for found in registry.backends()}
+options = {backend.item.name: backend.item.self_test_options for backend in registry.backends()}
 dtype = torch.float32 if "mps" in os.environ["TP_DEVICES"] else torch.float64  # which has no float64
 
 with Trainer(seed=0, progress=False, options={name: options[name]}) as trainer:
