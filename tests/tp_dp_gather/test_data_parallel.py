@@ -298,3 +298,10 @@ def test_a_module_may_change_its_input_in_place():
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close([p.grad for p in net.parameters()], gradients)
     assert torch.equal(*changed)  # the batch as well, as on one device
+
+
+def test_items_of_the_module_are_its_own():
+    parts = nn.ModuleDict({"body": nn.Linear(3, 2)})
+    assert DataParallel(parts, ["cpu", "cpu"])["body"] is parts["body"]
+    with pytest.raises(TypeError, match="not subscriptable"):
+        DataParallel(nn.Linear(3, 2), ["cpu", "cpu"])[0]

@@ -224,3 +224,28 @@ def test_one_process_refuses_what_several_have_sharded():
 
     ((_, message),) = run_ranks(sharded, 1)
     assert "the plain model" in message
+
+
+# -- models without a forward ------------------------------------------------------------------------
+
+
+def fit_parts(backend):
+    """Train a module that only holds others, which the step calls."""
+
+    def step(model, batch):
+        hidden = torch.tanh(model["body"](batch[0]))
+        return (model["heads"][0](hidden) - batch[1]).square().mean()
+
+    torch.manual_seed(1)
+    heads = nn.ModuleList([nn.Linear(5, 1)])
+    model = nn.ModuleDict({"body": nn.Linear(3, 5), "heads": heads}).double()
+    with Trainer(backend=backend, devices="cpu", seed=2, progress=False) as trainer:
+        trainer.fit(model, adam(model), loader(), step=step, epochs=2)
+        return trainer.session.model_state(model)
+
+
+def test_modules_that_hold_others_are_trained():
+    expected = fit_parts("single")
+    for found in run_ranks(functools.partial(fit_parts, "fsdp"), 2):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)

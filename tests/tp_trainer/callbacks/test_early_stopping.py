@@ -68,6 +68,16 @@ def test_a_resumed_run_ends_where_the_whole_one_does(tmp_path):
     assert len(train([callback()], folder=tmp_path, epochs=8)[1]) == len(whole) < 8
 
 
+def test_a_validation_where_the_run_was_cut_counts_for_nobody_later(tmp_path):
+    def ended(**options):
+        return len(train([EarlyStopping(mode="max", patience=3)], epochs=8, **options)[1])
+
+    saved = {"checkpoint": tmp_path, "resume": "auto"}
+    for most in (7, 12):
+        ended(**saved, max_steps=most)
+    assert ended(**saved) == ended() < 8
+
+
 def on_a_rank():
     return len(train([EarlyStopping(mode="max", patience=2)], backend="ddp", epochs=9)[1])
 

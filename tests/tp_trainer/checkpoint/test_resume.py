@@ -93,6 +93,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, stop_at):
     assert_resumed_is_uninterrupted(tmp_path, stop_at)
 
 
+def tensor_rate(optimizer):
+    for group in optimizer.param_groups:
+        group["lr"], group["foreach"] = torch.tensor(0.02), False
+    return schedulers.SequentialLR(
+        optimizer, [schedulers.LinearLR(optimizer), schedulers.CosineAnnealingLR(optimizer, 18)], [4]
+    )
+
+
 SCHEDULERS = {
     "steps by number": lambda o: schedulers.MultiStepLR(o, [3, 9, 14], gamma=0.5),
     "one after the other": lambda o: schedulers.SequentialLR(
@@ -103,6 +111,7 @@ SCHEDULERS = {
     ),
     "up and down": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=4, cycle_momentum=False),
     "a function": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),
+    "of a tensor": tensor_rate,
 }
 
 

@@ -98,6 +98,12 @@ def test_a_stream_is_resumed_where_it_stood(tmp_path, kind, restart, stop):
     assert found[1] == whole[1][stop * 4 :] or replay
 
 
+def test_a_stream_is_resumed_at_the_end_of_a_later_pass(tmp_path):
+    whole = fit(PlacedRows(16))
+    fit(PlacedRows(16), folder=tmp_path, max_steps=8)
+    assert fit(PlacedRows(16), folder=tmp_path) == (whole[0], [*range(16)])
+
+
 def _on_a_rank(folder, kind):
     whole = fit(kind())
     fit(kind(), folder=folder, max_steps=7)

@@ -2,8 +2,10 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
+from tp_core.errors import ModelError
 from tp_trainer import Trainer
 
 
@@ -53,6 +55,22 @@ def test_values_are_read_as_from_the_model_itself(two_ranks):
     (config, same), messages, *_ = _read()
     assert (config, same) == ({"width": 2}, True)
     assert len(messages) == 1  # with one rank there is no wrapper, and all but the missing one is there
+
+
+def _item():
+    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+        model = trainer.prepare(nn.Sequential(nn.Linear(2, 2)))
+        with pytest.raises(ModelError) as refused:
+            model[0]
+        own = trainer.session.unwrap(model)[0]
+        return str(refused.value), tuple(own.weight.shape)
+
+
+def test_a_part_of_a_sequence_is_taken_in_a_step_or_from_the_plain_model(two_ranks):
+    for message, shape in two_ranks.run(_item):
+        assert message.startswith("the model's part [0] is not called from outside of a step")
+        assert message.endswith("trainer.session.unwrap(model)[0]")
+        assert shape == (2, 2)
 
 
 def test_what_can_be_called_is_called_in_a_step_or_from_the_plain_model(two_ranks):

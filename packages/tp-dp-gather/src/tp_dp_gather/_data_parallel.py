@@ -167,6 +167,11 @@ class DataParallel(ReplicaWrapper):
             return partial(self._call_method, name)
         return value
 
+    def __getitem__(self, key: Any) -> Any:
+        """Return an item of a module that has items: a part of it, which runs on the whole of its inputs."""
+        module: Any = self.module
+        return module[key]
+
     def _call_method(self, name: str, *inputs: Any, **kwargs: Any) -> Any:
         method = getattr(self.module, name)
         arguments, sizes = self._scatter(inputs, kwargs, method)

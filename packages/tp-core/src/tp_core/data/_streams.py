@@ -125,7 +125,9 @@ class Stream:
         self._pass, self._done = 0, 0  # the current pass, and the batches of it that were yielded
         self._skip = 0
         self._is_placed = False  # whether the loader has loaded the position of the next iteration itself
-        self._beginning: str | None = None  # a digest of its position at the beginning of a pass
+        # Digests of its position: at the beginning of a pass, and at the end of the one before.
+        self._beginning: str | None = None
+        self._end: str | None = None
 
     def epoch(self, epoch: int, *, continues_stream: bool, done: int = 0) -> Iterator[Any]:
         """Return an iterator over the batches of an epoch; its consumer decides where the epoch ends.
@@ -160,6 +162,8 @@ class Stream:
                 self._done += 1
                 yield batch
                 continue
+            if (holder := position_holder(self.loader)) is not None:
+                self._end = _digest(holder.state_dict())
             self._iterator, self._pass, self._done = None, self._pass + 1, 0
             if began_here:  # it has less than an epoch
                 return
@@ -169,7 +173,10 @@ class Stream:
         if not self._is_placed:
             self._note_pass()
             if (holder := position_holder(self.loader)) is not None:
-                self._beginning = _digest(holder.state_dict())
+                found = _digest(holder.state_dict())
+                # One that stands at its end until it is iterated again shows no beginning of later passes.
+                stands_at_end = found == self._end and found != self._beginning
+                self._beginning = None if stands_at_end else found
         skip, self._skip, self._is_placed = self._skip, 0, False
         iterator = iterate_seeded(self.loader, seed=self._seed, epoch=self._pass, is_ours=self._is_ours)
         if skip:

@@ -173,6 +173,8 @@ class Sharding:
         else:
             writes.hook(module)
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_root and type(module).forward is nn.Module.forward:
+            module.__class__ = _with_forward(type(module))
         fully_shard(
             module,
             mesh=self.mesh,
@@ -420,6 +422,15 @@ def _checkpoint_activations(module: nn.Module) -> None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     module.forward = checkpointed
+
+
+@functools.cache
+def _with_forward(kind: Any) -> type[nn.Module]:
+    """Return a class of modules that fully_shard takes, which refuses a ModuleDict or ModuleList as it is.
+
+    A step of the user's calls what is in it, within the method that `Sharding.run` calls.
+    """
+    return type(kind.__name__, (kind,), {"forward": lambda self, *_, **__: nn.Module.forward(self)})
 
 
 def _refuse_copy(_: object) -> NoReturn:

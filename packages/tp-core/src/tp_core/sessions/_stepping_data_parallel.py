@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tp_core.errors import StepError
+from tp_core.errors import ModelError, StepError
 
 R = TypeVar("R")
 
@@ -85,6 +85,15 @@ class SteppingDataParallel(DistributedDataParallel):
             )
             raise AttributeError(msg)
         return value
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Refuse a part of the model by its number or name, as :meth:`__getattr__` one by its attribute."""
+        msg = (
+            f"the model's part [{key!r}] is not called from outside of a step where there are several ranks, "
+            "since its gradients would not be averaged; call it in a step for trainer.run(), or, for what "
+            f"needs no gradients, such as an optimizer's parameters, trainer.session.unwrap(model)[{key!r}]"
+        )
+        raise ModelError(msg)
 
     def run(self, body: Callable[..., R], *arguments: Any) -> R:
         """Return ``body(module, *arguments)``, run within this wrapper's forward.

@@ -29,6 +29,7 @@ from tp_trainer._running._progress import Reporter, Ticker
 from tp_trainer._running._requests import Requests
 from tp_trainer._running._settings import LoopSettings, batches_per_epoch
 from tp_trainer._running._state import (
+    Captured,
     RunState,
     Saving,
     unsaved_optimizers,
@@ -614,22 +615,19 @@ class Loop:
     def _cut_epoch(self) -> None:
         """End the run within an epoch: save it here, and record the part of the epoch that was done.
 
-        Collectives: as in `_record` and `_save`.
+        Collectives: as in `_capture`, `_record` and `_write`.
         """
         state, done = self._run_state, self._position.done
         if done == state.first and state.records:
             return
-        seconds = self._timer.seconds
-        meter_state, logged = self.meter.state_dict(), state.logged
-        # The record changes the meter and validates, so meter and generators are put back before the save: a
-        # resumed run then goes through the rest of the epoch as an uninterrupted one does.
+        # The record changes the meter and validates, and callbacks count validations. Captured before, the
+        # state has nothing of it: a resumed run goes through the rest of the epoch as an uninterrupted one
+        # does. It is written after, as the metrics decide which checkpoint is the best.
+        captured = self._capture(done, self.meter)
         with preserve_rng_state():
             self._hooks.check_parameters()
             record = self._record()
-        self.meter.load_state_dict(meter_state)
-        state.logged = logged
-        state.seconds = seconds
-        self._save(done, self.meter)
+        self._write(captured)
         state.records.append(record)
         self._say(f"{self._epoch_label()}  {record}")
 
@@ -725,18 +723,36 @@ class Loop:
     def _save(self, done: int, meter: Meter | None) -> None:
         """Save the state after ``done`` batches of the current or next epoch.
 
-        Collectives: as in `Saving.save`, and before it the checks of parameters and optimizers.
+        Collectives: as in `_capture` and `_write`.
         """
-        saving = self._saving
-        if saving is None:
-            return
+        self._write(self._capture(done, meter))
+
+    def _capture(self, done: int, meter: Meter | None) -> Captured | None:
+        """Return the state after ``done`` batches of the current or next epoch, if it is to be saved.
+
+        Collectives: as in `Saving.capture`, and before it the checks of parameters and optimizers.
+        """
+        if self._saving is None:
+            return None
         if meter is not None:
             self._run_state.seconds = self._timer.seconds
             self._hooks.check_parameters()
             if self._session.data_size > 1:
                 check_same_optimizers(self._session, self.optimizers)
         with nullcontext() if self._watchdog is None else self._watchdog.paused():
-            self._send_checkpoint_of(lambda: saving.save(done, meter))
+            return self._saving.capture(done, meter)
+
+    def _write(self, captured: Captured | None) -> None:
+        """Write a captured state into a checkpoint.
+
+        Collectives: as in `Saving.write`.
+        """
+        saving = self._saving
+        if saving is None:
+            return
+        if captured is not None:
+            with nullcontext() if self._watchdog is None else self._watchdog.paused():
+                self._send_checkpoint_of(lambda: saving.write(captured))
         self._warn_unsaved()
 
     def _send_checkpoint_of(self, save: Callable[[], None]) -> None:

@@ -53,6 +53,8 @@ from tp_trainer._steps._step import LossScaler
 log = logging.getLogger("tp_trainer")
 
 Tensors = dict[str, Tensor | TensorSlice]
+Captured = tuple[Tensors, dict[str, Any], dict[str, Any]]
+"""A state of a run: tensors that are not copied, values common to all ranks, and this rank's own."""
 
 # -- Further objects that a run saves -------------------------------------------------------------
 
@@ -368,8 +370,8 @@ class RunState:
             self._frozen = FrozenWeights(self._session, model, self._restored_base)
         return describe_frozen(model, self._weights)
 
-    def capture(self, done: int, meter: Meter | None) -> tuple[Tensors, dict[str, Any], dict[str, Any]]:
-        """Return the tensors (not copied), the values common to all ranks, and this rank's own values.
+    def capture(self, done: int, meter: Meter | None) -> Captured:
+        """Return the state after ``done`` batches of the current or next epoch.
 
         Without ``meter`` the epoch has not begun.
 
@@ -386,6 +388,10 @@ class RunState:
             without = frozen_weights(model)
         tensors = collect_state(model, self._optimizers(), cut=session.as_slice, without=without)
         captured = self.user_state.capture()
+        schedulers: dict[str, Any] = {}
+        for name, one in trained.schedulers.items():
+            schedulers[name], own_tensors = collect_values(f"state.scheduler:{name}", _state_of(one))
+            tensors |= own_tensors
         if meter is not None and done:
             position = train.state_dict(batches=done)
         else:
@@ -398,7 +404,7 @@ class RunState:
                 "skipped": 0 if step is None else step.skipped,
                 "unit": None if step is None else step.unit,
             },
-            "schedulers": {name: _state_of(one) for name, one in trained.schedulers.items()},
+            "schedulers": schedulers,
             "scaler": None if trained.scaler is None else trained.scaler.state_dict(),
             "position": position,
             "records": [record.to_dict() for record in self.records],
@@ -445,7 +451,7 @@ class RunState:
             without=frozen,
         )
         for name, scheduler in trained.schedulers.items():
-            _load_state_of(scheduler, schedulers[name])
+            _load_state_of(scheduler, restore_values(schedulers[name], tensors))
         if trained.scaler is not None and common["scaler"] is not None:
             trained.scaler.load_state_dict(common["scaler"])
         updates = common["updates"]
@@ -588,23 +594,30 @@ class Saving:
         every = self.checkpointer.settings.every_epochs
         return every is not None and epoch % every == 0
 
-    def save(self, done: int, meter: Meter | None) -> None:
-        """Save the state after ``done`` batches of the current or next epoch, once per step.
+    def capture(self, done: int, meter: Meter | None) -> Captured | None:
+        """Return the state after ``done`` batches of the current or next epoch; ``None`` if it is saved.
 
-        Collectives: as in `RunState.capture` and `Checkpointer.save`.
+        Collectives: as in `RunState.capture`.
         """
-        state, session = self._state, self._session
-        if self.checkpointer.has_saved(state.step):
-            return
+        if self.checkpointer.has_saved(self._state.step):
+            return None
+        return self._state.capture(done, meter)
+
+    def write(self, captured: Captured) -> None:
+        """Write a captured state into a checkpoint of this step, beside the metrics of now.
+
+        Collectives: as in `Checkpointer.save`.
+        """
+        state = self._state
         facts = {
             "step": state.step,
             "epoch": state.epoch,
             "backend": self._backend,
-            "world_size": session.world_size,
+            "world_size": self._session.world_size,
             "metrics": dict(state.metrics),
             "versions": _versions(),
         }
-        self.checkpointer.save(state.step, *state.capture(done, meter), facts)
+        self.checkpointer.save(state.step, *captured, facts)
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is written.
