@@ -113,6 +113,8 @@ class DataParallel(ReplicaWrapper):
         self._unseen = set(keywords)
         self._criterion: Replicas | None = None
         self._recorded: list[Sequence[Any]] | None = None
+        # Of these, the outputs of calls whose inputs are in no graph: all below them is the module's own.
+        self.first_outputs: list[Sequence[Any]] = []
 
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -138,6 +140,7 @@ class DataParallel(ReplicaWrapper):
             outputs = self._run(arguments)
         if self._recorded is not None:
             self._recorded.append(outputs)
+            self._note_first(outputs, (inputs, kwargs))
         if self.sort_and_gather:
             outputs = sorted_by_device(outputs, self.device_ids)
             sizes = sizes and sorted_by_device(sizes, self.device_ids)
@@ -186,6 +189,8 @@ class DataParallel(ReplicaWrapper):
 
         with self._computing_parts(len(arguments)):
             outputs = self.replicas.run(call, list(zip(arguments, devices, strict=False)))
+        if self._recorded is not None:
+            self._note_first(outputs, (inputs, kwargs))
         if self._overrides(DataParallel, "gather"):
             return self.gather(outputs, self.output_device)
         return self._gather(outputs, self.output_device, sizes)
@@ -206,10 +211,16 @@ class DataParallel(ReplicaWrapper):
         """Collect the parts' outputs of each forward in the block, before they are gathered."""
         calls: list[Sequence[Any]] = []
         self._recorded = calls
+        self.first_outputs = []
         try:
             yield calls
         finally:
             self._recorded = None
+
+    def _note_first(self, outputs: Sequence[Any], arguments: Any) -> None:
+        leaves = tree_leaves(arguments)
+        if len(outputs) > 1 and not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            self.first_outputs.append(outputs)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[Device]

@@ -22,6 +22,7 @@ from tp_core.plugins import Job, Session
 from tp_core.replicas import autocast_like_first
 
 from tp_dp_gather._data_parallel import DataParallel
+from tp_dp_gather._left_values import check_left_values
 from tp_dp_gather._options import GatherOptions
 from tp_dp_gather._scatter import LoadedBatches
 
@@ -49,6 +50,7 @@ class GatherSession(Session):
         self._batches = LoadedBatches()
         # The last step that ran on several devices, and whether its model returned a loss for each of them.
         self._last_step: tuple[Step, bool] | None = None
+        self._checked: set[object] = set()  # steps, or their code
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         options = self._options
@@ -114,6 +116,7 @@ class GatherSession(Session):
             return step(model, batch)
         with model.recorded() as calls:
             output = step(model, batch)
+        self._check_left_values(step, model, output)
         if not any(len(parts) > 1 for parts in calls):
             return output
         self._last_step = step, _has_loss_of_each_part(output, calls)
@@ -121,6 +124,15 @@ class GatherSession(Session):
             return output
         with self._batches.computing_part("in a step with a loss of each device"):
             return _output_by_parts(step, model, batch, calls, loss=self.job.loss)
+
+    def _check_left_values(self, step: Step, model: DataParallel, output: StepOutput) -> None:
+        """Check the first loss of a step, or of those that a loop makes anew for each batch."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        code = getattr(step, "__code__", step)
+        forwards, model.first_outputs = model.first_outputs, []
+        if isinstance(loss, Tensor) and loss.grad_fn is not None and forwards and code not in self._checked:
+            check_left_values(loss, forwards, model.module)
+            self._checked.add(code)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - parts never meet
         for where in tuple(self._batches.computing.values()):  # a copy: threads add and remove entries
