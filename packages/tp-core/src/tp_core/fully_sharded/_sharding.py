@@ -173,8 +173,9 @@ class Sharding:
         else:
             writes.hook(module)
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if is_root and type(module).forward is nn.Module.forward:
-            module.__class__ = _with_forward(type(module))
+        kind: Any = type(module)
+        if is_root and kind.forward is nn.Module.forward:
+            module.__class__ = _with_forward(kind)
         fully_shard(
             module,
             mesh=self.mesh,
