@@ -239,6 +239,23 @@ def test_lbfgs_steps_with_a_closure_in_a_loop():
     assert fitted(ours) == fitted(plain)
 
 
+@pytest.mark.parametrize(("window", "stop", "warns"), [(2, 3, True), (2, 2, False), (1, 3, False)])
+def test_gradients_that_a_checkpoint_leaves_out_are_named(tmp_path, caplog, window, stop, warns):
+    """A loop that accumulates by a count of its own is saved between two of its batches."""
+    with Trainer(seed=0, devices="cpu", progress=False) as trainer:
+        model, batches = trainer.prepare(nn.Linear(2, 2), loader())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = {"model": model, "optimizer": optimizer}
+        with trainer.loop(batches, epochs=2, max_steps=stop, state=state, checkpoint=tmp_path) as loop:
+            for batch in loop:
+                trainer.backward(trainer.run(squared_error, model, batch))
+                if loop.step % window == window - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    found = [text for text in caplog.messages if text.startswith("the checkpoint of step 3 has no gradients")]
+    assert bool(found) == warns
+
+
 # -- what cannot be ---------------------------------------------------------------------------------
 
 

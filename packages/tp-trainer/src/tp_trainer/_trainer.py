@@ -761,9 +761,11 @@ class Trainer:
             parameters = [p for model in preparation.models() for p in model.parameters()]
             if not any(map(is_dtensor, parameters)):  # DTensors get gradients later, when they are reduced
                 warn_no_gradients(parameters, owner="any prepared model")
-        step_events = self._contexts.current.step_events
-        if step_events is not None:
-            step_events.backward_end()
+        current = self._contexts.current
+        if current.unused is not None:
+            current.unused.note_backward()
+        if current.step_events is not None:
+            current.step_events.backward_end()
 
     def global_loss(
         self, loss: StepOutput, *, weight: float | Tensor | None = None, batch: Any = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tp_trainer._opening._boundaries import StepBoundaries
-    from tp_trainer._running._step_events import ManualStepEvents
+    from tp_trainer._running._step_events import ManualStepEvents, UnusedGradients
     from tp_trainer._running._watchdog import Watchdog
 
 
@@ -18,11 +18,13 @@ class RunContext:
     Attributes:
         step_events: Gets the events of backward passes and optimizer steps, if a callback has any.
         watchdog: Counts each batch of an evaluation as a step, within the loop's validation.
+        unused: Counts the backward passes since an optimizer has stepped, if the loop saves checkpoints.
         boundaries: Where a signal ends an evaluation, within the loop's validation.
     """
 
     step_events: "ManualStepEvents | None" = None
     watchdog: "Watchdog | None" = None
+    unused: "UnusedGradients | None" = None
     boundaries: "StepBoundaries | None" = None
 
 

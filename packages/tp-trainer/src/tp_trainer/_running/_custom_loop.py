@@ -1,7 +1,7 @@
 """A custom loop: its hooks, its validation, and the events of the steps that the user's code makes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from tp_trainer._running._context import RunContexts
 from tp_trainer._running._log import plan_log
 from tp_trainer._running._loop import Loop, LoopHooks
 from tp_trainer._running._settings import LoopSettings
-from tp_trainer._running._step_events import ManualStepEvents
+from tp_trainer._running._step_events import ManualStepEvents, UnusedGradients
 from tp_trainer._running._watchdog import watchdog_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,12 @@ def custom_loop(
     session = preparation.open(by="loop()")
     watchdog = watchdog_of(session.job.environment, settings.limits.step_timeout_s)
     hooks = CustomLoopHooks(
-        preparation, settings.events, validate or dict, contexts=contexts, watchdog=watchdog
+        preparation,
+        settings.events,
+        validate or dict,
+        contexts=contexts,
+        watchdog=watchdog,
+        saves=settings.checkpoint is not None,
     )
     train = preparation.prepare_loader(batches, watched=True)
     optimizers = [value for value in settings.state.values() if isinstance(value, Optimizer)]
@@ -58,6 +63,7 @@ class CustomLoopHooks(LoopHooks):
         validate: The user's function; called if the run has a validation.
         contexts: Tell the trainer's calls within the loop what they take part in.
         watchdog: Counts the batches of the validation's evaluations as steps.
+        saves: Whether the loop saves checkpoints.
     """
 
     def __init__(
@@ -68,12 +74,18 @@ class CustomLoopHooks(LoopHooks):
         *,
         contexts: RunContexts,
         watchdog: "Watchdog | None",
+        saves: bool,
     ) -> None:
         self._preparation = preparation
         self._events = events
         self._validate = validate
         self._contexts = contexts
         self._watchdog = watchdog
+        self._unused = UnusedGradients() if saves else None
+
+    def note_save(self, step: int) -> None:
+        if self._unused is not None:
+            self._unused.warn(step)
 
     def validate(
         self,
@@ -87,10 +99,14 @@ class CustomLoopHooks(LoopHooks):
     @contextmanager
     def while_open(self, loop: RunView) -> Iterator[None]:
         """Send the events of the steps made within the context, if a callback has them."""
-        with self._preparation.noting_draws():
-            if not self._events.has("on_backward_end") and not self._events.has("on_optimizer_step"):
-                yield
-                return
-            events = ManualStepEvents(self._preparation.session, loop, self._events)
-            with events.watching(loop.optimizers.values()), self._contexts.within(step_events=events):
-                yield
+        optimizers = loop.optimizers.values()
+        with ExitStack() as stack:
+            stack.enter_context(self._preparation.noting_draws())
+            if self._unused is not None:
+                stack.enter_context(self._unused.watching(optimizers))
+                stack.enter_context(self._contexts.within(unused=self._unused))
+            if self._events.has("on_backward_end") or self._events.has("on_optimizer_step"):
+                events = ManualStepEvents(self._preparation.session, loop, self._events)
+                stack.enter_context(events.watching(optimizers))
+                stack.enter_context(self._contexts.within(step_events=events))
+            yield

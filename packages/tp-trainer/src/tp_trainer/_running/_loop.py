@@ -76,6 +76,9 @@ class LoopHooks:
         """Return what all ranks must have been given equal, beside the facts of the loop."""
         return {}
 
+    def note_save(self, step: int) -> None:
+        """Warn of what the checkpoint of a step leaves out."""
+
     def while_open(self, loop: RunView) -> AbstractContextManager[None]:  # noqa: ARG002 - for overrides
         """Return the context in which the loop is open."""
         return nullcontext()
@@ -734,6 +737,7 @@ class Loop:
         """
         if self._saving is None:
             return None
+        self._hooks.note_save(self.step)
         if meter is not None:
             self._run_state.seconds = self._timer.seconds
             self._hooks.check_parameters()

@@ -1,5 +1,6 @@
 """The events of optimizer steps, and of the steps that a custom loop's own code makes."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from tp_core.random import preserve_torch_rng_state, seed_of, seed_torch
 from tp_core.state import hook_steps
 
 from tp_trainer._running._callbacks import Events
+
+log = logging.getLogger("tp_trainer")
 
 
 class OptimizerStepEvent:
@@ -77,3 +80,42 @@ class ManualStepEvents:
             return
         trained = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
         self.optimizer_step(self._session.grad_norm(trained))
+
+
+class UnusedGradients:
+    """Counts the backward passes since the last step of a custom loop's optimizers.
+
+    A checkpoint has no gradients. A loop that accumulates them by itself would lose those of before.
+    """
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._has_warned = False
+
+    def note_backward(self) -> None:
+        self._passes += 1
+
+    @contextmanager
+    def watching(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """Begin again with each optimizer step within the context."""
+        handles = [h for optimizer in optimizers for h in hook_steps(optimizer, after=self._after_step)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _after_step(self, *_: Any) -> None:
+        self._passes = 0
+
+    def warn(self, step: int) -> None:
+        """Warn once if a checkpoint leaves out gradients that no optimizer has stepped with."""
+        if not self._passes or self._has_warned:
+            return
+        self._has_warned = True
+        log.warning(
+            "the checkpoint of step %d has no gradients, and no optimizer stepped since the last backward "
+            "pass: if the loop adds to what that left, a resumed run goes on without it. Accumulate by "
+            "Trainer(accumulate=...) and loop.ends_step: a run is then saved between two optimizer steps",
+            step,
+        )
