@@ -57,7 +57,10 @@ def problem(outcome, situation, expected, backend, *, is_resumed):
         return "" if any(text.startswith(start) for text in outcome.warnings) else "is named no more"
     if is_resumed and situation.differs_resumed:
         return ""
-    return difference(outcome.numbers, expected, situation.within)
+    text = difference(outcome.numbers, expected, situation.within)
+    if backend in situation.differs:
+        return "" if text else "differs no more"
+    return text
 
 
 def problems(outcomes, backend):
