@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from tp_core.errors import StepError
 
-from tp_context._algorithms import Inputs, Rules, attend, plain_attention
+from tp_context._algorithms import attend
+from tp_context._attention_inputs import Inputs, Rules
+from tp_context._kernels import plain_attention
 from tp_context._slices import Cut
 from tp_context._split_state import split_states
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tp_context._algorithms import plain_attention
 from tp_context._attention import attention, whole_mask
+from tp_context._kernels import plain_attention
 from tp_context._slices import Cut, Cuts, find_slice
 from tp_context._split_state import OuterCall, split_states
 
