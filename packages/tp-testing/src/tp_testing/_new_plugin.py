@@ -29,7 +29,7 @@ _REQUIREMENT = ">=0.1,<0.2"  # as the templates write it
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-class Kind(StrEnum):
+class PluginKind(StrEnum):
     """What a plugin may bring."""
 
     BACKEND = "backend"
@@ -38,7 +38,7 @@ class Kind(StrEnum):
 
 @app.command()
 def new_plugin(
-    kind: Annotated[Kind, typer.Argument(help="What it is to bring.")],
+    kind: Annotated[PluginKind, typer.Argument(help="What it is to bring.")],
     name: Annotated[str, typer.Argument(help="The name of the distribution, such as acme-backend.")],
     *,
     into: Annotated[Path, typer.Option(help="The folder that the new one is made in.")] = Path(),
@@ -61,7 +61,7 @@ def new_plugin(
     typer.echo("\nIn that folder:\n  python -m pip install -e '.[testing]'\n  python -m pytest\n  tp doctor")
 
 
-def write_plugin(kind: Kind, name: str, into: Path) -> Path:
+def write_plugin(kind: PluginKind, name: str, into: Path) -> Path:
     normalized = re.sub(r"[-_.]+", "-", name).lower()
     _check_name(kind, name, normalized)
     if not into.is_dir():
@@ -110,7 +110,7 @@ def _requirement() -> str:
     return f">={major}.{minor},<{major}.{minor + 1}"
 
 
-def _check_name(kind: Kind, name: str, normalized: str) -> None:
+def _check_name(kind: PluginKind, name: str, normalized: str) -> None:
     """Make sure that the names that follow from ``name`` are valid, and that nobody has them."""
     if not re.fullmatch(r"[a-z]|[a-z][a-z0-9._-]*[a-z0-9]", name, re.IGNORECASE):
         msg = (
@@ -134,9 +134,9 @@ def _check_name(kind: Kind, name: str, normalized: str) -> None:
         raise _refused(name, f"{owner} brings a {kind.value} {normalized!r}")
 
 
-def _owner(kind: Kind, name: str) -> str | None:
+def _owner(kind: PluginKind, name: str) -> str | None:
     """Return the distribution that has something of that kind and name."""
-    if kind is Kind.ADAPTER:
+    if kind is PluginKind.ADAPTER:
         return next((c.distribution for c in registry.collate_adapters() if c.item.name == name), None)
     owners = {contribution.item.name: contribution.distribution for contribution in registry.backends()}
     return (owners | dict(KNOWN_BACKENDS)).get(name)  # those of this project, installed or not
