@@ -69,7 +69,7 @@ def _own_exchanges_at_two_places():
 
 def _rank_0_cannot_measure():
     # No public call makes the measurement fail on rank 0 alone.
-    of = "tp_trainer._memory."
+    of = "tp_trainer._memory._job_memory."
     failing = patch(of + "_measure", side_effect=ValueError("no weights"))
     with (
         patch(of + "LEAST_PART", 0.0),

@@ -12,7 +12,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from tp_core.errors import ConfigError, StateError
 from tp_trainer import write_report
-from tp_trainer._report import _MOST_POINTS, _thinned, charts  # private: the parts of a page
+from tp_trainer._reports import charts  # private: the parts of a page
+from tp_trainer._reports._figures import _MOST_POINTS, _thinned  # private: as above
 from tp_trainer.loggers import JsonLinesLogger, RunInfo, read_run
 
 from tests.run_tp import run

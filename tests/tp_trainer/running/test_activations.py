@@ -9,12 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from tp_core.errors import ConfigError, ModelError
 from tp_testing import run_ranks
-from tp_trainer import (
-    FsdpOptions,
-    Trainer,
-    _memory,  # private: memory that is short cannot be had here
-    checkpoint_activations,
-)
+from tp_trainer import FsdpOptions, Trainer, checkpoint_activations
+from tp_trainer._memory import _job_memory  # private: memory that is short cannot be had here
 
 from tests.reference_training import squared_error
 from tests.tp_trainer.callback_run import BACKENDS, data
@@ -197,7 +193,7 @@ def fitted(backend, free):
     model = deep()
     settings = {"backend": backend, "devices": "cpu", "seed": 0, "progress": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_memory, "free_nbytes", lambda *_, **__: free + _memory.RESERVED["cpu"])
+        patch.setattr(_job_memory, "free_nbytes", lambda *_, **__: free + _job_memory.RESERVED["cpu"])
         with Trainer(**settings, activation_checkpointing="auto") as trainer:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             trainer.fit(model, optimizer, DataLoader(SAMPLES, 2048), step=squared_error, epochs=2)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tp_trainer._opening._boundaries import Interrupted as Interrupted
     from tp_trainer._options import DdpOptions as DdpOptions
     from tp_trainer._options import FsdpOptions as FsdpOptions
-    from tp_trainer._report import write_report as write_report
+    from tp_trainer._reports import write_report as write_report
     from tp_trainer._running._history import EpochRecord as EpochRecord
     from tp_trainer._running._history import History as History
     from tp_trainer._running._loop import Loop as Loop
@@ -55,7 +55,7 @@ else:
             "tp_trainer._memory": ["MemoryTable"],
             "tp_trainer._metrics": ["FunctionMetric", "Metric", "Predictions"],
             "tp_trainer._opening._boundaries": ["Interrupted"],
-            "tp_trainer._report": ["write_report"],
+            "tp_trainer._reports": ["write_report"],
             "tp_trainer._running._history": ["EpochRecord", "History"],
             "tp_trainer._running._loop": ["Loop"],
             "tp_trainer._running._settings": ["Limits", "LogOptions", "SchedulerOptions", "Validation"],

@@ -153,7 +153,11 @@ def _with_all(found: Footprint, few: Footprint, many: Footprint, path: str, coun
         return not f"{name}.".startswith(f"{path}.") or name == path
 
     def named(values: Mapping[str, Any], i: int) -> dict[str, Any]:
-        like = first if i == 0 else last if i == count - 1 else f"{path}.1"
+        like = f"{path}.1"
+        if i == 0:
+            like = first
+        elif i == count - 1:
+            like = last
         return {
             f"{path}.{i}{name[len(like) :]}": value
             for name, value in values.items()
@@ -177,7 +181,12 @@ def _with_all(found: Footprint, few: Footprint, many: Footprint, path: str, coun
             timeline[name] = list(found.timeline.get(name, both))
         elif name.startswith(f"{last}.") and not any(not is_outside(n) for n in timeline):
             for i in reversed(range(count)):
-                more = i - (0 if i == 0 else _FEW if i == count - 1 else 1)
+                measured = 1
+                if i == 0:
+                    measured = 0
+                elif i == count - 1:
+                    measured = _FEW
+                more = i - measured
                 for block_name, values in named(many.timeline, i).items():
                     grown = step[block_name[len(f"{path}.{i}") :]]
                     timeline[block_name] = [v + more * g for v, g in zip(values, grown, strict=True)]

@@ -37,11 +37,11 @@ def is_adapter(path: Path) -> bool:
 def _find_adapted(model: nn.Module, what: str) -> tuple[str, Any]:
     """Return the only ``PeftModel`` in a model, after the prefix of its names there."""
     peft = sys.modules.get("peft")
-    found = (
-        [] if peft is None else [(n, m) for n, m in model.named_modules() if isinstance(m, peft.PeftModel)]
-    )
+    found: list[tuple[str, Any]] = []
+    if peft is not None:
+        found = [(name, m) for name, m in model.named_modules() if isinstance(m, peft.PeftModel)]
     if len(found) != 1:
-        has = "none" if not found else f"{len(found)}"
+        has = len(found) or "none"
         msg = (
             f"{what} needs one model with adapters, a PeftModel of peft, and {type(model).__name__} has {has}"
         )
@@ -305,10 +305,12 @@ def _whole_layer(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) ->
     """
     alone = object.__new__(_plain_class(type(module)))
     for key, value in vars(module).items():
-        is_own = type(value) in (list, dict, set)
-        alone.__dict__[key] = (
-            OrderedDict() if key.endswith("_hooks") else copy.copy(value) if is_own else value
-        )
+        if key.endswith("_hooks"):
+            alone.__dict__[key] = OrderedDict()
+        elif type(value) in (list, dict, set):
+            alone.__dict__[key] = copy.copy(value)
+        else:
+            alone.__dict__[key] = value
     alone.__dict__["_parameters"] = {
         name: None if own is None else nn.Parameter(tensors[f"{path}.{name}"], requires_grad=False)
         for name, own in module._parameters.items()

@@ -146,7 +146,7 @@ class History:
         Raises:
             ConfigError: matplotlib is not installed, or there are no numbers of that name.
         """
-        from tp_trainer._report import charts, draw
+        from tp_trainer._reports import charts, draw
 
         found = {chart.name: chart for chart in charts([("", self._as_logged())])}
         missing = [name for name in names if name not in found]
@@ -173,7 +173,7 @@ class History:
             ConfigError: The run has no folder, and ``out`` is not given; or matplotlib is not installed.
             OSError: The file cannot be written.
         """
-        from tp_trainer._report import write_page
+        from tp_trainer._reports import write_page
         from tp_trainer.loggers._jsonl import FILENAME, read_run
 
         if out is None:
@@ -217,7 +217,7 @@ class History:
     def _curves_html(self) -> str:
         if len(self) < 2:  # a point is not a curve
             return ""
-        from tp_trainer._report import charts, svg
+        from tp_trainer._reports import charts, svg
 
         try:
             drawn = [svg(chart) for chart in charts([("", self._as_logged())])]

@@ -1,0 +1,214 @@
+"""Fake tensors in place of a job's own, and the bytes that live on them in a computation."""
+
+import copy
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from tp_core import tree_leaves, tree_map
+from tp_core.tensors import copy_attributes
+
+
+class StandIns:
+    """Copies objects with fake tensors; all occurrences of a tensor become the same fake tensor.
+
+    Args:
+        device: The device of the fake tensors.
+        dtype: The type of floating-point parameters and buffers; ``None`` for their own.
+        buffers: Whether buffers have that type, too.
+
+    Attributes:
+        mode: The mode in which to compute with the copies.
+    """
+
+    def __init__(
+        self, device: torch.device, *, dtype: torch.dtype | None = None, buffers: bool = True
+    ) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
+        self._dtype = dtype
+        self._buffers = buffers
+        self._copies: dict[int, Any] = {}  # the memo of copy.deepcopy(): by the id of the original
+
+    def of_model(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a model, in training mode, without its hooks on parameters."""
+        for tensor in [*model.parameters(), *model.buffers()]:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            is_converted = tensor.is_floating_point() and (is_parameter or self._buffers)
+            fake = self.of_tensor(tensor, self._dtype if is_converted else None)
+            self._copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+            copy_attributes(tensor, self._copies[id(tensor)])
+        return copy.deepcopy(model, self._copies).train()
+
+    def of_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return a copy of an optimizer over the parameters of a copied model.
+
+        The copy has no hooks, and not the step() that a scheduler has wrapped: its counter belongs to the
+        original.
+        """
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self._copies[id(value)] = self.of_tensor(value) if value.dim() else self._count(value)
+        new: Optimizer = object.__new__(type(optimizer))
+        left_out = {name for name in vars(optimizer) if name == "step" or "_hooks" in name}
+        kept = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+        vars(new).update(copy.deepcopy(kept, self._copies))
+        vars(new).update({name: type(vars(optimizer)[name])() for name in left_out if name != "step"})
+        return new
+
+    def of_batch(self, batch: Any) -> Any:
+        """Return a copy of nested values."""
+        return tree_map(lambda leaf: self.of_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+    def _count(self, number: Tensor) -> Tensor:
+        """Return a fake tensor with a known value: optimizers read their number of steps."""
+        value = 1.0 if number.device.type == "meta" else number.item()
+        with self.mode:
+            return torch.tensor(value, dtype=number.dtype)
+
+    def of_tensor(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a fake tensor of the same shape and strides, on the device."""
+        with self.mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=self._device
+            )
+
+
+# that autograd has saved refers to them any longer.
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of living storages by kind, and their peaks.
+
+    A storage is "known" if it existed before (weights, optimizer state). It is a "gradient" after
+    :meth:`note_gradient`, and otherwise a value of the computation.
+
+    Args:
+        known: Tensors that existed before, and are not counted.
+
+    Attributes:
+        values: The current bytes of values.
+        gradients: The current bytes of gradients.
+        casts: The bytes of values that are weights in another type.
+        highest_alone: The peak of values since :meth:`reset`, without gradients under computation.
+        highest: The peak of values since :meth:`reset`.
+        highest_with_gradients: The peak of both together since then.
+        timeline: See :class:`tp_core.jobs.Footprint`.
+        is_forward: Whether attentions are counted: those that the backward pass computes again are not.
+        keys: The bytes of keys and values of all calls of torch's attention.
+        attentions: The number of these calls.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
+        self.is_forward = True
+        self.keys = self.attentions = 0
+        self.values = self.gradients = self.casts = 0
+        self.highest = self.highest_with_gradients = self.highest_alone = self._making = 0
+        self.timeline: dict[str, list[int]] = {}
+        self._peak = self._peak_making = 0  # since the last gradient
+        self.gradient_shapes: set[tuple[int, ...]] = set()  # of gradients under computation
+        self._sizes: dict[int, tuple[int, str]] = {}  # by the address of a living storage
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._known = {_address(tensor) for tensor in known}
+
+    def __torch_dispatch__(
+        self, operator: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and count the storages of its outputs."""
+        outputs = operator(*args, **(kwargs or {}))
+        if self.is_forward and "scaled_dot_product" in str(operator):
+            self.attentions += 1
+            self.keys += sum(t.numel() * t.element_size() for t in args[1:3])
+        is_cast = operator is torch.ops.aten._to_copy.default and _address(args[0]) in self._known
+        for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
+            if isinstance(output, Tensor):
+                self._note(output, is_cast=is_cast)
+        return outputs
+
+    def note_gradient(self, gradient: Tensor | None, name: str) -> None:
+        """Count the storage of a parameter's gradient as one from now on."""
+        if gradient is None:
+            return
+        address = _address(gradient)
+        size, kind = self._sizes.get(address, (0, "gradient"))
+        if kind != "gradient":
+            self._add(kind, -size)
+            self._add("gradient", size)
+            self._sizes[address] = size, "gradient"
+        left = self.values - self._making
+        self.timeline[name] = [self._peak, self._peak_making, left]
+        self._peak, self._peak_making = left, 0
+
+    def keep(self, tensors: Iterable[Tensor]) -> int:
+        """Count tensors as known from now on, for an optimizer's state; return their bytes."""
+        total = 0
+        for tensor in tensors:
+            address = _address(tensor)
+            size, kind = self._sizes.pop(address, (0, ""))
+            if kind:
+                self._references.pop(address)
+                self._add(kind, -size)
+                self._known.add(address)
+                total += size
+        return total
+
+    def reset(self) -> None:
+        """Reset the peaks."""
+        self.highest, self.highest_with_gradients = self.values, self.values + self.gradients
+
+    def _note(self, tensor: Tensor, *, is_cast: bool) -> None:
+        # _cdata is private: the data_ptr() of fake storages does not distinguish them.
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._known or address in self._sizes:
+            return
+        kind = "cast" if is_cast else "value"
+        if tuple(sorted(tensor.shape)) in self.gradient_shapes:
+            kind = "making"
+        self._sizes[address] = storage.nbytes(), kind
+        self._references[address] = weakref.ref(storage, lambda _: self._forget(address))
+        self._add(kind, storage.nbytes())
+
+    def _forget(self, address: int) -> None:
+        size, kind = self._sizes.pop(address, (0, ""))
+        self._references.pop(address, None)
+        if kind:
+            self._add(kind, -size)
+
+    def _add(self, kind: str, nbytes: int) -> None:
+        if kind == "gradient":
+            self.gradients += nbytes
+        else:
+            self.values += nbytes
+            self.casts += nbytes if kind == "cast" else 0
+            self._making += nbytes if kind == "making" else 0
+        self.highest = max(self.highest, self.values)
+        alone = self.values - self._making
+        self.highest_alone, self._peak = max(self.highest_alone, alone), max(self._peak, alone)
+        if self._making:
+            self._peak_making = max(self._peak_making, alone)
+        self.highest_with_gradients = max(self.highest_with_gradients, self.values + self.gradients)
+
+
+def _address(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def nbytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of tensors, with a dtype as if those of floats had it; repeated ones count once."""
+    return sum(
+        t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size())
+        for t in {id(t): t for t in tensors}.values()
+    )

@@ -1,0 +1,237 @@
+"""The memory of one training step, measured on fake tensors, which have no memory."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from tp_core.compare import call_without_attention_dropout
+from tp_core.data import StepOutput
+from tp_core.jobs import Footprint, Precision, Recomputation
+from tp_core.random import preserve_rng_state
+from tp_core.tensors import is_sharded
+
+from tp_trainer._activations import recompute
+from tp_trainer._memory._fake_tensors import LiveBytes, StandIns, nbytes_of, tensors_in
+from tp_trainer._steps._step import LOWER, in_precision, loss_of
+
+log = logging.getLogger("tp_trainer")
+
+
+def measure_footprint(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    batch: Any = None,
+    step: Callable[[Any, Any], StepOutput] | None = None,
+    *,
+    precision: Precision = "fp32",
+    device: torch.device | None = None,
+    recomputation: Recomputation | None = None,
+) -> Footprint:
+    """Return the memory that training a model takes, by one step on copies; the arguments do not change.
+
+    Args:
+        model: The plain model; it may be on the meta device.
+        optimizer: Its optimizer, if known.
+        batch: One device's share of a batch, if known.
+        step: As for ``fit``; without it or the batch, activations are unknown.
+        precision: As for the trainer.
+        device: The device of the training; the copies are on the CPU if torch is not built for it.
+        recomputation: What the backward pass computes again.
+
+    If the model cannot be copied, or the step needs values, the reason is in ``unknown``.
+    """
+    dtype = torch.bfloat16 if precision == "bf16-true" else None
+    found = Footprint(
+        weights=nbytes_of([*model.parameters(), *model.buffers()], dtype),
+        gradients=nbytes_of([p for p in model.parameters() if p.requires_grad], dtype),
+        unknown="no batch and step are known",
+    )
+    stand_ins = StandIns(_usable(device), dtype=dtype)
+    with preserve_rng_state(), _attention_of(device):
+        try:
+            copied = stand_ins.of_model(model)
+            recompute(copied, recomputation)
+        except Exception as error:  # of the user's __deepcopy__, of locks, open files and other handles
+            log.debug("a model could not be copied", exc_info=True)
+            return replace(found, unknown=f"the model cannot be copied: {_short(error)}")
+        trained = [p for p in copied.parameters() if p.requires_grad]
+        live = LiveBytes([*copied.parameters(), *copied.buffers()])
+        if batch is not None and step is not None:
+            try:
+                if any(map(is_sharded, model.parameters())):
+                    _exchange_nothing()
+                values = stand_ins.of_batch(batch)
+                with stand_ins.mode:
+                    found = _run_step(found, live, copied, values, step, precision)
+                if precision in LOWER:
+                    found = _with_lower(found, model, batch, step, precision, device, recomputation)
+            except Exception as error:
+                log.debug("a step could not be run on tensors without memory", exc_info=True)
+                found = replace(found, unknown=f"the step needs values: {_short(error)}")
+        if optimizer is None:
+            return found
+        try:
+            using = stand_ins.of_optimizer(optimizer)
+            with stand_ins.mode:
+                return _run_update(found, trained, using)
+        except Exception as error:
+            log.debug("an optimizer could not be run on tensors without memory", exc_info=True)
+            return replace(found, unknown=f"{type(optimizer).__name__} needs values: {_short(error)}")
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}"
+
+
+def _exchange_nothing() -> None:
+    """Register collectives for fake tensors that do nothing; collectives of real tensors do not change.
+
+    The import registers them; torch has them, privately, for its own estimates. Without them, the step of a
+    sharded model would wait for other ranks.
+    """
+    from torch.distributed._tools.fake_collectives import non_functional_collectives  # noqa: F401
+
+
+def _run_step(
+    found: Footprint,
+    live: LiveBytes,
+    model: nn.Module,
+    batch: Any,
+    step: Callable[[Any, Any], StepOutput],
+    precision: Precision,
+) -> Footprint:
+    kept: dict[str, int] = {}
+    passed: dict[str, int] = {}
+    with ExitStack() as stack:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda p, name=name: live.note_gradient(p.grad, name)
+                )
+                stack.callback(hook.remove)
+        for name, module in model.named_modules():
+            if name and next(module.children(), None) is not None:
+                stack.callback(_watch(module, name, live, kept, passed).remove)
+        device = next(iter(model.parameters())).device
+        run = in_precision(lambda s, m, b: s(m, b), precision, device)
+        batch_nbytes = nbytes_of(tensors_in(batch))
+        with live:
+            loss = loss_of(run(step, model, batch), training=True)
+            casts = live.casts
+            live.gradient_shapes = {
+                tuple(sorted(p.shape)) for p in model.parameters() if p.requires_grad and p.dim() > 1
+            }
+            live.is_forward = False
+            loss.backward()
+            del loss
+    return replace(
+        found,
+        activations=live.highest,
+        alone=live.highest_alone,
+        with_gradients=live.highest_with_gradients,
+        casts=casts,
+        batch=batch_nbytes,
+        kept=kept,
+        passed=passed,
+        timeline=live.timeline,
+        keys=live.keys,
+        attentions=live.attentions,
+        unknown="",
+    )
+
+
+def _with_lower(
+    found: Footprint,
+    model: nn.Module,
+    batch: Any,
+    step: Callable[[Any, Any], StepOutput],
+    precision: Precision,
+    device: torch.device | None,
+    recomputation: Recomputation | None,
+) -> Footprint:
+    """Return the footprint with what backends need that gather parameters in the lower dtype."""
+    stand_ins = StandIns(_usable(device), dtype=LOWER[precision], buffers=False)
+    copied = stand_ins.of_model(model)
+    recompute(copied, recomputation)
+    live = LiveBytes([*copied.parameters(), *copied.buffers()])
+    values = stand_ins.of_batch(batch)
+    try:
+        with stand_ins.mode:
+            lower = _run_step(found, live, copied, values, step, precision)
+    except Exception:  # a step may ask for the dtype of a parameter
+        log.debug("a step could not be run with parameters in the lower dtype", exc_info=True)
+        return replace(found, alone=max(0, found.alone - found.casts))
+    own = {name: getattr(lower, name) for name in ("alone", "kept", "passed", "timeline")}
+    return replace(found, **own)
+
+
+def _watch(
+    module: nn.Module, name: str, live: LiveBytes, kept: dict[str, int], passed: dict[str, int]
+) -> Any:
+    """Record the bytes that a module's forward passes keep, and the bytes of their outputs."""
+    began: list[int] = []
+    before = module.register_forward_pre_hook(lambda *_: began.append(live.values - live.casts))
+
+    def note(_: nn.Module, __: Any, output: Any) -> None:
+        kept[name] = kept.get(name, 0) + max(0, live.values - live.casts - began.pop())
+        passed[name] = passed.get(name, 0) + nbytes_of(tensors_in(output))
+
+    after = module.register_forward_hook(note)
+
+    class _Both:
+        def remove(self) -> None:
+            before.remove()
+            after.remove()
+
+    return _Both()
+
+
+def _run_update(found: Footprint, trained: list[nn.Parameter], optimizer: Optimizer) -> Footprint:
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    before = list(_state_of(optimizer))
+    live = LiveBytes([*owned, *(p.grad for p in owned if p.grad is not None), *before])
+    with live:
+        optimizer.step()
+        live.keep(_state_of(optimizer))
+        live.reset()
+        optimizer.step()
+    return replace(found, optimizer=nbytes_of(list(_state_of(optimizer))), update=live.highest)
+
+
+def _state_of(optimizer: Optimizer) -> list[Tensor]:
+    return tensors_in([list(state.values()) for state in optimizer.state.values()])
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Leaves out the dropout of attention weights.
+
+    With it torch has one kernel on CUDA, and on the CPU a product, a softmax and another product, with
+    (queries, keys) matrices that a CUDA device would never have.
+    """
+
+    def __torch_function__(
+        self, function: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return call_without_attention_dropout(function, args, kwargs or {})
+
+
+def _attention_of(device: torch.device | None) -> AbstractContextManager[object]:
+    """Let stand-ins, which are on the CPU where a device is missing, attend by the kernels of that device."""
+    is_elsewhere = device is not None and device.type != _usable(device).type
+    return _FusedAttention() if is_elsewhere else nullcontext()
+
+
+def _usable(device: torch.device | None) -> torch.device:
+    if device is None or device.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return device if accelerator is not None and accelerator.type == device.type else torch.device("cpu")
