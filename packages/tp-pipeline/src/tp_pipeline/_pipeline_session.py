@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -44,9 +44,11 @@ from tp_pipeline._stage_gradients import (
     sum_over_stages,
 )
 from tp_pipeline._stage_units import find_units
-from tp_pipeline._staged_model import PipelineRanks, StagedModel
+from tp_pipeline._staged_model import ParameterStates, PipelineRanks, StagedModel
 
 log = logging.getLogger("tp_pipeline")
+
+KeptStates = Callable[[], AbstractContextManager[ParameterStates]]
 
 
 class PipelineSession(ProcessGroupSession):
@@ -97,6 +99,7 @@ class PipelineSession(ProcessGroupSession):
         self.takes_deferred_models = self.sample_size == 1  # others are compared with the whole model
         self._staged: PerModule[StagedModel] = PerModule()
         self._optimizers: list[Optimizer] = []
+        self._kept: list[KeptStates] = []  # what else has a state of parameters
 
         # Data-parallel ranks: those with the same stages.
         self._rows: RowShards | None = None
@@ -339,7 +342,10 @@ class PipelineSession(ProcessGroupSession):
         if agrees:
             staged.agree(None, self._gradient_group)
         if agrees or not staged.is_cut:
-            staged.cut(self._optimizers)
+            with ExitStack() as stack:
+                states: list[ParameterStates] = [optimizer.state for optimizer in self._optimizers]
+                states += [stack.enter_context(kept()) for kept in self._kept]
+                staged.cut(states)
         return PlannedBatch(step, parts, plans)
 
     def run_several(
@@ -496,6 +502,15 @@ class PipelineSession(ProcessGroupSession):
         return (powers ** (1.0 / norm_type)).to(norm.dtype)
 
     # -- state --------------------------------------------------------------------------------
+
+    @contextmanager
+    def states_following(self, states: KeptStates) -> Iterator[None]:
+        """Cut and send ``states`` as the parameters, if the first run with a model is within the context."""
+        self._kept.append(states)
+        try:
+            yield
+        finally:
+            self._kept.remove(states)
 
     def as_slice(self, parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:
         """Return ``value`` as what this rank has of the tensor: all, some rows or no part of it."""

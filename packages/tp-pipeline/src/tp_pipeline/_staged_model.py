@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 from tp_core import tree_leaves, tree_map
 from tp_core.data import step_identity
 from tp_core.errors import DisagreementError, ModelError, StepError
@@ -35,6 +34,9 @@ from tp_pipeline._stage_plan import CutRules, StagePlan, Start, make_plan
 from tp_pipeline._stage_units import find_units, swapped
 from tp_pipeline._stand_in import StandIn
 from tp_pipeline._tensor_pieces import TensorPieces, gather_pieces
+
+ParameterStates = Mapping[Tensor, dict[str, Any]]
+"""What an optimizer, or something else, keeps of parameters, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,20 +365,20 @@ class StagedModel:
 
     # -- the cut ------------------------------------------------------------------------------
 
-    def cut(self, optimizers: Sequence[Optimizer]) -> None:
+    def cut(self, states: Sequence[ParameterStates]) -> None:
         """Free the parameters of other ranks' stages. What no stage uses stays on all.
 
         Args:
-            optimizers: The optimizers, whose state of these parameters is freed, too.
+            states: What optimizers and others keep of parameters, which is freed, too.
 
-        Collectives: a broadcast of each parameter that is needed elsewhere than it is, and of what optimizers
-        keep of it; an all-gather if there are some.
+        Collectives: a broadcast of each parameter that is needed elsewhere than it is, and of what is kept of
+        it; an all-gather if there are some.
         """
         everywhere = set(range(self._ranks.size))
         places = {}
         for name, _ in self.model.named_parameters():
             places[name] = sorted(self._used.get(name, everywhere))
-        self._send_missing(places, optimizers)
+        self._send_missing(places, states)
         for name, where in places.items():
             self.placements[name].places = where
         self.is_cut = True
@@ -387,15 +389,15 @@ class StagedModel:
                     spec = TensorSpec(tuple(placement.shape), parameter.dtype, False)
                     like = StandIn.of(spec, self._ranks.device)
                     placement.stand_in = nn.Parameter(like, parameter.requires_grad)
-                    _keep_rows(parameter, slice(0, 0), optimizers)
+                    _keep_rows(parameter, slice(0, 0), states)
                 # What no stage uses gets no gradient, and is not gathered.
                 elif self._rows is not None and name in self._used and can_be_sharded(parameter):
                     placement.is_sharded = True
-                    _keep_rows(parameter, self._rows.own(len(parameter)), optimizers)
+                    _keep_rows(parameter, self._rows.own(len(parameter)), states)
 
     @torch.no_grad()
-    def _send_missing(self, places: Mapping[str, list[int]], optimizers: Sequence[Optimizer]) -> None:
-        """Send parameters that were built for other stages than use them, with optimizers' state of them.
+    def _send_missing(self, places: Mapping[str, list[int]], states: Sequence[ParameterStates]) -> None:
+        """Send parameters that were built for other stages than use them, with the states of them.
 
         Collectives: an all-gather, if there are some; a broadcast of each tensor.
         """
@@ -405,11 +407,11 @@ class StagedModel:
                 missing[name] = parameter
         if not missing:
             return
-        # The first place that has a parameter sends it, and says before what optimizers keep of it.
+        # The first place that has a parameter sends it, and says before what is kept of it.
         kept = {}
         for name, parameter in missing.items():
             if self.placements[name].places[0] == self._ranks.place:
-                kept[name] = [dict(optimizer.state.get(parameter, {})) for optimizer in optimizers]
+                kept[name] = [dict(state.get(parameter, {})) for state in states]
         described: dict[str, list[dict[str, Any]]] = {}
         for theirs in self.gather(tree_map(_without_memory, kept), None):
             described |= theirs
@@ -417,8 +419,8 @@ class StagedModel:
             placement = self.placements[name]
             is_new = self._ranks.place in places[name] and not self.has(name)
             whole = self._broadcast(parameter.data, placement.shape, placement.places[0])
-            for number, state in enumerate(described[name]):
-                for key, like in state.items():
+            for number, of_parameter in enumerate(described[name]):
+                for key, like in of_parameter.items():
                     value = like
                     if isinstance(like, Tensor) and like.dim():  # without memory
                         if name in kept:
@@ -427,7 +429,7 @@ class StagedModel:
                             mine = torch.empty(0, dtype=like.dtype, device=self._ranks.device)
                         value = self._broadcast(mine, like.shape, placement.places[0])
                     if is_new:
-                        optimizers[number].state[parameter][key] = value
+                        states[number][parameter][key] = value
             if is_new:
                 parameter.data = whole
                 placement.stand_in = None
@@ -595,12 +597,12 @@ def _without_rows(tensor: Tensor) -> Tensor:
     return tensor.new_empty(0, *tensor.shape[1:])
 
 
-def _keep_rows(parameter: nn.Parameter, rows: slice, optimizers: Sequence[Optimizer]) -> None:
-    """Free all but some rows of a parameter, and of what optimizers keep of it."""
-    for optimizer in optimizers:
-        for key, value in optimizer.state.get(parameter, {}).items():
+def _keep_rows(parameter: nn.Parameter, rows: slice, states: Sequence[ParameterStates]) -> None:
+    """Free all but some rows of a parameter, and of what is kept of it."""
+    for state in states:
+        for key, value in state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-                optimizer.state[parameter][key] = value[rows].clone()
+                state[parameter][key] = value[rows].clone()
     if rows.stop:
         parameter.data = parameter.data[rows].clone()
     else:

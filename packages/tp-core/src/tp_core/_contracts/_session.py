@@ -521,6 +521,21 @@ class Session:
         Collective: none here; a backend with copies of buffers broadcasts them.
         """
 
+    def states_following(
+        self,
+        states: Callable[[], AbstractContextManager[Mapping[Tensor, dict[str, Any]]]],  # noqa: ARG002 - contract
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a state of parameters follows them, as that of prepared optimizers does.
+
+        Where `cuts_models` is set, the first :meth:`run` leaves parts of parameters on each rank. The tensors
+        of the state that have a parameter's shape are then cut, and sent to other ranks, as it is.
+
+        Args:
+            states: Returns a context with the state of parameters by name, as optimizers have it. What is in
+                the dicts at the end of the context is the new state.
+        """
+        return nullcontext()
+
     def as_slice(self, parameter: Tensor, value: Tensor | TensorSlice) -> Tensor | TensorSlice:  # noqa: ARG002 - contract
         """Return ``value`` with its place in the whole tensor, for a checkpoint.
 

@@ -337,6 +337,7 @@ class Loop:
             if words := state.note_frozen():
                 self._say(words)
         self._position.resume(state.step, state.first)
+        open_.enter_context(self._session.states_following(state.user_state.averages))
         open_.enter_context(self._requests.noted())
         if saving is not None:
             self._warn_unsaved = open_.enter_context(unsaved_optimizers(self.optimizers.values()))

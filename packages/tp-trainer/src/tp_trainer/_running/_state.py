@@ -168,6 +168,22 @@ class UserState:
                         state["averages"][of] = place.take()
                 self._put_back(name, state)
 
+    @contextmanager
+    def averages(self) -> Iterator[dict[Tensor, dict[str, Any]]]:
+        """Yield what callbacks average, by parameter and callback; at the end they are given what is there."""
+        states = {name: self._state_of(name) for name in self._callbacks}
+        kept: dict[Tensor, dict[str, Any]] = {}
+        for name, state in states.items():
+            for parameter, average in self._averages_in(state).values():
+                kept.setdefault(parameter, {})[name] = average
+        yield kept
+        for name, state in states.items():
+            pairs = self._averages_in(state)
+            for of, (parameter, _) in pairs.items():
+                state["averages"][of] = kept[parameter][name]
+            if pairs:
+                self._put_back(name, state)
+
     def _averages_in(self, state: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the parameters that a callback averages, each with its average, by their names."""
         averages = state.get("averages") if isinstance(state, dict) else None

@@ -69,9 +69,6 @@ class _AveragedWeights(Callback):
         known = self._averages
         parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad or n in known}
         began = {name: p.clone() for name, p in parameters.items() if name not in known}
-        for name in known:
-            if not parameters[name].numel():  # of another rank's stage: the first step has freed it
-                known[name] = known[name].new_empty(parameters[name].shape)
         if known:
             by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
             for name, average in self._averages.items():
