@@ -86,7 +86,7 @@ class _StageForward:
         self._last_call = plan.last_call(stage) if stage < plan.stages - 1 else len(plan.calls)
         self._wanted = {origin for origin in plan.sends[stage] if origin not in received}
 
-    def call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return what a unit returns; the replacement for the forward of each.
 
         Raises:

@@ -27,7 +27,7 @@ from tp_core.sessions import (
     rendezvous_store,
 )
 from tp_core.state import load_whole_state, plain_state, whole
-from tp_core.tensors import TensorSlice, check_not_quantized
+from tp_core.tensors import TensorSlice, check_not_quantized, norm_dtype
 
 from tp_pipeline._batch_run import BatchRun, PlannedBatch
 from tp_pipeline._batch_trace import BatchTrace
@@ -488,18 +488,18 @@ class PipelineSession(ProcessGroupSession):
             norm = self._inner.grad_norm(nn.ParameterList(counted), norm_type=norm_type)
         else:
             norm = nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None], norm_type)
-        norm = norm.to(self.device)
+        powers = norm.to(self.device, torch.float64)
         groups: list[dist.ProcessGroup | None] = [self._pipeline.group]
         if self._rows is not None:
             groups.append(self._data_group)
         if norm_type == float("inf"):
             for group in groups:
-                dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-            return norm
-        powers = norm.double() ** norm_type
+                dist.all_reduce(powers, dist.ReduceOp.MAX, group=group)
+            return powers.to(norm_dtype(plain.parameters()))
+        powers = powers**norm_type
         for group in groups:
             dist.all_reduce(powers, group=group)
-        return (powers ** (1.0 / norm_type)).to(norm.dtype)
+        return (powers ** (1.0 / norm_type)).to(norm_dtype(plain.parameters()))
 
     # -- state --------------------------------------------------------------------------------
 

@@ -289,7 +289,7 @@ class StageDryRun:
 
     # -- a call of a unit
 
-    def _call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.tracker.within is not None:  # a unit calls another one: a part of it
             return forward(*args, **kwargs)
         number, unit = len(self.calls), self.units[name]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tp_core.compare import Bound
 from tp_core.errors import ConfigError, DisagreementError, NonFiniteLossError
 from tp_core.state import hook_steps
-from tp_core.tensors import copy_attributes
+from tp_core.tensors import copy_attributes, norm_dtype
 
 from tp_shard._groups import _debug
 from tp_shard._groups._group import Group, GroupLike, as_group
@@ -129,8 +129,7 @@ def total_grad_norm(
     norms = {}
     for axes, own in gradients.items():
         norms[axes] = nn.utils.get_total_norm(own, norm_type, foreach=foreach).to(device)
-    dtype = functools.reduce(torch.promote_types, [norm.dtype for norm in norms.values()])
-    return _norm_over_groups(norms, norm_type).to(dtype)
+    return _norm_over_groups(norms, norm_type).to(norm_dtype(parameters))
 
 
 def _norm_over_groups(norms: dict[Axes, Tensor], norm_type: float) -> Tensor:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from tp_core.errors import ConfigError, StepError, TpError
 from tp_core.fully_sharded._plain_values import CommonValues, PlainValues, copy_of
-from tp_core.modules._parameters import SHARDED_ATTRIBUTE, is_dtensor, is_sharded
+from tp_core.modules._parameters import SHARDED_ATTRIBUTE, is_dtensor, is_sharded, norm_dtype
 from tp_core.modules._user_state import copy_attributes
 from tp_core.random import capture_rng_state, preserve_rng_state
 from tp_core.state import SliceBuffer, fill_from_whole
@@ -364,7 +364,7 @@ def total_shard_norm(model: nn.Module, norm_type: float, *, device: torch.device
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     split: list[Any] = [grad for grad in grads if is_dtensor(grad)]
     whole = [grad for grad in grads if not is_dtensor(grad)]
-    dtype = grads[0].dtype.to_real() if grads else torch.float32
+    dtype = norm_dtype(model.parameters())
     total = _power([grad.to_local() for grad in split], norm_type, device)
     if split:
         # Over the last axis only, the shards': along another axis are copies, which must count once.

@@ -1,7 +1,8 @@
 """The parameters of a user's model: their names, which of them are parts of larger ones, checks of them."""
 
+import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -63,6 +64,16 @@ def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is one rank's shard: a DTensor, or marked with ``tp_sharded``."""
     return bool(getattr(parameter, SHARDED_ATTRIBUTE, False)) or is_dtensor(parameter)
+
+
+def norm_dtype(parameters: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return the dtype of the norm of the gradients of parameters, the same on all ranks that have these.
+
+    By the trained ones, whether they have a gradient here or not: a rank that has none would round a norm to
+    another dtype than the others, and scale its gradients differently.
+    """
+    dtypes = {parameter.dtype.to_real() for parameter in parameters if parameter.requires_grad}
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
 
 def quantized_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tp_core.modules._parameters import check_not_quantized as check_not_quantized
     from tp_core.modules._parameters import is_dtensor as is_dtensor
     from tp_core.modules._parameters import is_sharded as is_sharded
+    from tp_core.modules._parameters import norm_dtype as norm_dtype
     from tp_core.modules._parameters import quantized_parts as quantized_parts
     from tp_core.modules._user_state import copy_attributes as copy_attributes
     from tp_core.modules._user_state import hooked_parameters as hooked_parameters
@@ -35,6 +36,7 @@ else:
                 "check_not_quantized",
                 "is_dtensor",
                 "is_sharded",
+                "norm_dtype",
                 "quantized_parts",
             ],
             "tp_core.modules._user_state": ["copy_attributes", "hooked_parameters", "move_gradient_hooks"],

@@ -170,7 +170,7 @@ class UserState:
 
     @contextmanager
     def averages(self) -> Iterator[dict[Tensor, dict[str, Any]]]:
-        """Yield what callbacks average, by parameter and callback; at the end they are given what is there."""
+        """Yield what callbacks average, by parameter and callback; at the end they get what is there."""
         states = {name: self._state_of(name) for name in self._callbacks}
         kept: dict[Tensor, dict[str, Any]] = {}
         for name, state in states.items():
