@@ -17,7 +17,12 @@ ScheduleName = Literal[
     "DualPipeV",
     "auto",
 ]
-_CHOICES = {"schedule": get_args(ScheduleName), "data": ("ddp", "fsdp"), "weights": ("whole", "shard")}
+_CHOICES = {
+    "schedule": get_args(ScheduleName),
+    "data": ("ddp", "fsdp"),
+    "weights": ("whole", "shard"),
+    "statistics": ("refuse", "microbatch"),
+}
 _ONE_STAGE = frozenset({"GPipe", "1F1B"})
 """The schedules in which each rank has one stage."""
 V_SCHEDULES = frozenset({"ZBVZeroBubble", "DualPipeV"})
@@ -52,6 +57,9 @@ class PipelineOptions:
             some rows, and of gradients and optimizer state, too; weights are gathered for each batch.
         weights: How a stage's weights are held: "whole" by one rank, or "shard" by a group of ranks of
             tp-shard, which splits their tensors. Its own options are given by its own name.
+        statistics: What is done with models whose forward writes buffers, as batch norm and running means do:
+            "refuse" them, or let each micro-batch write in turn, as a batch of its own ("microbatch"). The
+            numbers are then others than one device's.
         trace: A file for the work of all stages in the third batch, for Perfetto (ui.perfetto.dev) and
             chrome://tracing; ``None`` for none. `tp report` draws a ``NAME.trace.json`` in a run's folder.
         timeout_s: How many seconds a rank waits for another one.
@@ -68,6 +76,7 @@ class PipelineOptions:
     cuts: Sequence[str] | None = None
     data: Literal["ddp", "fsdp"] = "ddp"
     weights: Literal["whole", "shard"] = "whole"
+    statistics: Literal["refuse", "microbatch"] = "refuse"
     trace: str | None = None
     timeout_s: float = 600.0
 

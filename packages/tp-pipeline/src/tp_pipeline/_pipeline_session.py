@@ -205,9 +205,7 @@ class PipelineSession(ProcessGroupSession):
         """
         if self._inner is not None:
             model = self._inner.prepare_model(model)
-            staged = StagedModel(
-                model, self.options.cuts, self.orders, self._pipeline, rows=self._rows, inner=self._inner
-            )
+            staged = self._staged_model(model)
             staged.find_pieces()
             groups: list[dist.ProcessGroup | None] = [self._pipeline.group]
             if self._gradient_size > 1:
@@ -217,13 +215,24 @@ class PipelineSession(ProcessGroupSession):
             self.check_plain(model)
             check_not_quantized(model, "backend 'pipeline'")
             self.check_same_parameters(model)
-            staged = StagedModel(model, self.options.cuts, self.orders, self._pipeline, rows=self._rows)
+            staged = self._staged_model(model)
             staged.materialize(is_first=self.rank == 0)
             model = super().prepare_model(model)
             staged.share_initial([None])
         self._staged[model] = staged
         self._reductions.know(model)
         return model
+
+    def _staged_model(self, model: nn.Module) -> StagedModel:
+        return StagedModel(
+            model,
+            self.options.cuts,
+            self.orders,
+            self._pipeline,
+            rows=self._rows,
+            inner=self._inner,
+            accepts_statistics=self.options.statistics == "microbatch",
+        )
 
     def compile_model(self, model: nn.Module) -> None:
         """Compile the units, each by itself: the compiler would look past the cuts of a whole model.

@@ -61,6 +61,12 @@ class Leaf:
     def __init__(self, index: int, *, is_argument: bool = False) -> None:
         self.index, self.is_argument = index, is_argument
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Leaf) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.index, self.is_argument))
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -144,6 +150,37 @@ def _describe(output: Any, arguments: Sequence[Any]) -> UnitOutput | None:
     return UnitOutput(structure, specs) if is_plain else None
 
 
+# -- Conversions of modules ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _refused_conversions(model: nn.Module) -> Iterator[None]:
+    """Refuse to convert modules in the context; ``module.to(dtype)`` of what has the dtype does nothing.
+
+    torch would exchange a stand-in for another tensor, which it cannot, and say so in words of its own.
+    """
+    plain = nn.Module._apply
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def apply(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
+            with torch.no_grad():
+                if convert(tensor) is not tensor:
+                    msg = (
+                        f"forward converts {names.get(id(module), 'a module')!r} ({type(module).__name__}) "
+                        "by to(), float() or the like, and on backend 'pipeline' weights stay as they are; "
+                        "convert it before, and in forward its inputs alone"
+                    )
+                    raise RefusedError from ModelError(msg)
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]  # private: to(), float() and others come here
+    try:
+        yield
+    finally:
+        nn.Module._apply = plain  # type: ignore[method-assign]
+
+
 # -- The run ----------------------------------------------------------------------------------------
 
 
@@ -171,6 +208,9 @@ class StageDryRun:
     Attributes:
         calls: The calls of units, in their order.
         decisions: What glue has decided by: the number of calls before, and the origins of the numbers.
+        written: The addresses of storages that operators have written in place.
+        computed: The addresses of storages with numbers that follow from what blocks return.
+        written_buffers: After the run, the names of buffers that it has written, or put others in place of.
         tracker: Passes origins on.
     """
 
@@ -185,6 +225,9 @@ class StageDryRun:
         self.model, self.units, self.device = model, units, device
         self.calls: list[UnitCall] = []
         self.decisions: list[tuple[int, set[Origin]]] = []
+        self.written: set[int] = set()
+        self.computed: set[int] = set()
+        self.written_buffers: list[str] = []
         self.tracker = _OriginTracker(self)
         self._shape_of, self._with_numbers = shape_of, with_numbers
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -202,15 +245,41 @@ class StageDryRun:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Replace parameters by stand-ins and the units' forwards by recorded ones, in the context."""
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        buffers = []
+        for prefix, module in self.model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    buffers.append((name, module, key, buffer, buffer.detach().clone()))
         with preserve_torch_rng_state([self.device]), swapped(self.model, self._stand_in_for):
             seed_torch(0, [self.device])  # all ranks see the same
-            with forwards(self.units, self._call), self._watching_reads(), self.tracker:
+            with (
+                forwards(self.units, self._call),
+                self._watching_reads(),
+                _refused_conversions(self.model),
+                self.tracker,
+            ):
                 yield
         with torch.no_grad():
-            for buffer, value in buffers:
+            for name, module, key, buffer, value in buffers:
+                if self._is_written(module, key, buffer):
+                    self.written_buffers.append(name)
+                module._buffers[key] = buffer
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+    def _is_written(self, module: nn.Module, key: str, buffer: Tensor) -> bool:
+        """Return whether the run has left other numbers in a buffer, or another tensor in its place.
+
+        Not a table that the model makes anew from the batch, as some make that of their positions: it is no
+        part of the model's state, and follows from no block.
+        """
+        now = module._buffers.get(key)
+        if now is buffer:
+            fake = self._fake_of.get(id(buffer))  # of which a block may have written a view
+            return any(_address_of(tensor) in self.written for tensor in (buffer, fake) if tensor is not None)
+        is_table = key in module._non_persistent_buffers_set  # private, and the only one to say so
+        return not is_table or (now is not None and _address_of(now) in self.computed)
 
     @contextmanager
     def _watching_reads(self) -> Iterator[None]:
@@ -299,6 +368,12 @@ class StageDryRun:
         self.tracker.within = number
         try:
             output = self._compute(unit, forward, args, kwargs)
+        except Exception as error:
+            error.add_note(
+                f"in {name!r} ({type(unit).__name__}), which backend 'pipeline' runs on tensors without "
+                "numbers before the first step, to see what it uses"
+            )
+            raise
         finally:
             self.tracker.within, self.tracker.is_below = None, False
             handle.remove()
@@ -413,6 +488,8 @@ class _OriginTracker(TorchDispatchMode):
         for tensor in inputs:
             origins |= run.origins_of(tensor)
         origins = self.resolve(origins, inputs, call)
+        is_computed = any(call_of(origin) is not None for origin in origins)
+        is_computed = is_computed or any(_address_of(tensor) in run.computed for tensor in inputs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         self.draws = self.draws or is_random
 
@@ -438,6 +515,8 @@ class _OriginTracker(TorchDispatchMode):
                 for tensor in inputs:
                     run.note(tensor, origins)
             return outputs
+        if is_computed:
+            run.computed.update(_address_of(tensor) for tensor in tensors_of(outputs))
         self._note_outputs(func, args, inputs, outputs, origins)
         return outputs
 
@@ -459,6 +538,7 @@ class _OriginTracker(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_of(value):
                     run.note(tensor, origins | run.origins_of(tensor))
+                    run.written.add(_address_of(tensor))
 
     def _with_numbers(self, value: Any) -> Any:
         return self._run.numbers_for(value) if isinstance(value, FakeTensor) else value

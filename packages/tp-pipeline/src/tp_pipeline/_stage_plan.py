@@ -65,19 +65,21 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class CutRules:
-    """Where stages may begin.
+    """Where stages may begin, and what forward may do.
 
     Attributes:
         stages: The number of stages.
         cuts: The modules with which stages begin, or ``None`` to balance them.
         starts: The calls with which stages begin, if the model is cut already.
         count_of: Returns the number of elements of a whole parameter by its name, the same on all ranks.
+        accepts_statistics: Whether forward may write buffers, once for each micro-batch.
     """
 
     stages: int
     cuts: Sequence[str] | None
     starts: Sequence[Start] | None
     count_of: Callable[[str], int]
+    accepts_statistics: bool = False
 
 
 def make_plan(
@@ -111,6 +113,8 @@ def make_plan(
         try:
             with run.recording():
                 output = step(model, batch)
+            if not rules.accepts_statistics:
+                _check_buffers(run)
             starts, stage_of = _find_stages(run, can_start, rules)
             return _plan_stages(run, output, stage_of, can_start, rules.stages), starts
         except NeedsNumbersError as error:
@@ -121,6 +125,24 @@ def make_plan(
             raise cast("ModelError", refused.__cause__) from None
         finally:
             run.forget()
+
+
+def _check_buffers(run: StageDryRun) -> None:
+    """Check that forward writes no buffer: it runs for each micro-batch.
+
+    Raises:
+        ModelError: It does, and the numbers would be others than those of one device.
+    """
+    if not run.written_buffers:
+        return
+    name = run.written_buffers[0]
+    owner = run.model.get_submodule(name.rpartition(".")[0])
+    msg = (
+        f"the model's forward writes the buffer {name!r} ({type(owner).__name__}), and on backend 'pipeline' "
+        "it runs for each micro-batch: statistics would be of these, and a count would be of all of them; "
+        "write it after the step, or accept this: PipelineOptions(statistics='microbatch')"
+    )
+    raise ModelError(msg)
 
 
 def _find_stages(run: StageDryRun, can_start: set[str], rules: CutRules) -> tuple[list[Start], list[int]]:

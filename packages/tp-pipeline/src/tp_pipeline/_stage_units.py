@@ -89,11 +89,22 @@ def _blocks(model: nn.Module) -> list[str]:
     if len(longest) < 2:
         msg = (
             "backend 'pipeline' finds no place to cut the model: it has no blocks that repeat in a "
-            "Sequential or ModuleList; name the modules with which stages begin: "
-            "options={'pipeline': {'cuts': ['decoder', ...]}}"
+            "Sequential or ModuleList; name the modules with which stages begin, for two stages "
+            f"options={{'pipeline': {{'cuts': [{_last_part(model)!r}]}}}}"
         )
         raise ModelError(msg)
     return longest
+
+
+def _last_part(model: nn.Module) -> str:
+    """Return the name of the last of the outermost modules of which there are several with parameters."""
+    prefix = ""
+    while True:
+        parts = [name for name, child in model.named_children() if _has_parameters(child)]
+        if len(parts) != 1:
+            return prefix + (parts[-1] if parts else "decoder")
+        prefix += f"{parts[0]}."
+        model = model.get_submodule(parts[0])
 
 
 def _parent_of(name: str) -> str:

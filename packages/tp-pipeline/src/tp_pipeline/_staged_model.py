@@ -7,11 +7,12 @@
     from then on        a rank has the parameters of its stages; the others are empty
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,20 @@ class Placement:
         return self.pieces.shape
 
 
+_ENOUGH_VALUES = 3
+"""After so many values with the same plan, other values of the same types are taken to have it, too."""
+_MOST_PLANS = 64
+"""Plans that are kept, for values that have different ones."""
+
+
+@dataclass(slots=True)
+class _PlanOfTypes:
+    """A plan that several values beside tensors have had; ``seen`` counts them, -inf if plans differ."""
+
+    plan: StagePlan
+    seen: float = 0
+
+
 class StagedModel:
     """A model that a group of ranks holds in stages.
 
@@ -109,6 +124,7 @@ class StagedModel:
         ranks: The ranks that hold the model.
         rows: The rows of parameters that this rank has, where data-parallel ranks shard them.
         inner: The session that has split the model's tensors over ranks, if there is one.
+        accepts_statistics: Whether forward may write buffers, once for each micro-batch.
 
     Attributes:
         model: The plain model.
@@ -133,8 +149,10 @@ class StagedModel:
         *,
         rows: RowShards | None = None,
         inner: Session | None = None,
+        accepts_statistics: bool = False,
     ) -> None:
         self.model = model
+        self._accepts_statistics = accepts_statistics
         self.units, _ = find_units(model, cuts)
         self.compiled: dict[str, nn.Module] = {}
         self._cuts, self._orders, self._ranks = cuts, orders, ranks
@@ -142,7 +160,8 @@ class StagedModel:
 
         # What the dry runs of steps have shown: the plans by the form of a micro-batch, the calls with which
         # stages begin, and the places with stages that use each parameter.
-        self._plans: dict[object, StagePlan] = {}
+        self._plans: dict[tuple[object, ...], StagePlan] = {}
+        self._plans_by_type: dict[object, _PlanOfTypes] = {}
         self._starts: list[Start] | None = None
         self._used: dict[str, set[int]] = {}
         self.is_agreed = False
@@ -263,9 +282,9 @@ class StagedModel:
         """
         trained = tuple(p.requires_grad for p in self.model.parameters())
         modes = (step_identity(step), trained, *_modes(self.model, self._ranks.device))
-        forms = [(*modes, _form_of(part)) for part in parts]
-        plans = self._plans
-        is_new = [form not in plans and form not in forms[:i] for i, form in enumerate(forms)]
+        forms = [(*modes, *_form_of(part)) for part in parts]
+        plans = [self._known_plan(form) for form in forms]
+        is_new = [plans[i] is None and form not in forms[:i] for i, form in enumerate(forms)]
         if self._ranks.sample_size > 1:
             # Ranks with other slices exchange some of them, also on stand-ins: all run if one does.
             flags = torch.tensor(is_new, dtype=torch.float32, device=self._ranks.device)
@@ -273,8 +292,34 @@ class StagedModel:
             is_new = [bool(flag) for flag in flags.tolist()]
         for form, part, makes in zip(forms, parts, is_new, strict=True):
             if makes:
-                plans[form] = self._make_plan(step, part)
-        return [plans[form] for form in forms]
+                self._keep_plan(form, self._make_plan(step, part))
+        return [cast("StagePlan", self._known_plan(form)) for form in forms]
+
+    def _known_plan(self, form: tuple[object, ...]) -> StagePlan | None:
+        """Return the plan for a form, if there is one; its last entry is the values beside tensors."""
+        of_types = self._plans_by_type.get(form[:-1])
+        if of_types is not None and of_types.seen >= _ENOUGH_VALUES:
+            return of_types.plan
+        return self._plans.get(form)
+
+    def _keep_plan(self, form: tuple[object, ...], plan: StagePlan) -> None:
+        """Keep a plan by its form; by types alone once several values have had the same one.
+
+        Batches have the names or numbers of their samples, and each would be planned anew. If a later value
+        leads to other blocks after all, the run of the step notices.
+        """
+        self._plans[form] = plan
+        if not form[-1]:
+            return
+        of_types = self._plans_by_type.setdefault(form[:-1], _PlanOfTypes(plan))
+        if of_types.plan == plan:
+            of_types.seen += 1
+        else:
+            of_types.seen = -math.inf
+        if of_types.seen >= _ENOUGH_VALUES:
+            self._plans = {known: kept for known, kept in self._plans.items() if known[:-1] != form[:-1]}
+        elif len(self._plans) > _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
 
     def _make_plan(self, step: Callable[..., Any], part: Any) -> StagePlan:
         """Run the step on stand-ins.
@@ -286,7 +331,8 @@ class StagedModel:
         """
         plan, starts, failure = None, None, None
         try:
-            _check_norms(self.model)
+            if not self._accepts_statistics:
+                _check_norms(self.model)
             plan, starts = make_plan(
                 step,
                 self.model,
@@ -296,6 +342,7 @@ class StagedModel:
                     cuts=self._cuts,
                     starts=self._starts,
                     count_of=lambda name: self.placements[name].whole_shape.numel(),
+                    accepts_statistics=self._accepts_statistics,
                 ),
                 shape_of=lambda name: self.placements[name].shape,
                 device=self._ranks.device,
@@ -620,7 +667,8 @@ def _check_norms(model: nn.Module) -> None:
             msg = (
                 f"{name!r} ({type(module).__name__}) normalizes over all samples of the batch, and on "
                 "backend 'pipeline' it would over those of a micro-batch; take GroupNorm or "
-                "LayerNorm, or freeze it: call its eval() in the step"
+                "LayerNorm, freeze it (call its eval() in the step), or accept this: "
+                "PipelineOptions(statistics='microbatch')"
             )
             raise ModelError(msg)
 
@@ -632,13 +680,15 @@ def _modes(model: nn.Module, device: torch.device) -> tuple[object, ...]:
     return tuple(module.training for module in model.modules()), torch.is_grad_enabled(), casts
 
 
-def _form_of(batch: Any) -> object:
-    """Return the structure of a batch, with the shapes and dtypes of tensors and all other values."""
+def _form_of(batch: Any) -> tuple[object, object]:
+    """Return the structure of a batch with the shapes and dtypes of tensors, and all other values."""
     names = tuple(map(str, batch)) if isinstance(batch, Mapping) else ()
     leaves: list[object] = []
+    values: list[object] = []
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             leaves.append((tuple(leaf.shape), leaf.dtype))
         else:
-            leaves.append((type(leaf).__name__, repr(leaf)))
-    return type(batch).__name__, names, tuple(leaves)
+            leaves.append(type(leaf).__name__)
+            values.append(repr(leaf))
+    return (type(batch).__name__, names, tuple(leaves)), tuple(values)

@@ -1,0 +1,256 @@
+"""Models as people write them, in stages: equal to one device, or refused in a sentence with a remedy."""
+
+import warnings
+from functools import partial
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from tp_core.errors import TpError
+from tp_pipeline import PipelineOptions
+from tp_trainer import Trainer
+
+SCHEDULES = [name for name in get_args(get_type_hints(PipelineOptions)["schedule"]) if name != "auto"]
+ROWS = 16
+
+
+class Layers(nn.Module):
+    """Equal layers one after the other, each called with what ``arguments`` returns for its number."""
+
+    def __init__(self, layer, count=4, arguments=lambda number: {}):
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(count))
+        self.arguments = arguments
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x, **self.arguments(number))
+        return x
+
+
+class Named(nn.Linear):
+    """Has arguments with the names of a wrapper's own."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, name="", forward=None, self_=None):
+        return x + super().forward(x) * (2.0 if name == "b1" else 1.0)
+
+
+class Converting(nn.Module):
+    """Converts its router in forward, as mixtures of experts do."""
+
+    def __init__(self, to=torch.float64):
+        super().__init__()
+        self.router, self.linear = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.to_dtype = to
+
+    def forward(self, x):
+        self.router = self.router.to(self.to_dtype)
+        weights = self.router(x.to(self.to_dtype)).softmax(-1)
+        return x + self.linear(x) * weights.to(x.dtype)
+
+
+class Statistics(nn.Linear):
+    """Keeps numbers of its inputs in a buffer, which is written in one of several manners."""
+
+    def __init__(self, how):
+        super().__init__(4, 4)
+        self.how = how
+        self.register_buffer("mean", torch.zeros(4), persistent=how != "table")
+
+    def forward(self, x):
+        if self.training and self.how == "in place":
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        if self.training and self.how == "a view":
+            self.mean[:2].copy_(x.detach().mean(0)[:2])
+        if self.training and self.how == "data":
+            self.mean.data.add_(x.detach().mean(0), alpha=0.1)
+        if self.training and self.how == "replaced":
+            self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        if self.training and self.how == "counted":
+            self.mean += 1
+        if self.how == "table":  # follows from no input
+            self.mean = torch.arange(4, dtype=x.dtype) / 4
+        return x + super().forward(x - self.mean)
+
+
+def train(build, backend="pipeline", options=None, *, dtype=torch.float64, step=None, data=None):
+    """Return the losses of two epochs and the state of the model, or what it was refused with."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = build().to(dtype)
+    rows = torch.randn(ROWS, 4).to(dtype) + 1 if data is None else data(dtype)
+    settings = {"options": {backend: options or {}}, "devices": "cpu", "seed": 0, "progress": False}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with Trainer(backend=backend, **settings) as trainer:
+            history = trainer.fit(
+                model,
+                optimizer,
+                DataLoader(rows, batch_size=8),
+                step=step or mean_square,
+                epochs=2,
+                validation=DataLoader(rows, batch_size=8),
+            )
+            return [(r.train["loss"], r.val["loss"]) for r in history], trainer.session.model_state(model)
+    except TpError as error:
+        return str(error)
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def assert_like_one_device(pair, build, **arguments):
+    expected, states = train(build, "single", **arguments)
+    for losses, found in pair.run(partial(train, build, **arguments)):
+        assert losses == [pytest.approx(pair_of, rel=1e-12) for pair_of in expected]
+        for name, value in states.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+
+
+def named():
+    return Layers(Named, arguments=lambda number: {"name": f"b{number}", "forward": None, "self_": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "build",
+    [
+        named,
+        partial(Layers, Converting),  # to what it is already
+        partial(Layers, partial(Statistics, "table")),
+    ],
+    ids=["arguments with our names", "conversions to the same dtype", "tables"],
+)
+def test_models_are_trained_as_on_one_device(pair, build):
+    assert_like_one_device(pair, build)
+
+
+@pytest.mark.parametrize("how", ["in place", "a view", "data", "replaced", "counted"])
+def test_statistics_in_buffers_are_refused(pair, how):
+    for message in pair.run(partial(train, partial(Layers, partial(Statistics, how)))):
+        assert "forward writes the buffer 'layers.0.mean' (Statistics)" in message
+        assert "PipelineOptions(statistics='microbatch')" in message
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, track_running_stats=True)], ids=["batch", "instance"]
+)
+def test_so_are_norms_over_the_batch(pair, norm):
+    def layer():
+        return nn.Sequential(nn.Unflatten(1, (2, 2)), norm(2), nn.Flatten(), nn.Linear(4, 4))
+
+    for message in pair.run(partial(train, partial(Layers, layer))):
+        assert "PipelineOptions(statistics='microbatch')" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [partial(Statistics, "in place"), partial(nn.BatchNorm1d, 4)])
+def test_statistics_of_micro_batches_are_taken_if_asked_for(pair, layer):
+    options = {"statistics": "microbatch", "microbatches": 1}  # one is the batch
+    expected, states = train(partial(Layers, layer), "single")
+    for losses, found in pair.run(partial(train, partial(Layers, layer), options=options)):
+        assert losses == [pytest.approx(of_epoch, rel=1e-12) for of_epoch in expected]
+        for name, value in states.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+    of_four = pair.run(partial(train, partial(Layers, layer), options=options | {"microbatches": 4}))
+    assert of_four[0][0] != expected
+
+
+def test_a_conversion_of_weights_in_forward_is_refused(pair):
+    build = partial(Layers, partial(Converting, torch.float32))
+    for message in pair.run(partial(train, build, dtype=torch.bfloat16)):
+        assert "forward converts 'layers.0.router' (Linear)" in message
+
+
+class Looped(nn.Module):
+    """Runs its two blocks three times: with schedules in a V both ranks have all of their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(30, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 30)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for _ in range(3):
+            for layer in self.layers:
+                x = x + F.gelu(layer(x))
+        return self.head(x)
+
+
+def clipped(schedule, dtype):
+    """Return the gradients after clipping of 20 steps, by name."""
+    torch.set_num_threads(1)
+    torch.manual_seed(4)
+    model = Looped().to(dtype)
+    tokens = torch.randint(0, 30, (80, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    steps = []
+
+    def note(*_):
+        steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.numel()})
+
+    optimizer.register_step_pre_hook(note)
+
+    def step(model, batch):
+        return F.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    options = {"pipeline": {"schedule": schedule, "microbatches": 4}}
+    with Trainer(backend="pipeline", devices="cpu", progress=False, seed=0, options=options) as trainer:
+        trainer.fit(
+            model, optimizer, DataLoader(list(tokens), batch_size=8), step=step, epochs=2, clip_norm=0.37
+        )
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_copies_of_a_weight_have_the_same_clipped_gradient_to_the_bit(pair, schedule):
+    for dtype in (torch.float64, torch.bfloat16):
+        first, second = pair.run(partial(clipped, schedule, dtype))
+        assert len(first) == len(second) == 20
+        for one, other in zip(first, second, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one.keys() & other.keys())
+
+
+def planned(values):
+    """Return how often the model ran without numbers over 12 batches with values beside tensors."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dry = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            dry.extend([1] if torch._C._len_torch_dispatch_stack() else [])  # private: a run without numbers
+            return super().forward(x)
+
+    rows = [{"x": torch.randn(4), "value": values(i)} for i in range(24)]
+    model = nn.Sequential(*(Counted(4, 4) for _ in range(4)))
+    settings = {"devices": "cpu", "progress": False, "seed": 0, "options": {"pipeline": {"microbatches": 2}}}
+    with Trainer(backend="pipeline", **settings) as trainer:
+        trainer.fit(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            DataLoader(rows, batch_size=2),
+            step=lambda model, batch: model(batch["x"]).square().mean(),
+            epochs=1,
+        )
+    return len(dry)
+
+
+@pytest.mark.slow
+def test_values_beside_tensors_make_no_plan_of_their_own_for_ever(pair):
+    def names(number):
+        return f"sample {number}"
+
+    (with_names, _), (alone, _) = pair.run(partial(planned, names)), pair.run(partial(planned, bool))
+    assert 0 < alone <= with_names <= 4 * alone
