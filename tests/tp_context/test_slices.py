@@ -4,11 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from tp_context import ContextOptions, attention, gather, positions
 
-# private, both: cuts of ranks that need not be started
+# private: cuts of ranks that need not be started, and what is sliced of a model
 from tp_context._algorithms import _choose
 from tp_context._attention_inputs import Inputs, QueryKeyCuts, Rules
+from tp_context._inputs import _has_relative_bias
 from tp_context._score_blocks import ring_blocks, score_blocks
 from tp_context._slices import Cut, Cuts, find_sequences, map_sequences, work_of
 from tp_core import LaunchEnvironment, resolve_devices
@@ -290,3 +292,21 @@ def test_steps_of_two_objects_are_two_also_where_one_has_the_id_of_another():
     assert step_identity(task.step) != step_identity(other.step)
     seen = {step_identity(Task()) for _ in range(20)}  # memory of one that ended is used again
     assert len(seen) == 20
+
+
+def test_a_bias_is_sliced_where_it_is_one_of_queries_and_keys():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relative_attention_bias = nn.Embedding(32, 4)
+
+    class OfKeys(Attention):
+        def compute_bias(self, query_length, key_length, device=None):
+            return torch.zeros(1, 4, query_length, key_length)
+
+    class OfBlocks(Attention):
+        def compute_bias(self, block_length):
+            return torch.zeros(1, 1, 4, block_length, 3 * block_length)
+
+    assert _has_relative_bias(OfKeys())
+    assert not _has_relative_bias(OfBlocks())

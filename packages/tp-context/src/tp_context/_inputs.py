@@ -66,7 +66,7 @@ def splitting(model: nn.Module, cuts: Cuts, scheme: InputScheme) -> Iterator[Non
         for inner in _pretrained(model):
             stack.enter_context(_attending(inner))
         for module in model.modules():
-            if callable(getattr(module, "compute_bias", None)) and hasattr(module, "relative_attention_bias"):
+            if _has_relative_bias(module):
                 stack.enter_context(_whole_bias(module, cuts))
         if scheme.positions == "modules":
             for module in _numbered_modules(model):
@@ -309,6 +309,17 @@ def _attending(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def _has_relative_bias(module: nn.Module) -> bool:
+    """Return whether a module computes a bias of all queries and all keys, as attention of T5 does.
+
+    Others have the name with other arguments: LongT5's local attention, which has a bias of blocks.
+    """
+    compute = getattr(module, "compute_bias", None)
+    if not callable(compute) or not hasattr(module, "relative_attention_bias"):
+        return False
+    return list(inspect.signature(compute).parameters)[:2] == ["query_length", "key_length"]
 
 
 @contextmanager
