@@ -210,7 +210,7 @@ class AssigningSgd(Optimizer):
 
 
 class WritingSgd(AssigningSgd):
-    """The same in place, which no version counter counts; frozen parameters follow."""
+    """The same in place, which no version counter counts."""
 
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - torch's signature
         for group in self.param_groups:
@@ -281,7 +281,7 @@ class CountingSgd(Optimizer):
                     parameter.add_(parameter.grad, alpha=-group["lr"] / float(group["count"]))
 
 
-class CountingLamb(CountingSgd):
+class ScalingSgd(CountingSgd):
     """The same by the norm of each matrix, as LAMB has it, which a backend with parts must gather."""
 
     @torch.no_grad()
@@ -293,8 +293,8 @@ class CountingLamb(CountingSgd):
         super().step(closure)
 
 
-class NormedRows(CountingLamb):
-    """The same under a name that says nothing."""
+class CountingLamb(ScalingSgd):
+    """The same under a name that says so."""
 
 
 class Interpolating(Optimizer):
@@ -586,7 +586,7 @@ KINDS: dict[str, Kind] = {
         make_optimizer=partial(CountingLamb, is_tensor=True, is_made=True)
     ),
     "norms of matrices under another name": Kind(
-        make_optimizer=partial(NormedRows, is_tensor=False, is_made=True)
+        make_optimizer=partial(ScalingSgd, is_tensor=False, is_made=True)
     ),
     "an optimizer with train and eval": Kind(make_optimizer=Interpolating),
     "a schedule of each parameter": Kind(
