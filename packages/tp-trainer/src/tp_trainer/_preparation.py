@@ -140,7 +140,9 @@ class Preparation:
     @contextmanager
     def noting_draws(self) -> Iterator[None]:
         """Note whether training draws random numbers, which it does for shares of the batches."""
-        if self.seed is None or (self.shares is None and not self.session.runs_step_in_parts):
+        session = self.session
+        is_whole = session.data_size == len(session.job.devices) == 1 and not session.runs_step_in_parts
+        if self.seed is None or is_whole:
             yield
             return
         before = torch.get_rng_state()
