@@ -186,6 +186,24 @@ def test_random_numbers_that_are_rarely_drawn_are_those_of_their_samples(workers
     assert [sample for batch in loader for sample in batch] == expected
 
 
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, np.random.randn, torch.rand])
+@pytest.mark.parametrize("drawn_before", [0, 1])
+def test_a_draw_of_any_generator_is_seen_and_leaves_that_of_the_program(draw, drawn_before):
+    def transform(sample):
+        return sample + float(draw(1) if draw is torch.rand else draw())
+
+    stream = Stream(range(4), transform=transform)
+    expected = [stream.sample(position) for position in range(4)]
+    np.random.seed(5)
+    for _ in range(drawn_before):
+        np.random.randn()  # numpy keeps a second number, which it draws without a step of its generator
+    before = np.random.get_state(legacy=False)
+    assert list(Loader(stream, BatchSize(2, collate=list))) == [expected[:2], expected[2:]]
+    after = np.random.get_state(legacy=False)
+    assert (after["state"]["key"] == before["state"]["key"]).all()
+    assert (after["state"]["pos"], after["has_gauss"]) == (before["state"]["pos"], before["has_gauss"])
+
+
 def noise_in_place(sample):
     sample["x"] += random.random()
     return sample["x"]
