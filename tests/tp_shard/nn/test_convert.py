@@ -135,6 +135,55 @@ class ByHand(nn.Linear):
         return F.linear(x, self.weight * 2)
 
 
+class ByHelper(nn.Linear):
+    def scaled(self):
+        return self.weight * 2
+
+    def forward(self, x):
+        return F.linear(x, self.scaled(), self.bias)
+
+
+class ByProperty(nn.Linear):
+    @property
+    def scaled(self):
+        return self.weight.mul(2)
+
+    def forward(self, x):
+        return super().forward(x) + self.scaled.sum()
+
+
+class ByWidth(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.weight.shape[0]
+
+
+class OfTwo(nn.Linear):
+    """Cannot be tried alone: it needs a second argument."""
+
+    def forward(self, x, scale):
+        return super().forward(x) * scale + self.bias * self.reads
+
+
+class OfTypes(nn.Linear):
+    def forward(self, x):
+        x = x.to(self.weight.dtype).to(self.weight.device)
+        return super().forward(x) if self.bias is None else super().forward(x) * 2
+
+
+class Counted(nn.Linear):
+    """Counts its calls, in a buffer and in an attribute: a trial is none."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls = 0
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        self.count += 1
+        return super().forward(F.dropout(x, 0.0))
+
+
 def subclasses_stay_what_they_are():
     plain = nn.Sequential(Scaled(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()
     for dim in (0, 1):
@@ -144,8 +193,40 @@ def subclasses_stay_what_they_are():
         same(plain, model, torch.randn(3, 6).double())
         same(plain, copy.deepcopy(model), torch.randn(3, 6).double())
         assert ts.get_parallel_dim(copy.deepcopy(model)[0].weight) == dim
-    with pytest.raises(ModelError, match="ByHand uses its weight in a forward of its own"):
-        to_linear(nn.Sequential(ByHand(2, 2)), 1)
+    for kind in (ByHand, ByHelper, ByProperty, ByWidth):
+        with pytest.raises(ModelError, match=f"{kind.__name__} uses its weight in a forward of its own"):
+            to_linear(nn.Sequential(kind(2, 2)), 1)
+
+
+def forwards_of_subclasses_are_watched_when_they_run():
+    model = to_linear(OfTwo(2, 4).double(), -1, gather_output=True)
+    model.reads = 0.0
+    with pytest.raises(ModelError, match="OfTwo uses its weight in a forward of its own"):
+        model(torch.ones(1, 2).double(), 2.0)
+    for layer in (OfTypes(6, 4), OfTypes(6, 4, False)):
+        same(
+            layer.double(),
+            to_linear(copy.deepcopy(layer), -1, gather_output=True),
+            torch.randn(3, 6).double(),
+        )
+
+
+def a_trial_of_a_forward_leaves_no_trace():
+    plain = nn.Sequential(Counted(4, 4)).double()
+    before = torch.get_rng_state()
+    model = to_linear(plain, -1, gather_output=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (model[0].calls, model[0].count.item()) == (0, 0)
+    model(torch.ones(1, 4).double())
+    assert (model[0].calls, model[0].count.item()) == (1, 1)
+
+
+def a_forward_that_was_put_on_the_object_is_refused():
+    layer = nn.Linear(2, 2)
+    plain = layer.forward
+    layer.forward = lambda x: plain(x) * 2
+    with pytest.raises(ModelError, match="its forward was replaced on the object"):
+        to_linear(nn.Sequential(layer), 1)
 
 
 def frozen_parameters_gradients_and_flags_are_kept():
@@ -196,6 +277,9 @@ CHECKS = [
     a_transformer_is_converted_and_its_attention_stays_whole,
     tied_weights_stay_tied,
     subclasses_stay_what_they_are,
+    forwards_of_subclasses_are_watched_when_they_run,
+    a_trial_of_a_forward_leaves_no_trace,
+    a_forward_that_was_put_on_the_object_is_refused,
     frozen_parameters_gradients_and_flags_are_kept,
     embeddings_keep_their_options,
     what_cannot_be_converted_is_refused,

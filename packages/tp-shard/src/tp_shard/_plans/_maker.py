@@ -34,6 +34,7 @@ from tp_shard.nn._convert import (
     widths,
 )
 from tp_shard.nn._heads import Heads, Holds, section_ranges
+from tp_shard.nn._own_forward import check_own_forward
 from tp_shard.nn._planned import ParallelDropout, PlannedEmbedding, PlannedLinear, SequenceMixin
 from tp_shard.nn._sequence import SequenceState
 
@@ -233,6 +234,7 @@ class Maker:
     def _linear(self, path: str, layer: nn.Module, style: Column | Row | Vocab) -> nn.Module:
         cls = PlannedLinear
         if not is_transposed(layer) and not computes_linear(layer):
+            check_own_forward(layer)
             cls = parallel_class(type(layer), nn.Linear, PlannedLinear)
         ranges = style_ranges(layer, style, self._group.size)
         dim = -1
@@ -255,6 +257,7 @@ class Maker:
         return self._conversion.replace(layer, make)
 
     def _embedding(self, path: str, layer: nn.Embedding, dim: int | None) -> nn.Module:
+        check_own_forward(layer)
         cls = parallel_class(type(layer), nn.Embedding, PlannedEmbedding)
 
         def make() -> PlannedEmbedding:

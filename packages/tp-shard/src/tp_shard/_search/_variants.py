@@ -31,12 +31,11 @@ from tp_shard.nn._convert import (
     computes_linear,
     is_linear,
     is_transposed,
-    parallel_class,
     why_not_split,
     widths,
 )
 from tp_shard.nn._heads import Heads
-from tp_shard.nn._planned import PlannedEmbedding, PlannedLinear
+from tp_shard.nn._own_forward import check_own_forward
 
 _FEW_CLASSES = 1024
 
@@ -107,10 +106,7 @@ def refusal(module: nn.Module) -> str | None:
     if is_transposed(module) or computes_linear(module):
         return None
     try:
-        if isinstance(module, nn.Linear):
-            parallel_class(type(module), nn.Linear, PlannedLinear)
-        else:
-            parallel_class(type(module), nn.Embedding, PlannedEmbedding)
+        check_own_forward(module)
     except ModelError as error:
         return str(error)
     return None

@@ -1,7 +1,5 @@
 """The conversion of a finished model's layers to parallel layers: which can be split, and into what."""
 
-import dis
-import itertools
 from collections.abc import Callable
 from inspect import isfunction
 from typing import Any, TypeVar
@@ -17,6 +15,7 @@ from tp_shard._groups._group import Group
 from tp_shard._guards import guard_saving
 from tp_shard._shards import ParallelLayer, check_dim
 from tp_shard._split import Split
+from tp_shard.nn._own_forward import check_own_forward, has_own_forward, watch_own_forward
 
 # -- The kinds of layers that can be split, and the class of parallel layers for each -------------
 # The parallel layers register themselves with :func:`converts_from`. So a linear layer can be converted
@@ -49,20 +48,14 @@ def parallel_class(kind: type[nn.Module], base: type[nn.Module], parallel: type[
     if kind is base or kind.__module__.startswith("torch.nn."):
         return parallel
     if (kind, parallel) not in _parallel_classes:
-        for cls in kind.__mro__:
-            if issubclass(cls, base) and cls is not base and _uses_weight(vars(cls).get("forward")):
-                msg = (
-                    f"{kind.__name__} uses its weight in a forward of its own, where it would meet a "
-                    "shard; let it call super().forward, or leave it out of the conversion"
-                )
-                raise ModelError(msg)
         # In the order of bases ours stands between the subclass and torch's layer: `super().forward()` of the
         # subclass then finds ours (`subclasses_stay_what_they_are`).
-        _parallel_classes[kind, parallel] = type(
-            f"Parallel{kind.__name__}",
-            (kind, parallel),
-            {"__module__": kind.__module__, "__reduce_ex__": _reduce, "_kinds": (kind, base, parallel)},
-        )
+        inner: type[nn.Module] = parallel
+        members: dict[str, Any] = {}
+        if has_own_forward(kind, base):
+            inner, members = watch_own_forward(kind, parallel)
+        members |= {"__module__": kind.__module__, "__reduce_ex__": _reduce, "_kinds": (kind, base, parallel)}
+        _parallel_classes[kind, parallel] = type(f"Parallel{kind.__name__}", (kind, inner), members)
     return _parallel_classes[kind, parallel]
 
 
@@ -92,18 +85,6 @@ def computes_linear(layer: nn.Module) -> bool:
     return True
 
 
-def _uses_weight(forward: Any) -> bool:
-    """Return whether a method reads the values of a weight, and not only its type or device."""
-    # By its bytecode: the source may be missing, and calling it would need an input.
-    if getattr(forward, "__code__", None) is None or "weight" not in forward.__code__.co_names:
-        return False
-    steps = [step for step in dis.get_instructions(forward) if step.opname not in ("CACHE", "EXTENDED_ARG")]
-    return any(
-        step.argval == "weight" and following.argval not in ("dtype", "device")
-        for step, following in itertools.pairwise(steps)
-    )
-
-
 def _reduce(self: Any, protocol: int) -> Any:  # noqa: ARG001 - as pickle calls it
     """Pickle a layer of a generated class by its base classes: pickle finds no generated class by name."""
     return _rebuild_parallel, self._kinds, self.__dict__
@@ -116,6 +97,10 @@ def _rebuild_parallel(kind: type[nn.Module], base: type[nn.Module], parallel: ty
 
 def why_not_split(layer: nn.Module) -> str | None:
     """Return the reason why a layer has no weight and bias of its own to split, ``None`` if it has."""
+    if "forward" in vars(layer):
+        return (
+            "its forward was replaced on the object, by one that has the whole weight; split it before that"
+        )
     for name in ("weight", "bias"):
         if isinstance(layer._parameters.get(name), nn.UninitializedParameter):
             return (
@@ -197,7 +182,12 @@ class Conversion:
         return [(p, m) for p, m in self._owners.get(id(weight), ()) if m is not layer]
 
     def layer(self, layer: nn.Module, dim: int | None, *, gather_output: bool) -> nn.Module:
-        """Return the parallel form of a layer of torch, the same object for each call."""
+        """Return the parallel form of a layer of torch, the same object for each call.
+
+        Raises:
+            ModelError: It is of a subclass that uses its weight itself.
+        """
+        check_own_forward(layer)
         make = parallel_class_of(type(layer))
         return self.replace(
             layer, lambda: make.from_plain(layer, dim, gather_output=gather_output, group=self.group)
