@@ -137,6 +137,8 @@ class GradientHooks:
 
         torch would call them with the gradient of this rank's share.
         """
+        if any(hook is drop_gradient for hook in (gathered._backward_hooks or {}).values()):
+            return  # this rank's loss counts nothing: others have no such hook, and would not meet in it
         tensor_hooks, accumulated_hooks = take_gradient_hooks(gathered)
         self._tensor_hooks = [hooks for hooks in (*self._tensor_hooks, tensor_hooks) if hooks]
         self._accumulated_hooks = [hooks for hooks in (*self._accumulated_hooks, accumulated_hooks) if hooks]
