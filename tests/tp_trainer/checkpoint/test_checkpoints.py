@@ -251,7 +251,7 @@ class Calm(Moody):
         (
             nn.Linear(3, 1),
             Moody(),
-            r"the state of the run holds what a checkpoint does not, plain values only",
+            r"the state 'scheduler:scheduler' holds what a checkpoint does not, plain values only",
         ),
     ],
 )
