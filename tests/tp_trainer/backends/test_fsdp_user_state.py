@@ -315,6 +315,19 @@ class SetsData(Callback):
             parameter.data.set_(parameter.data * 0.9)
 
 
+class ClipsByUnit(Callback):
+    """Clips the gradient of each unit by the norm of its weights, as timm's adaptive clipping does."""
+
+    def on_optimizer_step(self, run, grad_norm):
+        for parameter in run.model.student.parameters():
+            if parameter.dim() > 1:
+                most = parameter.norm(dim=1, keepdim=True).clamp_(min=1e-3)
+                parameter.grad.mul_((0.01 * most / parameter.grad.norm(dim=1, keepdim=True)).clamp(max=1))
+            else:
+                most = parameter.norm().clamp_(min=1e-3)
+                parameter.grad.mul_((0.01 * most / parameter.grad.norm()).clamp(max=1))
+
+
 def set_in_a_loop(backend):
     with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
         model = trainer.prepare(make_model())
@@ -331,6 +344,7 @@ def test_other_writes_of_data_are_refused_with_a_remedy(two_ranks):
         (partial(trained, "fsdp", callback=FromAPlainVector), "'student.0.linear.weight' was replaced"),
         (partial(trained, "fsdp", callback=SetsData), words),
         (partial(set_in_a_loop, "fsdp"), words),
+        (partial(trained, "fsdp", callback=ClipsByUnit), words),
     ]
     for run, message in cases:
         for found in two_ranks.run(partial(error_of, run)):

@@ -423,27 +423,37 @@ class WholeParameters:
 # -- errors of code over shards --------------------------------------------------------------------
 
 
-def explain_shard_errors(error: RuntimeError, models: Iterable[nn.Module]) -> None:
+def explain_shard_errors(error: Exception, models: Iterable[nn.Module]) -> None:
     """Raise an error that names the remedy for torch's own one of code that computes with shards.
 
     A callback or a loop has the parameters of a fully sharded model as DTensors, and torch has no rule for
-    some operations on them, such as ``parameters_to_vector`` and ``parameter.data.set_()``.
+    some operations on them, as in ``parameters_to_vector``, ``parameter.data.set_()`` and adaptive clipping.
 
     Raises:
         StepError: The error is such a one.
     """
-    # By torch's words: it has no class for these errors.
-    if isinstance(error, TpError) or not re.search(r"DTensor|shard", str(error)):
+    if isinstance(error, TpError) or not _is_of_dtensors(error):
         return
     if not any(is_dtensor(parameter) for model in models for parameter in model.parameters()):
         return
+    said = next(iter(str(error).splitlines()), "")
     msg = (
         "code of this run computes with fully sharded parameters, which are DTensors, as torch cannot "
-        f"({type(error).__name__}: {str(error).splitlines()[0]}). Write one parameter at a time, in place: "
+        f"({type(error).__name__}: {said}). Write one parameter at a time, in place: "
         "parameter.data.mul_(0.9), parameter.data.copy_(values); take a whole one by parameter.full_tensor() "
         "on all ranks; or take the backend 'ddp', with whole parameters on each rank"
     )
     raise StepError(msg) from error
+
+
+def _is_of_dtensors(error: Exception) -> bool:
+    """Return whether torch's code for DTensors has raised an error: by its frames, or by its words in C++."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor."):
+            return True
+        trace = trace.tb_next
+    return isinstance(error, RuntimeError) and re.search(r"DTensor|shard", str(error)) is not None
 
 
 # -- optimizers ------------------------------------------------------------------------------------

@@ -364,7 +364,7 @@ class Loop:
             self._logs.close(_status(error))
             self._is_open = False
             self._open.close()
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError | AssertionError | IndexError):
             from tp_core.fully_sharded import explain_shard_errors
 
             explain_shard_errors(error, self.models.values())
