@@ -38,6 +38,9 @@ SOURCES = [
 ]
 
 REASONS = {
+    "torch._C.DisableTorchFunctionSubclass": "a guarded weight says its dtype, as a plain tensor does",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "a trial step of an optimizer calls no hook",
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "as above",
     "torch._C.DisableTorchFunction": "operators are recorded below what subclasses of tensors make of them",
     "torch._C._are_functorch_transforms_active": "what torch.func differentiates",
     "torch._C._disabled_torch_function_impl": "functions of probes are seen as operators",

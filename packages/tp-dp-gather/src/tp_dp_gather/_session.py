@@ -15,6 +15,7 @@ from tp_core.data import (
     StepOutput,
     combine_outputs,
     iterates_itself,
+    step_identity,
 )
 from tp_core.errors import ConfigError, StepError
 from tp_core.jobs import whole_model_arguments
@@ -50,7 +51,7 @@ class GatherSession(Session):
         self._batches = LoadedBatches()
         # The last step that ran on several devices, and whether its model returned a loss for each of them.
         self._last_step: tuple[Step, bool] | None = None
-        self._checked: set[object] = set()  # steps, or their code
+        self._checked: set[object] = set()  # the identities of steps
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         options = self._options
@@ -128,11 +129,11 @@ class GatherSession(Session):
     def _check_left_values(self, step: Step, model: DataParallel, output: StepOutput) -> None:
         """Check the first loss of a step, or of those that a loop makes anew for each batch."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        code = getattr(step, "__code__", step)
+        known = step_identity(step)
         forwards, model.first_outputs = model.first_outputs, []
-        if isinstance(loss, Tensor) and loss.grad_fn is not None and forwards and code not in self._checked:
+        if isinstance(loss, Tensor) and loss.grad_fn is not None and forwards and known not in self._checked:
             check_left_values(loss, forwards, model.module)
-            self._checked.add(code)
+            self._checked.add(known)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - parts never meet
         for where in tuple(self._batches.computing.values()):  # a copy: threads add and remove entries

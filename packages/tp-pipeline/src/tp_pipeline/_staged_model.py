@@ -281,7 +281,7 @@ class StagedModel:
         slices of the same sequences, an all-reduce over these.
         """
         trained = tuple(p.requires_grad for p in self.model.parameters())
-        modes = (step_identity(step), trained, *_modes(self.model, self._ranks.device))
+        modes = (step_identity(step, unwraps=True), trained, *_modes(self.model, self._ranks.device))
         forms = [(*modes, *_form_of(part)) for part in parts]
         plans = [self._known_plan(form) for form in forms]
         is_new = [plans[i] is None and form not in forms[:i] for i, form in enumerate(forms)]
