@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tp_core.errors import ConfigError, StateError
 from tp_core.fully_sharded import check_whole_steps
 from tp_core.modules import Mixin, mix_in
-from tp_core.state import is_zero_redundancy
+from tp_core.state import is_inner_step, is_zero_redundancy
 
 from tp_shard._groups import _patches
 from tp_shard._groups._group import ALONE, current_data_group, current_group
@@ -247,7 +247,7 @@ def install_guards() -> list[_patches.Undo]:
     # Private: `clip_grad_norm_` itself may have been imported by name before, and calls this one in any case.
     # `torchs_own_clipping_is_refused` notices its loss.
     original = clip_grad._clip_grads_with_norm_
-    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _check_once(optimizer))
+    handle = register_optimizer_step_pre_hook(_check_first_step)
 
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
@@ -265,8 +265,9 @@ def install_guards() -> list[_patches.Undo]:
     return [handle.remove, _patches.replace(clip_grad, "_clip_grads_with_norm_", clip)]
 
 
-def _check_once(optimizer: Optimizer) -> None:
-    if optimizer not in _checked:
+def _check_first_step(optimizer: Optimizer, *_: Any) -> None:
+    # Not within a step of a subclass: a trial would change the state that it has made ready.
+    if optimizer not in _checked and not is_inner_step(optimizer):
         check_optimizer(optimizer)
         _checked.add(optimizer)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tp_core.state._files import slice_of as slice_of
     from tp_core.state._files import write_whole as write_whole
     from tp_core.state._optimizers import hook_steps as hook_steps
+    from tp_core.state._optimizers import is_inner_step as is_inner_step
     from tp_core.state._optimizers import is_zero_redundancy as is_zero_redundancy
     from tp_core.state._optimizers import optimizer_names as optimizer_names
     from tp_core.state._plain import from_json as from_json
@@ -65,6 +66,7 @@ else:
             ],
             "tp_core.state._optimizers": [
                 "hook_steps",
+                "is_inner_step",
                 "is_zero_redundancy",
                 "optimizer_names",
             ],
