@@ -61,7 +61,7 @@ class Statistics(nn.Linear):
     def __init__(self, how):
         super().__init__(4, 4)
         self.how = how
-        self.register_buffer("mean", torch.zeros(4), persistent=how != "table")
+        self.register_buffer("mean", torch.zeros(4), persistent=how not in {"table", "unsaved"})
 
     def forward(self, x):
         if self.training and self.how == "in place":
@@ -70,7 +70,7 @@ class Statistics(nn.Linear):
             self.mean[:2].copy_(x.detach().mean(0)[:2])
         if self.training and self.how == "data":
             self.mean.data.add_(x.detach().mean(0), alpha=0.1)
-        if self.training and self.how == "replaced":
+        if self.training and self.how in {"replaced", "unsaved"}:
             self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
         if self.training and self.how == "counted":
             self.mean += 1
@@ -133,6 +133,7 @@ def test_models_are_trained_as_on_one_device(pair, build):
     assert_like_one_device(pair, build)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["in place", "a view", "data", "replaced", "counted"])
 def test_statistics_in_buffers_are_refused(pair, how):
     for message in pair.run(partial(train, partial(Layers, partial(Statistics, how)))):
@@ -164,6 +165,7 @@ def test_statistics_of_micro_batches_are_taken_if_asked_for(pair, layer):
     assert of_four[0][0] != expected
 
 
+@pytest.mark.slow
 def test_a_conversion_of_weights_in_forward_is_refused(pair):
     build = partial(Layers, partial(Converting, torch.float32))
     for message in pair.run(partial(train, build, dtype=torch.bfloat16)):
@@ -254,3 +256,32 @@ def test_values_beside_tensors_make_no_plan_of_their_own_for_ever(pair):
 
     (with_names, _), (alone, _) = pair.run(partial(planned, names)), pair.run(partial(planned, bool))
     assert 0 < alone <= with_names <= 4 * alone
+
+
+def turned_around(at):
+    """Return the error of a run whose step calls the layers backwards from a value of its batches on."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rows = [{"x": torch.randn(4), "value": f"sample {i}"} for i in range(24)]
+    model = Layers(partial(nn.Linear, 4, 4))
+
+    def step(model, batch):
+        x = batch["x"]
+        turned = int(batch["value"][0].split()[1]) >= at
+        for layer in reversed(model.layers) if turned else model.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    try:
+        with Trainer(backend="pipeline", devices="cpu", progress=False, seed=0) as trainer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            trainer.fit(model, optimizer, DataLoader(rows, batch_size=2), step=step, epochs=1)
+    except TpError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.slow
+def test_a_later_value_that_leads_to_other_blocks_ends_the_run(pair):
+    for message in pair.run(partial(turned_around, 12)):
+        assert "the step calls 'layers.3' where it called 'layers.0'" in message
