@@ -1,6 +1,6 @@
 """The outcome of a launch: its status, the rank that failed first, and the checkpoint after a signal."""
 
-import re
+import os
 import signal
 import socket
 import sys
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from tp_core.launching import ExitReport, read_exit_report
+from tp_core.launching import LOST_RANK, ExitReport, read_exit_report, tells_of_lost_rank
 
 from tp_launch._rank_watch import Rank, RankDeath
 
@@ -20,13 +20,6 @@ _HEAD = "Traceback (most recent call last):"
 _CHAIN = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
-)
-# Errors of a rank when another one is gone: never the cause if another rank has printed something else.
-_CONSEQUENCE = re.compile(
-    r"closed by peer|reset by peer|broken pipe|remote process|ncclRemoteError|recvValue failed"
-    r"|connection (?:refused|was closed)|socket (?:closed|timeout)|RankFailedError|DistNetworkError"
-    r"|failed to recv|timed out waiting|peer (?:closed|is gone)",
-    re.IGNORECASE,
 )
 # Output of native code after the traceback of the exception that ended the process.
 _AFTERMATH = ("terminate called", "Fatal Python error:")
@@ -104,7 +97,7 @@ class LaunchOutcome:
         """Return the outcome in another host's report."""
         failure = None
         if report["failure"] is not None:
-            failure = RankFailure(**report["failure"])
+            failure = RankFailure(**report["failure"] | {"is_shown": False})
         return cls(report["status"], failure=failure, message=report["message"])
 
 
@@ -112,7 +105,8 @@ def report(outcome: LaunchOutcome) -> None:
     """Print the reason of a failed launch on stderr, after everything else."""
     sys.stdout.flush()  # the ranks' output comes before the reason
     if outcome.failure is not None:
-        print(outcome.failure, file=sys.stderr, flush=True)
+        whole = not outcome.failure.is_shown or os.environ.get("TP_TRACEBACK") == "full"
+        print(outcome.failure if whole else outcome.failure.brief(), file=sys.stderr, flush=True)
     elif outcome.message:
         print_line(outcome.message)
 
@@ -137,6 +131,7 @@ class RankFailure:
         others: The ends of the other ranks of its host.
         exited: The ranks of its host that had exited before it, with status 0.
         log: The path of its stderr log, if the logs are kept.
+        is_shown: Whether this launch has shown its output.
     """
 
     rank: int
@@ -150,14 +145,25 @@ class RankFailure:
     others: str
     exited: tuple[int, ...] = ()
     log: str | None = None
+    is_shown: bool = False
 
     @property
     def status(self) -> int:
         """The exit status as in a shell, the exit code or 128 + the signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
+    def brief(self) -> str:
+        """Return the block without the frames of a traceback, which the rank's own lines have shown."""
+        if _HEAD not in self.text:
+            return str(self)
+        where = f"(its traceback is above, in the lines of [rank{self.rank}])"
+        return self._block(f"{_exception_of(self.text)}\n{where}")
+
     def __str__(self) -> str:
         """Return the block that ends the launch's output."""
+        return self._block(self.text)
+
+    def _block(self, text: str) -> str:
         name = code_name(self.code)
         noun = "ranks" if len(self.exited) > 1 else "rank"
         exited = f"{noun} {', '.join(map(str, self.exited))}"
@@ -185,9 +191,9 @@ class RankFailure:
             lines.append(f"  others  {self.others}")
         if self.log is not None:
             lines.append(f"  log     {self.log}")
-        if self.text:
+        if text:
             lines.append("" if self.is_traceback else "  the end of its stderr:")
-            lines += [f"  {line}".rstrip() for line in self.text.splitlines()]
+            lines += [f"  {line}".rstrip() for line in text.splitlines()]
         else:
             lines.append("  it wrote nothing to stderr")
         return "\n".join([*lines, "=" * 72])
@@ -246,6 +252,7 @@ def first_failure(
         others=_others(codes, ranks=ranks, killed=killed, first=local),
         exited=tuple(sorted(exited)),
         log=str(ranks[local].stderr) if keep_logs else None,
+        is_shown=True,
     )
 
 
@@ -285,6 +292,9 @@ def _stderr_tail(rank: Rank, code: int) -> _StderrTail:
         text = ""
     own = f"[rank{rank.rank}]: "  # torch's prefix on the lines of a traceback
     text = "\n".join(line.removeprefix(own) for line in text.splitlines()).strip("\n")
+    lost = [line for line in text.splitlines() if line.startswith(LOST_RANK)]
+    if lost and (code > 0 or code == -signal.SIGABRT):
+        return _StderrTail(lost[-1], is_traceback=True, is_consequence=True)
     if code > 0:
         stack = last_traceback(text)
     elif code == -signal.SIGABRT:
@@ -298,7 +308,7 @@ def _stderr_tail(rank: Rank, code: int) -> _StderrTail:
         if exception.startswith("tp_core.errors.DisagreementError"):
             # The traceback of one rank is shown above, and all ranks have the same.
             return _StderrTail(exception, is_traceback=True)
-        is_consequence = _CONSEQUENCE.search(exception) is not None
+        is_consequence = tells_of_lost_rank(exception)
         return _StderrTail(_shortened(stack), is_traceback=True, is_consequence=is_consequence)
     return _StderrTail("\n".join(text.splitlines()[-_TAIL_LINES:]))
 
@@ -314,8 +324,15 @@ def _native_stack(text: str, *, before: int = 0) -> str:
 
 
 def _exception_of(traceback: str) -> str:
-    """Return the lines after the last frame: the exception and its message."""
+    """Return the lines after the last frame: the exception, its message and its notes."""
     lines = traceback.splitlines()
+    heads = [i for i, line in enumerate(lines) if line.strip() == _HEAD]
+    if heads:
+        start = heads[-1] + 1
+        while start < len(lines) and lines[start].startswith("  "):
+            start += 1
+        return "\n".join(lines[start:])
+    # A stack of native code.
     frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
     start = frames[-1] + 1 if frames else 0
     return "\n".join(lines[start:])

@@ -36,6 +36,7 @@ from tp_trainer._checks import (
     check_schedule,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
+from tp_trainer._opening._uncaught import show_uncaught_briefly
 from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES
 from tp_trainer._preparation import Preparation
 from tp_trainer._steps._step import (
@@ -150,6 +151,7 @@ class Trainer:
         progress: Progress = "auto",
         plugins: PluginRegistry = registry,
     ) -> None:
+        show_uncaught_briefly()
         if seed is not None and (not isinstance(seed, int) or seed < 0):
             msg = f"seed must be None or a whole number from 0, got {seed!r}"
             raise ConfigError(msg)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,22 @@ from pathlib import Path
 
 EXIT_REPORT = "TP_RANK_END"
 """The environment variable with the path of a rank's report, set by the launcher."""
+
+LOST_RANK = "lost another rank"
+"""The beginning of the line that a rank writes where it ends only because another one is gone."""
+
+# Of torch's transports: never the cause where another rank has written something else.
+_LOST_RANK = re.compile(
+    r"closed by peer|reset by peer|broken pipe|remote process|ncclRemoteError|recvValue failed"
+    r"|connection (?:refused|was closed)|socket (?:closed|timeout)|RankFailedError|DistNetworkError"
+    r"|failed to recv|timed out waiting|peer (?:closed|is gone)",
+    re.IGNORECASE,
+)
+
+
+def tells_of_lost_rank(text: str) -> bool:
+    """Return whether the text of an error says no more than that another rank is gone."""
+    return text.startswith(LOST_RANK) or _LOST_RANK.search(text) is not None
 
 
 @dataclass(frozen=True, slots=True)

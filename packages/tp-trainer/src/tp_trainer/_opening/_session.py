@@ -3,21 +3,20 @@
 import atexit
 import os
 import sys
-import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from tp_core.discovery import PluginRegistry, Selection, check_backend_name, select
-from tp_core.errors import ConfigError, DisagreementError, ModelError, PluginError, SelectionError, TpError
+from tp_core.errors import ConfigError, ModelError, PluginError, SelectionError
 from tp_core.plugins import Backend, Job, NoOptions, Session
 from tp_core.sessions import PerModule
+
+from tp_trainer._opening._uncaught import end_after_failure
 
 Options = object | Sequence[object] | Mapping[str, object]
 """An object of a backend's ``options_type``, a list of them, or a dict by the backends' names."""
@@ -156,9 +155,6 @@ def _check_options(job: Job, installed: Mapping[str, Backend[Any]]) -> None:
 MEASURED_NBYTES = 64 * 2**20
 """The bytes of weights from which on the memory of a job is estimated before a backend is chosen."""
 
-_GRACE_S = 15.0  # for a failed process to end by itself
-_STDERR = 2
-
 
 def open_session(selection: Selection, job: Job, facts: Mapping[str, Any]) -> Session:
     """Open ``job`` on the selected backend, after a check that all ranks have the same facts.
@@ -179,7 +175,7 @@ def open_session(selection: Selection, job: Job, facts: Mapping[str, Any]) -> Se
     chosen = f"{selection.chosen.name!r} of {selection.chosen.origin}"
     options = dict(job.options)  # of all: the chosen backend may open another one
     if job.environment.is_distributed:
-        _end_after_failure()
+        end_after_failure()
     seed = job.seed
     if job.environment.world_size > 1:
         from tp_trainer._opening._agreement import check_same_at_start
@@ -206,58 +202,6 @@ def _close_at_exit(reference: weakref.ref[Session]) -> None:
     # Not after an uncaught exception: closing may wait for the other ranks, which do not close with this one.
     if session is not None and not hasattr(sys, "last_value"):
         session.close()
-
-
-def _end_after_failure() -> None:
-    """End this process soon after an uncaught exception in its main thread.
-
-    Non-daemon threads would keep it alive. The other ranks would wait for it in a collective, and the
-    launcher for its exit (test_a_rank_that_failed_ends_although_it_has_a_thread).
-    """
-    if not isinstance(sys.excepthook, _Hook) and not hasattr(sys, "ps1"):
-        sys.excepthook = _Hook(sys.excepthook)
-
-
-class _Hook:
-    """An excepthook that shows the exception as before, and gives the process 15 seconds to exit.
-
-    Of an error that says what was given and what to do, it leaves out tp's own frames. All ranks raise a
-    ``DisagreementError``: the first of each host shows the script's line, the others the message alone.
-    """
-
-    def __init__(self, show: Callable[..., Any]) -> None:
-        self._show = show
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # A daemon: another thread would itself keep the process alive.
-        threading.Thread(target=_end, name="tp-failed-end", daemon=True).start()
-        if isinstance(error, TpError) and error.__cause__ is None:
-            is_other = isinstance(error, DisagreementError) and os.environ.get("LOCAL_RANK", "0") != "0"
-            trace = None if is_other else _without_own_frames(trace)
-            error.__traceback__ = trace  # Python's own hook reads this one
-        self._show(kind, error, trace)
-
-
-def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a copy of a traceback without the frames of tp's packages."""
-    steps = []
-    while trace is not None:
-        if not trace.tb_frame.f_globals.get("__name__", "").startswith("tp_"):
-            steps.append(trace)
-        trace = trace.tb_next
-    for step in reversed(steps):
-        trace = TracebackType(trace, step.tb_frame, step.tb_lasti, step.tb_lineno)
-    return trace
-
-
-def _end() -> None:
-    time.sleep(_GRACE_S)
-    main = threading.main_thread()
-    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    if names:  # otherwise an atexit function may still be at work: let it finish
-        text = f"tp_trainer: this rank has failed, and is ended although it has threads: {', '.join(names)}\n"
-        os.write(_STDERR, text.encode())
-        os._exit(1)
 
 
 class LazySession:
@@ -351,7 +295,7 @@ class LazySession:
         self, models: Sequence[nn.Module], by: str, estimate: Callable[[Job], Iterable[Job]] | None
     ) -> Session:
         if self._job.environment.is_distributed:
-            _end_after_failure()
+            end_after_failure()
         selection, job = self._select(models, estimate)
         verdict = selection.chosen.verdict
         if verdict.lacks_memory and job.environment.is_main:

@@ -1,0 +1,96 @@
+"""What an error in a step shows: the frames of the script, and no others, in one process and on ranks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from tp_trainer import Trainer
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, :int(os.environ.get("WIDTH", "4"))])
+
+def check(batch):
+    if os.environ.get("RANK", "1") == "1":
+        raise ValueError("bad data")
+
+def step(model, batch):
+    if "WIDTH" not in os.environ:
+        check(batch)
+    return model(batch[0]).mean()
+
+if "OWN_HOOK" in os.environ:
+    import traceback
+    sys.excepthook = lambda kind, error, trace: print("frames", len(traceback.extract_tb(trace)))
+net = Net(4, 1)
+data = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4)
+Trainer(seed=0, progress=False).fit(net, torch.optim.SGD(net.parameters(), lr=0.1), data, step=step)
+"""
+
+
+def run(folder, *command, **variables):
+    path = folder / "s.py"
+    path.write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, *command, str(path)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, **variables},
+    )
+
+
+def frames(text):
+    return [line for line in text.splitlines() if 'File "' in line]
+
+
+def functions(text):
+    return [line.rpartition(" in ")[2] for line in frames(text)]
+
+
+@pytest.mark.slow
+def test_an_error_in_a_step_shows_the_frames_of_the_script_alone(tmp_path):
+    done = run(tmp_path)
+    assert done.returncode == 1
+    assert functions(done.stderr) == ["<module>", "step", "check"]
+    assert done.stderr.count("ValueError: bad data") == 1
+    assert "TP_TRACEBACK=full shows" in done.stderr
+    whole = run(tmp_path, TP_TRACEBACK="full")
+    assert len(frames(whole.stderr)) > 10
+    assert "TP_TRACEBACK" not in whole.stderr
+
+
+@pytest.mark.slow
+def test_an_error_of_torch_shows_the_last_of_its_frames(tmp_path):
+    done = run(tmp_path, WIDTH="3")
+    assert functions(done.stderr) == ["<module>", "step", "forward", "forward"]
+    assert "linear.py" in frames(done.stderr)[-1]
+
+
+@pytest.mark.slow
+def test_a_hook_of_the_script_gets_all_frames(tmp_path):
+    done = run(tmp_path, OWN_HOOK="1")
+    assert done.stdout.startswith("frames ")
+    assert int(done.stdout.split()[1]) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torch.distributed.run --nproc-per-node", "tp_core.cli launch -n"])
+def test_ranks_show_the_error_once_and_a_line_for_those_that_died_of_it(tmp_path, launcher):
+    done = run(tmp_path, "-m", *launcher.split(), "2", OMP_NUM_THREADS="1")
+    assert done.returncode == 1
+    of_ranks = "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank"))
+    assert functions(of_ranks) == ["<module>", "step", "check"], done.stderr
+    assert of_ranks.count("ValueError: bad data") == 1
+    lost = [line for line in of_ranks.splitlines() if "lost another rank" in line]
+    assert len(lost) <= 1  # the launcher may have ended rank 0 before
+    if launcher.startswith("tp"):
+        assert frames(done.stderr) == frames(of_ranks)
+        assert len(done.stderr.splitlines()) < 30
