@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_core.plugins import Logger
 from tp_testing import run_ranks
-from tp_trainer import Checkpoints, Interrupted, LogOptions, Trainer
+from tp_trainer import Checkpoints, Interrupted, LogOptions, SchedulerOptions, Trainer
 from tp_trainer.callbacks import LearningRateMonitor
-from tp_trainer.loggers import JsonLinesLogger, read_run
+from tp_trainer.loggers import JsonLinesLogger, read_run, using_config
 
 from tests.reference_training import rows_and_sums, squared_error
 
@@ -80,6 +80,39 @@ def test_the_record_says_what_the_run_was(tmp_path):
     assert info["versions"]["torch"]
     assert info["environment"]["host"]
     assert (tmp_path / "metrics.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LinearLR", {"start_factor": 0.1}),
+        ("OneCycleLR", {"max_lr": 1.0, "total_steps": STEPS}),
+        ("CosineAnnealingLR", {"T_max": STEPS}),
+    ],
+)
+def test_the_record_has_the_settings_that_were_asked_for_and_not_those_of_a_schedule(tmp_path, name, options):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    schedule = getattr(torch.optim.lr_scheduler, name)(optimizer, **options)
+    with Trainer(seed=3, progress=False, devices="cpu", backend="single") as trainer:
+        trainer.fit(
+            model,
+            optimizer,
+            DataLoader(rows_and_sums(20, dtype=torch.float32), batch_size=4),
+            step=squared_error,
+            scheduler=SchedulerOptions(schedule, every="step"),
+            checkpoint=tmp_path,
+            log="jsonl",
+        )
+    found = read_run(tmp_path).info["hyperparameters"]
+    assert (found["lr"], found["momentum"]) == (0.01, 0.5)
+
+
+def test_a_value_that_a_program_was_called_with_is_recorded_as_it_was_asked_for(tmp_path):
+    with using_config({"lr": 7.0, "width": 3}, "lr: 7.0\nwidth: 3\n"):
+        train(tmp_path)
+    found = read_run(tmp_path).info["hyperparameters"]
+    assert (found["lr"], found["width"], found["optimizer"]) == (7.0, 3, "SGD")
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [*range(1, STEPS + 1)]), (4, [4, 5, 8, 10])])

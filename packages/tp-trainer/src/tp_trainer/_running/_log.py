@@ -243,7 +243,7 @@ def plan_log(preparation: Preparation, settings: LoopSettings, optimizers: Itera
     def facts() -> dict[str, Any]:
         return {
             "hyperparameters": mask_secrets(
-                {**(config[0] if config else {}), **known, **(options.hyperparameters or {})}
+                {**known, **(config[0] if config else {}), **(options.hyperparameters or {})}
             ),
             "environment": environment(),
             "selection": str(selection),
@@ -278,7 +278,12 @@ def _hyperparameters(
 
 
 def _of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the class name of an optimizer, and its first group's numbers and texts."""
-    group = optimizer.param_groups[0]
+    """Return the class name of an optimizer, and its first group's settings, as they were asked for."""
+    group = dict(optimizer.param_groups[0])
+    # A schedule has changed the group's own values by now, as a warm-up does when it is made.
+    group["lr"] = group.pop("initial_lr", group.get("lr"))
+    for name in ("lr", "momentum"):
+        if f"max_{name}" in group:  # a cycle keeps its own limits in the group, and nothing of before
+            group[name] = optimizer.defaults.get(name)
     plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
     return {"optimizer": type(optimizer).__name__, **plain}
