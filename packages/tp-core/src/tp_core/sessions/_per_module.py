@@ -1,7 +1,8 @@
 """Values that a session has for each module, as long as the module lives."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
@@ -15,6 +16,9 @@ class PerModule(Generic[T]):
     A weak dictionary would keep the module alive then: it holds its values, and so their keys. Here the
     module holds the value: a cycle, which the garbage collector frees. What a session keeps for a model must
     not end earlier: ranks collect at different times, and to make it again may need a collective.
+
+    A module that is its own value holds nothing: what one process prepares stays the user's own, in copies
+    and pickles, too.
     """
 
     def __init__(self) -> None:
@@ -22,15 +26,20 @@ class PerModule(Generic[T]):
 
     def __setitem__(self, module: nn.Module, value: T) -> None:
         held = vars(module).get(_HELD)
-        if not isinstance(held, _Held):  # in a pickled copy of a module it is a dict
-            held = vars(module)[_HELD] = _Held()
-        held.values[self] = value
+        if value is not module:
+            if not isinstance(held, _Held):  # in a pickled copy of a module it is a dict
+                held = vars(module)[_HELD] = _Held()
+            held.values[self] = value
+        elif isinstance(held, _Held):
+            held.values.pop(self, None)
         self._modules.add(module)
 
     def get(self, module: nn.Module) -> T | None:
+        if module not in self._modules:  # the set, since a shallow copy of a module has its attributes
+            return None
         held = vars(module).get(_HELD)
-        # The set, since a shallow copy of a module has its attributes.
-        return held.values.get(self) if isinstance(held, _Held) and module in self._modules else None
+        itself = cast(T, module)
+        return held.values.get(self, itself) if isinstance(held, _Held) else itself
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(list(self._modules))
@@ -52,4 +61,6 @@ class _Held:
         self.values: WeakKeyDictionary[PerModule[Any], Any] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return dict, ()  # not this class: who loads the module may not have tp
+        # Not this class: who loads the module may not have tp. And one that torch.load(weights_only=True)
+        # takes, for files of whole modules.
+        return OrderedDict, ()
