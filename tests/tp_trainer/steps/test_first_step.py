@@ -117,16 +117,10 @@ def goes_back(model, batch):
     return loss
 
 
-@pytest.mark.parametrize("kind", SEVERAL)
-def test_gradients_that_the_step_makes_are_an_error_on_several_devices(kind):
+@pytest.mark.parametrize("kind", ALL)
+def test_gradients_that_the_step_makes_are_an_error(kind):
     with pytest.raises(StepError, match=r"the step has called backward\(\) itself"):
         fit(kind, goes_back)
-
-
-def test_gradients_that_the_step_makes_are_told_on_one_device(caplog):
-    fit(ONE, goes_back)
-    (message,) = warnings(caplog)
-    assert message.startswith("the step has called backward() itself")
 
 
 @pytest.mark.parametrize("call", [1, 2])

@@ -201,7 +201,7 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         parts = [*tuple.__iter__(batch)] if isinstance(batch, Parts) else [batch]
         if not hooks.weighs_batches and any(isinstance(p, CountedBatch) for p in parts):
             hooks.weighs_batches, step = True, weighed(step, [step])
-        watched = partial(run_watched, hooks.run, update.session, update.optimizer)
+        watched = partial(run_watched, hooks.run, update.optimizer)
         return hooks.step_state.run(watched, step, model, batch, own=settings.step)
 
     def run_first_of_epoch(_: Step, model: Any, batch: Any) -> StepOutput:

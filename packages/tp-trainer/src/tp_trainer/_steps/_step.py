@@ -358,13 +358,10 @@ def warn_no_gradients(parameters: Sequence[Tensor], *, owner: str) -> None:
         )
 
 
-def run_watched(
-    run: RunStep, session: Session, optimizer: Optimizer, step: Step, model: Any, batch: Any
-) -> StepOutput:
+def run_watched(run: RunStep, optimizer: Optimizer, step: Step, model: Any, batch: Any) -> StepOutput:
     """Run the step on a batch of the first optimizer step, and check that it leaves ``fit`` its tasks.
 
-    Gradients of a backward() in the step are added to the returned loss's. On one device that may be
-    intended, for a loss in several pieces. On several devices nothing averages them.
+    Gradients of a backward() in the step would be added to the returned loss's, and averaged by nobody.
     """
     parameters = parameters_of(optimizer)
     before = [_state(p.grad) for p in parameters]
@@ -388,9 +385,7 @@ def run_watched(
             "the step has called backward() itself, and fit() adds the gradients of the loss that it returns "
             "to those; return the loss alone, or take a loop of your own: trainer.loop(...)"
         )
-        if session.data_size > 1 or len(session.job.devices) > 1:
-            raise StepError(msg)
-        log.warning(msg)
+        raise StepError(msg)
     return output
 
 
