@@ -82,6 +82,19 @@ class Output:
         self.loss = loss
 
 
+class OwnSteps(nn.Linear):
+    """What a LightningModule has, in small."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+
+    def training_step(self, batch):
+        raise NotImplementedError
+
+    def configure_optimizers(self):
+        raise NotImplementedError
+
+
 async def slow(net, batch):
     return step(net, batch)
 
@@ -340,7 +353,7 @@ MISTAKES = {
     ),
     "step goes back itself": (
         fit_step(lambda net, batch: step(net, batch).backward()),
-        "or a dict with it as 'loss'; it returned None",
+        "has called backward() itself, and fit() adds the gradients of the loss that it returns to those; re",
     ),
     "step is asynchronous": (lambda: fit(step=slow), "it returned a coroutine; write the step without async"),
     "step is a generator": (
@@ -598,7 +611,39 @@ MISTAKES = {
     ),
     "loader in the place of the optimizer": (
         lambda: trainer().fit(model(), loader()),
-        "missing a required argument: 'train_loader'; write fit(model, optimizer, loader, step=step)",
+        "fit() takes an optimizer after the model, got DataLoader; write fit(model, torch.optim.AdamW(",
+    ),
+    "a LightningModule": (
+        lambda: trainer().fit(OwnSteps(), loader()),
+        "takes no OwnSteps alone, whose steps and optimizers are its own: as a LightningModule it is for tp_",
+    ),
+    "a scheduler by its name": (
+        lambda: fit(scheduler="cosine"),
+        "must be made first: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs), got 'cos",
+    ),
+    "another name of the newest checkpoint": (
+        lambda: fit(checkpoint="run", resume="last"),
+        "resume='last' is no checkpoint; the newest one in run is resume='auto'",
+    ),
+    "a strategy that needs none here": (
+        lambda: Trainer(strategy="ddp"),
+        "no argument 'strategy'; for 'ddp' leave it out: tp launch -n 2 script.py trains on two",
+    ),
+    "a strategy by its backend": (
+        lambda: Trainer(strategy="fsdp"),
+        "no argument 'strategy'; for 'fsdp' write Trainer(backend=\"fsdp\")",
+    ),
+    "an accelerator with devices": (
+        lambda: Trainer(accelerator="gpu", devices=2),
+        "for 'gpu' leave it out, as the devices that are there are taken, and tp launch -n 2 script.py",
+    ),
+    "precision of Accelerate": (
+        lambda: Trainer(mixed_precision="fp16"),
+        "no argument 'mixed_precision'; for 'fp16' write Trainer(precision=\"fp16-mixed\")",
+    ),
+    "an option of Hugging Face that is off": (
+        lambda: Trainer(fp16=False),
+        "Trainer() has no argument 'fp16'; for False leave it out",
     ),
     "step with an index": (
         lambda: fit(step=lambda net, batch, index: net(batch)),
@@ -841,6 +886,63 @@ MISTAKES = {
         "does not have the option minibatch=True (pass inputs_are_scattered=True",
     ),
 }
+
+
+class Samples(torch.utils.data.Dataset):
+    """A dataset of which each sample is the same value."""
+
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.sample
+
+
+def batches(sample, collate=None):
+    return DataLoader(Samples(sample), batch_size=4, collate_fn=collate)
+
+
+def classify(net, batch):
+    return nn.functional.cross_entropy(net(batch[0]).expand(-1, 2), batch[1])
+
+
+def move(net, batch):
+    return step(net, [part.cuda() for part in batch])
+
+
+# Each: the call, and words of the note that an error of torch or Python then has.
+EXPLAINED = {
+    "arrays of numpy": (
+        lambda: fit(step=step, train_loader=batches((ROWS[0], 1.0), numpy_of)),
+        "the batch has numpy arrays, as the loader's collate_fn returned them; return tensors there",
+    ),
+    "None in a sample": (
+        lambda: fit(step=step, train_loader=batches((ROWS[0], None))),
+        "a sample of the dataset is None, or holds it; return a value in its place",
+    ),
+    "None for a batch": (
+        lambda: fit(step=step, train_loader=batches(1.0, lambda rows: None)),
+        "the loader yielded None for a batch; look at what its collate_fn returns",
+    ),
+    "targets that are no classes": (
+        lambda: fit(step=classify, train_loader=batches((ROWS[0], torch.tensor(1.0)))),
+        "are their numbers, of dtype torch.int64; write targets.long(), or take a loss for numbers",
+    ),
+}
+if not torch.cuda.is_available():
+    EXPLAINED["a batch that is moved"] = (
+        lambda: fit(step=move),
+        "here is no GPU, and a batch comes to the step on the model's device; leave .cuda() out",
+    )
+
+
+def numpy_of(rows):
+    return [torch.stack([row for row, _ in rows]).numpy(), torch.ones(len(rows), 1)]
+
+
 for _name, _answer in ARGUMENTS.items():
     MISTAKES[f"Trainer({_name}=)"] = (
         lambda name=_name: Trainer(**{name: 1}),

@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from tp_core.errors import ConfigError, ContractError
 from tp_core.messages import closest, those_known
@@ -25,14 +25,22 @@ def explain_init(kind: type[R], *, instead: Mapping[str, str] | None = None) -> 
 
 
 def explain_arguments(
-    call: str, *, instead: Mapping[str, str] | None = None
+    call: str,
+    *,
+    instead: Mapping[str, str] | None = None,
+    by_value: Mapping[str, Mapping[str, str]] | None = None,
+    recognize: Callable[..., str | None] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a method, which answers arguments that it does not have.
 
     Args:
         call: The call as the documents write it, such as "fit(model, optimizer, loader, step=step)".
         instead: For names of other libraries what to write here.
+        by_value: The same for single values of them, by their ``repr``: what to do in a clause.
+        recognize: Gets the arguments of a call that does not fit, and returns a sentence on it, if it knows
+            one.
     """
+    words = _Answers(instead or {}, by_value or {})
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         signature = _explained[call] = inspect.signature(method)
@@ -42,7 +50,8 @@ def explain_arguments(
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise ConfigError(_answer(call, kwargs, str(error), instead or {})) from None
+                known = None if recognize is None else recognize(*args, **kwargs)
+                raise ConfigError(known or _answer(call, kwargs, str(error), words)) from None
             return method(*args, **kwargs)
 
         return explained
@@ -50,12 +59,23 @@ def explain_arguments(
     return decorate
 
 
-def _answer(call: str, given: Mapping[str, object], reason: str, instead: Mapping[str, str]) -> str:
+class _Answers(NamedTuple):
+    """What to write for arguments of other libraries, by their names, and by their values."""
+
+    instead: Mapping[str, str]
+    by_value: Mapping[str, Mapping[str, str]]
+
+
+def _answer(call: str, given: Mapping[str, object], reason: str, answers: _Answers) -> str:
+    instead = answers.instead
     own = [name for name in _explained[call].parameters if name != "self"]
     name = next((name for name in given if name not in own), None)
     here = call.partition("(")[0]
     if name is None:
         return f"{here}(): {reason}; write {call}"
+    advice = answers.by_value.get(name, {}).get(repr(given[name]))
+    if advice is not None:
+        return f"{here}() has no argument {name!r}; for {given[name]!r} {advice}"
     if name in instead:
         return f"{here}() has no argument {name!r}; write {instead[name]}"
     others = [other for other, known in _explained.items() if name in known.parameters]

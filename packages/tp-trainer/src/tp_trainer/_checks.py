@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from numbers import Real
+from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -69,6 +70,9 @@ def check_callable(what: str, value: object) -> None:
         raise ConfigError(msg) from None
 
 
+_NEWEST = ("last", "latest", "newest")  # other trainers' names of "auto"
+
+
 def as_checkpoints(
     checkpoint: Checkpoints | str | os.PathLike[str] | None, resume: object, *, validates: bool
 ) -> Checkpoints | None:
@@ -81,6 +85,11 @@ def as_checkpoints(
     if resume is not None and not isinstance(resume, str | os.PathLike):
         msg = f"resume must be 'auto' or the path of a checkpoint, got {resume!r}"
         raise ConfigError(msg)
+    if resume in _NEWEST and checkpoint is not None:
+        folder = Path(checkpoint.folder)
+        if not Path(resume).exists() and not (folder / resume).exists():
+            msg = f"resume={resume!r} is no checkpoint; the newest one in {folder} is resume='auto'"
+            raise ConfigError(msg)
     if resume is not None and checkpoint is None:
         msg = f"resume={resume!r} needs to know where the checkpoints are: checkpoint=folder"
         raise ConfigError(msg)
@@ -109,6 +118,28 @@ def check_model(method: str, model: object) -> None:
     else:
         msg = f"{method} takes a model, a torch.nn.Module, got {_described(model)}"
     raise ConfigError(msg)
+
+
+def recognize_fit(
+    trainer: object = None,  # noqa: ARG001 - of the method
+    model: object = None,
+    optimizer: object = None,
+    *others: object,  # noqa: ARG001 - any call comes here
+    **named: object,
+) -> str | None:
+    """Return a sentence on a call of ``fit`` that lacks arguments, as other trainers' calls do."""
+    has_own_steps = callable(getattr(model, "training_step", None))
+    if has_own_steps and callable(getattr(model, "configure_optimizers", None)):
+        return (
+            f"fit() takes no {type(model).__name__} alone, whose steps and optimizers are its own: as a "
+            "LightningModule it is for tp_lightning.Trainer().fit(module, loader) (pip install tp-lightning)"
+        )
+    if isinstance(model, nn.Module) and isinstance(optimizer, Iterable) and "train_loader" not in named:
+        return (
+            f"fit() takes an optimizer after the model, got {type(optimizer).__name__}; write "
+            "fit(model, torch.optim.AdamW(model.parameters()), loader, step=step)"
+        )
+    return None
 
 
 def check_optimizer(method: str, optimizer: object) -> None:
@@ -324,6 +355,11 @@ def check_scheduler(scheduler: object) -> None:
             f"scheduler must be one scheduler, got {_described(scheduler)}; join several with "
             "SequentialLR or ChainedScheduler of torch.optim.lr_scheduler"
         )
+        raise ConfigError(msg)
+    if isinstance(scheduler, str):
+        named = {"cosine": "CosineAnnealingLR(optimizer, T_max=epochs)", "step": "StepLR(optimizer, 30)"}
+        example = named.get(scheduler, "LinearLR(optimizer)")
+        msg = f"scheduler must be made first: torch.optim.lr_scheduler.{example}, got {scheduler!r}"
         raise ConfigError(msg)
     if isinstance(scheduler, type):
         msg = f"scheduler must be made first: {scheduler.__name__}(optimizer, ...)"

@@ -66,6 +66,43 @@ ARGUMENTS = {
     "world_size": "tp launch -n 2 (pip install tp-launch)",
 }
 
+_LEAVE_OUT = "leave it out"
+_SEVERAL = "tp launch -n 2 script.py trains on two (pip install tp-launch)"
+_DEVICES = f"leave it out, as the devices that are there are taken, and {_SEVERAL}"
+_DDP = f"leave it out: {_SEVERAL}"
+# By `repr`, as 1 and True are equal: what a value means here, where the name's own answer would mislead.
+BY_VALUE = {
+    "accelerator": {
+        "'auto'": _DEVICES,
+        "'cpu'": 'write Trainer(devices="cpu")',
+        "'cuda'": _DEVICES,
+        "'gpu'": _DEVICES,
+    },
+    "enable_progress_bar": {"True": _LEAVE_OUT},
+    "mixed_precision": {"'fp16'": 'write Trainer(precision="fp16-mixed")', "'no'": _LEAVE_OUT},
+    "strategy": {
+        "'auto'": _DDP,
+        "'ddp'": _DDP,
+        "'ddp_find_unused_parameters_true'": "write Trainer(options=DdpOptions(find_unused_parameters=True))",
+        "'ddp_spawn'": _DDP,
+        "'deepspeed'": 'write Trainer(backend="fsdp")',
+        "'fsdp'": 'write Trainer(backend="fsdp")',
+    },
+    **{
+        name: {"False": _LEAVE_OUT}
+        for name in (
+            "amp",
+            "bf16",
+            "cpu",
+            "fp16",
+            "gradient_checkpointing",
+            "logger",
+            "sync_batchnorm",
+            "torch_compile",
+        )
+    },
+}
+
 ATTRIBUTES = {
     "accumulate": "Trainer(accumulate=4)",
     "all_reduce": 'trainer.session.reduce(tensor, "mean")',

@@ -34,11 +34,13 @@ from tp_trainer._checks import (
     check_positive,
     check_preparable,
     check_schedule,
+    recognize_fit,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._opening._uncaught import show_uncaught_briefly
-from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES
+from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES, BY_VALUE
 from tp_trainer._preparation import Preparation
+from tp_trainer._steps._mistakes import explain_mistake
 from tp_trainer._steps._step import (
     RunStep,
     Step,
@@ -134,7 +136,9 @@ class Trainer:
     """
 
     @explain_arguments(
-        "Trainer(seed=0), and then trainer.fit(model, optimizer, loader, step=step)", instead=ARGUMENTS
+        "Trainer(seed=0), and then trainer.fit(model, optimizer, loader, step=step)",
+        instead=ARGUMENTS,
+        by_value=BY_VALUE,
     )
     def __init__(
         self,
@@ -462,7 +466,12 @@ class Trainer:
 
     # -- whole runs -----------------------------------------------------------------------------
 
-    @explain_arguments("fit(model, optimizer, loader, step=step)", instead=ARGUMENTS)
+    @explain_arguments(
+        "fit(model, optimizer, loader, step=step)",
+        instead=ARGUMENTS,
+        by_value=BY_VALUE,
+        recognize=recognize_fit,
+    )
     def fit(
         self,
         model: nn.Module,
@@ -551,7 +560,8 @@ class Trainer:
         try:
             with guard_stop_iteration():
                 return fit(self._preparation, settings, model, optimizer)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
+            explain_mistake(error)
             self._preparation.explain(error)
             raise
 
@@ -691,7 +701,8 @@ class Trainer:
             else:
                 run = in_precision(self.session.run_several, preparation.precision, self.device)
                 output = run(step, [preparation.prepare_model(model) for model in models], batch)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
+            explain_mistake(error, batch)
             preparation.explain(error)
             raise
         if preparation.shares is not None and torch.is_grad_enabled():

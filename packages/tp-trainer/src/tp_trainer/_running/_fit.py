@@ -24,6 +24,7 @@ from tp_trainer._running._loop import Loop, LoopHooks
 from tp_trainer._running._settings import FitSettings
 from tp_trainer._running._step_events import OptimizerStepEvent
 from tp_trainer._running._watchdog import Watchdog, watchdog_of
+from tp_trainer._steps._mistakes import explain_mistake
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._step import (
     RunStep,
@@ -241,20 +242,25 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         return output
 
     begins = True
-    for batch in batches:
-        if begins:
-            zero_grad()
-            if begin_step is not None:
-                begin_step()
-        begins = position.ends_step
-        if not begins:
-            with no_sync(model):
-                learn(batch)
-            continue
-        # Kept until the next step: freeing the graph before the optimizer step takes longer.
-        output = learn(batch)  # noqa: F841
-        if not finish():
-            if not update.is_empty:
-                meter.forget_step()
-        elif scheduler is not None:
-            scheduler.step()
+    batch: Any = ()
+    try:
+        for batch in batches:
+            if begins:
+                zero_grad()
+                if begin_step is not None:
+                    begin_step()
+            begins = position.ends_step
+            if not begins:
+                with no_sync(model):
+                    learn(batch)
+                continue
+            # Kept until the next step: freeing the graph before the optimizer step takes longer.
+            output = learn(batch)  # noqa: F841
+            if not finish():
+                if not update.is_empty:
+                    meter.forget_step()
+            elif scheduler is not None:
+                scheduler.step()
+    except Exception as error:
+        explain_mistake(error, batch)
+        raise
