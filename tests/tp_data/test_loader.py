@@ -220,6 +220,44 @@ def noisy_collate(samples):
     return [sample + random.random() for sample in samples]
 
 
+def test_a_number_that_numpy_has_at_hand_again_is_no_sample():
+    def loaded(transform):
+        return list(Loader(Stream(range(1), transform=transform), BatchSize(1, collate=list)))
+
+    def noisy(sample):
+        return sample + np.random.normal()
+
+    before = np.random.get_state()
+    try:
+        expected = loaded(noisy)
+        np.random.normal()
+        with_spare = np.random.get_state()
+        np.random.normal()
+        loaded(abs)
+        np.random.set_state(with_spare)  # as a program does that goes back
+        assert loaded(noisy) == expected
+    finally:
+        np.random.set_state(before)
+
+
+@pytest.mark.parametrize("draw", [random.gauss, random.random])
+def test_so_is_none_that_python_has_at_hand(draw):
+    def loaded():
+        arguments = () if draw is random.random else (0.0, 1.0)
+        transform = lambda sample: sample + draw(*arguments)  # noqa: E731 - a transform as people have it
+        return list(Loader(Stream(range(3), transform=transform), BatchSize(2, collate=list)))
+
+    before = random.getstate()
+    try:
+        expected = loaded()
+        random.gauss(0.0, 1.0)  # keeps a second one
+        kept = random.getstate()
+        assert loaded() == expected
+        assert random.getstate() == kept
+    finally:
+        random.setstate(before)
+
+
 def test_a_collate_that_draws_has_the_same_numbers_after_a_resume(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f"{i}\n" for i in range(40)))
 

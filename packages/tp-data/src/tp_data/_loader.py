@@ -9,9 +9,7 @@ workers have read ahead::
 """
 
 import copy
-import ctypes
 import os
-import random
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tp_core import LaunchEnvironment
@@ -32,6 +29,7 @@ from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.random import preserve_rng_state
 
 from tp_data._batches import Batcher, BatchSize, Item, ItemsInOrder, SampleRow, UnfitSampleError, positions_in
+from tp_data._draws import DrawWatch
 from tp_data._order import Places, groups, key_of
 from tp_data._sources import Source
 from tp_data._stream import Stream
@@ -137,52 +135,6 @@ class _LoadResult:
         return replace(self, batch=Envelope(self.batch, 0).pin_memory().batch)
 
 
-class _GeneratorStates(NamedTuple):
-    """The states of the generators of Python, numpy and torch."""
-
-    python: Any
-    numpy: bytes
-    torch: torch.Tensor
-
-    @classmethod
-    def read(cls) -> "_GeneratorStates | None":
-        """Return the states; ``None`` where numpy could draw without a change of the words of its state."""
-        if not isinstance(_numpy_generator(), np.random.MT19937):
-            return None
-        words = _numpy_words()
-        if _without_spare != [words]:
-            if np.random.get_state(legacy=False)["has_gauss"]:  # a second normal number that is drawn next
-                return None
-            _without_spare[:] = [words]
-        return cls(random.getstate(), words, torch.default_generator.get_state())
-
-    def is_current(self) -> bool:
-        """Return whether nothing was drawn since they were read."""
-        return (
-            self.numpy == _numpy_words()
-            and torch.equal(self.torch, torch.default_generator.get_state())
-            and self.python == random.getstate()
-        )
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        *key, position = np.frombuffer(self.numpy, np.uint32)
-        np.random.set_state(("MT19937", np.array(key), int(position), 0, 0.0))
-        torch.default_generator.set_state(self.torch)
-
-
-_without_spare: list[bytes] = []  # the words of numpy's state that were seen last to have no spare number
-
-
-def _numpy_words() -> bytes:
-    """Return the 624 words of numpy's generator, and the place in them: get_state() takes 40 us for it."""
-    return ctypes.string_at(_numpy_generator().ctypes.state_address, 625 * 4)
-
-
-def _numpy_generator() -> Any:
-    return np.random.get_bit_generator()  # type: ignore[attr-defined] # public; numpy's stubs lack it
-
-
 class _TaskDataset(Dataset[_LoadResult]):
     """Loads what tasks ask for, in a worker or in the main process."""
 
@@ -191,6 +143,7 @@ class _TaskDataset(Dataset[_LoadResult]):
         # Only what loads the same samples again can look first whether something draws.
         can_load_again = all(one.makes_samples and not one.draws for one in stream.sources.values())
         self._seeds = stream.draws and (has_drawn or not can_load_again)
+        self._draws = DrawWatch()
 
     def __getitem__(self, task: _LoadTask) -> _LoadResult:
         try:
@@ -206,19 +159,19 @@ class _TaskDataset(Dataset[_LoadResult]):
         Seeding takes several times as long as reading a line. So the task runs without, and once more where
         the states of generators show that something drew; all later ones are seeded.
         """
-        before = None if self._seeds else _GeneratorStates.read()
-        if before is not None:
+        is_worker = get_worker_info() is not None
+        if not self._seeds and self._draws.begin(as_left=is_worker):
             try:
                 result = self._do(task, seeds=False)
             except Exception:
-                if before.is_current():
+                if not self._draws.drew():
                     raise
             else:
-                if before.is_current():
+                if not self._draws.drew():
                     return result
             self._seeds = True
-            before.restore()
-        if get_worker_info() is not None:
+            self._draws.restore()
+        if is_worker:
             return self._do(task, seeds=True)
         with preserve_rng_state(()):
             return self._do(task, seeds=True)
