@@ -3,6 +3,8 @@
 import random
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 from tp_core.errors import ConfigError, StateError
 from tp_data import BatchSize, Iterables, Loader, Shuffle, Stream
 
@@ -123,6 +125,135 @@ def test_another_order_of_the_same_samples_is_another_source():
     next(iter(loader))
     with pytest.raises(StateError, match="a source 'data' with other samples"):
         Loader(Stream(even(40).shuffle(seed=2, buffer_size=40)), 4).load_state_dict(loader.state_dict())
+
+
+class Squares:
+    """A map-style dataset."""
+
+    def __len__(self):
+        return 70
+
+    def __getitem__(self, index):
+        if not 0 <= index < 70:
+            raise IndexError(index)
+        return {"id": index, "square": torch.tensor(index**2)}
+
+
+class Batched(Squares):
+    """One that loads several samples at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Counting:
+    """An iterable with states."""
+
+    def __init__(self, shard):
+        self.shard, self.next = shard, 0
+
+    def state_dict(self):
+        return self.next
+
+    def load_state_dict(self, state):
+        self.next = state
+
+    def __iter__(self):
+        while self.next < 30 + self.shard:
+            self.next += 1
+            yield self.shard * 100 + self.next - 1
+
+
+def table(chunks=3):
+    """Return a table with all kinds of columns, in several chunks."""
+    import pyarrow as pa
+
+    pairs = list(zip([2**60 + 1, -5], ["one", "zwölf"], [0.1, float("inf")], [True, False], strict=True))
+    rows = [
+        {"integer": i, "text": s, "number": f, "truth": b, "list": [i, i], "of": {"x": s}, "raw": s.encode()}
+        for i, s, f, b in pairs
+    ]
+    lacking = {"integer": None, "text": None, "number": float("nan"), "truth": None, "list": None}
+    made = pa.Table.from_pylist([*rows, rows[0] | lacking])
+    for kind in ("uint8", "int16", "float32", "float16"):
+        made = made.append_column(kind, pa.array([1, 2, 3]).cast(kind))
+    days = pa.array([0, 1, None]).cast("timestamp[ms]")
+    made = made.append_column("day", days).append_column("kind", made["text"].dictionary_encode())
+    made = made.append_column("long text", made["text"].cast("large_string"))
+    return pa.concat_tables([made] * chunks)
+
+
+def arrow():
+    import datasets
+
+    return datasets.Dataset(table())
+
+
+SEQUENCES = {
+    "list": lambda: [*range(70), "a text"],
+    "tuple": lambda: tuple(range(70)),
+    "range": lambda: range(3, 500, 7),
+    "map-style": Squares,
+    "map-style, several at once": Batched,
+    "TensorDataset": lambda: TensorDataset(torch.arange(70), torch.arange(140.0).view(70, 2)),
+    "subset": lambda: torch.utils.data.Subset(Squares(), [5, 1, 1, 69]),
+}
+OF_DATASETS = {
+    "as Arrow": arrow,
+    "of chosen rows": lambda: arrow().select([7, 2, 2, 5]),
+    "shuffled": lambda: arrow().shuffle(seed=1),
+    "of chosen columns": lambda: arrow().with_format(None, ["text", "number"]),
+    "all columns": lambda: arrow().with_format(None, ["integer"], output_all_columns=True),
+    "a transform of its own": lambda: arrow().with_transform(lambda rows: {"of": rows["text"]}),
+}
+
+
+def assert_own_samples(sequence):
+    expected = [repr(sequence[index]) for index in range(len(sequence))]
+    for options in ({}, {"transform": lambda sample: sample}):
+        loader = Loader(Stream(sequence, **options), BatchSize(4, collate=list))
+        assert [repr(sample) for batch in loader for sample in batch] == expected
+    shuffled = Loader(Stream(sequence, shuffle=True), BatchSize(4, collate=list))
+    assert sorted(repr(sample) for batch in shuffled for sample in batch) == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_samples_of_a_sequence_are_its_own(kind):
+    assert_own_samples(SEQUENCES[kind]())
+
+
+@pytest.mark.needs("datasets")
+@pytest.mark.parametrize("kind", OF_DATASETS)
+def test_samples_of_a_dataset_in_memory_are_its_own(kind):
+    assert_own_samples(OF_DATASETS[kind]())
+
+
+@pytest.mark.needs("streaming")
+def test_samples_of_shards_of_mosaicml_are_its_own(tmp_path):
+    import streaming
+
+    with streaming.MDSWriter(out=str(tmp_path), columns={"id": "int"}, size_limit=256) as out:
+        for index in range(70):
+            out.write({"id": index})
+    assert_own_samples(streaming.LocalDataset(local=str(tmp_path)))
+
+
+@pytest.mark.parametrize("factory", [Counting, lambda shard: iter(range(shard * 40, shard * 40 + shard))])
+def test_samples_of_iterables_are_their_own(factory):
+    expected = [sample for shard in range(3) for sample in factory(shard)]
+    source = Iterables(factory, 3, every=7)
+    assert [
+        sample for batch in Loader(Stream(source), BatchSize(4, collate=list)) for sample in batch
+    ] == expected
+
+
+@pytest.mark.needs("pyarrow")
+def test_rows_of_parquet_are_those_of_its_table(tmp_path):
+    import pyarrow.parquet as pq
+
+    pq.write_table(table(), tmp_path / "a.parquet", row_group_size=4)
+    expected = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert [repr(row) for row in loaded(str(tmp_path / "a.parquet"))] == list(map(repr, expected))
 
 
 class Forgetful:
