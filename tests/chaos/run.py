@@ -5,7 +5,8 @@ checkpoint. In the end the weights have to be those of a run that nobody disturb
 With `--backend fsdp` parameters are sharded over the ranks, with `--tensor 2` layers are split over pairs of
 ranks and their shards sharded over the pairs. With `--sizes 2,4,1,2` each start has another number
 of ranks than the one before it, and the weights are those of one device to rounding. With `--backend
-pipeline --layers 8` each rank has some of the layers, and after a restart others.
+pipeline --layers 8` each rank has some of the layers, and after a restart others; `tests.chaos.stages` takes
+all layouts with stages in turn.
 """
 
 import argparse
@@ -47,11 +48,15 @@ def launch(
         more: Further arguments of the program.
         restarts: How often it is started again, as often as it is killed by default. Where that is less, the
             run is left where a kill has ended it.
+
+    Raises:
+        RuntimeError: Something else than a kill has ended it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     again = kills if restarts is None else restarts
     command = [sys.executable, "-m", "tp_core.cli", "launch", "-n", str(ranks), "--max-restarts", str(again)]
     arguments = ["--kills", str(kills), "--seed", str(seed), "--epochs", str(epochs), *more]
+    before = len(list((folder / "kills").glob("*")))
     done = subprocess.run(
         [*command, str(PROGRAM), str(folder), *arguments],
         capture_output=True,
@@ -61,7 +66,7 @@ def launch(
         env=os.environ | {"OMP_NUM_THREADS": "1", "TP_BACKEND": backend},
     )
     killed = len(list((folder / "kills").glob("*")))
-    if done.returncode and again >= kills:
+    if done.returncode and (again >= kills or killed == before):
         msg = f"the run ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}"
         raise RuntimeError(msg)
     return killed
@@ -103,9 +108,9 @@ def launch_in_sizes(
     return killed
 
 
-def same_weights(one: Path, other: Path, *, to_rounding: bool = False) -> bool:
+def same_weights(one: Path, other: Path, *, to_rounding: bool = False, name: str = "end.pt") -> bool:
     """Whether two runs ended with the same weights, bit for bit or but for rounding."""
-    a, b = (torch.load(folder / "end.pt", weights_only=True) for folder in (one, other))
+    a, b = (torch.load(folder / name, weights_only=True) for folder in (one, other))
     if to_rounding:
         return a.keys() == b.keys() and all(torch.allclose(a[n], b[n], rtol=1e-8, atol=1e-10) for n in a)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

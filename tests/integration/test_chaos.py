@@ -1,14 +1,11 @@
 """Ranks that are killed at random moments cost nothing but time: a short form of tests/chaos/run.py."""
 
-import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 
-SPEC = importlib.util.spec_from_file_location("chaos", Path(__file__).parents[1] / "chaos" / "run.py")
-chaos = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(chaos)
+from tests.chaos import run as chaos
+from tests.chaos import stages
 
 
 @pytest.mark.takes(45)
@@ -56,6 +53,17 @@ def test_after_each_kill_another_number_of_ranks_goes_on(tmp_path, backend, tens
     )
     assert killed == len(sizes) - 1
     assert chaos.same_weights(tmp_path / "calm", tmp_path / "wild", to_rounding=True)
+
+
+@pytest.mark.takes(120)
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", stages.LAYOUTS)
+def test_ended_stages_have_the_weights_and_averages_of_an_undisturbed_run(tmp_path, layout):
+    layout = stages.LAYOUTS[layout]
+    stages.run_calmly(tmp_path / "calm", layout, kills=3)
+    killed = stages.run_wildly(tmp_path / "wild", layout, kills=3, seed=5)
+    assert sum(killed.values()) == 3
+    assert stages.end_alike(tmp_path / "calm", tmp_path / "wild")
 
 
 def flip_a_bit(parts):
