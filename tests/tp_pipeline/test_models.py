@@ -55,13 +55,39 @@ class Converting(nn.Module):
         return x + self.linear(x) * weights.to(x.dtype)
 
 
+class Mixer(nn.Linear):
+    """A part of a block."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+
+class MixerBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer = Mixer()
+
+    def forward(self, x):
+        return x + self.mixer(x)
+
+
+class Mixing(Layers):
+    """Names its blocks and parts of them, as FalconMamba does."""
+
+    _no_split_modules = ("MixerBlock", "Mixer")
+
+
+TABLES = ["table", "table of shapes", "table as it was"]
+UNSAVED = ["unsaved", "unsaved, of the batch alone", "unsaved, counted"]
+
+
 class Statistics(nn.Linear):
     """Keeps numbers of its inputs in a buffer, which is written in one of several manners."""
 
     def __init__(self, how):
         super().__init__(4, 4)
         self.how = how
-        self.register_buffer("mean", torch.zeros(4), persistent=how not in {"table", "unsaved"})
+        self.register_buffer("mean", torch.zeros(4), persistent=how not in {*TABLES, *UNSAVED})
 
     def forward(self, x):
         if self.training and self.how == "in place":
@@ -72,10 +98,18 @@ class Statistics(nn.Linear):
             self.mean.data.add_(x.detach().mean(0), alpha=0.1)
         if self.training and self.how in {"replaced", "unsaved"}:
             self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        if self.training and self.how == "unsaved, of the batch alone":
+            self.mean = x.detach().mean(0)
+        if self.training and self.how == "unsaved, counted":
+            self.mean = self.mean.clone() + 1
         if self.training and self.how == "counted":
             self.mean += 1
         if self.how == "table":  # follows from no input
             self.mean = torch.arange(4, dtype=x.dtype) / 4
+        if self.how == "table of shapes":
+            self.mean = torch.ones_like(x[0]).cumsum(0) / 4
+        if self.how == "table as it was":
+            self.mean = self.mean[:].to(x.dtype, copy=True)
         return x + super().forward(x - self.mean)
 
 
@@ -125,16 +159,64 @@ def named():
     [
         named,
         partial(Layers, Converting),  # to what it is already
-        partial(Layers, partial(Statistics, "table")),
+        partial(Mixing, MixerBlock),
+        *(partial(Layers, partial(Statistics, how)) for how in TABLES),
     ],
-    ids=["arguments with our names", "conversions to the same dtype", "tables"],
+    ids=["arguments with our names", "conversions to the same dtype", "blocks within blocks", *TABLES],
 )
 def test_models_are_trained_as_on_one_device(pair, build):
     assert_like_one_device(pair, build)
 
 
+def takes_out(model, batch):
+    labels = batch.pop("labels")[:, None]
+    return (model(batch["inputs"]) - labels).square().mean()
+
+
+def relabels(model, batch):
+    batch["labels"][batch["labels"] > 1] = 0.5
+    batch["labels"] += 1
+    return (model(batch["inputs"]) - batch["labels"][:, None]).square().mean()
+
+
+class Scaling(nn.Linear):
+    """Changes its input in place."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        x = x.mul_(0.5)
+        return x + super().forward(x)
+
+
+def labelled(dtype):
+    inputs = torch.randn(ROWS, 4).to(dtype)
+    return [{"inputs": row, "labels": row.sum()} for row in inputs]
+
+
+def compares(model, batch):
+    return (model(batch["inputs"]) - batch["labels"][:, None]).square().mean()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["in place", "a view", "data", "replaced", "counted"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    ("layer", "step"),
+    [(partial(nn.Linear, 4, 4), takes_out), (partial(nn.Linear, 4, 4), relabels), (Scaling, compares)],
+    ids=["takes values out", "writes labels", "a block writes inputs"],
+)
+def test_a_step_that_changes_its_batch_is_as_on_one_device(pair, layer, step, schedule):
+    build, options = partial(Layers, layer), {"schedule": schedule}
+    expected, states = train(build, "single", step=step, data=labelled)
+    for losses, found in pair.run(partial(train, build, options=options, step=step, data=labelled)):
+        assert losses == [pytest.approx(of_epoch, rel=1e-12) for of_epoch in expected]
+        for name, value in states.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["in place", "a view", "data", "replaced", "counted", *UNSAVED])
 def test_statistics_in_buffers_are_refused(pair, how):
     for message in pair.run(partial(train, partial(Layers, partial(Statistics, how)))):
         assert "forward writes the buffer 'layers.0.mean' (Statistics)" in message

@@ -35,6 +35,7 @@ from tp_pipeline._stage_dry_run import (
     TensorSpec,
     UnitOutput,
     call_last_hooks,
+    own_batch,
     tensors_of,
 )
 from tp_pipeline._stage_exchange import PendingTensors, StageExchange
@@ -394,9 +395,10 @@ class BatchRun:
             StepError: It has ended before the stage had.
         """
         batch = self._batch
+        part = own_batch(batch.parts[work.part], clones=batch.plans[work.part].writes_batch)
         with forwards(self._staged.units, forward.call):
             try:
-                output = batch.step(self._staged.model, batch.parts[work.part])
+                output = batch.step(self._staged.model, part)
             except _StageEndError as end:
                 call_last_hooks(end)
                 return None

@@ -47,6 +47,12 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Si
 """What a unit may return beside tensors: all ranks have the same."""
 _READS_PAST_OPERATORS = ("numpy", "tolist")
 _READS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item"}
+_OF_SHAPES = {f"{kind}_like" for kind in ("empty", "full", "ones", "zeros", "rand", "randn", "randint")}
+_OF_SHAPES |= {f"new_{kind}" for kind in ("empty", "empty_strided", "full", "ones", "zeros")}
+"""Operators that take the shape of their input, and not its numbers."""
+_COPIES = {"_to_copy", "clone"}
+_BATCH = 0
+"""What numbers follow from that are of the micro-batch; no storage has this address."""
 
 
 # -- What units return ------------------------------------------------------------------------------
@@ -130,6 +136,29 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+class _Box:
+    """A leaf in a box: where all leaves are other objects, `tree_map` makes new containers of them."""
+
+    __slots__ = ("leaf",)
+
+    def __init__(self, leaf: Any) -> None:
+        self.leaf = leaf
+
+
+def own_batch(batch: Any, *, clones: bool) -> Any:
+    """Return a batch for one run of the step, which may take values out of it: the step runs several times.
+
+    Args:
+        batch: The batch.
+        clones: Whether the run may write the tensors, too.
+    """
+
+    def unbox(box: _Box) -> Any:
+        return box.leaf.clone() if clones and isinstance(box.leaf, Tensor) else box.leaf
+
+    return tree_map(unbox, tree_map(_Box, batch))
+
+
 def _describe(output: Any, arguments: Sequence[Any]) -> UnitOutput | None:
     """Return the structure of what a module has returned; ``None`` if it has other objects in it."""
     specs: list[TensorSpec] = []
@@ -200,6 +229,7 @@ class StageDryRun:
 
     Args:
         model: The plain model; parameters that this rank does not have may be empty.
+        batch: The micro-batch.
         units: Its units.
         shape_of: Returns the shape of a parameter by its name, before parts of it were freed.
         with_numbers: The classes of units that decide by numbers, and so run on random ones.
@@ -209,14 +239,18 @@ class StageDryRun:
         calls: The calls of units, in their order.
         decisions: What glue has decided by: the number of calls before, and the origins of the numbers.
         written: The addresses of storages that operators have written in place.
-        computed: The addresses of storages with numbers that follow from what blocks return.
+        follows: What the numbers of a storage follow from, by its address: `_BATCH`, also by what blocks
+            return, and the addresses of buffers as they were before the run.
+        copied: The buffers whose numbers a storage has as they were, by its address.
         written_buffers: After the run, the names of buffers that it has written, or put others in place of.
+        writes_batch: After the run, whether it has written tensors of the micro-batch in place.
         tracker: Passes origins on.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        batch: Any,
         units: dict[str, nn.Module],
         shape_of: Callable[[str], torch.Size],
         with_numbers: set[type],
@@ -226,8 +260,13 @@ class StageDryRun:
         self.calls: list[UnitCall] = []
         self.decisions: list[tuple[int, set[Origin]]] = []
         self.written: set[int] = set()
-        self.computed: set[int] = set()
+        self.follows: dict[int, frozenset[int]] = {}
+        self._batch = tensors_of(batch)
+        for tensor in self._batch:
+            self.follows[_address_of(tensor)] = frozenset([_BATCH])
+        self.copied: dict[int, frozenset[int]] = {}
         self.written_buffers: list[str] = []
+        self.writes_batch = False
         self.tracker = _OriginTracker(self)
         self._shape_of, self._with_numbers = shape_of, with_numbers
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -250,7 +289,9 @@ class StageDryRun:
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     name = f"{prefix}.{key}" if prefix else key
-                    buffers.append((name, module, key, buffer, buffer.detach().clone()))
+                    address = _address_of(buffer)
+                    self.copied[address] = frozenset([address])
+                    buffers.append((name, module, key, buffer, address, buffer.detach().clone()))
         with preserve_torch_rng_state([self.device]), swapped(self.model, self._stand_in_for):
             seed_torch(0, [self.device])  # all ranks see the same
             with (
@@ -260,26 +301,39 @@ class StageDryRun:
                 self.tracker,
             ):
                 yield
+        self.writes_batch = any(map(self._has_written, self._batch))
         with torch.no_grad():
-            for name, module, key, buffer, value in buffers:
-                if self._is_written(module, key, buffer):
+            for name, module, key, buffer, address, value in buffers:
+                if self._is_written(module, key, buffer, address):
                     self.written_buffers.append(name)
                 module._buffers[key] = buffer
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
 
-    def _is_written(self, module: nn.Module, key: str, buffer: Tensor) -> bool:
+    def _is_written(self, module: nn.Module, key: str, buffer: Tensor, address: int) -> bool:
         """Return whether the run has left other numbers in a buffer, or another tensor in its place.
 
-        Not a table that the model makes anew from the batch, as some make that of their positions: it is no
-        part of the model's state, and follows from no block.
+        Not a table that the model makes anew of shapes and constants, as some make that of their positions:
+        it is no part of the model's state, and the same for each micro-batch.
+
+        Args:
+            module: The module.
+            key: The buffer's name in it.
+            buffer: The buffer before the run.
+            address: That of its storage then.
         """
         now = module._buffers.get(key)
-        if now is buffer:
-            fake = self._fake_of.get(id(buffer))  # of which a block may have written a view
-            return any(_address_of(tensor) in self.written for tensor in (buffer, fake) if tensor is not None)
-        is_table = key in module._non_persistent_buffers_set  # private, and the only one to say so
-        return not is_table or (now is not None and _address_of(now) in self.computed)
+        if now is buffer and _address_of(now) == address:
+            return self._has_written(buffer)
+        if key not in module._non_persistent_buffers_set:  # private, and the only one to say so
+            return True
+        follows = frozenset[int]() if now is None else self.follows.get(_address_of(now), frozenset())
+        return _BATCH in follows or address in follows
+
+    def _has_written(self, tensor: Tensor) -> bool:
+        """Return whether operators have written a tensor in place, or a view of it."""
+        fake = self._fake_of.get(id(tensor))  # which blocks have in its place
+        return any(_address_of(each) in self.written for each in (tensor, fake) if each is not None)
 
     @contextmanager
     def _watching_reads(self) -> Iterator[None]:
@@ -488,8 +542,7 @@ class _OriginTracker(TorchDispatchMode):
         for tensor in inputs:
             origins |= run.origins_of(tensor)
         origins = self.resolve(origins, inputs, call)
-        is_computed = any(call_of(origin) is not None for origin in origins)
-        is_computed = is_computed or any(_address_of(tensor) in run.computed for tensor in inputs)
+        follows, copied = self._sources_of(inputs, origins)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         self.draws = self.draws or is_random
 
@@ -515,10 +568,32 @@ class _OriginTracker(TorchDispatchMode):
                 for tensor in inputs:
                     run.note(tensor, origins)
             return outputs
-        if is_computed:
-            run.computed.update(_address_of(tensor) for tensor in tensors_of(outputs))
+        self._note_sources(func, outputs, follows, copied)
         self._note_outputs(func, args, inputs, outputs, origins)
         return outputs
+
+    def _sources_of(
+        self, inputs: list[Tensor], origins: set[Origin]
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """Return what numbers of inputs follow from, and of which buffers they are copies."""
+        follows, copied = frozenset[int](), frozenset[int]()
+        for tensor in inputs:
+            follows |= self._run.follows.get(_address_of(tensor), frozenset())
+            copied |= self._run.copied.get(_address_of(tensor), frozenset())
+        if any(call_of(origin) is not None for origin in origins):
+            follows |= {_BATCH}
+        return follows, copied
+
+    def _note_sources(self, func: Any, outputs: Any, follows: frozenset[int], copied: frozenset[int]) -> None:
+        """Record what the numbers that an operator has returned follow from."""
+        if func._opname in _OF_SHAPES:
+            return
+        if func._opname not in _COPIES and not func.is_view:
+            follows, copied = follows | copied, frozenset()
+        for tensor in tensors_of(outputs):
+            address = _address_of(tensor)
+            self._run.follows[address] = self._run.follows.get(address, frozenset()) | follows
+            self._run.copied[address] = self._run.copied.get(address, frozenset()) | copied
 
     def _note_outputs(
         self, func: Any, args: Any, inputs: list[Tensor], outputs: Any, origins: set[Origin]

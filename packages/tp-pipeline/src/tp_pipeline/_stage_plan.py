@@ -20,6 +20,7 @@ from tp_pipeline._stage_dry_run import (
     UnitCall,
     call_last_hooks,
     call_of,
+    own_batch,
     tensors_of,
 )
 from tp_pipeline._stage_units import find_units, smallest_largest
@@ -41,6 +42,7 @@ class StagePlan:
         replayed: For each call, the calls within it with outputs that are used outside.
         has_loss: Whether the step returns a loss to differentiate.
         draws: Whether it draws random numbers.
+        writes_batch: Whether it writes tensors of its batch in place.
         stages: The number of stages.
     """
 
@@ -52,6 +54,7 @@ class StagePlan:
     replayed: list[list[InnerCall]]
     has_loss: bool
     draws: bool
+    writes_batch: bool
     stages: int
 
     def last_call(self, stage: int) -> int:
@@ -109,10 +112,11 @@ def make_plan(
     units, can_start = find_units(model, rules.cuts)
     with_numbers: set[type] = set()
     while True:
-        run = StageDryRun(model, units, shape_of, with_numbers, device)
+        own = own_batch(batch, clones=True)
+        run = StageDryRun(model, own, units, shape_of, with_numbers, device)
         try:
             with run.recording():
-                output = step(model, batch)
+                output = step(model, own)
             if not rules.accepts_statistics:
                 _check_buffers(run)
             starts, stage_of = _find_stages(run, can_start, rules)
@@ -271,6 +275,7 @@ def _plan_stages(
         replayed=replayed,
         has_loss=isinstance(loss, Tensor) and loss.requires_grad,
         draws=run.tracker.draws,
+        writes_batch=run.writes_batch,
         stages=stages,
     )
 

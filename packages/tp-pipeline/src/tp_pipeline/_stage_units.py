@@ -66,13 +66,14 @@ def _check_cuts(cuts: Sequence[str], modules: Mapping[str, nn.Module]) -> None:
 
 
 def _blocks(model: nn.Module) -> list[str]:
-    """Return the names of blocks that repeat; without them, of the layers of the longest list.
+    """Return the names of the outermost blocks that repeat; without them, of the layers of the longest list.
 
     Raises:
         ModelError: There is no list of two layers, either.
     """
     try:
-        return list(repeated_blocks(model))
+        blocks = repeated_blocks(model)
+        return [name for name in blocks if not any(name.startswith(f"{outer}.") for outer in blocks)]
     except ModelError:
         pass
     # Layers of a kind each, as in Sequential(Linear, Tanh, Linear).
