@@ -107,10 +107,13 @@ def a_plan_that_forgets_what_stands_inside_names_it_at_the_first_forward():
             continue
         with pytest.raises(ModelError, match=rf'"{name}": ts.Replicated\(\)'):
             split(x)
-        for parameter in split.get_submodule(name).parameters():
-            parameter.requires_grad_(False)
+        inside = split.get_submodule(name)
+        inside.requires_grad_(False)
         if name == "between":
             split(x)  # what is not trained needs no gradient
+            inside.requires_grad_(True)
+            with pytest.raises(ModelError, match=rf'"{name}": ts.Replicated\(\)'):
+                split(x)
 
 
 def a_replicated_module_whose_input_is_whole_is_refused():

@@ -237,8 +237,9 @@ def _average(parameter: Tensor, *, group: dist.ProcessGroup, size: int) -> None:
 # without a shard among its arguments each does what it did.
 
 
+# By optimizer, the numbers of parameters in its groups: `add_param_group` may bring shards later.
 # Weak: an optimizer that the user drops must not live on here.
-_checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_checked: "weakref.WeakKeyDictionary[Optimizer, list[int]]" = weakref.WeakKeyDictionary()
 
 
 @_patches.while_split
@@ -247,7 +248,7 @@ def install_guards() -> list[_patches.Undo]:
     # Private: `clip_grad_norm_` itself may have been imported by name before, and calls this one in any case.
     # `torchs_own_clipping_is_refused` notices its loss.
     original = clip_grad._clip_grads_with_norm_
-    handle = register_optimizer_step_pre_hook(_check_first_step)
+    handle = register_optimizer_step_pre_hook(_check_step)
 
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
@@ -265,11 +266,12 @@ def install_guards() -> list[_patches.Undo]:
     return [handle.remove, _patches.replace(clip_grad, "_clip_grads_with_norm_", clip)]
 
 
-def _check_first_step(optimizer: Optimizer, *_: Any) -> None:
+def _check_step(optimizer: Optimizer, *_: Any) -> None:
+    counts = [len(group["params"]) for group in optimizer.param_groups]
     # Not within a step of a subclass: a trial would change the state that it has made ready.
-    if optimizer not in _checked and not is_inner_step(optimizer):
+    if _checked.get(optimizer) != counts and not is_inner_step(optimizer):
         check_optimizer(optimizer)
-        _checked.add(optimizer)
+        _checked[optimizer] = counts
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -4,15 +4,22 @@ A layer of this package knows its split itself: :class:`ParallelLayer`. Other co
 the tensors.
 """
 
+import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 from tp_core.errors import ConfigError, ModelError
+from tp_core.random import preserve_torch_rng_state
 from tp_core.tensors import SHARDED_ATTRIBUTE, TensorSlice, is_dtensor
 
 from tp_shard._groups import _patches
@@ -283,7 +290,16 @@ def _carry_marks() -> None:
 # -- The base class of layers with split parameters -----------------------------------------------
 
 
-_NORMS = ("_SpectralNorm", "_WeightNorm", "_Orthogonal", "SpectralNorm", "WeightNorm")
+# Private: the parametrizations have no public names. `norms_of_split_weights_are_refused` notices their loss.
+_NORMS = (
+    parametrizations._SpectralNorm,
+    parametrizations._WeightNorm,
+    parametrizations._Orthogonal,
+    SpectralNorm,
+    WeightNorm,
+)
+# Other parametrizations that were tried. Weak: one that is removed must not live on here.
+_tried: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 class ParallelLayer(nn.Module):
@@ -343,26 +359,60 @@ class ParallelLayer(nn.Module):
         return super().register_forward_pre_hook(hook, **options)
 
     def refuse_norms(self) -> None:
-        """Raise if a parametrization would take the norm of a shard for the norm of the whole weight."""
+        """Raise if a parametrization would compute with a shard what it should with the whole weight."""
         parametrized = self._modules.get("parametrizations")
-        if parametrized is not None:
-            for transforms in parametrized.children():
-                for transform in transforms.children():
-                    self._refuse_norm(transform)
+        if parametrized is None or self.group.size == 1:
+            return
+        for name, transforms in parametrized.named_children():
+            for transform in transforms.children():
+                self._refuse_norm(transform)
+                if not torch.compiler.is_compiling() and transform not in _tried:
+                    self._try_transform(name, transform)
+                    _tried.add(transform)
 
     def _refuse_norm(self, transform: object) -> None:
-        if self.group.size > 1 and self.splits and _is_norm(transform):
-            msg = (
-                f"{type(transform).__name__.strip('_')} of {type(self).__name__}({self.extra_repr()}) would "
-                "take the norm of this rank's shard for the whole weight's; apply it to layers that "
-                "are not split"
-            )
-            raise ModelError(msg)
+        if self.group.size > 1 and self.splits and isinstance(transform, _NORMS):
+            raise self._mixes_shard(transform, "take the norm of this rank's shard for the whole weight's")
+
+    def _try_transform(self, name: str, transform: nn.Module) -> None:
+        """Raise unless elements of a shard stay as they are when others along the split dimension change."""
+        split = self.splits.get(name)
+        shard: Any = getattr(self.parametrizations, name)
+        original = shard._parameters.get("original")
+        if split is None or original is None or original.size(split.dim) < 2:
+            return
+        one = original.detach().clone()
+        other = one.clone()
+        half = one.size(split.dim) // 2
+        other.narrow(split.dim, half, one.size(split.dim) - half).add_(1.0)
+        made = []
+        for value in (one, other):
+            with torch.no_grad(), preserve_torch_rng_state([one.device]):
+                made.append(copy.deepcopy(transform)(value))
+        kept = [value.narrow(split.dim, 0, half) for value in made]
+        if not torch.equal(*kept):
+            raise self._mixes_shard(transform, "compute with this rank's shard as with the whole weight")
+
+    def _mixes_shard(self, transform: object, what: str) -> ModelError:
+        msg = (
+            f"{type(transform).__name__.strip('_')} of {type(self).__name__}({self.extra_repr()}) would "
+            f"{what}; apply it to layers that are not split"
+        )
+        return ModelError(msg)
 
 
-def _is_norm(transform: object) -> bool:
-    """Return whether a parametrization or hook of torch uses the norm of the whole weight."""
-    return type(transform).__name__ in _NORMS and type(transform).__module__.startswith("torch.nn.utils")
+class TrainedParameters:
+    """The parameters of a model by their modules, to see which of them are trained.
+
+    ``fully_shard`` replaces parameters, and training may begin with some of them frozen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners = [module._parameters for module in model.modules() if module._parameters]
+
+    def flags(self) -> tuple[bool, ...]:
+        """Return whether each of them is trained."""
+        return tuple([p.requires_grad for own in self._owners for p in own.values() if p is not None])
 
 
 # -- The shards in a model's state: their splits, and their places in the whole tensors -----------

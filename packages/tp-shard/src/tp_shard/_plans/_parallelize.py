@@ -27,7 +27,7 @@ from tp_shard._plans._modules import (
 from tp_shard._plans._styles import Column, Experts, Gathered, Local, Plan, Row, Sequence, Style, Vocab
 from tp_shard.nn._convert import is_linear, leave_fast_path, leave_nested_tensors
 from tp_shard.nn._draws import BlockDraws, SplitDraws
-from tp_shard.nn._planned import PlannedLinear, SequenceMixin, remember_names
+from tp_shard.nn._planned import PlannedLinear, Regions, SequenceMixin, remember_names
 from tp_shard.nn._sequence import SequenceState, SummedGradients
 
 _SMALL = 0.01  # of the weights: below it are norms and biases, which get no line
@@ -263,6 +263,7 @@ def parallelize(
         order_adapters(split)
         _draw_apart(split, SplitDraws(ranks, seed))
         guard_forward(split, _blocks(named))
+        _check_regions(split)
     guard_saving(split)
     return split
 
@@ -295,6 +296,17 @@ def _sum_together(model: nn.Module, group: Group) -> None:
     if len(summed.owners) > 1 and group.size > 1:
         model.register_forward_pre_hook(summed.begin)
         model.register_forward_hook(summed.end, always_call=True)
+
+
+def _check_regions(model: nn.Module) -> None:
+    """Check the regions between column and row layers again where other parameters are trained."""
+    regions = Regions(model)
+    for module in model.modules():
+        if (
+            isinstance(module, PlannedLinear | SequenceMixin) and module.regions is None
+        ):  # not of an earlier plan
+            module.regions = regions
+    model.register_forward_pre_hook(regions.begin)
 
 
 def _draw_apart(model: nn.Module, draws: SplitDraws) -> None:

@@ -1,5 +1,6 @@
 """The conversion of a finished model's layers to parallel layers: which can be split, and into what."""
 
+import sys
 from collections.abc import Callable
 from inspect import isfunction
 from typing import Any, TypeVar
@@ -125,9 +126,9 @@ def why_not_split(layer: nn.Module) -> str | None:
 
 def is_transposed(module: nn.Module) -> bool:
     """Return whether a module is the ``Conv1D`` of transformers, a linear layer with a weight (in, out)."""
-    # By name, so that transformers need not be installed.
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    # Of a module of transformers that the model's own code has imported: nothing is imported for it.
+    utils = sys.modules.get("transformers.pytorch_utils")
+    return utils is not None and type(module) is utils.Conv1D
 
 
 def base_of(module: nn.Module) -> nn.Module:

@@ -1,8 +1,9 @@
 """The layers that a plan makes, the check of what stands between them, and blocks of such layers."""
 
+import sys
 import weakref
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from tp_shard._groups import _debug
 from tp_shard._groups._collectives import _Copy, _Scatter, copy, gather
 from tp_shard._groups._group import Group, GroupLike, as_group
 from tp_shard._groups._random import RandomTracker
-from tp_shard._shards import holds_shard
+from tp_shard._shards import TrainedParameters, holds_shard
 from tp_shard._split import Ranges
 from tp_shard.nn._convert import is_transposed, widths, without_parameters
 from tp_shard.nn._draws import SplitDraws, mark
@@ -50,11 +51,30 @@ _SUMMED = (
     _ScatterSequence._backward_cls,
 )
 _END = (_Row._backward_cls, _ReduceScatter._backward_cls)
-_PASSING = "RegisterPostBackwardFunctionBackward"
-"""The node that ``fully_shard`` puts under all inputs of a unit: each input passes through it separately."""
-
 # Weak on both sides: a reference from a module to its model would keep the model alive.
 _models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+class Regions:
+    """The regions of a split model: those checked are checked again where other parameters are trained.
+
+    Attributes:
+        version: A number that grows when other parameters are trained, or the mode changes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.version = 0
+        self._parameters = TrainedParameters(model)
+        self._seen: tuple[bool, ...] = ()
+
+    def begin(self, model: nn.Module, _args: Any) -> None:
+        """Look which parameters are trained; a hook before the model's ``forward``."""
+        if torch.compiler.is_compiling():
+            return
+        seen = model.training, *self._parameters.flags()
+        if seen != self._seen:
+            self._seen = seen
+            self.version += 1
 
 
 def remember_names(model: nn.Module) -> None:
@@ -114,6 +134,7 @@ def check_inside(x: object, module: nn.Module) -> bool:
 
 def _walk_graph(x: Tensor, stops: tuple[type, ...]) -> tuple[set[type], list[Tensor]]:
     """Walk the graph back from a tensor; return the classes of the nodes that ended it, and its leaves."""
+    passing = _passing_class()
     stopped_at: set[type] = set()
     leaves: list[Tensor] = []
     seen = set()
@@ -122,7 +143,7 @@ def _walk_graph(x: Tensor, stops: tuple[type, ...]) -> tuple[set[type], list[Ten
         node, output = pending.pop()
         # Through this node only the input of the same number is followed: through all of them every tensor of
         # the unit would seem to depend on every other one (T5 under `fully_shard`).
-        passes = type(node).__name__ == _PASSING
+        passes = passing is not None and isinstance(node, passing)
         edge = (node, output if passes else None)
         if node is None or edge in seen:
             continue
@@ -136,6 +157,17 @@ def _walk_graph(x: Tensor, stops: tuple[type, ...]) -> tuple[set[type], list[Ten
         else:
             pending += node.next_functions
     return stopped_at, leaves
+
+
+def _passing_class() -> type | None:
+    """Return the class of the node that ``fully_shard`` puts under all inputs of a unit; ``None`` without it.
+
+    Each input passes through it separately.
+    """
+    # Private: torch has no public name for it. `t5_is_right_under_fully_shard` notices its loss.
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    function: Any = getattr(module, "RegisterPostBackwardFunction", None)
+    return None if function is None else cast("type", function._backward_cls)
 
 
 def _parameter_name(parameter: Tensor, near: nn.Module) -> str | None:
@@ -209,14 +241,16 @@ class PlannedLinear(ParallelLinear):
         sequence: The sequence lengths of the model; ``None`` if the sequence is whole.
         takes_whole: Whether the block around the layer gathers the sequence, and sums its gradient.
         summed: The parameters that share one all-reduce with the bias of a row layer.
-        region_is_checked: Whether the region before a row layer was checked.
+        regions: The regions of the model; ``None`` for a layer without a plan.
+        checked_region: Their version when the region before a row layer was checked.
         draws: The random numbers of the model between column and row layers.
     """
 
     sequence: SequenceState | None = None
     takes_whole = False
     summed: SummedGradients | None = None
-    region_is_checked = False
+    regions: Regions | None = None
+    checked_region: int | None = None
     draws: SplitDraws | None = None
 
     @classmethod
@@ -312,12 +346,16 @@ class PlannedLinear(ParallelLinear):
         return mark_output(output, self.out_features)
 
     def _check_region(self, input: Tensor) -> None:
-        # Once is enough outside of debug mode: the modules of a region do not change from step to step.
-        if self.region_is_checked and not _debug.state.enabled:
+        # Outside of debug mode once for each set of trained parameters: the walk costs more than the product
+        # of a small layer.
+        version = 0 if self.regions is None else self.regions.version
+        if self.checked_region == version and not _debug.state.enabled:
             return
-        # A whole input is scattered by this layer, so it has no region.
+        # A whole input is scattered by this layer, so it has no region. The widths of the whole and of a part
+        # differ, as every one of several ranks has some features.
         is_part = input.dim() > 0 and input.size(-1) != self.in_features
-        self.region_is_checked = is_part and check_region(input, self)
+        if is_part and check_region(input, self):
+            self.checked_region = version
 
 
 class PlannedEmbedding(ParallelEmbedding):
@@ -352,13 +390,12 @@ class SequenceMixin(Mixin):
     sequence_group: Group
     summed: SummedGradients | None = None
     part_of: Literal["sequence", "features"] = "sequence"
-    region_is_checked = False
+    regions: Regions | None = None
+    checked_region: int | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.part_of == "features" and not self.region_is_checked and not torch.compiler.is_compiling():
-            first_input = args[0] if args else None
-            is_alone = self.sequence_group.size == 1
-            self.region_is_checked = is_alone or check_inside(first_input, self)  # type: ignore[arg-type]  # mixed into a module
+        if self.part_of == "features" and self.sequence_group.size > 1 and not torch.compiler.is_compiling():
+            self._check_region(args[0] if args else None)
         own = self.__dict__["_parameters"]
         # Replaced for this call alone, past `__setattr__`: what takes their place are no parameters but
         # results that sum their gradients. The optimizer and the state must not see them, also after an
@@ -372,6 +409,11 @@ class SequenceMixin(Mixin):
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the class it is mixed into
         finally:
             self.__dict__["_parameters"] = own
+
+    def _check_region(self, first_input: object) -> None:
+        version = 0 if self.regions is None else self.regions.version
+        if self.checked_region != version and check_inside(first_input, self):  # type: ignore[arg-type]  # mixed into a module
+            self.checked_region = version
 
     def _passed(self, parameter: Tensor) -> Tensor:
         if self.summed is None:
