@@ -6,6 +6,7 @@ import pytest
 import torch
 import tp_shard as ts
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import (
     clip_grad_norm_,  # before any layer is split, as scripts do
     parametrizations,
@@ -97,6 +98,29 @@ def other_parametrizations_stay_allowed():
     model(torch.randn(2, 8)).sum().backward()
 
 
+def a_parametrization_that_needs_the_whole_weight_is_refused():
+    class Centered(nn.Module):
+        def forward(self, weight):
+            return weight - weight.mean(0)
+
+    model = split()
+    nn.utils.parametrize.register_parametrization(model.up, "weight", Centered())  # over the split outputs
+    with pytest.raises(ModelError, match=r"Centered of .* would compute with this rank's shard"):
+        model(torch.randn(2, 8))
+    model = split()
+    nn.utils.parametrize.register_parametrization(model.down, "weight", Centered())  # over the whole ones
+    model(torch.randn(2, 8)).sum().backward()
+
+
+def parameters_that_come_later_are_checked_as_well():
+    model = trained()
+    optimizer = torch.optim.Adafactor([model.norm.weight])
+    optimizer.step()
+    optimizer.add_param_group({"params": [model.up.weight]})
+    with pytest.raises(ConfigError, match="Adafactor computes with whole matrices"):
+        optimizer.step()
+
+
 def save_pretrained_says_how_to_save_a_split_model():
     model = split()
     with pytest.raises(StateError, match=r"ts.collect_state_dict\(model"):
@@ -108,8 +132,7 @@ def save_pretrained_says_how_to_save_a_split_model():
 
 
 def a_session_compares_gradients_once_and_in_debug_mode_always():
-    job = Job(devices=resolve_devices(["cpu"]), environment=LaunchEnvironment.read())
-    session = ShardBackend().open(job)
+    session = opened()
     model = session.prepare_model(split())
     factor = [1.0]
     model.norm.weight.register_hook(lambda g: g * factor[0])
@@ -128,6 +151,102 @@ def a_session_compares_gradients_once_and_in_debug_mode_always():
         session.prepare_optimizer(torch.optim.LBFGS(model.parameters()))
 
 
+def a_session_compares_gradients_again_where_other_parameters_are_trained():
+    session = opened()
+    model = session.prepare_model(split())
+    model.norm.weight.requires_grad_(False)
+    x = torch.randn(4, 8)
+    session.backward(model(x).sum())
+    model.norm.weight.requires_grad_(True)
+    model.norm.weight.register_hook(lambda g: g * (1.0 + ts.distributed.get_rank()))
+    with pytest.raises(DisagreementError, match="gradients of norm"):
+        session.backward(model(x).sum())
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Mlp(), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+X, Y = torch.linspace(-1, 1, 32).view(4, 8), torch.tensor([0, 1, 2, 1])
+
+
+def values_of(model, x):
+    """What takes a part of the classes for all, by the name of the function that is to be named."""
+    scores = model(x)
+    chances = scores.tanh().softmax(-1)[:, :2]
+    return {
+        "cross_entropy": F.cross_entropy(scores, Y),
+        "log_softmax": F.nll_loss(F.log_softmax(scores.view(2, 2, -1), -1).flatten(0, 1), Y),
+        "softmax": -chances.log().mean(),
+        "argmax": (scores.argmax(-1) == Y).double().mean() + scores.argmax(-1).sum(),
+        "topk": scores.topk(1).values.sum(),
+        "mean": scores.square().mean(),
+        "logsumexp": scores.transpose(0, 1).logsumexp(0).sum(),
+        "normalize": F.normalize(scores, dim=-1).sum(),
+        "layer_norm": F.layer_norm(scores, scores.shape[-1:]).square().cumsum(0).amax(),
+        "the step's 'loss'": scores,
+    }
+
+
+def opened():
+    return ShardBackend().open(Job(devices=resolve_devices(["cpu"]), environment=LaunchEnvironment.read()))
+
+
+def classifier(**head):
+    torch.manual_seed(0)
+    return ts.parallelize(Classifier(), {"body.up": Column(), "body.down": Row(), "head": Column(**head)})
+
+
+def functions_that_take_a_part_of_the_features_for_all_are_named_before_the_first_step():
+    with opened() as session:
+        for name in values_of(Classifier(), X):
+            model = session.prepare_model(classifier())
+            with pytest.raises(
+                ModelError, match=rf"different values of 'loss' .*{name} has the output of 'head'"
+            ):
+                session.run(lambda model, x, name=name: values_of(model, x)[name], model, X)
+        model = session.prepare_model(classifier())
+        model.eval()
+
+        def evaluated(model, x):
+            scores = model(x)
+            hits = (scores.argmax(-1) == Y).double() + scores.argmax(-1)
+            return {"loss": ts.nn.functional.parallel_cross_entropy(scores, Y), "score": hits.mean().item()}
+
+        with torch.no_grad(), pytest.raises(ModelError, match=r"different values of 'score' .*argmax has"):
+            session.run_several(evaluated, [model], X)
+
+
+def right_steps_of_split_outputs_are_no_fault():
+    def joined(model, x):
+        return F.cross_entropy(ts.distributed.gather(model(x), -1), Y)
+
+    def of_shards(model, x):
+        scores = model(x)
+        loss = ts.nn.functional.parallel_cross_entropy(scores, Y)
+        return {"loss": loss, "best": ts.distributed.gather(scores.relu(), -1).argmax(-1)}
+
+    def by_hand(model, x):
+        total = model(x).exp().sum(-1)
+        return ts.distributed.reduce(total).log().mean()
+
+    def of_blocks(model, x):
+        return model.body(x).softmax(-1).square().mean()
+
+    plain = Classifier()
+    with opened() as session:
+        for step in (joined, of_shards, by_hand, of_blocks):
+            session.run(step, session.prepare_model(classifier()), X)
+        whole = session.prepare_model(classifier(gather_output=True))
+        for name in [n for n in values_of(plain, X) if " " not in n]:
+            session.run(lambda model, x, name=name: values_of(model, x)[name], whole, X)
+
+
 CHECKS = [
     optimizers_of_whole_matrices_are_refused_before_their_first_step,
     torchs_own_clipping_is_refused,
@@ -135,6 +254,11 @@ CHECKS = [
     other_parametrizations_stay_allowed,
     save_pretrained_says_how_to_save_a_split_model,
     a_session_compares_gradients_once_and_in_debug_mode_always,
+    a_session_compares_gradients_again_where_other_parameters_are_trained,
+    a_parametrization_that_needs_the_whole_weight_is_refused,
+    parameters_that_come_later_are_checked_as_well,
+    functions_that_take_a_part_of_the_features_for_all_are_named_before_the_first_step,
+    right_steps_of_split_outputs_are_no_fault,
 ]
 
 

@@ -31,7 +31,8 @@ The steps from a finished model to a split and trained one, and the files of eac
         v
     save_sharded, export          _files; the place of a shard in the whole tensor: _shards
 
-The backend ``shard`` of a trainer (_backend, _session) does the same for a model that is already split.
+The backend ``shard`` of a trainer (_backend, _session) does the same for a model that is already split, and
+compares what a step returns on the ranks of a copy (_step_outputs).
 """
 
 from typing import TYPE_CHECKING

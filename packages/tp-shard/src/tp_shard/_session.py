@@ -1,14 +1,15 @@
 """The session of a model that is split over processes, in one copy or several."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core import move_module
-from tp_core.data import Share
+from tp_core.data import Share, StepOutput
 from tp_core.fully_sharded import (
     FullyShardedSession,
     FullyShardOptions,
@@ -26,8 +27,9 @@ from tp_shard import distributed
 from tp_shard._groups import _debug
 from tp_shard._groups._group import ALONE, current_data_group, current_group, mesh_of_copies
 from tp_shard._guards import check_optimizer
-from tp_shard._shards import Shard, ShardTable, slice_of
+from tp_shard._shards import Shard, ShardTable, TrainedParameters, slice_of
 from tp_shard._state_dict import collect_state_dict, gather_shard, relocate_state_dict
+from tp_shard._step_outputs import StepOutputs
 from tp_shard._training import check_gradients, total_grad_norm
 
 
@@ -66,8 +68,10 @@ class ShardSession(ProcessGroupSession):
         self._find_unused_parameters = find_unused_parameters
         self._bucket_cap_mb = bucket_cap_mb
         self._shards: dict[int, Shard] = {}  # by the identity of the parameter
-        self._unchecked: list[nn.Module] = []
-        self._checked: list[nn.Module] = []
+        # By model, which parameters were trained when its gradients were compared, if they were.
+        self._compared: dict[nn.Module, tuple[bool, ...]] = {}
+        self._parameters: dict[nn.Module, TrainedParameters] = {}
+        self._outputs = StepOutputs(self.tensor_group, self.device)
 
     # -- preparing ----------------------------------------------------------------------------
 
@@ -88,7 +92,7 @@ class ShardSession(ProcessGroupSession):
         prepared = self._join_copies(model)
         self._shards |= {id(shard.tensor): shard for shard in ShardTable(model).exact.values()}
         if self.tensor_group.size > 1:
-            self._unchecked.append(model)
+            self._parameters[model] = TrainedParameters(model)
         return prepared
 
     def _join_copies(self, model: nn.Module) -> nn.Module:
@@ -131,27 +135,47 @@ class ShardSession(ProcessGroupSession):
         shard = self._shards.get(id(parameter))
         return whole(value) if shard is None else gather_shard("a parameter", value, shard, to="all")
 
+    def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
+        """Run the step on the batch of this rank's copy.
+
+        Raises:
+            ModelError: The first time: the ranks of a copy return different values, as a function of torch
+                has taken a rank's part of a split output for the whole.
+
+        Collectives: those of `ProcessGroupSession.run`; the first time an all-gather of a few numbers.
+        """
+        return super().run(self._outputs.watched(step, [model]), model, batch)
+
+    def run_several(
+        self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
+    ) -> StepOutput:
+        """Run ``step(*models, batch)`` as :meth:`run` does with one model.
+
+        Raises:
+            ModelError: As in :meth:`run`.
+
+        Collectives: those of :meth:`run`, for each model.
+        """
+        return super().run_several(self._outputs.watched(step, models), models, batch)
+
     def backward(self, loss: Tensor, share: Share | None = None, **graph: bool) -> None:
         """Add the gradients of the loss over the whole global batch.
 
         Raises:
-            DisagreementError: The first time, and in debug mode each time: the ranks of a copy have
-                different gradients of a parameter that is not split.
+            DisagreementError: The first time, where other parameters are trained than before, and in debug
+                mode each time: the ranks of a copy have different gradients of a parameter that is not split.
 
-        Collectives: those of DDP; the first time, and in debug mode each time, those of ``check_gradients``.
+        Collectives: those of DDP; where gradients are compared, those of ``check_gradients``.
         """
         super().backward(loss, share, **graph)
-        # Once outside of debug mode, because each check costs an exchange. A model without gradients so far
-        # keeps its turn.
-        for model in self._unchecked:
-            check_gradients(model)
-        if self._unchecked:
-            began = [m for m in self._unchecked if any(p.grad is not None for p in m.parameters())]
-            self._checked += began
-            self._unchecked = [m for m in self._unchecked if not any(m is other for other in began)]
-        elif _debug.state.enabled:
-            for model in self._checked:
+        # Once outside of debug mode, because each check costs an exchange, and again where other parameters
+        # are trained. A model without gradients so far keeps its turn.
+        for model, parameters in self._parameters.items():
+            trained = parameters.flags()
+            if self._compared.get(model) != trained or _debug.state.enabled:
                 check_gradients(model)
+                if any(parameter.grad is not None for parameter in model.parameters()):
+                    self._compared[model] = trained
 
     def grad_norm(self, model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the whole gradient, from the shards of all ranks.
@@ -215,6 +239,18 @@ class ShardFsdpSession(FullyShardedSession, ShardSession):
 
     def _join_copies(self, model: nn.Module) -> nn.Module:
         return self.shard_model(model)
+
+    def run_several(
+        self, step: Callable[..., StepOutput], models: Sequence[nn.Module], batch: Any
+    ) -> StepOutput:
+        """Run ``step(*models, batch)`` as the forward pass of each of the models.
+
+        Raises:
+            ModelError: As in `ShardSession.run`.
+
+        Collectives: those of `FullyShardedSession.run_several`, and of `ShardSession.run`.
+        """
+        return super().run_several(self._outputs.watched(step, models), models, batch)
 
     def whole_of(self, parameter: Tensor, value: Tensor) -> Tensor:
         """Return the whole of a value, of both cuts.

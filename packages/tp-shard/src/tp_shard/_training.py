@@ -239,7 +239,7 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
     if ranks.size == 1 or not whole:
         return
     fingerprints = torch.stack([_fingerprint(p) for _, p in whole])  # (parameters, 3)
-    gathered = _gather(fingerprints, ranks)  # (ranks, parameters, 3)
+    gathered = gather_numbers(fingerprints, ranks)  # (ranks, parameters, 3)
     largest = gathered[:, :, 1].nan_to_num(0.0, 0.0, 0.0).max().item()
     # Autocast leaves no trace in a gradient: one in float32 may be that of a pass in bfloat16. It does not
     # touch float64, where norms of transformers are in float32. A missing sum is far above either.
@@ -284,7 +284,7 @@ def _have_same_random_state(group: Group, device: torch.device) -> bool:
     checksums = []
     for place in sorted({torch.device("cpu"), device}, key=str):
         checksums.append(zlib.crc32(get_state(place, None).numpy().tobytes()))
-    gathered = _gather(torch.tensor(checksums, dtype=torch.float64, device=device), group)
+    gathered = gather_numbers(torch.tensor(checksums, dtype=torch.float64, device=device), group)
     return bool((gathered == gathered[0]).all())
 
 
@@ -338,7 +338,8 @@ def _is_same(first: list[float], other: list[float], bound: Bound, largest: floa
     return bool((values[0] - values[1]).abs().max() <= allowed)
 
 
-def _gather(tensor: Tensor, group: Group) -> Tensor:
+def gather_numbers(tensor: Tensor, group: Group) -> Tensor:
+    """Return the tensors of all ranks of a group: (ranks, ...). Collective: an all-gather."""
     gathered = [torch.empty_like(tensor) for _ in range(group.size)]
     dist.all_gather(gathered, tensor, group=group.handle)
     return torch.stack(gathered)  # (ranks, ...)
