@@ -7,10 +7,10 @@ before the first step takes the first scheme that it can prove.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,10 +67,10 @@ def splitting(model: nn.Module, cuts: Cuts, scheme: InputScheme) -> Iterator[Non
             stack.enter_context(_attending(inner))
         for module in model.modules():
             if _has_relative_bias(module):
-                stack.enter_context(_whole_bias(module, cuts))
+                stack.enter_context(_whole_bias(module))
         if scheme.positions == "modules":
             for module in _numbered_modules(model):
-                hook = module.register_forward_pre_hook(partial(_number, cuts), with_kwargs=True)
+                hook = module.register_forward_pre_hook(_number, with_kwargs=True)
                 stack.callback(hook.remove)
         for called in _called(model):
             before = called.register_forward_pre_hook(_ForwardArguments(cuts, scheme), with_kwargs=True)
@@ -101,7 +101,7 @@ class _ForwardArguments:
             inputs = arguments.get("inputs_embeds")
         cut = None
         if isinstance(inputs, Tensor) and inputs.dim() >= 2:
-            cut = self.cuts.of_slice(inputs.size(1))
+            cut = split_states.slice_of(inputs.size(1))
         kwargs = dict(kwargs)
         if cut is None or inputs is None:  # a decoder may be split beside an encoder of sound or images
             self._shift(model, arguments, kwargs)
@@ -164,11 +164,14 @@ class _ForwardArguments:
         labels = arguments.get("labels")
         if not isinstance(labels, Tensor) or labels.dim() != 2:
             return
-        cut = self.cuts.of_slice(labels.size(1))
+        cut = split_states.slice_of(labels.size(1))
         if cut is None:
             return
-        make_inputs = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-        if callable(make_inputs) and arguments.get("decoder_input_ids") is None:
+        make_inputs = _decoder_inputs_of(model)
+        has_inputs = any(
+            arguments.get(f"decoder_{kind}") is not None for kind in ("input_ids", "inputs_embeds")
+        )
+        if make_inputs is not None and not has_inputs:
             kwargs["decoder_input_ids"] = cut.take(make_inputs(labels=cut.gather(labels, 1)), 1)
         if self.scheme.shifts and arguments.get("shift_labels") is None:
             labels = cut.take(F.pad(cut.gather(labels, 1), (0, 1), value=_IGNORED)[:, 1:], 1)
@@ -203,11 +206,7 @@ def _without_nan(loss: Loss, grad: Tensor) -> Tensor | None:
 
 
 def _is_listed(values: Any) -> bool:
-    return isinstance(values, tuple | list) or type(values).__name__ in {
-        "odict_values",
-        "dict_values",
-        "ValuesView",
-    }
+    return isinstance(values, tuple | list | ValuesView)
 
 
 def _called(model: nn.Module) -> list[nn.Module]:
@@ -247,7 +246,7 @@ def _numbered_modules(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _number(cuts: Cuts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _number(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give an embedding of positions this rank's numbers, where it has none or those from 0."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     numbers = bound.arguments.get("position_ids")
@@ -256,7 +255,7 @@ def _number(cuts: Cuts, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         tokens = getattr(inputs, "shape", inputs)[1]  # some take a shape
     else:
         tokens = numbers.shape[-1]
-    cut = cuts.of_slice(tokens)
+    cut = split_states.slice_of(tokens)
     if cut is None:
         return None
     index = cut.index(next(module.parameters()).device)
@@ -268,9 +267,35 @@ def _numbering_of(model: nn.Module) -> tuple[Callable[[Tensor, int], Tensor], in
     """Return the function by which embeddings such as RoBERTa's number tokens, and the padding's number."""
     for module in model.modules():
         number = getattr(module, "create_position_ids_from_input_ids", None)
-        if callable(number) and isinstance(padding := getattr(module, "padding_idx", None), int):
-            return number, padding
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(padding, int) and _takes(number, "input_ids", "padding_idx"):
+            return cast("Callable[[Tensor, int], Tensor]", number), padding
     return None
+
+
+def _decoder_inputs_of(model: nn.Module) -> Callable[..., Tensor] | None:
+    """Return the method by which a model makes the inputs of its decoder from labels, if it has one."""
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if "decoder_input_ids" in _parameters_of(model) and _takes(make, "labels"):
+        return cast("Callable[..., Tensor]", make)
+    return None
+
+
+def _takes(method: Any, *names: str) -> bool:
+    """Return whether a method's first parameters have these names, and all others a default.
+
+    Models of the same name take other arguments: then it is another method.
+    """
+    if not callable(method):
+        return False
+    try:
+        parameters = list(inspect.signature(method).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    rest = [p for p in parameters[len(names) :] if p.kind not in variadic]
+    has_names = [p.name for p in parameters[: len(names)]] == list(names)
+    return has_names and all(p.default is not p.empty for p in rest)
 
 
 # -- Changes of a model of transformers while it runs on slices -------------------------------------
@@ -317,18 +342,17 @@ def _has_relative_bias(module: nn.Module) -> bool:
     Others have the name with other arguments: LongT5's local attention, which has a bias of blocks.
     """
     compute = getattr(module, "compute_bias", None)
-    if not callable(compute) or not hasattr(module, "relative_attention_bias"):
-        return False
-    return list(inspect.signature(compute).parameters)[:2] == ["query_length", "key_length"]
+    return hasattr(module, "relative_attention_bias") and _takes(compute, "query_length", "key_length")
 
 
 @contextmanager
-def _whole_bias(module: Any, cuts: Cuts) -> Iterator[None]:
+def _whole_bias(module: Any) -> Iterator[None]:
     """Slice T5-style relative position bias to this rank's queries; it keeps the columns of all keys."""
     compute = module.compute_bias
 
     def of_whole(query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Tensor:
-        rows, keys = cuts.of_slice(query_length), cuts.of_slice(key_length)
+        rows = split_states.slice_of(query_length)
+        keys = split_states.slice_of(key_length)
         if rows is None or keys is None:
             bias: Tensor = compute(query_length, key_length, *args, **kwargs)
             return bias

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -359,8 +359,9 @@ _count = itertools.count()
 def step_identity(step: Any, *, unwraps: bool = False) -> object:
     """Return what a step is known by, for a check that is made once for each step.
 
-    Its code, the object of a method, and the functions that it holds: a function within another is a new
-    object in each call.
+    Its code, the object of a method, and what it holds of functions, truth values and texts: a function
+    within another is a new object in each call, and one with ``use_auxiliary=True`` is another step. Numbers
+    may change from step to step, as rates do, and do not count.
 
     Args:
         step: The step.
@@ -371,7 +372,7 @@ def step_identity(step: Any, *, unwraps: bool = False) -> object:
         return identity(step.wrapped_step)
     if isinstance(step, partial):
         given = (*step.args, *step.keywords.values())
-        return step.func, tuple(identity(a) for a in given if callable(a))
+        return step.func, _what_decides(given, identity)
     function = getattr(step, "__func__", step)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -383,7 +384,18 @@ def step_identity(step: Any, *, unwraps: bool = False) -> object:
             contents.append(cell.cell_contents)
         except ValueError:  # not set yet
             continue
-    return code, owner, tuple(identity(c) for c in contents if callable(c))
+    return code, owner, _what_decides(contents, identity)
+
+
+def _what_decides(values: Iterable[Any], identity: Callable[[Any], object]) -> tuple[object, ...]:
+    """Return what decides among some values what a step computes."""
+    known: list[object] = []
+    for value in values:
+        if callable(value):
+            known.append(identity(value))
+        elif isinstance(value, bool | str):
+            known.append(value)
+    return tuple(known)
 
 
 def _number_of(value: Any) -> int:
