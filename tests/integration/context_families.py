@@ -2,17 +2,20 @@
 
     python -m tests.integration.context_families                 # all models and masks on 2, 3 and 4 ranks
     python -m tests.integration.context_families llama t5 --ranks 2 --masks none left
+    python -m tests.integration.context_families --dropout 0.1 --ranks 2 --masks none
 
 The table has the largest relative difference of losses, of the first step's gradients and of weights after
 three steps, in float64.
 """
 
 import argparse
+import dataclasses
 import importlib
 import pickle
 import sys
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -148,41 +151,149 @@ MODELS = {
         "sound",
     ),
 }
+# Sizes, by the names that configurations have for them.
+NAMES = {
+    32: "hidden_size d_model n_embd dim embedding_size embedding_dim",
+    48: "intermediate_size ffn_dim d_ff dff d_inner encoder_ffn_dim decoder_ffn_dim",
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
+    "num_decoder_layers num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k",
+    4: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
+    "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads num_experts "
+    "num_local_experts n_routed_experts moe_num_experts",
+    128: "max_position_embeddings n_positions n_ctx max_seq_len",
+    16: "moe_intermediate_size shared_expert_intermediate_size",
+}
+SIZES = {
+    **{name: size for size, names in NAMES.items() for name in names.split()},
+    "vocab_size": VOCABULARY,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "d_kv": 8,
+    "rotary_dim": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+# By name: the class, what differs from these sizes, what it is.
+FURTHER = {
+    "arcee": ("ArceeForCausalLM", {}, "decoder"),
+    "smollm3": ("SmolLM3ForCausalLM", {}, "decoder"),
+    "helium": ("HeliumForCausalLM", {}, "decoder"),
+    "glm": ("GlmForCausalLM", {}, "decoder"),
+    "glm4": ("Glm4ForCausalLM", {}, "decoder"),
+    "exaone4": ("Exaone4ForCausalLM", {"sliding_window": 9}, "decoder"),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {}, "decoder"),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", {}, "decoder"),
+    "nemotron": ("NemotronForCausalLM", {}, "decoder"),
+    "persimmon": ("PersimmonForCausalLM", {}, "decoder"),
+    "olmo": ("OlmoForCausalLM", {}, "decoder"),
+    "olmoe": ("OlmoeForCausalLM", {}, "decoder"),
+    "mpt": ("MptForCausalLM", {}, "decoder"),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", {}, "decoder"),
+    "codegen": ("CodeGenForCausalLM", {}, "decoder"),
+    "biogpt": ("BioGptForCausalLM", {}, "decoder"),
+    "xglm": ("XGLMForCausalLM", {}, "decoder"),
+    "granitemoe": ("GraniteMoeForCausalLM", {}, "decoder"),
+    "bitnet": ("BitNetForCausalLM", {}, "decoder"),
+    "apertus": ("ApertusForCausalLM", {}, "decoder"),
+    "vaultgemma": ("VaultGemmaForCausalLM", {"sliding_window": 9}, "decoder"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {}, "decoder"),
+    "glm4_moe": ("Glm4MoeForCausalLM", {"n_group": 2, "topk_group": 1}, "decoder"),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", {"rotary_dim": 4}, "decoder"),
+    "phimoe": ("PhimoeForCausalLM", {}, "decoder"),
+    "jais2": ("Jais2ForCausalLM", {}, "decoder"),
+    "albert": ("AlbertForMaskedLM", {}, "encoder"),
+    "xlm_roberta": ("XLMRobertaForMaskedLM", {}, "encoder"),
+    "camembert": ("CamembertForMaskedLM", {}, "encoder"),
+    "esm": ("EsmForMaskedLM", {"position_embedding_type": "rotary", "mask_token_id": 3}, "encoder"),
+    "ernie": ("ErnieForMaskedLM", {}, "encoder"),
+    "megatron_bert": ("MegatronBertForMaskedLM", {}, "encoder"),
+    "roberta_prelayernorm": ("RobertaPreLayerNormForMaskedLM", {}, "encoder"),
+    "eurobert": ("EuroBertForMaskedLM", {}, "encoder"),
+    "data2vec_text": ("Data2VecTextForMaskedLM", {}, "encoder"),
+    "layoutlm": ("LayoutLMForMaskedLM", {}, "encoder"),
+    "m2m_100": ("M2M100ForConditionalGeneration", {}, "both"),
+    "blenderbot": ("BlenderbotForConditionalGeneration", {}, "both"),
+    "blenderbot_small": ("BlenderbotSmallForConditionalGeneration", {}, "both"),
+    "plbart": ("PLBartForConditionalGeneration", {}, "both"),
+    "mvp": ("MvpForConditionalGeneration", {}, "both"),
+    "umt5": ("UMT5ForConditionalGeneration", T5, "both"),
+    "switch_transformers": (
+        "SwitchTransformersForConditionalGeneration",
+        T5 | {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        "both",
+    ),
+}
+MODELS |= FURTHER
+# Attention by hand, in which the split model lacks keys.
+BY_HAND = {
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        {"attention_types": [[["global", "local"], 1]], "window_size": 9},
+        "decoder",
+    ),
+    "ctrl": ("CTRLLMHeadModel", {}, "decoder"),
+    "xlnet": ("XLNetLMHeadModel", {}, "encoder"),
+    "funnel": ("FunnelForMaskedLM", {"block_sizes": [1, 1], "d_head": 8}, "encoder"),
+    "deberta_1": (
+        "DebertaForMaskedLM",
+        {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        "encoder",
+    ),
+    "mpnet": ("MPNetForMaskedLM", {}, "encoder"),
+    "roformer": ("RoFormerForMaskedLM", {}, "encoder"),
+    "squeezebert": ("SqueezeBertForMaskedLM", {}, "encoder"),
+    "mobilebert": ("MobileBertForMaskedLM", {"intra_bottleneck_size": 32, "true_hidden_size": 32}, "encoder"),
+    "longt5": ("LongT5ForConditionalGeneration", T5 | {"local_radius": 4}, "both"),
+    "pegasus_x": ("PegasusXForConditionalGeneration", {"block_size": 8, "num_global_tokens": 4}, "both"),
+}
+MODELS |= BY_HAND
 NO_DROPOUT = (
     "activation_dropout",
     "attention_dropout",
     "attention_probs_dropout_prob",
     "attn_pdrop",
+    "attn_dropout",
     "dropout",
     "dropout_rate",
+    "emb_pdrop",
     "embd_pdrop",
+    "embed_dropout",
     "embedding_dropout",
     "hidden_dropout",
     "hidden_dropout_prob",
-    "layerdrop",
+    "resid_dropout",
     "resid_pdrop",
 )
+LAYERS_DROPPED = ("decoder_layerdrop", "encoder_layerdrop", "layerdrop")
 MASKS = ("none", "left", "right", "packed", "prefix")
 
 
-def make_model(name):
+def options_of(model_class, own):
+    """Return the sizes that a configuration has names for, with those of a family."""
+    known = {field.name for field in dataclasses.fields(model_class.config_class)}
+    named = known | set(getattr(model_class.config_class, "attribute_map", {}))
+    return {name: size for name, size in SIZES.items() if name in named} | own
+
+
+def make_model(name, *, seed=0, dropout=0.0):
     import transformers
 
     kind, options, _ = MODELS[name]
     model_class = getattr(transformers, kind)
-    torch.manual_seed(0)
+    if name in FURTHER or name in BY_HAND:
+        options = options_of(model_class, options)
+    torch.manual_seed(seed)
     config = model_class.config_class(**options)
-    for option in NO_DROPOUT:
+    for option in (*NO_DROPOUT, *LAYERS_DROPPED):
         if hasattr(config, option):
-            setattr(config, option, 0.0)
+            setattr(config, option, dropout if option in NO_DROPOUT else 0.0)
     config.use_cache = False
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # the other one knows no float64
     with torch.random.fork_rng([]):
-        model = model_class(config).double()
-    if MODELS[name][2] == "decoder":
-        model.loss_function = causal_loss
-    return model
+        return model_class(config).double()
 
 
 def causal_loss(logits, labels, vocab_size, shift_labels=None, num_items_in_batch=None, **kwargs):
@@ -283,19 +394,21 @@ def all_in_float64():
         yield
 
 
-def train(name, mask, backend, **options):
+def train(name, mask, backend, *, dropout=0.0, **options):
     """Train for three steps; return the losses, the weights beside the first gradients, or the refusal."""
     with all_in_float64():
-        return _train(name, mask, backend, **options)
+        return _train(name, mask, backend, dropout, **options)
 
 
-def _train(name, mask, backend, **options):
+def _train(name, mask, backend, dropout, **options):
     import transformers
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    model = make_model(name)
+    model = make_model(name, dropout=dropout)
+    if MODELS[name][2] == "decoder":
+        model.loss_function = causal_loss
     try:
         with Trainer(
             backend=backend,
@@ -346,12 +459,12 @@ def difference(found, expected):
     )
 
 
-def outcome(name, mask, pool, expected=None):
+def outcome(name, mask, pool, *, dropout=0.0):
     """Return "right", "refused", "wrong" or "n/a", and what there is to say of it."""
-    expected = train(name, mask, "single") if expected is None else expected
+    expected = train(name, mask, "single", dropout=dropout)
     if isinstance(expected[0], str):
         return "n/a", f"one device: {expected[1]:.100}"
-    found = pool.run(train, name, mask, "context")
+    found = pool.run(partial(train, name, mask, "context", dropout=dropout))
     first = found[0]
     if isinstance(first[0], str):
         return first
@@ -364,6 +477,7 @@ def main():
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--masks", nargs="+", default=list(MASKS))
+    parser.add_argument("--dropout", type=float, default=0.0, help="the rate of every dropout")
     parser.add_argument("--width", type=int, default=160)
     given = parser.parse_args()
     counts = {}
@@ -371,7 +485,7 @@ def main():
         with RankPool(ranks) as pool:
             for name in given.models:
                 for mask in given.masks if MODELS[name][2] not in {"image", "sound", "speech"} else ["none"]:
-                    result, said = outcome(name, mask, pool)
+                    result, said = outcome(name, mask, pool, dropout=given.dropout)
                     counts[result] = counts.get(result, 0) + 1
                     print(f"{ranks} ranks  {name:12} {mask:7} {result:8} {said:.{given.width}}", flush=True)
     print(", ".join(f"{count} {result}" for result, count in counts.items()))

@@ -282,6 +282,41 @@ def test_a_width_as_long_as_a_slice_is_not_taken_for_one(two_ranks):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
+class WithinTokens(Decoder):
+    """Attends within each token as well, to as many features as a slice has tokens."""
+
+    def attend(self, x):
+        features = x[..., None]
+        return super().attend(x) + F.scaled_dot_product_attention(features, features, features).squeeze(-1)
+
+
+class OfEverySecond(Decoder):
+    """Attends among every second token as well: on two ranks as many as a slice has."""
+
+    def attend(self, x):
+        tokens = gather(x, 1)[:, ::2]
+        return super().attend(x) + F.scaled_dot_product_attention(tokens, tokens, tokens).mean(
+            1, keepdim=True
+        )
+
+
+def attending_twice(backend, model_class):
+    torch.set_num_threads(1)
+    model = make(model_class)
+    with Trainer(backend=backend, devices="cpu", seed=3, progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loader = DataLoader(Samples(2 * WIDTH), batch_size=ROWS)
+        (record,) = trainer.fit(model, optimizer, loader, step=step, epochs=1)
+        return record.train["loss"], trainer.session.model_state(model)
+
+
+@pytest.mark.parametrize("model_class", [WithinTokens, OfEverySecond])
+def test_attention_to_something_as_long_as_a_slice_is_not_taken_for_one(two_ranks, model_class):
+    expected = attending_twice("single", model_class)
+    for found in two_ranks.run(attending_twice, "context", model_class):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
 class Weighing(Encoder):
     """Attention whose weights are returned, with dropout of them."""
 

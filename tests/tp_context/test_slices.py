@@ -10,9 +10,9 @@ from tp_context import ContextOptions, attention, gather, positions
 # private: cuts of ranks that need not be started, and what is sliced of a model
 from tp_context._algorithms import _choose
 from tp_context._attention_inputs import Inputs, QueryKeyCuts, Rules
-from tp_context._inputs import _has_relative_bias
+from tp_context._inputs import _decoder_inputs_of, _has_relative_bias, _numbering_of
 from tp_context._score_blocks import ring_blocks, score_blocks
-from tp_context._slices import Cut, Cuts, find_sequences, map_sequences, work_of
+from tp_context._slices import Cut, Cuts, OtherSizes, find_sequences, map_sequences, work_of
 from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.data import step_identity
 from tp_core.errors import ConfigError, StepError
@@ -277,6 +277,18 @@ def test_steps_that_do_the_same_are_checked_once_and_others_again():
     assert step_identity(partial(wrapped, one)) != step_identity(partial(wrapped, other))
 
 
+def test_a_step_is_another_one_where_a_flag_that_it_holds_has_changed():
+    def made(use_auxiliary, rate):
+        def run(model, batch):
+            return batch * rate if use_auxiliary else model
+
+        return run
+
+    assert step_identity(made(True, 0.1)) == step_identity(made(True, 0.2))
+    assert step_identity(made(True, 0.1)) != step_identity(made(False, 0.1))
+    assert step_identity(partial(made, True)) != step_identity(partial(made, False))
+
+
 def test_steps_of_two_objects_are_two_also_where_one_has_the_id_of_another():
     class Task:
         def __call__(self, model, batch):
@@ -310,3 +322,66 @@ def test_a_bias_is_sliced_where_it_is_one_of_queries_and_keys():
 
     assert _has_relative_bias(OfKeys())
     assert not _has_relative_bias(OfBlocks())
+
+
+def test_positions_are_made_by_a_function_of_tokens_and_padding_alone():
+    class Embeddings(nn.Module):
+        padding_idx = 1
+
+    class OfTokens(Embeddings):
+        def create_position_ids_from_input_ids(self, input_ids, padding_idx, past=0):
+            return input_ids + padding_idx + past
+
+    class OfShapes(Embeddings):
+        def create_position_ids_from_input_ids(self, shape):
+            return torch.arange(shape[1])
+
+    class OfMore(Embeddings):
+        def create_position_ids_from_input_ids(self, input_ids, padding_idx, segments):
+            return input_ids + segments
+
+    assert _numbering_of(OfTokens()) is not None
+    assert _numbering_of(OfShapes()) is None
+    assert _numbering_of(OfMore()) is None
+
+
+def test_inputs_of_a_decoder_are_made_from_labels_where_its_forward_takes_them():
+    class Decoder(nn.Module):
+        def forward(self, decoder_input_ids=None, labels=None):
+            return labels
+
+        def prepare_decoder_input_ids_from_labels(self, labels):
+            return labels
+
+    class OfOthers(Decoder):
+        def prepare_decoder_input_ids_from_labels(self, batch):
+            return batch["labels"]
+
+    class WithoutInputs(Decoder):
+        def forward(self, labels=None):
+            return labels
+
+    assert _decoder_inputs_of(Decoder()) is not None
+    assert _decoder_inputs_of(OfOthers()) is None
+    assert _decoder_inputs_of(WithoutInputs()) is None
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_no_slice_is_as_long_as_what_else_a_model_attends_to(size):
+    length = 16 * size
+    for avoid in ({16}, {15, 16, 17}):
+        cuts = [Cut(length, rank, size, None, avoid=avoid) for rank in range(size)]
+        assert not avoid & set(cuts[0].counts)
+        tokens = sorted(n for cut in cuts for a, b in cut.own for n in range(a, b))
+        assert tokens == list(range(length))
+    assert Cut(length, 0, size, None, avoid={7}) == Cut(length, 0, size, None)
+    with pytest.raises(StepError, match=r"cannot be cut .* has 1, 2, 3 entries; give longer sequences"):
+        Cut(2 * size, 0, size, None, avoid={1, 2, 3})
+
+
+def test_sizes_beside_a_sequence_grow_with_it_where_they_are_a_part_of_it():
+    latents = OtherSizes(frozenset({8}), (21,))
+    assert latents.beside(16) == {8}
+    pooled = OtherSizes(frozenset({11}), (21,))  # every second token
+    assert pooled.beside(64) == {11, 32}
+    assert OtherSizes(frozenset({10}), (21,)).beside(65) == {10, 32, 33}

@@ -53,12 +53,12 @@ def attention(
         torch.Size([1, 2, 5, 4])
     """
     cuts = split_states.current.cuts
-    keys = None if cuts is None else cuts.of_slice(key.size(-2))
+    keys = split_states.slice_of(key.size(-2))
     if cuts is None or keys is None:
         with split_states.changed(is_inner=True):
             options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
             return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    rows = cuts.of_slice(query.size(-2))
+    rows = split_states.slice_of(query.size(-2))
     if rows is not None:
         attn_mask, is_causal = whole_mask(attn_mask, rows, keys, is_causal)
     if is_causal and rows is not keys:
@@ -131,10 +131,8 @@ def _mask_of_transformers(**arguments: Any) -> Tensor | None:
     from transformers import masking_utils as masks
 
     cuts = split_states.current.cuts
-    keys = rows = None
-    if cuts is not None:
-        keys = cuts.of_slice(arguments["kv_length"])
-        rows = cuts.of_slice(arguments["q_length"])
+    keys = split_states.slice_of(arguments["kv_length"])
+    rows = split_states.slice_of(arguments["q_length"])
     if cuts is None or keys is None or rows is None:
         mask: Tensor | None = masks.sdpa_mask(**arguments)
         return mask
@@ -198,10 +196,8 @@ def _of_transformers(
 ) -> tuple[Tensor, Tensor | None]:
     """Run attention for a model of transformers."""
     cuts = split_states.current.cuts
-    keys = rows = None
-    if cuts is not None:
-        keys = cuts.of_slice(key.size(2))
-        rows = cuts.of_slice(query.size(2))
+    keys = split_states.slice_of(key.size(2))
+    rows = split_states.slice_of(query.size(2))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = bool(is_causal) and attention_mask is None and rows is keys and query.size(2) == key.size(2)

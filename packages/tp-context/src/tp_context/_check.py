@@ -38,9 +38,11 @@ from tp_context._slices import (
     BatchSequences,
     Cut,
     Cuts,
+    OtherSizes,
     _named_tensors,
     differing_dim,
     map_sequences,
+    sizes_of_others,
     take_slices,
     work_of,
 )
@@ -74,10 +76,15 @@ class SequenceRanks(NamedTuple):
         batch: Any,
         sequences: BatchSequences,
         before: Callable[[object], None] | None = None,
+        others: OtherSizes = OtherSizes(),  # noqa: B008 - it is frozen
     ) -> Cuts:
         """Return the cuts of a batch's sequences, of which ``before`` hears of each exchange."""
         work = work_of(batch, sequences, windows_of(model))
-        cuts = [Cut(n, self.rank, self.size, self.group, before, work.get(n)) for n in sequences.lengths]
+        of_batch = sizes_of_others(batch, sequences)
+        cuts = []
+        for length in sequences.lengths:
+            avoid = others.beside(length) | of_batch
+            cuts.append(Cut(length, self.rank, self.size, self.group, before, work.get(length), avoid))
         return Cuts(cuts, self.attention)
 
     def all_gather(self, value: object) -> list[Any]:
@@ -117,6 +124,7 @@ class _StepRun(NamedTuple):
         dtypes: The types in which the step computes.
         shapes: Those of tensors that the step returns, before slices are joined.
         dropout_shapes: Those of what dropout gets, in the order of calls.
+        other_sizes: Those of what might have been a slice, and was none.
     """
 
     outputs: dict[TensorPlace, Tensor]
@@ -125,6 +133,7 @@ class _StepRun(NamedTuple):
     dtypes: frozenset[torch.dtype]
     shapes: Mapping[tuple[str, int], torch.Size]
     dropout_shapes: Sequence[torch.Size]
+    other_sizes: frozenset[int] = frozenset()
 
 
 class SliceProof(NamedTuple):
@@ -134,11 +143,13 @@ class SliceProof(NamedTuple):
         scheme: What the model is given of whole sequences.
         dims_of_dropout: As `Cuts.dims_of_dropout`.
         dims_of_outputs: As `Cuts.dims_of_outputs`.
+        others: The sizes of what is no sequence.
     """
 
     scheme: InputScheme
     dims_of_dropout: Mapping[int, int | None]
     dims_of_outputs: Mapping[tuple[str, int], int | None]
+    others: OtherSizes
 
     def mark(self, cuts: Cuts) -> None:
         """Let the cuts of a batch know the dimensions."""
@@ -184,8 +195,8 @@ def prove(
         except Exception as error:  # noqa: BLE001 - whatever the user's step raises
             whole = _StepRun({}, {}, {}, frozenset(), {}, [])
             failed = f"{type(error).__name__}: {error}"
-        said = ranks.all_gather((failed, whole.dtypes))
-        failures = [failure for failure, _ in said if failure]
+        said = ranks.all_gather((failed, whole.dtypes, whole.other_sizes))
+        failures = [failure for failure, *_ in said if failure]
         if failures:
             return (
                 f"the step fails on a piece of {where.lengths} tokens of the first batch, on which backend "
@@ -193,18 +204,22 @@ def prove(
                 "give a longer piece with the option check_tokens"
             )
         # In the coarsest type on any rank: all of them run once more, or none.
-        dtypes = frozenset[torch.dtype]().union(*(types for _, types in said))
+        dtypes = frozenset[torch.dtype]().union(*(types for _, types, _ in said))
         whole = near = whole._replace(dtypes=dtypes)
         if coarsest(dtypes) != torch.float64:
             near = run(short, _as_it_is, nudge=coarsest(dtypes))
+        # Without gradients of whole sequences, which the sizes below have, too.
+        sizes = frozenset[int]().union(*(of_rank for *_, of_rank in said)) - set(where.lengths)
+        others = OtherSizes(sizes, where.lengths)
         best = (-1, "")
         has_positions = any("position_ids" in name for name, _ in _named_tensors(batch))
         for scheme in input_schemes(model, has_positions=has_positions):
-            cuts = ranks.cuts(model, short, where, partial(_compare_exchanges, ranks))
+            cuts = ranks.cuts(model, short, where, partial(_compare_exchanges, ranks), others)
             slices = take_slices(short, where, cuts)
             progress, problem = _try(run, model, slices, whole, near, scheme, cuts, ranks, join)
             if not problem:
-                return SliceProof(scheme, cuts.dims_of_dropout, cuts.dims_of_outputs)
+                others = OtherSizes(sizes | cuts.other_sizes, where.lengths)
+                return SliceProof(scheme, cuts.dims_of_dropout, cuts.dims_of_outputs, others)
             best = max(best, (progress, problem), key=lambda pair: pair[0])
     return best[1]
 
@@ -262,8 +277,10 @@ def _try(
         return _verdict(min(problems, key=lambda said: int(said[0])))  # the first module that any rank names
     if any(kind != "end" for kind, _ in everyones):
         return 0, _UNEVEN
-    everyones = ranks.of_sequence({name: sketch.sums for name, sketch in part.gradients.items()})
-    mean = {name: torch.stack([sums[name] for sums in everyones]).mean(0) for name in part.gradients}
+    sums_of_own = {name: sketch.sums for name, sketch in part.gradients.items()}
+    everyones = ranks.of_sequence((sums_of_own, part.other_sizes))
+    mean = {name: torch.stack([sums[name] for sums, _ in everyones]).mean(0) for name in part.gradients}
+    cuts.other_sizes = frozenset[int]().union(*(sizes for _, sizes in everyones))
     verdicts = ranks.all_gather(_compare_gradients(model, whole, near, mean, part))
     return _verdict(max(verdicts, key=lambda verdict: bool(verdict[1])))
 
@@ -346,12 +363,13 @@ def _run(
     dtypes = {p.dtype for p in model.parameters()}
     rounding = nullcontext() if nudge is None else nudged(model, nudge)
     dropout_shapes: list[torch.Size] = []
+    other_sizes: set[int] = set()
     # All runs draw the same: numbers of numpy's, as wav2vec2's masks, would be taken for rounding.
     sketches: dict[str, _Sketch] = {}
     # Rounded in the backward pass, too: activation checkpointing repeats forwards there.
     with preserve_rng_state(), rounding:
         with Recording(model) as recording, ComputedTypes() as computed:
-            with split_states.changed(dropout_shapes=dropout_shapes):
+            with split_states.changed(dropout_shapes=dropout_shapes, other_sizes=other_sizes):
                 raw = step(model, batch)
             shapes = _shapes(raw)
             output = join(raw)
@@ -369,7 +387,8 @@ def _run(
     # No numbers: a loss of this rank's tokens is joined only later.
     outputs = {place: one.tensor for place, one in recording.outputs.items() if one.tensor.dim()}
     dtypes |= computed.dtypes
-    return _StepRun(outputs, returned, sketches, frozenset(dtypes), shapes, dropout_shapes)
+    sizes = frozenset(other_sizes)
+    return _StepRun(outputs, returned, sketches, frozenset(dtypes), shapes, dropout_shapes, sizes)
 
 
 _PIECE = 2**20

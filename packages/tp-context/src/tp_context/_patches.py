@@ -125,11 +125,10 @@ def _flex_attention(
     **options: Any,
 ) -> Any:
     """Run torch's ``flex_attention`` with gathered keys, and functions of positions in the whole sequence."""
-    cuts = split_states.current.cuts
-    keys = None if cuts is None else cuts.of_slice(key.size(-2))
-    if cuts is None or keys is None:
+    keys = split_states.slice_of(key.size(-2))
+    if keys is None:
         return plain(query, key, value, score_mod, block_mask, **options)
-    rows = cuts.of_slice(query.size(-2))
+    rows = split_states.slice_of(query.size(-2))
     if rows is not None:
         if score_mod is not None:
             score_mod = _score_at_rows(score_mod, rows.index(query.device))
@@ -214,11 +213,10 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
-    cuts = split_states.current.cuts
-    keys = None if cuts is None else cuts.of_slice(arguments["key"].size(0))
-    if cuts is None or keys is None:
+    keys = split_states.slice_of(arguments["key"].size(0))
+    if keys is None:
         return _plain_multi_head(*bound.args, **bound.kwargs)
-    rows = cuts.of_slice(arguments["query"].size(0))
+    rows = split_states.slice_of(arguments["query"].size(0))
     padding = _whole_padding(arguments["key_padding_mask"], keys)
     needs_weights = arguments["need_weights"]
     adds_key = arguments["bias_k"] is not None or arguments["add_zero_attn"]

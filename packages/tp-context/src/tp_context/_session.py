@@ -167,7 +167,7 @@ class ContextSession(SessionWrapper):
         sequences = find_sequences(batch, self.options.sequence, decodes=decodes)
         self._check_same_batch(batch, sequences)
         proof = self._proof(step, plain, batch, sequences)
-        cuts = self.ranks.cuts(plain, batch, sequences)
+        cuts = self.ranks.cuts(plain, batch, sequences, others=proof.others)
         proof.mark(cuts)
         sliced = take_slices(batch, sequences, cuts)
         with splitting(plain, cuts, proof.scheme):

@@ -39,6 +39,7 @@ class Cut:
         group: The process group; ``None`` for all ranks.
         before: Called with a description before each exchange, so that a check can compare the ranks.
         work: How many keys the query at each position sees, (tokens,); ``None`` for all up to its own.
+        avoid: Numbers of tokens that no rank gets: what else has as many would be taken for a slice.
 
     Attributes:
         length: The number of tokens.
@@ -48,7 +49,7 @@ class Cut:
         tokens: The number of this rank's tokens.
 
     Raises:
-        StepError: There are fewer tokens than ranks.
+        StepError: There are fewer tokens than ranks, or no cut avoids the numbers.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Cut:
         group: ProcessGroup | None,
         before: Callable[[object], None] | None = None,
         work: Tensor | None = None,
+        avoid: Collection[int] = (),
     ) -> None:
         if length < size:
             msg = (
@@ -76,8 +78,10 @@ class Cut:
             self.ranges = [[chunks[r], chunks[2 * size - 1 - r]] for r in range(size)]
         else:
             self.ranges = _balanced(work, size)
+        if any(count in avoid for count in _counts(self.ranges)):
+            self.ranges = _uneven(length, size, avoid)
         self.own = self.ranges[rank]
-        self.counts = [sum(b - a for a, b in ranges) for ranges in self.ranges]
+        self.counts = _counts(self.ranges)
         self.tokens = self.counts[rank]
 
     def __eq__(self, other: object) -> bool:
@@ -212,6 +216,74 @@ def _chunks(length: int, count: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
+def _counts(ranges_of_ranks: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+    """Return the number of tokens of each rank."""
+    return [sum(b - a for a, b in ranges) for ranges in ranges_of_ranks]
+
+
+_MOST_MOVED = 16
+"""The most tokens that a chunk gets from its neighbor: attention is almost as fast."""
+
+
+def _uneven(length: int, size: int, avoid: Collection[int]) -> list[list[tuple[int, int]]]:
+    """Return ranges of each rank, of which no rank has one of some numbers of tokens.
+
+    Raises:
+        StepError: There are none.
+    """
+    ends = [end for _, end in _chunks(length, 2 * size)]
+    for moved in range(1, _MOST_MOVED + 1):
+        shifted = list(ends)
+        for rank in range(0, size - 1, 2):  # to the chunk of this rank from the next one's
+            shifted[rank] += moved
+        if size % 2:
+            shifted[size - 2] -= moved
+        chunks = list(zip([0, *shifted], shifted, strict=False))
+        ranges = [[chunks[r], chunks[2 * size - 1 - r]] for r in range(size)]
+        counts = _counts(ranges)
+        is_whole = all(a <= b for a, b in chunks) and min(counts) > 0
+        if is_whole and not any(count in avoid for count in counts):
+            return ranges
+    msg = (
+        f"a sequence of {length} tokens cannot be cut over {size} ranks so that a slice is told from what "
+        f"else the model attends to, which has {', '.join(map(str, sorted(avoid)))} entries; give longer "
+        "sequences"
+    )
+    raise StepError(msg)
+
+
+class OtherSizes(NamedTuple):
+    """The sizes of what a model attends to, or numbers, beside sequences: latents, frames, pooled tokens.
+
+    Attributes:
+        sizes: Those that the check has seen.
+        lengths: The lengths of the sequences there.
+    """
+
+    sizes: frozenset[int] = frozenset()
+    lengths: tuple[int, ...] = ()
+
+    def beside(self, length: int) -> set[int]:
+        """Return the sizes beside sequences of a length: the same, and every second token or the like."""
+        found = set(self.sizes)
+        for whole in self.lengths:
+            for size in self.sizes:
+                for stride in {whole // size, whole // size + 1} if 0 < size < whole else ():
+                    if stride > 1 and size in {whole // stride, -(-whole // stride)}:
+                        found |= {length // stride, -(-length // stride)}
+        return found
+
+
+def sizes_of_others(batch: Any, sequences: "BatchSequences") -> frozenset[int]:
+    """Return the sizes of a batch's tensors that are not cut, in which a model may see keys."""
+    return frozenset(
+        tensor.size(dim)
+        for _, tensor in _named_tensors(batch)
+        if id(tensor) not in sequences.dims
+        for dim in range(1, tensor.dim())
+    )
+
+
 _CHUNK = 64
 """The fewest tokens of a chunk by work, if there are enough for two of a rank: attention is by blocks."""
 
@@ -286,6 +358,7 @@ class Cuts:
         dims_of_dropout: The dimension of the sequence in what dropout gets, by the number of its dimensions,
             as the check has seen it; ``None`` for what has none.
         dims_of_outputs: The same of what the step returns, by name and the number of the value under it.
+        other_sizes: Those of what the check has asked for on slices, and what is no slice.
     """
 
     def __init__(
@@ -298,6 +371,7 @@ class Cuts:
         self.packed: tuple[Tensor, Tensor] | None = None
         self.dims_of_dropout: Mapping[int, int | None] = {}
         self.dims_of_outputs: Mapping[tuple[str, int], int | None] = {}
+        self.other_sizes: frozenset[int] = frozenset()
         # Of several runs before one backward pass: an error only for what is recomputed in it.
         # The same on all ranks, though on this one slices may differ in length.
         self._unclear = any(one.is_like(other) for one, other in combinations(cuts, 2))

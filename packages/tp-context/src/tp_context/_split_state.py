@@ -38,6 +38,7 @@ class SplitState:
         outer_call: The call of ``nn.MultiheadAttention`` that is running.
         drops: Whether dropout drops: not in the check, as a slice draws other numbers than the whole.
         dropout_shapes: Where the check collects the shapes of what dropout gets; ``None`` outside of it.
+        other_sizes: Where it collects the sizes of what might have been a slice, and was none.
     """
 
     cuts: Cuts | None = None
@@ -45,6 +46,7 @@ class SplitState:
     outer_call: OuterCall | None = None
     drops: bool = True
     dropout_shapes: list[torch.Size] | None = None
+    other_sizes: set[int] | None = None
 
 
 class SplitStates:
@@ -59,6 +61,19 @@ class SplitStates:
     @property
     def current(self) -> SplitState:
         return self._stack[-1]
+
+    def slice_of(self, tokens: int) -> Cut | None:
+        """Return the cut of which this rank's slice has as many tokens; ``None`` for what is no slice.
+
+        It is asked of keys, queries, labels and the like, whose dimension is known and whose meaning is not:
+        latents, frames or a picture's patches are attended to as well. The check collects such sizes, and
+        slices are cut to have none of them (`OtherSizes`).
+        """
+        state = self.current
+        cut = None if state.cuts is None else state.cuts.of_slice(tokens)
+        if cut is None and state.other_sizes is not None:
+            state.other_sizes.add(tokens)
+        return cut
 
     @contextmanager
     def changed(self, **changes: Any) -> Iterator[None]:
@@ -125,8 +140,7 @@ def positions(tokens: int, *, device: torch.device | str | None = None) -> Tenso
         >>> positions(3)
         tensor([0, 1, 2])
     """
-    cuts = split_states.current.cuts
-    cut = None if cuts is None else cuts.of_slice(tokens)
+    cut = split_states.slice_of(tokens)
     if cut is None:
         return torch.arange(tokens, device=device)
     return cut.index(torch.device("cpu") if device is None else torch.device(device))
