@@ -53,6 +53,16 @@ def test_gradients_are_recorded_at_the_outputs_and_the_inputs():
     assert torch.equal(given, model[1].weight.detach().expand(2, 3))
 
 
+def test_inputs_are_recorded_as_modules_begin():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    x = torch.ones(2, 3)
+    with Recording(model, inputs=True) as recording:
+        model(x)
+    assert [place.module for place in recording.inputs] == ["", "0", "1"]
+    assert torch.equal(recording.inputs["0", 0, "0"].tensor, x)
+    assert torch.equal(recording.inputs["1", 0, "0"].tensor, recording.outputs["0", 0, ""].tensor)
+
+
 def test_names_can_be_changed_and_left_out():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     names = {"": None, "0": "first", "1": None}

@@ -30,7 +30,7 @@ from tp_core.compare import (
 )
 from tp_core.data import SampleRows, StepOutput
 from tp_core.errors import ModelError
-from tp_core.random import preserve_rng_state
+from tp_core.random import device_rng_state, preserve_rng_state
 
 from tp_context._inputs import InputScheme, input_schemes, splitting, windows_of
 from tp_context._patches import patched
@@ -119,12 +119,14 @@ class _StepRun(NamedTuple):
 
     Attributes:
         outputs: Those of modules, in the order in which they end.
+        inputs: What modules take, in the order in which they begin.
         returned: The numbers that the step returns.
         gradients: Sketches of the gradients.
         dtypes: The types in which the step computes.
         shapes: Those of tensors that the step returns, before slices are joined.
         dropout_shapes: Those of what dropout gets, in the order of calls.
         other_sizes: Those of what might have been a slice, and was none.
+        draws: Whether it draws random numbers, beside dropout.
     """
 
     outputs: dict[TensorPlace, Tensor]
@@ -134,6 +136,8 @@ class _StepRun(NamedTuple):
     shapes: Mapping[tuple[str, int], torch.Size]
     dropout_shapes: Sequence[torch.Size]
     other_sizes: frozenset[int] = frozenset()
+    inputs: Mapping[TensorPlace, Tensor] = {}
+    draws: bool = False
 
 
 class SliceProof(NamedTuple):
@@ -368,9 +372,11 @@ def _run(
     sketches: dict[str, _Sketch] = {}
     # Rounded in the backward pass, too: activation checkpointing repeats forwards there.
     with preserve_rng_state(), rounding:
-        with Recording(model) as recording, ComputedTypes() as computed:
+        drawn = _generators(model)
+        with Recording(model, inputs=True) as recording, ComputedTypes() as computed:
             with split_states.changed(dropout_shapes=dropout_shapes, other_sizes=other_sizes):
                 raw = step(model, batch)
+            draws = any(not torch.equal(*pair) for pair in zip(drawn, _generators(model), strict=True))
             shapes = _shapes(raw)
             output = join(raw)
         values = output if isinstance(output, Mapping) else {"loss": output}
@@ -386,9 +392,25 @@ def _run(
             returned[name] = float(value)
     # No numbers: a loss of this rank's tokens is joined only later.
     outputs = {place: one.tensor for place, one in recording.outputs.items() if one.tensor.dim()}
+    inputs = {place: one.tensor for place, one in recording.inputs.items() if one.tensor.dim()}
     dtypes |= computed.dtypes
-    sizes = frozenset(other_sizes)
-    return _StepRun(outputs, returned, sketches, frozenset(dtypes), shapes, dropout_shapes, sizes)
+    return _StepRun(
+        outputs,
+        returned,
+        sketches,
+        frozenset(dtypes),
+        shapes,
+        dropout_shapes,
+        other_sizes=frozenset(other_sizes),
+        inputs=inputs,
+        draws=draws,
+    )
+
+
+def _generators(model: nn.Module) -> list[Tensor]:
+    """Return the states of the default generators that a model's modules draw from."""
+    devices = {torch.device("cpu"), *(parameter.device for parameter in model.parameters())}
+    return [device_rng_state(device) for device in sorted(devices, key=str)]
 
 
 _PIECE = 2**20
@@ -454,10 +476,13 @@ def _compare(
     for number, place in enumerate(whole.outputs):
         error = error_of(place)
         if error:
+            called, where = _cause(place, whole, near, part, bound, cuts)
+            why = "it needs tokens or positions that other ranks have, outside of attention"
+            if whole.draws:
+                why += ", or draws random numbers, which are others for a slice"
             return number, (
-                f"{place.module or 'the model'!r} ({type(modules[place.module]).__name__}) computes "
-                f"something else on a slice of the sequence than on the whole (a difference of {error:.1e}): "
-                "it needs tokens or positions that other ranks have, outside of attention"
+                f"{called or 'the model'!r} ({type(modules[called]).__name__}) computes something else on a "
+                f"slice of the sequence than on the whole (a difference of {error:.1e}{where}): {why}"
             )
     values = (
         ", ".join(f"{n} {part.returned.get(n)} and not {whole.returned[n]}" for n in bad) or "other outputs"
@@ -467,6 +492,28 @@ def _compare(
         "tokens of other ranks after the model, or is a mean over something else than the 'weight' that it "
         "returns"
     )
+
+
+def _cause(
+    place: TensorPlace, whole: _StepRun, near: _StepRun, part: _StepRun, bound: Bound, cuts: Cuts
+) -> tuple[str, str]:
+    """Return the module that computes something else, of which ``place`` is the first output to differ.
+
+    It is the one around a module that is given something else already: attention that is written by hand
+    shows in the dropout of its weights.
+    """
+    runs = [run._replace(outputs=dict(run.inputs)) for run in (whole, near, part)]
+    taken = [p for p in whole.inputs if (p.module, p.call) == (place.module, place.call)]
+    is_given = any(
+        _error(p, whole=runs[0], near=runs[1], part=runs[2], bound=bound, cuts=cuts) for p in taken
+    )
+    if not is_given or not place.module:
+        return place.module, ""
+    called = {p.module for p in whole.outputs}
+    around = place.module
+    while around and (around == place.module or around not in called):
+        around = around.rpartition(".")[0]
+    return around, f", in what it passes to {place.module.removeprefix(f'{around}.')!r}"
 
 
 def _compare_gradients(

@@ -102,7 +102,7 @@ def _goes_over(
     first = args[0] if args else kwargs.get("input")
     if first is not tensor:
         return False
-    at = tensor.dim() + dim
+    at: int = tensor.dim() + dim
     if function in _OVER_CLASSES:
         return at == (1 if tensor.dim() > 1 else 0)
     if function in _OVER_LAST:
@@ -124,7 +124,7 @@ def _goes_over(
 
 def _dim_after(tensor: Tensor, dim: int, result: Tensor) -> int | None:
     """Return the place of a dimension in the result of a function, counted from the end; ``None`` if lost."""
-    if result.dim() and result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+    if result.dim() and _share_memory(result, tensor):
         # A view: the same elements, as far apart.
         for place in range(-1, -1 - result.dim(), -1):
             if (result.size(place), result.stride(place)) == (tensor.size(dim), tensor.stride(dim)):
@@ -133,6 +133,13 @@ def _dim_after(tensor: Tensor, dim: int, result: Tensor) -> int | None:
     if result.dim() >= -dim and result.size(dim) == tensor.size(dim):
         return dim
     return None
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    try:
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and those of torch.func, have none
+        return False
 
 
 class _OwnNumbers(TorchFunctionMode):
@@ -232,7 +239,10 @@ class StepOutputs:
             return step
         key = step_identity(step), models[0].training, torch.is_grad_enabled()
         compared = self._compared.setdefault(models[0], set())
-        if key in compared or any(map(_is_compiled, models)):
+        if key in compared:
+            return step
+        if any(map(_is_compiled, models)):
+            compared.add(key)
             return step
 
         def run(*arguments: Any) -> StepOutput:
@@ -318,7 +328,8 @@ def _number(leaves: Sequence[Any]) -> float:
     total = 0.0
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            total += float(leaf.detach().to_dense().double().nan_to_num(0.0, 0.0, 0.0).sum())
+            values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            total += float(values.detach().to_dense().double().nan_to_num(0.0, 0.0, 0.0).sum())
         else:
             total += float(leaf)
     return 0.0 if math.isnan(total) else total

@@ -52,9 +52,11 @@ class Recording:
         plain_name: A function from a module's name to the one to record, or to ``None`` to leave it out. By
             default it is recorded as it is.
         gradients: Whether gradients of the inputs and outputs of modules are recorded, too.
+        inputs: Whether the tensors that modules take are.
 
     Attributes:
         outputs: The outputs by their places, as modules end.
+        inputs: The inputs by their places, as modules begin.
         gradients: The gradients by place and "input" or "output", as the backward pass has them.
 
     Example:
@@ -70,12 +72,15 @@ class Recording:
         *,
         plain_name: Callable[[str], str | None] | None = None,
         gradients: bool = False,
+        inputs: bool = False,
     ) -> None:
         self.model = model
         self.outputs: dict[TensorPlace, LocalTensor] = {}
+        self.inputs: dict[TensorPlace, LocalTensor] = {}
         self.gradients: dict[tuple[TensorPlace, str], LocalTensor] = {}
         self._plain_name = plain_name
         self._watches_gradients = gradients
+        self._records_inputs = inputs
         self._calls: dict[str, int] = {}
         self._handles: list[Any] = []
         # Replicas share a module's hooks, and simulated ranks are threads.
@@ -91,6 +96,8 @@ class Recording:
                 continue
             if self._watches_gradients:
                 self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            if self._records_inputs:
+                self._handles.append(module.register_forward_pre_hook(self._takes(name), with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after(name)))
         return self
 
@@ -116,6 +123,16 @@ class Recording:
                 tuple(watched(str(i), value) for i, value in enumerate(args)),
                 {key: watched(key, value) for key, value in kwargs.items()},
             )
+
+        return hook
+
+    def _takes(self, name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._is_left_out():
+                call = self._calls.get(name, 0)
+                for place, tensor in [*named_tensors(args), *named_tensors(kwargs)]:
+                    if tensor.is_floating_point() and _has_values(tensor):
+                        self.inputs[TensorPlace(name, call, place)] = local_tensor(tensor)
 
         return hook
 
