@@ -1,7 +1,8 @@
 """The session of a process in torch's default process group: the base of all backends over groups."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from tp_core._contracts._job import Job
 from tp_core._contracts._session import ReduceOp, Session, check_reduce_op
 from tp_core.data._step_outputs import zero_backward
 from tp_core.errors import ConfigError, DisagreementError, ModelError
-from tp_core.modules._parameters import check_no_max_norm, quantized_parts
+from tp_core.modules._parameters import check_no_max_norm, is_dtensor, quantized_parts
 from tp_core.sessions._object_exchange import broadcast_object, gather_objects
 from tp_core.sessions._optimizer_draws import share_draws
 from tp_core.sessions._process_group import new_process_group
@@ -26,7 +27,11 @@ from tp_core.sessions._reduction_watch import ReductionWatch
 from tp_core.sessions._stepping_data_parallel import SteppingDataParallel
 from tp_core.state._training import load_whole_state
 
+log = logging.getLogger("tp_core")
+
 T = TypeVar("T")
+
+_MOST_SAMPLES = 16  # of a parameter: two draws differ in nearly all
 
 
 class ProcessGroupSession(Session):
@@ -140,7 +145,8 @@ class ProcessGroupSession(Session):
         """Check that all ranks have the same model.
 
         Buffers are compared where no parameter is split. All ranks then get the first rank's buffers, and
-        torch ends the process where shapes differ.
+        torch ends the process where shapes differ. They get its weights, too: the first rank warns where
+        some values of another one differ.
 
         Args:
             model: The plain module.
@@ -161,7 +167,9 @@ class ProcessGroupSession(Session):
         buffers = [
             f"{name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers() if name not in ignored
         ]
-        everyones = self.gather_objects((mine, [] if whole else buffers), where="shapes of parameters")
+        samples = {} if whole else _samples_of(model, without=ignored)
+        mine_and_buffers = (mine, [] if whole else buffers)
+        everyones = self.gather_objects((*mine_and_buffers, samples), where="shapes of parameters")
         for i, what in enumerate(("parameters", "buffers")):
             first = everyones[0][i]
             for rank, each in enumerate(everyones):
@@ -175,6 +183,8 @@ class ProcessGroupSession(Session):
                     f"{there[0]} ({len(first)} and {len(theirs)} {what}); build the same model on every rank"
                 )
                 raise DisagreementError(msg)
+        if self.is_main:
+            _warn_other_values([each[2] for each in everyones])
 
     def average_gradients(self, model: nn.Module, **options: Any) -> nn.Module:
         """Return the model in a wrapper that averages its gradients over the ranks that train it together.
@@ -428,3 +438,34 @@ class ProcessGroupSession(Session):
         if not self.closed and self._leave is not None:
             self._leave()
         super().close()
+
+
+def _samples_of(model: nn.Module, *, without: Iterable[str]) -> dict[str, bytes]:
+    """Return a few values of each parameter, by name: a model of another seed or file has others."""
+    pieces = {}
+    for name, parameter in model.named_parameters():
+        is_whole = not parameter.is_meta and not is_dtensor(parameter) and parameter.is_contiguous()
+        if name not in without and is_whole and parameter.is_floating_point() and parameter.numel():
+            flat = parameter.detach().view(-1)
+            pieces[name] = flat[:: -(-len(flat) // _MOST_SAMPLES)].float()
+    if not pieces:
+        return {}
+    # One transfer from the device, which each parameter's own would wait for.
+    values = torch.cat([*pieces.values()]).cpu().split([len(piece) for piece in pieces.values()])
+    return {name: piece.numpy().tobytes() for name, piece in zip(pieces, values, strict=True)}
+
+
+def _warn_other_values(everyones: Sequence[Mapping[str, bytes]]) -> None:
+    """Warn of the first rank whose parameters have other values than the first rank's."""
+    first = everyones[0]
+    for rank, theirs in enumerate(everyones):
+        names = [name for name in first if name in theirs and theirs[name] != first[name]]
+        if names:
+            log.warning(
+                "ranks were given models with other values (%r of rank %d), and all train on from those of "
+                "rank 0; to make the same model on every rank, seed before: Trainer(seed=0), or "
+                "torch.manual_seed with the same number, or load it on every rank",
+                names[0],
+                rank,
+            )
+            return
