@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tp_core.errors import ConfigError, LoaderError, StateError
 from tp_core.state import write_whole
 from tp_testing import run_ranks
-from tp_trainer import Checkpoints, Limits, Trainer, Validation
+from tp_trainer import Checkpoints, FunctionMetric, Limits, Trainer, Validation
 
 from tests.cases import first_fast
 from tests.models import perceptron
@@ -94,17 +94,44 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, rule):
     assert names(tmp_path) == ["step-0000000002", "step-0000000004"]
 
 
-def test_a_metric_that_does_not_come_is_named_after_the_first_epoch(tmp_path):
-    with pytest.raises(
-        ConfigError, match="best='val_los' is none of the metrics of the run, which are loss, val"
-    ):
+def mean_output(model, batch):
+    return model(batch[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "words"),
+    [
+        ("val_los", mean_output, "which are val_loss; did you mean 'val_loss'?"),
+        (
+            "val_ac",
+            lambda model, batch: {"loss": mean_output(model, batch), "acc": 1.0},
+            "which are val_acc, val_loss; did you mean 'val_acc'?",
+        ),
+        ("los", None, "which are loss; did you mean 'loss'?"),
+    ],
+)
+def test_a_metric_that_does_not_come_is_named_before_the_second_step(tmp_path, name, step, words):
+    loader = DataLoader(make_data(4), batch_size=4)
+    with pytest.raises(ConfigError) as caught:
+        fit(Checkpoints(tmp_path, best=name, every_steps=1), validation=Validation(loader, step=step))
+    assert f"best={name!r} is none of the metrics of the run, {words}" in str(caught.value)
+    assert names(tmp_path) == []
+
+
+def test_a_metric_of_the_whole_validation_is_not_computed_for_its_name(tmp_path):
+    calls = []
+    metric = FunctionMetric(lambda values: calls.append(len(values)) or 1.0)
+    loader = DataLoader(make_data(8), batch_size=4)
+    for best in ("val_size", "val_acc"):
         fit(
-            Checkpoints(tmp_path, best="val_los"),
+            Checkpoints(tmp_path / best, best=best),
             validation=Validation(
-                DataLoader(make_data(4), batch_size=4), step=lambda model, batch: model(batch[0]).mean()
+                loader,
+                step=lambda model, batch: {"size": batch[0], "acc": 1.0},
+                metrics={"size": metric},
             ),
         )
-    assert names(tmp_path) == ["step-0000000005"]
+    assert set(calls) == {8}
 
 
 def test_a_folder_alone_saves_after_every_epoch(tmp_path):

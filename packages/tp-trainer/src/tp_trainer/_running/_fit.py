@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,14 +71,31 @@ class FitHooks(LoopHooks):
 
         Collectives: as in `Evaluator.evaluate`.
         """
+        return self._evaluate(self._evaluator, boundaries, max_batches)
+
+    def validation_names(self, wanted: set[str]) -> set[str]:
+        """Return the names of the validation's results, after its step on a batch if that is needed.
+
+        Collectives: as in `Evaluator.evaluate`, unless the loss and the metrics are all that is wanted.
+        """
+        evaluator = self._evaluator
+        own = {f"val_{prefix}{name}" for prefix in evaluator.loaders for name in evaluator.metrics}
+        if wanted <= own | {f"val_{prefix}loss" for prefix in evaluator.loaders}:
+            return wanted
+        # Without the metrics: some need more than the samples of a batch.
+        step = without_metrics(evaluator.step, evaluator.metrics)
+        found = self._evaluate(replace(evaluator, step=_counted(step), metrics={}), None, 1)
+        return own | {f"val_{name}" for name in found if not name.endswith(_COUNTED)}
+
+    def _evaluate(
+        self, evaluator: Evaluator, boundaries: StepBoundaries | None, max_batches: int | None
+    ) -> Mapping[str, float]:
         session, model = self.optimizer_step.session, self.optimizer_step.model
         epoch = max(self.train.next_epoch - 1, 0)
         optimizer = self.optimizer_step.optimizer
         switch_weights(optimizer, training=False)
         try:
-            return self._evaluator.evaluate(
-                session, model, epoch=epoch, boundaries=boundaries, most=max_batches
-            )
+            return evaluator.evaluate(session, model, epoch=epoch, boundaries=boundaries, most=max_batches)
         finally:
             switch_weights(optimizer, training=True)
 
@@ -100,6 +118,21 @@ class FitHooks(LoopHooks):
 
     def facts(self) -> dict[str, object]:
         return self.settings.facts()
+
+
+_COUNTED = "tp:counted"
+
+
+def _counted(step: Step) -> Step:
+    """Return a step that has a number for each batch, as one with metrics alone has none."""
+
+    def run(model: Any, batch: Any) -> StepOutput:
+        output = step(model, batch)
+        named = {"loss": output} if isinstance(output, Tensor) else output
+        return {**named, _COUNTED: 0.0} if isinstance(named, Mapping) else output
+
+    run.wrapped_step = step  # type: ignore[attr-defined]  # functions take any
+    return run
 
 
 def fit(preparation: Preparation, settings: FitSettings, model: nn.Module, optimizer: Optimizer) -> History:
@@ -203,7 +236,9 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         if not hooks.weighs_batches and any(isinstance(p, CountedBatch) for p in parts):
             hooks.weighs_batches, step = True, weighed(step, [step])
         watched = partial(run_watched, hooks.run, update.optimizer)
-        return hooks.step_state.run(watched, step, model, batch, own=settings.step)
+        output = hooks.step_state.run(watched, step, model, batch, own=settings.step)
+        loop._check_training_metrics({"loss", *output} if isinstance(output, Mapping) else {"loss"})
+        return output
 
     def run_first_of_epoch(_: Step, model: Any, batch: Any) -> StepOutput:
         nonlocal run

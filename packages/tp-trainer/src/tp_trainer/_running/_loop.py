@@ -4,7 +4,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -37,6 +37,7 @@ from tp_trainer._running._state import (
 from tp_trainer._steps._meter import Meter
 from tp_trainer._steps._optimizer_step import OptimizerStep, learning_rate_of
 from tp_trainer._steps._step import guard_stop_iteration
+from tp_trainer.callbacks._early_stopping import EarlyStopping
 
 if TYPE_CHECKING:
     from tp_trainer._running._watchdog import Watchdog
@@ -65,6 +66,10 @@ class LoopHooks:
     def validate(self, boundaries: StepBoundaries | None, max_batches: int | None) -> Mapping[str, float]:
         """Return the means of a validation on ``max_batches`` at most; signals end it at ``boundaries``."""
         raise NotImplementedError
+
+    def validation_names(self, wanted: set[str]) -> set[str] | None:  # noqa: ARG002 - for overrides
+        """Return the names of the validation's results, or those wanted if all are there, if known."""
+        return None
 
     def check_parameters(self) -> None:
         """Raise if the parameters must not be saved, as after a step with NaN."""
@@ -334,6 +339,8 @@ class Loop:
             if saving.resume(self._settings.resume):
                 done = f"epoch {state.epoch}, {state.first} batches of it done"
                 self._say(f"resumed from {saving.last}: {done}")
+                if self.epochs is not None and state.epoch > self.epochs:
+                    self._say(f"nothing is left to do: {len(state.records)} of {self.epochs} epochs are done")
             if words := state.note_frozen():
                 self._say(words)
         self._position.resume(state.step, state.first)
@@ -350,8 +357,40 @@ class Loop:
             # A validation that fails must fail now, and not after an epoch of hours.
             with preserve_rng_state(), self._watching():
                 self._hooks.validate(None, max_batches)
+        wanted = {name for name in self._metrics_in_use() if name.startswith("val_")}
+        if wanted and not state.step:
+            # A typo must be found now, too.
+            with preserve_rng_state(), self._watching():
+                known = self._hooks.validation_names(wanted)
+            if known is not None:
+                self._check_metrics(wanted, known)
         self._logs.open(resumed=bool(state.step or state.first), step=state.step, epoch=state.epoch)
         self._settings.events.send("on_fit_start", self)
+
+    def _metrics_in_use(self) -> dict[str, Callable[[Iterable[str]], None]]:
+        """Return the names of the metrics that decide something, and the check of each among those known."""
+        # Not of subclasses, which may look at numbers of their own.
+        stoppings = [one for one in self._settings.events.callbacks if type(one) is EarlyStopping]
+        checks: dict[str, Callable[[Iterable[str]], None]] = {
+            one.metric: one._check_known for one in stoppings
+        }
+        saving = self._saving
+        if saving is not None and saving.checkpointer.settings.best is not None:
+            checks[saving.checkpointer.settings.best] = saving.check_best
+        return checks
+
+    def _check_metrics(self, names: Iterable[str], known: Iterable[str]) -> None:
+        checks = self._metrics_in_use()
+        for name in sorted(names):
+            checks[name](sorted(known))
+
+    def _check_training_metrics(self, known: set[str]) -> None:
+        """Check, after the first step, the names of training metrics that decide something.
+
+        Raises:
+            ConfigError: The step's output has none of that name.
+        """
+        self._check_metrics({name for name in self._metrics_in_use() if not name.startswith("val_")}, known)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
@@ -611,7 +650,7 @@ class Loop:
             if is_due or self._has_ended():
                 self._saves_at_epoch_end = False
                 self._save(0, None)
-            saving.check_best()
+            saving.check_best(state.metrics)
             if decision.signal:
                 self._save(0, None)
                 self._interrupt(decision.signal)

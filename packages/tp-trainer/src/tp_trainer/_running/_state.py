@@ -642,8 +642,9 @@ class Saving:
         """
         self.checkpointer.finish()
 
-    def check_best(self) -> None:
-        name, known = self.checkpointer.settings.best, self._state.metrics
+    def check_best(self, known: Iterable[str]) -> None:
+        """Check that the metrics of the run have the one of the best checkpoint."""
+        name = self.checkpointer.settings.best
         if name is not None and name not in known:
             msg = f"best={name!r} is none of the metrics of the run, {metrics_hint(name, known)}"
             raise ConfigError(msg)

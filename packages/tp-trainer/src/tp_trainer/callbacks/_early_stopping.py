@@ -1,7 +1,7 @@
 """Early stopping."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from tp_core.errors import ConfigError
@@ -82,12 +82,20 @@ class EarlyStopping(Callback):
         """
         if not self.metric.startswith("val_"):
             self._look(run, run.metrics)
-        elif self.metric not in run.metrics:
-            raise ConfigError(self._unknown(run.metrics))
+        else:
+            self._check_known(run.metrics)
 
-    def _look(self, run: RunView, metrics: Mapping[str, float]) -> None:
+    def _check_known(self, metrics: Iterable[str]) -> None:
+        """Check that the metrics of a run have the one that this looks at.
+
+        Raises:
+            ConfigError: None of them has its name.
+        """
         if self.metric not in metrics:
             raise ConfigError(self._unknown(metrics))
+
+    def _look(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        self._check_known(metrics)
         value = self._sign * metrics[self.metric]
         if self._check_finite and not math.isfinite(value):
             run.stop(f"{self.metric} is {metrics[self.metric]}")
@@ -99,7 +107,7 @@ class EarlyStopping(Callback):
         if self._waited >= self.patience:
             run.stop(f"{self.metric} was {self.best:g} at best, and no better {self._waited} times in a row")
 
-    def _unknown(self, metrics: Mapping[str, float]) -> str:
+    def _unknown(self, metrics: Iterable[str]) -> str:
         hint = metrics_hint(self.metric, metrics)
         return f"EarlyStopping({self.metric!r}) looks at none of the metrics of the run, {hint}"
 
