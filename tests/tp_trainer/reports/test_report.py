@@ -10,12 +10,15 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StateError
-from tp_trainer import write_report
+from tp_trainer import Trainer, write_report
 from tp_trainer._reports import charts  # private: the parts of a page
 from tp_trainer._reports._figures import _MOST_POINTS, _thinned  # private: as above
 from tp_trainer.loggers import JsonLinesLogger, RunInfo, read_run
 
+from tests.reference_training import mean_square
 from tests.run_tp import run
 
 
@@ -165,6 +168,21 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'tp-trainer\[report\]'"):
         page_of(leave_run(tmp_path / "run"))
+
+
+def test_checkpoints_alone_are_the_record_of_a_run(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+    with Trainer(devices="cpu", progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        history = trainer.fit(
+            model, optimizer, loader, step=mean_square, epochs=3, validation=loader, checkpoint=tmp_path
+        )
+    assert not (tmp_path / "log.jsonl").exists()
+    found = read_run(tmp_path)
+    assert found.series("loss") == ([2, 4, 6], history.to_dict()["loss"])
+    assert found.series("val_loss")[1] == history.to_dict()["val_loss"]
+    assert "val_loss" in page_of(tmp_path)
 
 
 def test_no_run_is_refused():

@@ -25,7 +25,7 @@ HISTORY = History(
 def fit(**settings):
     model = nn.Linear(2, 1)
     loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
-    with Trainer(devices="cpu", progress=False) as trainer:
+    with Trainer(devices="cpu", progress="auto") as trainer:
         return trainer.fit(
             model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=mean_square, **settings
         )
@@ -39,6 +39,34 @@ def test_its_columns_have_a_value_for_each_epoch():
     assert columns["learning_rate"] == [0.1, 0.05]
     assert json.loads(json.dumps(columns)) == columns
     assert History(()).to_dict() == {}
+
+
+def test_it_prints_as_a_table_and_says_how_to_get_the_weights(tmp_path):
+    head, first, second = str(HISTORY).splitlines()
+    assert head.split() == [
+        "epoch",
+        "steps",
+        "samples",
+        "seconds",
+        "learning_rate",
+        "loss",
+        "<b>",
+        "val_loss",
+    ]
+    assert first.split() == ["1", "8", "64", "0.5", "0.1", "2", "1", "3"]
+    assert second.split() == ["2", "16", "64", "0.5", "0.05", "1", "2"]  # no validation
+    assert len(head) == len(first)
+    assert str(History(())) == "no epoch has ended"
+    last = str(fit(checkpoint=tmp_path)).splitlines()[-1]
+    assert f"tp convert {tmp_path} model.safetensors writes the weights of the newest" in last
+
+
+def test_a_resumed_run_with_nothing_left_says_so(tmp_path, capsys):
+    for said in ("", "nothing is left to do: 1 of 1 epochs are done"):
+        fit(checkpoint=tmp_path, resume="auto", epochs=1)
+        assert said in capsys.readouterr().err
+    fit(checkpoint=tmp_path, resume="auto", epochs=2)
+    assert "nothing is left" not in capsys.readouterr().err
 
 
 def test_it_is_a_table_of_pandas():

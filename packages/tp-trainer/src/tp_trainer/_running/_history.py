@@ -3,6 +3,7 @@
 import html
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ class EpochRecord:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The records of all epochs of a run; a notebook shows them as a table with curves.
+    """The records of all epochs of a run; print it to see a table, and a notebook shows curves, too.
 
     Attributes:
         epochs: One record for each epoch, in order.
@@ -100,6 +101,21 @@ class History:
 
     def __iter__(self) -> Iterator[EpochRecord]:
         return iter(self.epochs)
+
+    def __str__(self) -> str:
+        columns = {name: [name, *map(_worded, values)] for name, values in self.to_dict().items()}
+        widths = {name: max(map(len, cells)) for name, cells in columns.items()}
+        rows = zip(*columns.values(), strict=True)
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths.values(), strict=True))
+            for row in rows
+        ]
+        if not lines:
+            lines = ["no epoch has ended"]
+        if self.folder is not None:
+            command = f"tp convert {shlex.quote(str(self.folder))} model.safetensors"
+            lines.append(f"checkpoints: {self.folder}; {command} writes the weights of the newest")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Return the records as columns: one value per epoch, ``None`` where an epoch has none.
@@ -186,19 +202,10 @@ class History:
 
     def _as_logged(self) -> "LoggedRun":
         """Return the numbers of the epochs in the form of a run's log, without times and environment."""
-        from tp_trainer.loggers._jsonl import FILENAME, LoggedRun
+        from tp_trainer.loggers._jsonl import FILENAME, logged_epochs
 
-        lines = tuple(
-            {
-                "type": "numbers",
-                "time": 0.0,
-                "step": record.steps,
-                "epoch": record.epoch,
-                "numbers": {**record.metrics, "learning_rate": record.learning_rate},
-            }
-            for record in self.epochs
-        )
-        return LoggedRun((self.folder or Path("run")) / FILENAME, lines, 0)
+        records = [record.to_dict() for record in self.epochs]
+        return logged_epochs((self.folder or Path("run")) / FILENAME, records)
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the table, and curves if matplotlib is installed."""

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -26,6 +26,7 @@ from tp_core.errors import StateError
 from tp_core.files import atomic_part, showing_system_errors
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
+from tp_trainer._checkpoint._folder import STATE, RunFolder, read_json
 from tp_trainer.loggers._files import LogPlace, sync
 
 FILENAME = "log.jsonl"
@@ -76,6 +77,8 @@ class LoggedRun:
 def read_run(path: str | os.PathLike[str]) -> LoggedRun:
     """Read the record of a run.
 
+    A run without a log has left the numbers of its epochs in its checkpoints.
+
     Args:
         path: The folder of the run, or its ``log.jsonl``.
 
@@ -86,9 +89,12 @@ def read_run(path: str | os.PathLike[str]) -> LoggedRun:
     path = Path(path)
     file = path / FILENAME if path.is_dir() else path
     if not file.is_file():
+        saved = RunFolder(path).committed() if path.is_dir() else []
+        if saved:
+            return logged_epochs(file, read_json(saved[0] / STATE)["records"])
         msg = (
             f"{path} has no {FILENAME}, the record that a run leaves with log='jsonl' in the folder of its "
-            "checkpoints, or where log=JsonLinesLogger(folder) says"
+            "checkpoints, or where log=JsonLinesLogger(folder) says, and no checkpoint"
         )
         raise FileNotFoundError(msg)
     run = parse(file)
@@ -96,6 +102,17 @@ def read_run(path: str | os.PathLike[str]) -> LoggedRun:
         msg = f"{file} is not the record of a run: it has no line that could be read"
         raise StateError(msg)
     return run
+
+
+def logged_epochs(path: Path, records: Iterable[Mapping[str, Any]]) -> LoggedRun:
+    """Return the records of a run's epochs in the form of its log, without times and environment."""
+    lines = []
+    for record in records:
+        numbers = {**record["train"], **{f"val_{name}": value for name, value in record["val"].items()}}
+        numbers["learning_rate"] = record["learning_rate"]
+        facts = {"step": record["steps"], "epoch": record["epoch"], "numbers": numbers}
+        lines.append({"type": "numbers", "time": 0.0, **facts})
+    return LoggedRun(path, tuple(lines), 0)
 
 
 def parse(path: Path) -> LoggedRun:
