@@ -8,14 +8,13 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from tp_core.cli._plain import section_of, sections
+from tp_core.cli._plain import installed_packages, section_of, sections
 from tp_core.discovery import Contribution, PluginRegistry
 from tp_core.errors import ContractError, TpError
 from tp_core.messages import did_you_mean
@@ -281,7 +280,10 @@ def _options() -> list[Any]:
         version: Annotated[
             bool,
             typer.Option(
-                "--version", is_eager=True, callback=_say_version, help="Show the version and exit."
+                "--version",
+                is_eager=True,
+                callback=_say_versions,
+                help="Show the installed packages and exit.",
             ),
         ] = False,
     ) -> None: ...
@@ -289,9 +291,10 @@ def _options() -> list[Any]:
     return list(typer.main.get_command(app).params)
 
 
-def _say_version(is_asked: bool) -> None:
+def _say_versions(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"tp-core {version('tp-core')}")
+        for name, number in installed_packages().items():
+            typer.echo(f"{name} {number}")
         raise typer.Exit
 
 

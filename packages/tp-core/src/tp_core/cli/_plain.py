@@ -1,4 +1,4 @@
-"""What ``tp`` says without the command line's libraries: version, plain doctor, errors, platform notes."""
+"""What ``tp`` says without the command line's libraries: help, versions, plain doctor, errors, notes."""
 
 import importlib.util
 import platform
@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from importlib.resources import files
 
 from tp_core.errors import ConfigError
@@ -17,7 +17,9 @@ def plain_command(words: Sequence[str]) -> Callable[[], int] | None:
     """Return what runs a command line without further libraries, or ``None`` if that takes them."""
     match list(words):
         case ["--version"]:
-            return _print_version
+            return _print_versions
+        case [] | ["--help"]:
+            return _print_help
         case ["doctor"] | ["doctor", "--ranks", "0"]:
             return _doctor
         case ["explain", name]:
@@ -25,8 +27,35 @@ def plain_command(words: Sequence[str]) -> Callable[[], int] | None:
     return None
 
 
-def _print_version() -> int:
-    print(f"tp-core {version('tp-core')}")
+def installed_packages() -> dict[str, str]:
+    """Return the versions of tp's packages that are here, and of others' of that prefix, by name."""
+    found = {}
+    for distribution in distributions():
+        name = str(distribution.name).lower().replace("_", "-")
+        if not name.startswith("tp-"):
+            continue
+        needs_core = any(re.match(r"tp[-_]core\b", each) for each in distribution.requires or ())
+        if name == "tp-core" or needs_core:
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+def _print_versions() -> int:
+    print("\n".join(f"{name} {number}" for name, number in installed_packages().items()))
+    return 0
+
+
+def _print_help() -> int:
+    """Print the commands that are here, without their options."""
+    from tp_core.plugins import registry
+
+    print("Usage: tp COMMAND, one of these:\n")
+    commands = {"doctor": "Show devices, plugins and problems.", "explain": "Print what an error means."}
+    commands |= {found.item.name: found.item.help for found in registry.commands()}
+    width = max(map(len, commands))
+    print("\n".join(f"  {name:<{width}}  {text}" for name, text in commands.items()))
+    print("\nAll but tp --version, tp doctor and tp explain ERROR need: pip install 'tp-core[cli]'")
+    print("Packages:", ", ".join(f"{name} {number}" for name, number in installed_packages().items()))
     return 0
 
 
