@@ -1,6 +1,7 @@
 """Lines of a file that grows are shown whole, once, and with their rank."""
 
 import io
+import os
 
 import pytest
 from tp_launch._rank_logs import LogTail  # private: a file that grows in the midst of a line
@@ -53,6 +54,17 @@ def test_an_incomplete_line_is_shown_after_a_second_and_not_repeated(tmp_path, s
         file.write(b"\ndone\n")
     tail.stop()
     assert shown.getvalue() == "> loading ...\n> done\n"
+
+
+def test_what_was_written_last_is_shown_last(tmp_path, shown):
+    tail = LogTail()  # which does not run yet, as between two of its looks
+    for name, time_s in (("out", 2), ("err", 1), ("later", 3)):
+        (tmp_path / name).write_text(f"{name}\n")
+        os.utime(tmp_path / name, (time_s, time_s))
+        tail.follow(tmp_path / name, prefix="", out=shown)
+    tail.start()
+    tail.stop()
+    assert shown.getvalue() == "err\nout\nlater\n"
 
 
 def test_a_file_that_never_appears_is_no_error(tmp_path, shown):

@@ -7,6 +7,7 @@ import stat
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -117,7 +118,7 @@ class LogTail:
         self._stopping.set()
         self._thread.join()
         with self._lock:
-            for source in self._sources:
+            for source in _by_last_write(self._sources):
                 _pump(source, last=True)
                 if source.file is not None:
                     source.file.close()
@@ -126,8 +127,20 @@ class LogTail:
     def _run(self) -> None:
         while not self._stopping.wait(_INTERVAL_S):
             with self._lock:
-                for source in self._sources:
+                for source in _by_last_write(self._sources):
                     _pump(source, last=False)
+
+
+def _by_last_write(sources: Iterable[_FollowedLog]) -> list[_FollowedLog]:
+    """Return the sources in the order of their last writes, so that a rank's last line comes last."""
+
+    def last_write(source: _FollowedLog) -> int:
+        try:
+            return source.path.stat().st_mtime_ns
+        except OSError:  # not there yet
+            return 0
+
+    return sorted(sources, key=last_write)
 
 
 def _pump(source: _FollowedLog, *, last: bool) -> None:
