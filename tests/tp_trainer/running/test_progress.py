@@ -1,5 +1,8 @@
 """How far an epoch is, and how fast it goes."""
 
+import io
+import sys
+
 import pytest
 from tp_trainer._running import _progress  # a clock of the test's own
 
@@ -29,3 +32,29 @@ def test_what_a_loader_measured_is_shown(clock, capsys):
     clock[0] = 40.0
     ticker.update(4, 0.5, {"tokens": 900.0, "padded_tokens": 1000.0, "wait_s": 10.0})
     assert "step 4/10  loss=0.5  fill=0.9  wait=25%  10.0 s per step" in capsys.readouterr().err
+
+
+def test_a_bar_has_the_last_validation_and_the_samples_per_second(clock):
+    shown = []
+    ticker = _progress.Ticker("epoch 2", 10, 0.1, lambda done, words: shown.append((done, words)))
+    clock[0] = 1.0
+    ticker.update(4, 0.5, val={"val_loss": 0.25, "val_acc": 0.75, "val_f1": 0.5}, samples_per_s=1234.5)
+    assert shown == [(4, "loss=0.5  val_loss=0.25  val_acc=0.75  1,234 samples/s")]
+
+
+def test_what_a_script_has_printed_comes_before_the_line_of_an_epoch(monkeypatch):
+    calls = []
+
+    class Buffered(io.StringIO):
+        def flush(self):
+            calls.append("stdout")
+
+    class Shown(io.StringIO):
+        def write(self, text):
+            calls.append(text.strip() or "end")
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Buffered())
+    monkeypatch.setattr(sys, "stderr", Shown())
+    _progress.Reporter(progress=False).say("epoch 1/1")
+    assert calls[:2] == ["stdout", "epoch 1/1"]

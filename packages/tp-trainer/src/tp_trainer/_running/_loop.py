@@ -587,8 +587,18 @@ class Loop:
 
     def _show_progress(self, done: int) -> None:
         ticker = self._ticker
-        if ticker is not None and time.monotonic() >= ticker.next_update:
-            ticker.update(done, self.meter.last_loss, self._timer.measured())
+        if ticker is None or time.monotonic() < ticker.next_update:
+            return
+        meter, seconds = self.meter, self._timer.seconds
+        validated = {name: value for name, value in self.metrics.items() if name.startswith("val_")}
+        ticker.update(
+            done,
+            meter.last_loss,
+            self._timer.measured(),
+            val=validated,
+            # Of all ranks, as if each had as many as this one.
+            samples_per_s=meter.samples * self._session.data_size / seconds,
+        )
 
     def _validate_within_epoch(self, step: int) -> None:
         """Validate after as many steps as the user asked for, but at the end of an epoch, which does itself.

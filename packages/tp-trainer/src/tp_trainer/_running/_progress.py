@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tp_core.output import NotebookOutput, in_notebook, shows_progress
 from tp_core.output import Progress as Shown
@@ -14,6 +14,7 @@ Show = Callable[[int, str], None]
 _BAR_INTERVAL_S = 0.1
 _NOTEBOOK_INTERVAL_S = 0.5
 _LINE_INTERVAL_S = 30.0
+_MOST_NUMBERS = 2  # of a validation, in a bar of one line
 
 
 class Reporter:
@@ -44,12 +45,13 @@ class Reporter:
             TextColumn,
             TimeRemainingColumn,
         )
+        from rich.table import Column
 
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[words]}"),
+            TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True)),
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -64,6 +66,9 @@ class Reporter:
         if self._notebook is not None:
             self._notebook.add(line)
         else:
+            # What the script has printed comes before, also where stdout is a file or a pipe.
+            with suppress(AttributeError, OSError, ValueError):  # None, closed, or nobody reads it
+                sys.stdout.flush()
             print(line, file=sys.stderr, flush=True)
 
 
@@ -84,12 +89,27 @@ class Ticker:
         self._began = time.monotonic()
         self.next_update = self._began + interval_s
 
-    def update(self, done: int, loss: float | None, data: Mapping[str, float] | None = None) -> None:
-        """Show that ``done`` steps are done, and set the time of the next update."""
+    def update(
+        self,
+        done: int,
+        loss: float | None,
+        data: Mapping[str, float] | None = None,
+        *,
+        val: Mapping[str, float] | None = None,
+        samples_per_s: float = 0.0,
+    ) -> None:
+        """Show that ``done`` steps are done, and set the time of the next update.
+
+        A bar also shows the numbers of the last validation, and the samples per second.
+        """
         now = time.monotonic()
         self.next_update = now + self._interval_s
         words = _worded(loss, data or {}, now - self._began)
         if self._show is not None:
+            for name, value in [*(val or {}).items()][:_MOST_NUMBERS]:
+                words += f"  {name}={value:.4g}"
+            if samples_per_s:
+                words += f"  {samples_per_s:,.0f} samples/s"
             self._show(done, words.strip())
         else:
             per_step = (now - self._began) / max(done - self._first, 1)
