@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 
 import pytest
 from tp_launch._rank_logs import LogTail  # private: a file that grows in the midst of a line
@@ -73,3 +74,42 @@ def test_a_file_that_never_appears_is_no_error(tmp_path, shown):
     tail.follow(tmp_path / "none", prefix="", out=shown)
     tail.stop()
     assert shown.getvalue() == ""
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        raise OSError  # it does not say how wide it is
+
+    def screen(self):
+        """Return the lines that a reader sees, the last one too."""
+        lines = [""]
+        for piece in re.split(r"(\n|\r|\x1b\[K)", self.getvalue()):
+            if piece == "\n":
+                lines.append("")
+            elif piece == "\r":
+                lines[-1] = ""  # what follows clears the rest
+            elif piece != "\x1b[K":
+                lines[-1] += piece
+        return lines
+
+
+def test_a_progress_bar_on_a_terminal_is_one_line_until_the_next_line(tmp_path, until):
+    shown = _Terminal()
+    tail = LogTail()
+    tail.start()
+    with (tmp_path / "log").open("wb", buffering=0) as file:
+        tail.follow(tmp_path / "log", prefix="> ", out=shown)
+        for state in ("10%", "20%", "long " * 30):
+            file.write(f"{state}\r".encode())
+            until(lambda state=state: shown.screen() == [f"> {state}"[:79]])
+        file.write(b"epoch 1\n\r1%\r2%")  # as tqdm has it, before the state
+        until(lambda: shown.screen() == ["> epoch 1", "> 1%"])
+        file.write(b"\r3%\rdone\r\n")
+        until(lambda: shown.screen() == ["> epoch 1", "> done", ""])
+        file.write(b"4%\r")
+        until(lambda: shown.screen()[-1] == "> 4%")
+    tail.stop()
+    assert shown.screen() == ["> epoch 1", "> done", "> 4%", ""]

@@ -4,7 +4,11 @@ import io
 import sys
 
 import pytest
-from tp_trainer._running import _progress  # a clock of the test's own
+import torch
+from tp_trainer import Trainer
+from tp_trainer._running import _launcher_progress, _progress  # a clock of the test's own
+
+from tests.reference_training import mean_square
 
 
 @pytest.fixture
@@ -51,10 +55,22 @@ def test_what_a_script_has_printed_comes_before_the_line_of_an_epoch(monkeypatch
 
     class Shown(io.StringIO):
         def write(self, text):
-            calls.append(text.strip() or "end")
+            calls.append(text.partition(" ")[0].strip())
             return len(text)
 
     monkeypatch.setattr(sys, "stdout", Buffered())
     monkeypatch.setattr(sys, "stderr", Shown())
-    _progress.Reporter(progress=False).say("epoch 1/1")
-    assert calls[:2] == ["stdout", "epoch 1/1"]
+    model = torch.nn.Linear(2, 1)
+    with Trainer(devices="cpu") as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer.fit(model, optimizer, [(torch.ones(4, 2),)], step=mean_square)
+    assert calls[calls.index("epoch") - 1] == "stdout"
+
+
+def test_a_bar_for_the_terminal_of_a_launcher_is_one_line(clock, monkeypatch, capsys):
+    monkeypatch.setenv("TP_ON_TERMINAL", "1")
+    with _launcher_progress.make_reporter("auto").epoch("epoch 1/2", 40) as ticker:
+        clock[0] = 1.0
+        ticker.update(20, 0.5, samples_per_s=100.0)
+    bar = "━" * 10 + " " * 10
+    assert capsys.readouterr().err == f"epoch 1/2 {bar} 20/40 loss=0.5  100 samples/s\r"

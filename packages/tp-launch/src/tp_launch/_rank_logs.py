@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -17,6 +18,8 @@ _LOCK = "lock"
 _INTERVAL_S = 0.05
 _GRACE_S = 1.0  # after it an incomplete line is shown: a prompt, or a progress bar
 _CHUNK = 1 << 20
+_CLEAR = "\x1b[K"  # to the end of the line
+_COLUMNS = 80  # of a terminal that does not say
 
 
 class TemporaryLogs:
@@ -77,12 +80,36 @@ def _lock(directory: Path, *, create: bool) -> int | None:
     return descriptor
 
 
+class _StatusLine:
+    """The last line of a terminal, while it shows the state of a rank's progress bar."""
+
+    def __init__(self) -> None:
+        self._out: TextIO | None = None
+
+    def show(self, out: TextIO, text: str) -> None:
+        try:
+            columns = os.get_terminal_size(out.fileno()).columns
+        except OSError:
+            columns = _COLUMNS
+        # Cut: a carriage return goes back to the beginning of the last of several lines.
+        out.write(f"\r{text[: columns - 1]}{_CLEAR}")
+        self._out = out
+
+    def clear(self) -> None:
+        if self._out is not None:
+            self._out.write(f"\r{_CLEAR}")
+            self._out.flush()  # another stream may write next
+            self._out = None
+
+
 @dataclass(slots=True)
 class _FollowedLog:
     path: Path
     prefix: str
     out: TextIO
     drop: str  # torch's own prefix of a traceback's lines
+    status: _StatusLine | None  # of the terminal, if the lines go to one
+    state: str = ""  # of a progress bar
     file: BinaryIO | None = None
     pending: str = ""
     since: float = 0.0
@@ -96,11 +123,13 @@ class LogTail:
     """Follows files from a thread and writes their lines, each with a prefix, to text streams.
 
     An unbuffered ``print("x", 1)`` arrives as four writes. A line is shown when it is complete, so that the
-    lines of several ranks never mix. A line that stays incomplete is shown after a second.
+    lines of several ranks never mix. A line that stays incomplete is shown after a second. On a terminal a
+    progress bar is one line, which the next state or line overwrites.
     """
 
     def __init__(self) -> None:
         self._sources: list[_FollowedLog] = []
+        self._status = _StatusLine()
         self._lock = threading.Lock()  # `follow` adds a source while the thread goes over them
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tp-launch-tail", daemon=True)
@@ -111,7 +140,8 @@ class LogTail:
     def follow(self, path: Path, *, prefix: str, out: TextIO, drop: str = "") -> None:
         """Show the lines of a file, which need not exist yet, without a leading ``drop``."""
         with self._lock:
-            self._sources.append(_FollowedLog(path, prefix, out, drop))
+            status = self._status if out is not None and out.isatty() else None
+            self._sources.append(_FollowedLog(path, prefix, out, drop, status))
 
     def stop(self) -> None:
         """Show the rest, and end the thread."""
@@ -123,6 +153,8 @@ class LogTail:
                 if source.file is not None:
                     source.file.close()
             self._sources.clear()
+            with suppress(OSError, ValueError):  # the reader is gone
+                self._status.clear()
 
     def _run(self) -> None:
         while not self._stopping.wait(_INTERVAL_S):
@@ -155,18 +187,22 @@ def _pump(source: _FollowedLog, *, last: bool) -> None:
         if chunk:
             source.pending += source.decoder.decode(chunk)
             source.since = time.monotonic()
-        lines = _take_lines(source)
+        lines = _take_lines(source) if chunk else []
         late = source.pending and time.monotonic() - source.since > _GRACE_S
+        if late and source.status is not None and "\r" in source.pending:
+            late = False  # the state of a slow bar
         if source.pending and not chunk and (last or late):
-            lines.append(source.pending.removesuffix("\r"))
+            lines.append(source.pending.strip("\r"))
             source.pending, source.cut = "", True
-        if lines:
+        if lines or source.state:
             _write(source, lines)
         if len(chunk) < _CHUNK and not (last and chunk):
             return
 
 
 def _take_lines(source: _FollowedLog) -> list[str]:
+    if source.status is not None:
+        return _take_overwritten(source)
     # Progress bars end lines with a carriage return: each state becomes a line. A last "\r" is held back, as
     # the "\n" of a line end may follow.
     if source.pending.endswith("\r"):
@@ -182,9 +218,36 @@ def _take_lines(source: _FollowedLog) -> list[str]:
     return lines
 
 
+def _take_overwritten(source: _FollowedLog) -> list[str]:
+    """Return the complete lines, as a terminal shows them, and note the newest state of the one under way."""
+    *lines, rest = source.pending.replace("\r\n", "\n").split("\n")
+    before, mark, newest = rest.removesuffix("\r").rpartition("\r")
+    state = ""
+    source.pending = rest
+    if rest.endswith("\r"):
+        state = newest
+        source.pending = f"{newest}\r"  # which a line end may follow
+    elif mark:
+        state = before.rpartition("\r")[2]
+        source.pending = f"\r{newest}"
+    if state or lines:
+        source.state = state
+    shown = [line.removesuffix("\r").rpartition("\r")[2] for line in lines]
+    if shown and source.cut:
+        source.cut = False
+        shown = shown if shown[0] else shown[1:]
+    return shown
+
+
 def _write(source: _FollowedLog, lines: list[str]) -> None:
     shown = (source.prefix + line.removeprefix(source.drop) for line in lines)
     try:
+        if source.status is not None:
+            if lines:
+                source.status.clear()
+            elif source.state:
+                source.status.show(source.out, source.prefix + source.state)
+                source.state = ""
         source.out.write("".join(f"{line}\n" for line in shown))
         source.out.flush()
     except (OSError, ValueError):

@@ -9,6 +9,12 @@ from typing import Literal, NamedTuple, Self
 
 from tp_core.errors import ConfigError, LaunchEnvironmentError
 
+ON_TERMINAL = "TP_ON_TERMINAL"
+"""The environment variable that is set where the launcher shows the lines of the ranks on a terminal.
+
+What a rank writes after a carriage return is shown in the place of what it has written before it.
+"""
+
 # -- Launchers' variables -------------------------------------------------------------------------
 
 

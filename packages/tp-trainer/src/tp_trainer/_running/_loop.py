@@ -3,9 +3,10 @@
 import logging
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -23,9 +24,10 @@ from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._opening._boundaries import Interrupted, StepBoundaries, interrupted
 from tp_trainer._running._epoch_timer import EpochTimer
 from tp_trainer._running._history import EpochRecord, History
+from tp_trainer._running._launcher_progress import make_reporter
 from tp_trainer._running._log import RunLog
 from tp_trainer._running._position import Position, StepSchedule
-from tp_trainer._running._progress import Reporter, Ticker
+from tp_trainer._running._progress import Ticker
 from tp_trainer._running._requests import Requests
 from tp_trainer._running._settings import LoopSettings, batches_per_epoch
 from tp_trainer._running._state import (
@@ -133,7 +135,7 @@ class Loop:
         self._watchdog = watchdog
         self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)
         shows = session.is_main and settings.progress is not False
-        self._reporter = Reporter(progress=settings.progress) if shows else None
+        self._reporter = make_reporter(settings.progress) if shows else None
         self.state = settings.state
 
         # Where the run is.
@@ -722,6 +724,9 @@ class Loop:
     def _say(self, line: str) -> None:
         log.info(line)
         if self._reporter is not None:
+            # What the script has printed comes before, also where stdout is a file or a pipe.
+            with suppress(AttributeError, OSError, ValueError):  # None, closed, or nobody reads it
+                sys.stdout.flush()
             self._reporter.say(line)
 
     # -- validation, logs, checkpoints, interruption --------------------------------------------

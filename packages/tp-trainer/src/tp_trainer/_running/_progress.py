@@ -4,14 +4,15 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from tp_core.output import NotebookOutput, in_notebook, shows_progress
 from tp_core.output import Progress as Shown
 
 Show = Callable[[int, str], None]
 
-_BAR_INTERVAL_S = 0.1
+BAR_INTERVAL_S = 0.1
+BAR_WIDTH = 20
 _NOTEBOOK_INTERVAL_S = 0.5
 _LINE_INTERVAL_S = 30.0
 _MOST_NUMBERS = 2  # of a validation, in a bar of one line
@@ -49,7 +50,7 @@ class Reporter:
 
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(20),
+            BarColumn(BAR_WIDTH),
             MofNCompleteColumn(),
             TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True)),
             TimeRemainingColumn(),
@@ -60,15 +61,12 @@ class Reporter:
             def show(done: int, words: str) -> None:
                 bar.update(task, completed=done, words=words)
 
-            yield Ticker(label, steps, _BAR_INTERVAL_S, show, first=first)
+            yield Ticker(label, steps, BAR_INTERVAL_S, show, first=first)
 
     def say(self, line: str) -> None:
         if self._notebook is not None:
             self._notebook.add(line)
         else:
-            # What the script has printed comes before, also where stdout is a file or a pipe.
-            with suppress(AttributeError, OSError, ValueError):  # None, closed, or nobody reads it
-                sys.stdout.flush()
             print(line, file=sys.stderr, flush=True)
 
 
