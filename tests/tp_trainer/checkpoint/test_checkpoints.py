@@ -134,6 +134,19 @@ def test_a_metric_of_the_whole_validation_is_not_computed_for_its_name(tmp_path)
     assert set(calls) == {8}
 
 
+def test_no_batch_of_an_iterator_is_taken_for_a_name(tmp_path):
+    seen = []
+
+    def step(model, batch):
+        if not model.training:
+            seen.append(len(batch[0]))
+        return {"loss": mean_output(model, batch), "acc": 1.0}
+
+    loader = DataLoader(make_data(8), batch_size=4)
+    fit(Checkpoints(tmp_path, best="val_acc"), epochs=1, validation=Validation(iter(list(loader)), step=step))
+    assert seen == [4, 4]
+
+
 def test_a_folder_alone_saves_after_every_epoch(tmp_path):
     fit(tmp_path, epochs=3)
     assert names(tmp_path) == [f"step-{n:010d}" for n in (5, 10, 15)]

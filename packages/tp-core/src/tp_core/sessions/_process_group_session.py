@@ -19,7 +19,7 @@ from tp_core._contracts._job import Job
 from tp_core._contracts._session import ReduceOp, Session, check_reduce_op
 from tp_core.data._step_outputs import zero_backward
 from tp_core.errors import ConfigError, DisagreementError, ModelError
-from tp_core.modules._parameters import check_no_max_norm, is_dtensor, quantized_parts
+from tp_core.modules._parameters import check_no_max_norm, quantized_parts
 from tp_core.sessions._object_exchange import broadcast_object, gather_objects
 from tp_core.sessions._optimizer_draws import share_draws
 from tp_core.sessions._process_group import new_process_group
@@ -444,8 +444,9 @@ def _samples_of(model: nn.Module, *, without: Iterable[str]) -> dict[str, bytes]
     """Return a few values of each parameter, by name: a model of another seed or file has others."""
     pieces = {}
     for name, parameter in model.named_parameters():
-        is_whole = not parameter.is_meta and not is_dtensor(parameter) and parameter.is_contiguous()
-        if name not in without and is_whole and parameter.is_floating_point() and parameter.numel():
+        # Not of subclasses: shards and quantized weights have no plain view.
+        is_plain = type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_contiguous()
+        if name not in without and is_plain and parameter.is_floating_point() and parameter.numel():
             flat = parameter.detach().view(-1)
             pieces[name] = flat[:: -(-len(flat) // _MOST_SAMPLES)].float()
     if not pieces:

@@ -73,15 +73,19 @@ class FitHooks(LoopHooks):
         """
         return self._evaluate(self._evaluator, boundaries, max_batches)
 
-    def validation_names(self, wanted: set[str]) -> set[str]:
+    def validation_names(self, wanted: set[str]) -> set[str] | None:
         """Return the names of the validation's results, after its step on a batch if that is needed.
 
         Collectives: as in `Evaluator.evaluate`, unless the loss and the metrics are all that is wanted.
         """
         evaluator = self._evaluator
+        if not evaluator.loaders:
+            return {"loss"}
         own = {f"val_{prefix}{name}" for prefix in evaluator.loaders for name in evaluator.metrics}
         if wanted <= own | {f"val_{prefix}loss" for prefix in evaluator.loaders}:
             return wanted
+        if any(isinstance(loader, Iterator) for loader in self.settings.val_loaders().values()):
+            return None  # it is gone through once
         # Without the metrics: some need more than the samples of a batch.
         step = without_metrics(evaluator.step, evaluator.metrics)
         found = self._evaluate(replace(evaluator, step=_counted(step), metrics={}), None, 1)
