@@ -320,8 +320,11 @@ class Accelerator:
             if self.mixed_precision == "bf16":
                 _in_autocast(model, self._trainer)
         mine = [o for o in objects if isinstance(o, nn.Module | Optimizer)]
-        done = self._trainer.prepare(*mine) if mine else ()
-        prepared = dict(zip(map(id, mine), done if len(mine) > 1 else (done,), strict=bool(mine)))
+        prepared = {}
+        if mine:
+            done = self._trainer.prepare(*mine)
+            several = done if len(mine) > 1 else (done,)  # of one object the object itself comes back
+            prepared = dict(zip(map(id, mine), several, strict=True))
         self._models += [prepared[id(model)] for model in models]
         for value in mine:
             if isinstance(value, Optimizer) and value not in self._optimizers:

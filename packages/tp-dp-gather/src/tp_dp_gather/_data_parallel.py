@@ -431,9 +431,11 @@ def data_parallel(
         samples=samples,
         broadcast=broadcast,
     )
-    is_one = not isinstance(inputs, tuple) or isinstance(inputs, PackedSequence)  # a tuple by inheritance
-    args = () if inputs is None else (inputs,) if is_one else inputs
-    return wrapped(*args, **(module_kwargs or {}))
+    if inputs is None:
+        inputs = ()
+    elif not isinstance(inputs, tuple) or isinstance(inputs, PackedSequence):  # a tuple by inheritance
+        inputs = (inputs,)
+    return wrapped(*inputs, **(module_kwargs or {}))
 
 
 def scatter(

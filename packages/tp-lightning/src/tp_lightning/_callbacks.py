@@ -38,7 +38,11 @@ def sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Any]:
     theirs: list[Any] = []
     ours: list[Callback] = []
     checkpoints = None
-    for one in given if isinstance(given, list | tuple) else [given] if given is not None else []:
+    if given is None:
+        given = []
+    elif not isinstance(given, list | tuple):
+        given = [given]
+    for one in given:
         kind = type(one)
         if isinstance(one, Callback):
             ours.append(one)

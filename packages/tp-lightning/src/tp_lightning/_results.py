@@ -67,18 +67,24 @@ class LoggedResults:
         if hasattr(value, "compute") and hasattr(value, "update"):
             known.metric = value
             return None
-        number = value.detach().float() if isinstance(value, Tensor) else torch.tensor(float(value))
-        if isinstance(value, Tensor) and value.dtype is torch.float64:
+        if not isinstance(value, Tensor):
+            number = torch.tensor(float(value))
+        elif value.dtype is torch.float64:
             number = value.detach()
+        else:
+            number = value.detach().float()
         if on_epoch:
             if reduction in ("min", "max"):
                 pick = torch.minimum if reduction == "min" else torch.maximum
                 known.total = number if not known.weight else pick(torch.as_tensor(known.total), number)
                 known.weight = 1.0
             else:
-                count = 1.0 if reduction == "sum" else weight
-                if count is None:
-                    count = float(count_samples(self._batch)) if self._batch is not None else 1.0
+                if reduction == "sum":
+                    count = 1.0
+                elif weight is not None:
+                    count = weight
+                else:
+                    count = 1.0 if self._batch is None else float(count_samples(self._batch))
                 known.total = known.total + number * count
                 known.weight += count
         if on_step:

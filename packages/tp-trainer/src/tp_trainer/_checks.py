@@ -405,9 +405,8 @@ def _batches_of(scheduler: object) -> int | None:
 
 def _described(value: object) -> str:
     if isinstance(value, _SEVERAL):
-        kinds = ", ".join(
-            sorted({type(v).__name__ for v in (value.values() if isinstance(value, Mapping) else value)})
-        )
+        values = value.values() if isinstance(value, Mapping) else value
+        kinds = ", ".join(sorted({type(v).__name__ for v in values}))
         return (
             f"a {type(value).__name__} of {len(value)} ({kinds})"
             if value

@@ -746,11 +746,11 @@ class Trainer:
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
             loss = loss_of(loss, training=True)
         preparation = self._preparation
-        session, shares = preparation.current, preparation.shares
+        session = preparation.current
         if session is None:
             msg = "backward() comes after the preparation: trainer.prepare(model, optimizer, loader)"
             raise ConfigError(msg)
-        share = None if shares is None else shares.of_loss(loss) if batch is None else shares.of_batch(batch)
+        share = preparation.share_of(loss, batch)
         scale = 1.0
         if preparation.scaler is not None:
             preparation.scaler.begin_backward(preparation.models())
@@ -801,16 +801,21 @@ class Trainer:
         if not isinstance(loss, Tensor) or loss.dim():
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
             loss = loss_of(loss, training=False)
-        session, shares = self.session, self._preparation.shares
+        session = self.session
         session.check_in_step("global_loss()")
-        share = None if shares is None else shares.of_loss(loss) if batch is None else shares.of_batch(batch)
+        share = self._preparation.share_of(loss, batch)
         loss = loss.detach().reshape(())
         if session.data_size == 1:
             return loss
         samples = 1 if share is None else share.samples
         units = samples if weight is None or not samples else read_weight(weight)
         is_sum = session.job.loss == "sum"
-        mine = loss.double() * (1 if is_sum else units) if units else loss.new_zeros((), dtype=torch.float64)
+        if not units:
+            mine = loss.new_zeros((), dtype=torch.float64)
+        elif is_sum:
+            mine = loss.double()
+        else:
+            mine = loss.double() * units
         sums = session.reduce(torch.stack([mine, torch.full_like(mine, units)]), "sum")
         return (sums[0] if is_sum else sums[0] / sums[1]).to(loss.dtype)
 

@@ -176,17 +176,26 @@ def _has_values(tensor: Tensor) -> bool:
     return is_known and not local.is_meta
 
 
+def _kind_of(placement: Any) -> str:
+    if placement.is_shard():
+        return "shard"
+    if not placement.is_partial():
+        return "same"
+    if "sum" in str(placement):
+        return "partial"
+    return "mean" if "avg" in str(placement) else "unknown"
+
+
 def local_tensor(tensor: Tensor) -> LocalTensor:
     """Return a copy of this rank's part of a tensor, and how it is laid out."""
     if not is_dtensor(tensor):
         return LocalTensor(copy_of(tensor))
     layout = []
     for axis, placement in enumerate(tensor.placements):
-        kind = "shard" if placement.is_shard() else "partial" if placement.is_partial() else "same"
-        if kind == "partial" and "sum" not in str(placement):
-            kind = "mean" if "avg" in str(placement) else "unknown"
         mesh = tensor.device_mesh
-        layout.append((kind, getattr(placement, "dim", 0), mesh.get_local_rank(axis), mesh.size(axis)))
+        layout.append(
+            (_kind_of(placement), getattr(placement, "dim", 0), mesh.get_local_rank(axis), mesh.size(axis))
+        )
     return LocalTensor(copy_of(tensor.to_local()), tuple(layout))
 
 

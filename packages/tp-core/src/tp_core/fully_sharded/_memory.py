@@ -167,7 +167,9 @@ def _highest(
     # Gradients of batches that only accumulate are not reduced: each rank holds them whole.
     accumulates = job.accumulate > 1
     held = sum(unit.gradients for unit in units) if accumulates else 0
-    gathered = rest.whole + sum(unit.whole for unit in (units if kept else units[-1:]))
+    # Units that stay whole after the forward are whole where the backward begins; else the last one alone is.
+    whole_units = units if kept else units[-1:]
+    gathered = rest.whole + sum(unit.whole for unit in whole_units)
     found = waiting = left = 0
     at_work = rest
     for unit, nbytes, before, beside, after in moments:
@@ -178,7 +180,8 @@ def _highest(
             copied = ahead + ahead // ranks if is_cpu else 0
             found = max(found, max(left, after) + held + waiting + gathered + copied)
         found = max(found, before + gathered + held + waiting)
-        held += nbytes if unit is rest or not accumulates else 0
+        if unit is rest or not accumulates:
+            held += nbytes
         left = after
         found = max(found, max(beside, left) + gathered + held + waiting)
         if unit is rest:
@@ -188,7 +191,9 @@ def _highest(
             gathered = gathered - unit.whole if kept else rest.whole + ahead
             # The reduction's input stays until the next one.
             found = max(found, left + gathered + held + _reducing(unit, ranks, is_cpu=is_cpu))
-            held += (0 if options.offload else unit.reduced // ranks) - unit.gradients
+            held -= unit.gradients
+            if not options.offload:
+                held += unit.reduced // ranks
             waiting = unit.reduced
     # Whole weights are freed before the reduction.
     return max(found, left + held + max(rest.whole, _reducing(rest, ranks, is_cpu=is_cpu)))

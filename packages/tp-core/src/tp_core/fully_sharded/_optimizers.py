@@ -243,12 +243,10 @@ class WholeSteps:
             weight.grad = self._whole(parameter, parameter.grad)
         kept = optimizer.state.pop(parameter, None)
         if kept is not None:
-            optimizer.state[weight] = {
-                key: self._whole(parameter, value)
-                if isinstance(value, Tensor) and is_sharded(value)
-                else value
-                for key, value in kept.items()
-            }
+            for key, value in kept.items():
+                if isinstance(value, Tensor) and is_sharded(value):
+                    kept[key] = self._whole(parameter, value)
+            optimizer.state[weight] = kept
         if id(group) not in self._checked and weight.grad is not None:
             self._checked.add(id(group))
             _check_steps_alone(optimizer, group, weight)
@@ -552,12 +550,10 @@ def move_state(optimizer: Optimizer, parameter: Tensor, shard: nn.Parameter) -> 
     if parameter not in optimizer.state:
         return
     kept = optimizer.state.pop(parameter)
-    optimizer.state[shard] = {
-        key: part_of_whole(value, shard)
-        if isinstance(value, Tensor) and value.shape == shard.shape
-        else value
-        for key, value in kept.items()
-    }
+    for key, value in kept.items():
+        if isinstance(value, Tensor) and value.shape == shard.shape:
+            kept[key] = part_of_whole(value, shard)
+    optimizer.state[shard] = kept
 
 
 @torch.no_grad()

@@ -163,22 +163,25 @@ def check_backend_name(
 
 def format_candidates(candidates: Iterable[Candidate], *, chosen: str | None) -> Iterator[str]:
     """Yield one line for each candidate: mark, name, origin, score, reason and remedy."""
-    rows = [
-        (
-            "*" if c.name == chosen else "-",
-            c.name,
-            c.origin,
-            "unfit" if c.verdict.score is None else f"{c.verdict.score:g}",
-            _reason(c.verdict)
-            + (f"; {c.verdict.remedy}" if c.verdict.remedy else "")
-            + (f" (its assess() took {c.seconds:.1f} s)" if c.is_slow else ""),
-        )
-        for c in candidates
-    ]
+    rows = []
+    for candidate in candidates:
+        mark = "*" if candidate.name == chosen else "-"
+        score = candidate.verdict.score
+        text = "unfit" if score is None else f"{score:g}"
+        rows.append((mark, candidate.name, candidate.origin, text, _explained(candidate)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)] if rows else []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)]
         yield "  " + "  ".join([*cells, row[4]])
+
+
+def _explained(candidate: Candidate) -> str:
+    text = _reason(candidate.verdict)
+    if candidate.verdict.remedy:
+        text += f"; {candidate.verdict.remedy}"
+    if candidate.is_slow:
+        text += f" (its assess() took {candidate.seconds:.1f} s)"
+    return text
 
 
 def _reason(verdict: Verdict) -> str:

@@ -65,10 +65,12 @@ class ReplicaCache:
         # adapters, and peft (0.21) then changes `requires_grad` in the thread of one replica: others that
         # share the parameters would miss gradients. Only peft's layers have this attribute.
         shares = not force_copies and not any(hasattr(m, "adapter_layer_names") for m in module.modules())
-        self._keys: list[Any] = [
-            number if not shares else None if device == home else device
-            for number, device in enumerate(devices)
-        ]
+        self._keys: list[Any] = []
+        for number, device in enumerate(devices):
+            if not shares:
+                self._keys.append(number)
+            else:
+                self._keys.append(None if device == home else device)
         self._copies = any(key is not None for key in self._keys[1:])
         self._mirrors: dict[Any, ParameterMirror] = {}
         self._structure: Structure | None = None

@@ -452,12 +452,12 @@ def _run(
     run.loss = run.loss.detach()
     run.gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     state = model.state_dict()
-    run.kept = {
-        (full := f"{path}.{name}" if path else name): (tensor.detach(), full in state)
-        for path, module in model.named_modules()
-        for name, tensor in [*module._buffers.items(), *vars(module).items()]
-        if isinstance(tensor, Tensor)
-    }
+    run.kept = {}
+    for path, module in model.named_modules():
+        for name, value in [*module._buffers.items(), *vars(module).items()]:
+            if isinstance(value, Tensor):
+                full = f"{path}.{name}" if path else name
+                run.kept[full] = (value.detach(), full in state)
     inputs = [*tensors_of(args, "input"), *tensors_of(kwargs, "input")]
     run.inputs = {name: tensor.grad for name, tensor in inputs if tensor.requires_grad}
     return run

@@ -208,7 +208,8 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 def nbytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
     """Return the bytes of tensors, with a dtype as if those of floats had it; repeated ones count once."""
-    return sum(
-        t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size())
-        for t in {id(t): t for t in tensors}.values()
-    )
+    nbytes = 0
+    for tensor in {id(t): t for t in tensors}.values():
+        is_cast = dtype is not None and tensor.is_floating_point()
+        nbytes += tensor.numel() * (dtype.itemsize if is_cast else tensor.element_size())
+    return nbytes

@@ -127,7 +127,10 @@ class RunLog:
             tensors += [value for value in row.values() if isinstance(value, Tensor)]
         read = _read(tensors)
         for step, epoch, row in rows:
-            numbers = {n: next(read) if isinstance(v, Tensor) else v for n, v in row.items()}
+            numbers = dict(row)
+            for name, value in row.items():
+                if isinstance(value, Tensor):
+                    numbers[name] = next(read)
             self._each(lambda logger, n=numbers, s=step, e=epoch: logger.log(n, step=s, epoch=e))
         self._each(lambda logger: logger.flush())
 

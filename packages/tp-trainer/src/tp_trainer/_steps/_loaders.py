@@ -184,7 +184,13 @@ class _OfLiving(Generic[T]):
         """Note a value for each tensor in a batch, and return whether it has any."""
         new = self._new
         before, kind = len(new), type(batch)
-        for leaf in batch if kind is tuple or kind is list else batch.values() if kind is dict else (batch,):
+        if kind is tuple or kind is list:
+            leaves = batch
+        elif kind is dict:
+            leaves = batch.values()
+        else:
+            leaves = (batch,)
+        for leaf in leaves:
             if type(leaf) is Tensor:  # the usual case: a walk of the tree costs four times as much
                 new.append((ref(leaf), known))
             else:

@@ -192,7 +192,10 @@ class Meter:
     def _add_other(self, name: str, given: Any, samples: int, units: float) -> None:
         others = self._others
         value, own = split_weight(name, given)
-        weight = units if own is None else own if samples else 0.0
+        if own is None:
+            weight = units
+        else:
+            weight = own if samples else 0.0
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             # Stays on its device, so that the step need not wait for it.
             number: Any = value.detach().double().reshape(())
@@ -258,12 +261,10 @@ class Meter:
         self.samples = int(samples)
         if not samples:
             return {}
-        found = list(zip(["loss", *names], pairs[::2], pairs[1::2], strict=True))
-        means = {
-            name: total / weight if weight else math.nan
-            for name, total, weight in (found if has_losses else found[1:])
-        }
-        if has_no_loss:
+        means = {}
+        for name, total, weight in zip(["loss", *names], pairs[::2], pairs[1::2], strict=True):
+            means[name] = total / weight if weight else math.nan
+        if has_no_loss or not has_losses:
             del means["loss"]
         return means
 

@@ -54,15 +54,18 @@ class _AveragedWeights(Callback):
         if not self._averages:
             return
         parameters = dict(run.model.named_parameters())
-        fits = self._averages.keys() <= parameters.keys()
-        held = {name: _held_as(parameters[name], a) for name, a in self._averages.items()} if fits else {}
-        if not fits or any(average is None for average in held.values()):
-            msg = (
-                "the average is one of another model's weights, or of other shards of them; give the "
-                "run a new callback"
-            )
-            raise ConfigError(msg)
-        self._averages = {name: average for name, average in held.items() if average is not None}
+        held: dict[str, Tensor] = {}
+        for name, average in self._averages.items():
+            weight = parameters.get(name)
+            moved = None if weight is None else _held_as(weight, average)
+            if moved is None:
+                msg = (
+                    "the average is one of another model's weights, or of other shards of them; give the "
+                    "run a new callback"
+                )
+                raise ConfigError(msg)
+            held[name] = moved
+        self._averages = held
 
     @torch.no_grad()
     def _update(self, model: nn.Module) -> None:

@@ -72,11 +72,14 @@ class CsvLogger(Logger):
             self._columns += new
             self._rewrite(_read(self._place.path)[1])
         names = self._columns[2:]
+        rows: list[list[Any]] = []
+        for step, epoch, numbers in waiting:
+            row: list[Any] = [step, epoch]
+            for name in names:
+                row.append(repr(float(numbers[name])) if name in numbers else "")
+            rows.append(row)
         with showing_system_errors(self._place.path):
-            csv.writer(self._file).writerows(
-                [step, epoch, *[repr(float(numbers[name])) if name in numbers else "" for name in names]]
-                for step, epoch, numbers in waiting
-            )
+            csv.writer(self._file).writerows(rows)
             self._file.flush()
 
     def close(self, status: RunStatus) -> None:  # noqa: ARG002 - a table has no place for it

@@ -111,10 +111,9 @@ class TensorBoardLogger(Logger):
     def _write_facts(writer: "SummaryWriter", info: RunInfo) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        chosen = {
-            name: value if isinstance(value, bool | int | float) else _as_text(value)
-            for name, value in info.hyperparameters.items()
-        }
+        chosen: dict[str, bool | float | str] = {}
+        for name, value in info.hyperparameters.items():
+            chosen[name] = value if isinstance(value, bool | int | float) else _as_text(value)
         if chosen:
             for summary in hparams(chosen, {}):
                 writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # it is open

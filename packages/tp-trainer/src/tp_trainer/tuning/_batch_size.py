@@ -31,7 +31,10 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
         scaler.begin_backward([model])  # gradients that are kept are at the scale that is kept
     tensors = [*model.parameters(), *model.buffers()]
     values = [t.detach().to("cpu", copy=True) for t in tensors]
-    gradients = [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in model.parameters()]
+    gradients: list[Tensor | None] = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        gradients.append(None if gradient is None else gradient.detach().to("cpu", copy=True))
     state = {parameter: _on_cpu(saved) for parameter, saved in optimizer.state.items()}
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scale = None if scaler is None else scaler.state_dict()
@@ -55,19 +58,25 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
             scaler.load_state_dict(scale)
 
 
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state of one parameter, with tensors as pairs of device and CPU copy."""
-    return {
-        key: (v.device, v.detach().to("cpu", copy=True)) if isinstance(v, Tensor) else copy.deepcopy(v)
-        for key, v in state.items()
-    }
+_Saved = dict[str, tuple[torch.device | None, Any]]
+"""An optimizer's state of one parameter: the device of what is a tensor, and a copy on the CPU."""
 
 
-def _back(saved: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: v[1].to(v[0]) if isinstance(v, tuple) and len(v) == 2 and isinstance(v[1], Tensor) else v
-        for key, v in saved.items()
-    }
+def _on_cpu(state: dict[str, Any]) -> _Saved:
+    saved: _Saved = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            saved[key] = (value.device, value.detach().to("cpu", copy=True))
+        else:
+            saved[key] = (None, copy.deepcopy(value))
+    return saved
+
+
+def _back(saved: _Saved) -> dict[str, Any]:
+    state = {}
+    for key, (device, value) in saved.items():
+        state[key] = value if device is None else value.to(device)
+    return state
 
 
 def largest_batch_size(
