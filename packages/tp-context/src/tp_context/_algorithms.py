@@ -114,7 +114,8 @@ class _Rates(NamedTuple):
     latency_s: float
 
 
-_RATES = {"cpu": _Rates(3e10, 1.5e9, 6e-4), "cuda": _Rates(3e14, 1e11, 3e-5)}
+_CPU_RATES = _Rates(3e10, 1.5e9, 6e-4)
+_ACCELERATOR_RATES = _Rates(3e14, 1e11, 3e-5)
 
 
 class Size(NamedTuple):
@@ -137,7 +138,7 @@ def costs(size: Size, *, seen: float = 0.5, device: str = "cpu") -> dict[str, fl
         seen: The part of all pairs of a query and a key that are computed: half of them under a causal mask.
         device: The type of the device.
     """
-    rates = _RATES.get(device, _RATES["cuda"])
+    rates = _CPU_RATES if device == "cpu" else _ACCELERATOR_RATES
     pairs = size.samples * size.heads * size.tokens**2 * seen / size.ranks
     # Two products of as many multiplications and additions in forward, 2.5 times as much in backward.
     work = 3.5 * 4 * pairs * size.features / rates.operations

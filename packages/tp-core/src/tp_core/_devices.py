@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tp_core._launch._environment import LaunchEnvironment
+from tp_core.device_types import has_unreported_utilization
 from tp_core.errors import DeviceError
 
 # -- Load of devices ------------------------------------------------------------------------------
@@ -87,8 +88,10 @@ def require_utilization(loads: Sequence[DeviceLoad]) -> None:
 
     Where the driver itself does not report utilization, free memory alone may decide.
     """
-    unknown = [load for load in loads if load.utilization is None and load.device.type == "cuda"]
-    if unknown and not torch.version.hip and importlib.util.find_spec("pynvml") is None:
+    unknown = [
+        load for load in loads if load.utilization is None and has_unreported_utilization(load.device.type)
+    ]
+    if unknown and importlib.util.find_spec("pynvml") is None:
         msg = (
             f"how busy {unknown[0].device} ({unknown[0].name}) is not known without NVML; run "
             "pip install 'tp-core[nvml]', or name the devices, as in devices='cuda:0'"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tp_core._devices import as_device
 from tp_core._trees import PerType, containers, tree_leaves, tree_map
+from tp_core.device_types import MOVE_METHOD, uses_pinned_memory
 from tp_core.errors import TransferError
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ def recursive_pin(obj: T) -> T:
 
     It pins tensors on the CPU and objects with a ``.pin_memory()`` method, in the containers of
     `tree_map`; other objects stay. Where there is no accelerator, or one that does not use page-locked
-    memory (mps), ``obj`` itself is returned.
+    memory, ``obj`` itself is returned.
 
     Raises:
         TransferError: An object's ``.pin_memory()`` returned ``None``.
@@ -104,7 +105,7 @@ def recursive_pin(obj: T) -> T:
         >>> batch = recursive_pin([torch.zeros(2), "name"])
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type == "mps":
+    if accelerator is None or not uses_pinned_memory(accelerator.type):
         return obj
     result: T = tree_map(_pin, obj, table=_PIN_CONTAINERS)
     return result
@@ -172,7 +173,7 @@ def _has_pin_memory(cls: type) -> bool:
 
 
 def _is_movable(cls: type) -> bool:
-    return _has(cls, "to") or _has(cls, "cuda")
+    return _has(cls, "to") or _has(cls, MOVE_METHOD)
 
 
 def _move_of(cls: type) -> _Move | None:

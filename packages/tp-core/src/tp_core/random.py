@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
+from tp_core.device_types import has_generators
+
 if TYPE_CHECKING:
     import torch
 
@@ -182,8 +184,8 @@ def device_rng_state(device: "torch.device") -> "torch.Tensor":
     if device.type == "cpu":
         return torch.get_rng_state()
     module = torch.get_device_module(device)
-    # There is one Apple device, and its functions take no argument.
-    state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    arguments = (device,) if has_generators(device.type) else ()
+    state: torch.Tensor = module.get_rng_state(*arguments)
     return state
 
 
@@ -195,10 +197,8 @@ def set_device_rng_state(device: "torch.device", state: "torch.Tensor") -> None:
         torch.set_rng_state(state)
         return
     module = torch.get_device_module(device)
-    if device.type == "mps":
-        module.set_rng_state(state)
-    else:
-        module.set_rng_state(state, device)
+    arguments = (device,) if has_generators(device.type) else ()
+    module.set_rng_state(state, *arguments)
 
 
 # -- States in a checkpoint -----------------------------------------------------------------------

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tp_core import LaunchEnvironment, available_devices
+from tp_core.device_types import lightning_accelerators
 from tp_core.errors import ConfigError
 from tp_trainer import DdpOptions, Limits
 
@@ -93,8 +94,9 @@ class HardwareArguments:
         if self._precision_text not in _PRECISIONS:
             msg = f"precision={self.precision!r} is not here: {', '.join(_PRECISIONS)} are"
             raise ConfigError(msg)
-        if self.accelerator not in ("auto", "cpu", "gpu", "cuda", "mps"):
-            msg = f"accelerator={self.accelerator!r} is not here: 'auto', 'cpu', 'gpu', 'cuda' and 'mps' are"
+        known = lightning_accelerators()
+        if self.accelerator not in known:
+            msg = f"accelerator={self.accelerator!r} is not here: {', '.join(map(repr, known))} are"
             raise ConfigError(msg)
 
     def _check_devices(self) -> None:

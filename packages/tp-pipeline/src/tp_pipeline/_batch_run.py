@@ -6,7 +6,6 @@
     rank 1, stage 1        F0 B0 F1 B1 F2 B2 F3 B3
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -43,6 +42,7 @@ from tp_pipeline._stage_plan import StagePlan
 from tp_pipeline._stage_units import forwards
 from tp_pipeline._staged_model import StagedModel
 from tp_pipeline._stand_in import StandIn
+from tp_pipeline._work_times import WorkTimes
 
 _COMPUTED = {"F", "B", "I", "W"}
 """The kinds of work that compute; the others exchange tensors."""
@@ -272,7 +272,6 @@ class BatchRun:
         weights: The weight of each micro-batch there.
         factor: What the gradients of each micro-batch's loss were multiplied by, beside its weight.
         failure: The error that this rank's work has raised.
-        spans: What was computed, with the times at which it began and ended, if they are noted.
     """
 
     def __init__(
@@ -291,10 +290,11 @@ class BatchRun:
         self.weights: list[float] = [0.0] * len(batch.parts)
         self.factor: float | None = None
         self.failure: Exception | None = None
-        self.spans: list[tuple[StageWork, float, float]] = []
         self._batch, self._staged, self._exchange = batch, staged, exchange
         self._trained, self._seed = trained, seed
-        self._is_sum, self._scale, self._is_timed = is_sum, scale, is_timed
+        self._is_sum, self._scale = is_sum, scale
+        self._times = WorkTimes(exchange.device) if is_timed else None
+        self._begin: Any = None  # the mark at which the work that is under way began to compute
 
         self._states: defaultdict[tuple[int, int], _StageState] = defaultdict(_StageState)
         # The parameters, by the nodes that add their gradients.
@@ -323,24 +323,35 @@ class BatchRun:
         for work in order:
             if self.failure is not None and work.kind in _COMPUTED:
                 continue
-            began, waited_s = time.time(), self._exchange.waited_s
+            times = self._times if work.kind in _COMPUTED else None
+            if times is not None:
+                self._begin = times.mark()
             try:
                 does[work.kind](work)
             except Exception as error:  # noqa: BLE001 - raised at the end, on all ranks, or there
                 self.failure = self._exchange.fail(error)
-            if self._is_timed and work.kind in _COMPUTED:
-                began += self._exchange.waited_s - waited_s  # it waits before it computes
-                self.spans.append((work, began, time.time()))
+            if times is not None:
+                times.note(work, self._begin, times.mark())
         if self.failure is not None:
             self._wait_for_unused()
         self._exchange.finish()
 
+    def spans(self) -> list[tuple[StageWork, float, float]]:
+        """Return what was computed, with the times at which it began and ended, if they were noted."""
+        return [] if self._times is None else self._times.spans()
+
+    def _wait(self, requests: Sequence[Any], what: str, work: StageWork, stage: int) -> None:
+        """Wait for tensors that come from the rank of a stage; what is timed begins when they are here."""
+        self._exchange.wait(requests, what, work, stage)
+        if self._times is not None:
+            self._begin = self._times.mark()
+
     def _wait_for_unused(self) -> None:
         """Wait for what has come, or comes, after an error: no work has done so."""
         for (stage, part), state in self._states.items():
-            self._exchange.wait(state.received.requests, "outputs", StageWork("F", stage, part), stage - 1)
+            self._wait(state.received.requests, "outputs", StageWork("F", stage, part), stage - 1)
         for (stage, part), state in self._states.items():
-            self._exchange.wait(state.gradients.requests, "gradients", StageWork("B", stage, part), stage + 1)
+            self._wait(state.gradients.requests, "gradients", StageWork("B", stage, part), stage + 1)
 
     def _state_of(self, work: StageWork) -> _StageState:
         return self._states[work.stage, work.part]
@@ -378,7 +389,7 @@ class BatchRun:
         """Return what has come from the stage before, as the step sees it."""
         plan, state = self._batch.plans[work.part], self._state_of(work)
         pending, state.received = state.received, _none_pending()
-        self._exchange.wait(pending.requests, "outputs", work, work.stage - 1)
+        self._wait(pending.requests, "outputs", work, work.stage - 1)
         received: dict[Origin, Tensor] = {}
         for origin, tensor in zip(plan.sends[work.stage - 1], pending.tensors, strict=True):
             learns = plan.specs[origin].requires_grad and torch.is_grad_enabled()
@@ -464,7 +475,7 @@ class BatchRun:
                 self.factor = self._scale * near_power_of_two(1 / (weight * len(self._batch.parts)))
             return [loss], [torch.full_like(loss, weight * self.factor)]
         pending, state.gradients = state.gradients, _none_pending()
-        self._exchange.wait(pending.requests, "gradients", StageWork("B", stage, part), stage + 1)
+        self._wait(pending.requests, "gradients", StageWork("B", stage, part), stage + 1)
         roots = []
         for origin, tensor in zip(plan.sends[stage], ends, strict=True):
             if plan.specs[origin].requires_grad:

@@ -62,7 +62,7 @@ class PipelineOptions:
             numbers are then others than one device's.
         trace: A file for the work of all stages in the third batch, for Perfetto (ui.perfetto.dev) and
             chrome://tracing; ``None`` for none. `tp report` draws a ``NAME.trace.json`` in a run's folder.
-        timeout_s: How many seconds a rank waits for another one.
+        timeout_s: How many seconds a rank waits for another one; on accelerators, how many its groups do.
 
     Raises:
         ConfigError: A value is out of its range.

@@ -412,7 +412,7 @@ class PipelineSession(ProcessGroupSession):
             except StepError as error:
                 failure = error
         total = sum(run.weights) if self.job.loss == "mean" else 1.0
-        gathered = staged.gather((names, output, total * (run.factor or 0.0), run.spans), failure)
+        gathered = staged.gather((names, output, total * (run.factor or 0.0), run.spans()), failure)
         if learns and self._trace is not None:
             self._trace.add(self._spans_of([spans for *_, spans in gathered]))
         reached = {name for names, *_ in gathered for name in names}

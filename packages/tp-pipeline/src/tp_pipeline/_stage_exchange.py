@@ -1,6 +1,5 @@
 """Sends and receives between the ranks of stages, and what they learn of each other when one fails."""
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -51,7 +50,6 @@ class StageExchange:
         me: This rank in the group.
         rank_of: Returns the rank of a stage.
         is_broken: Whether another rank has not sent or received what it should have.
-        waited_s: The seconds that this rank has waited for tensors.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class StageExchange:
         self.me = dist.get_rank(group)
         self.rank_of = orders.rank_of
         self.is_broken = False
-        self.waited_s = 0.0
         self._group, self._global_me = group, dist.get_rank()
         self._stages = orders.stages
         self._timeout_s = timeout_s
@@ -107,11 +104,9 @@ class StageExchange:
         Raises:
             RankFailedError: They have not come in time, or the rank has gone.
         """
-        began = time.time()
         try:
             for request in requests:
-                request.wait(timedelta(seconds=self._timeout_s))
-            self.waited_s += time.time() - began
+                self._finish(request)
         except RuntimeError as error:
             self.is_broken = True
             if "imed out" in str(error):
@@ -201,13 +196,21 @@ class StageExchange:
         """
         try:
             for request, _ in self._sent:
-                request.wait(timedelta(seconds=self._timeout_s))
+                self._finish(request)
         except RuntimeError as error:
             msg = f"the rank of a neighboring stage has ended, or hangs, before it received all: {error}"
             raise RankFailedError(msg) from error
         finally:
             self._sent.clear()
             self._batches += 1
+
+    def _finish(self, request: Any) -> None:
+        if self.device.type == "cpu":
+            request.wait(timedelta(seconds=self._timeout_s))
+        else:
+            # The stream waits and the host goes on to queue work: with a limit torch's groups of accelerators
+            # would block the host until the tensor is there. Their own limit is the group's.
+            request.wait()
 
     def _tag(self, work: StageWork, number: int) -> int:
         is_back = work.kind.endswith("B")

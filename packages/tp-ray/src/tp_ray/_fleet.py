@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tp_core.device_types import is_counted_by_ray
 from tp_core.errors import ConfigError
 from tp_runner.engines import (
     INIT,
@@ -120,7 +121,8 @@ class RayFleet(Fleet):
     def _launch(self, worker: int) -> None:
         settings = self._settings
         needs = needs_of(self.devices[worker], settings.resources or {})
-        device = "cuda:0" if self.devices[worker].startswith("cuda") else self.devices[worker]
+        kind, _, _ = self.devices[worker].partition(":")
+        device = f"{kind}:0" if is_counted_by_ray(kind) else self.devices[worker]  # its own are all it sees
         options = actor_options(self._ray, needs, self._group, worker, settings.env)
         actor = self._ray.remote(RayWorker).options(max_concurrency=1, **options)
         self._actors[worker] = handle = actor.remote(

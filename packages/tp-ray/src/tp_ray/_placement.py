@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tp_core.device_types import is_counted_by_ray
 from tp_core.errors import ConfigError
 
 Needs = dict[str, float]
@@ -11,7 +12,7 @@ Needs = dict[str, float]
 
 def needs_of(device: str, resources: Mapping[str, float]) -> Needs:
     """Return the resources that a worker takes of its node, by Ray's names."""
-    needs = {"CPU": 1.0, "GPU": 1.0 if device.startswith("cuda") else 0.0}
+    needs = {"CPU": 1.0, "GPU": float(is_counted_by_ray(device.partition(":")[0]))}
     names = {"num_cpus": "CPU", "num_gpus": "GPU"}
     return needs | {names.get(name, name): n for name, n in resources.items()}
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.compare import Bound
+from tp_core.device_types import EXAMPLE
 from tp_core.errors import ConfigError, DisagreementError, NonFiniteLossError
 from tp_core.state import hook_steps
 from tp_core.tensors import copy_attributes, norm_dtype
@@ -177,7 +178,7 @@ class GradScaler(torch.amp.GradScaler):
     Collectives: an all-reduce of one number in each step.
     """
 
-    def __init__(self, device: str = "cuda", *, group: GroupLike = None, **kwargs: Any) -> None:
+    def __init__(self, device: str = EXAMPLE, *, group: GroupLike = None, **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self._group = as_group(group)
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from tp_core import available_devices
 from tp_core.random import preserve_rng_state, seed_torch
 from tp_core.replicas import Replicas, ReplicaWrapper
 
@@ -104,22 +105,23 @@ class WrapperConformance(_Wrapped):
 
 
 class GpuWrapperConformance(_Wrapped):
-    """A wrapper on a CUDA device; skipped where there is none."""
+    """A wrapper on an accelerator; skipped where there is none."""
 
     pytestmark: ClassVar[list[pytest.MarkDecorator]] = [
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+        pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
     ]
 
     def test_a_step_leaves_no_memory_behind_without_the_garbage_collector(self) -> None:
-        model = self.wrap(nn.Linear(512, 512).to("cuda:0"), ("cuda:0", "cuda:0"))
+        device = str(available_devices()[0])
+        model = self.wrap(nn.Linear(512, 512).to(device), (device, device))
         gc.collect()
         gc.disable()
         try:
             held = []
             for _ in range(5):
-                self.output(model, torch.randn(64, 512, device="cuda:0")).square().mean().backward()
+                self.output(model, torch.randn(64, 512, device=device)).square().mean().backward()
                 model.zero_grad()
-                held.append(torch.cuda.memory_allocated("cuda:0"))
+                held.append(torch.accelerator.memory_allocated(device))
         finally:
             gc.enable()
         assert held[2] == held[3] == held[4]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from tp_core import LaunchEnvironment
+from tp_core.device_types import EXAMPLE
 from tp_core.discovery import KNOWN_BACKENDS, Contribution
 from tp_core.errors import ConfigError, ModelError
 from tp_core.jobs import Axis, Layout, MemoryNeed, Precision, Recomputation
@@ -248,7 +249,7 @@ def estimate(
     rows = row_count_of(batch)
     each = None if rows is None else samples or rows
     job = Job(
-        devices=(torch.device("cuda", 0),),
+        devices=(torch.device(EXAMPLE, 0),),
         environment=LaunchEnvironment(),
         model=model,
         precision=precision,
@@ -301,7 +302,7 @@ def _list_candidates(
 
     Layouts of a backend that differ in options alone are together, in the backend's order.
     """
-    names = tuple(torch.device("cuda", i) for i in range(devices))
+    names = tuple(torch.device(EXAMPLE, i) for i in range(devices))
     jobs = [replace(job, environment=LaunchEnvironment(), devices=names)]
     if devices > 1:
         processes = LaunchEnvironment(world_size=devices, local_world_size=devices)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from tp_core import LaunchEnvironment, available_devices, device_of_rank, resolve_devices
+from tp_core.device_types import uses_pinned_memory
 from tp_core.discovery import select
 from tp_core.errors import ConfigError
 from tp_core.files import atomic_part
@@ -128,7 +129,7 @@ class ParallelTrainer:
             bsz,
             sampler=sampler,
             num_workers=num_workers,
-            pin_memory=self.get_device().type not in {"cpu", "mps"},
+            pin_memory=uses_pinned_memory(self.get_device().type),
         )
 
     def save_model(self, ckpt: Mapping[str, Any], model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from tp_core import as_device, containers, recursive_pin, recursive_to, tree_map
+from tp_core.device_types import MOVE_METHOD
 from tp_core.errors import DeviceError, TransferError
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ def recursive_cuda(val: T, device: Device | None = None, *, non_blocking: bool =
     options = {"non_blocking": True} if non_blocking and target.type != "cpu" else {}
 
     def move(value: Any) -> Any:
-        if not _has_only_cuda(type(value)) or target.type == "cuda":
+        if not _has_only_cuda(type(value)) or target.type == MOVE_METHOD:
             return recursive_to(value, target, non_blocking=non_blocking)
         moved = value.cuda(target, **options)
         if moved is None:
@@ -49,11 +50,11 @@ def recursive_cuda(val: T, device: Device | None = None, *, non_blocking: bool =
 
 
 def _has_only_cuda(cls: type) -> bool:
-    return _has_method(cls, "cuda") and not _has_method(cls, "to")
+    return _has_method(cls, MOVE_METHOD) and not _has_method(cls, "to")
 
 
 def _moves_itself(cls: type) -> bool:
-    return _has_method(cls, "cuda") or _has_method(cls, "to")
+    return _has_method(cls, MOVE_METHOD) or _has_method(cls, "to")
 
 
 def _has_method(cls: type, name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.device_types import wide_float
 from tp_core.discovery import Contribution
 from tp_core.messages import check_installed
 from tp_core.plugins import Backend, Job, Verdict, registry
@@ -63,8 +64,8 @@ class BackendTrial:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the training, as ``scripts/small.py`` chooses it: mps has no float64."""
-        return torch.float32 if any(device.type == "mps" for device in self.devices) else torch.float64
+        """The type of the training, as ``scripts/small.py`` chooses it: the widest that all devices have."""
+        return wide_float(*self.devices)
 
     @property
     def layout(self) -> str:

@@ -13,6 +13,7 @@ from tp_core._contracts._job import Job
 from tp_core._devices import device_loads, resolve_devices
 from tp_core._launch._environment import LaunchEnvironment, check_process_count
 from tp_core.cli._plain import platform_notes
+from tp_core.device_types import library_versions
 from tp_core.discovery import CONTRACT_VERSION, PluginRegistry
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.output import output_console
@@ -120,7 +121,7 @@ def examine(plugins: PluginRegistry) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "torch": str(torch.__version__),
-            **_libraries(),
+            **library_versions(),
             **_installed(),
         },
         "devices": [_device(load) for load in device_loads()],
@@ -160,15 +161,6 @@ def _candidates(selection: Selection) -> list[dict[str, Any]]:
         }
         for c in selection.candidates
     ]
-
-
-def _libraries() -> dict[str, str]:
-    """Return the versions of what torch was built with for accelerators, where it was."""
-    found = {"cuda": torch.version.cuda, "hip": torch.version.hip}
-    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()  # not on Windows
-    if has_nccl and torch.cuda.is_available() and torch.version.cuda is not None:
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {name: text for name, text in found.items() if text is not None}
 
 
 def _installed() -> dict[str, str]:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tp_core._launch._environment import LaunchEnvironment
+from tp_core.device_types import has_process_groups
 from tp_core.errors import RankFailedError
 from tp_core.ranks import RankPool
 from tp_core.sessions._process_group import join_process_group
@@ -53,7 +54,7 @@ def meet(timeout_s: float) -> dict[str, Any]:
 def _accelerators(environment: LaunchEnvironment) -> list[torch.device]:
     """Return this rank's accelerator as the current one, where each rank of the host has one of its own."""
     kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or kind.type == "mps":  # no backend of torch's groups has mps
+    if kind is None or not has_process_groups(kind.type):
         return []
     if torch.accelerator.device_count() < environment.local_world_size:
         return []

@@ -117,5 +117,5 @@ def platform_notes(name: str = sys.platform) -> list[str]:
         notes.append("tp launch does not run on Windows: start scripts with torchrun, or in WSL")
         notes.append("on Windows ranks meet over gloo alone: NCCL is on Linux; WSL has it")
     elif name == "darwin":
-        notes.append("on macOS ranks meet over gloo, on the CPU: 'mps' trains in one process")
+        notes.append("on macOS ranks meet over gloo, on the CPU: the accelerator trains in one process")
     return notes

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from tp_core.device_types import wide_float
 from tp_core.errors import ConfigError, StepError, TpError
 from tp_core.fully_sharded._plain_values import CommonValues, PlainValues, copy_of
 from tp_core.modules._parameters import SHARDED_ATTRIBUTE, is_dtensor, is_sharded, norm_dtype
@@ -74,8 +75,8 @@ def _mixes_elements(optimizer: Optimizer) -> bool:
             shape = [8] + [6] * (example.dim() - 1)
             generator = torch.Generator().manual_seed(example.dim())
             drawn = torch.randn(_TRIAL_STEPS + 1, *shape, generator=generator)
-            # Small rates: in float32 an update may be lost beside the value. mps has no float64.
-            dtype = torch.float32 if example.device.type == "mps" else torch.float64
+            # Small rates: in float32 an update may be lost beside the value.
+            dtype = wide_float(example.device)
             values = drawn.to(example.device, dtype)
             for dim, length in enumerate(shape):
                 # Halves with other norms: of random values alone their ratio to a gradient's is the same.
@@ -384,8 +385,7 @@ def total_shard_norm(model: nn.Module, norm_type: float, *, device: torch.device
 def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the sum of the elements' powers, or their maximum; 0 for none."""
     norm = nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
-    # float64, as squares of large gradients overflow float32; mps has none.
-    norm = norm.to(device, torch.float32 if device.type == "mps" else torch.float64)
+    norm = norm.to(device, wide_float(device))  # squares of large gradients overflow float32
     return norm if norm_type == math.inf else norm**norm_type
 
 

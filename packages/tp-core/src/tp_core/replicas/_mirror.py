@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.nn.parallel.comm import broadcast
 
 from tp_core._transfer import to_device
+from tp_core.device_types import can_broadcast, is_capturing
 from tp_core.errors import ModelError
 from tp_core.modules._parameters import is_quantized
 
@@ -110,7 +111,7 @@ def copy_coalesced(
 
 def _spread(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     others = [d for d in dict.fromkeys(devices) if d != tensor.device]
-    if len(others) > 1 and tensor.is_cuda and all(d.type == "cuda" for d in others):
+    if len(others) > 1 and can_broadcast([tensor.device, *others]):
         # Separate copies would wait for each other in the stream of the source device.
         copies = broadcast(tensor, [tensor.device, *others])
         found = dict(zip([tensor.device, *others], copies, strict=True))
@@ -335,7 +336,7 @@ class ParameterMirror:
 
         In training an optimizer has stepped all, mostly: then none is left to look at.
         """
-        if len(stale) == len(self.copies) or _is_captured(self.device):
+        if len(stale) == len(self.copies) or is_capturing(self.device):
             return []
         known = set(stale)
         left = tuple(
@@ -410,11 +411,6 @@ def refresh(mirrors: Sequence[ParameterMirror], now: Any, *, forced: Sequence[bo
         for mirror in group:
             mirror.note_copied(now, positions)
     return [replaced for _, replaced in found]
-
-
-def _is_captured(device: torch.device) -> bool:
-    """Return whether kernels are recorded into a graph at present: nothing can be looked at then."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _same_form(copy: Tensor, parameter: Parameter) -> bool:
@@ -625,7 +621,7 @@ class OriginalBuffers:
                 buffer.generation = self._clock
             elif buffer.tensor.numel():
                 compared.append(buffer)
-        if compared and not _is_captured(compared[0].tensor.device):
+        if compared and not is_capturing(compared[0].tensor.device):
             self._compare(compared)
         self.generations = [b.generation for b in self._buffers]
 

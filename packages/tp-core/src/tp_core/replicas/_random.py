@@ -14,6 +14,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tp_core.device_types import is_capturing
 from tp_core.errors import ModelError
 from tp_core.modules._compiler import not_compiled_alone, untraced
 
@@ -284,11 +285,11 @@ def _drawing_lock() -> AbstractContextManager[Any]:
 def _generator(device: torch.device) -> torch.Generator | None:
     """Return the default generator of a device, or ``None`` where torch does not expose it.
 
-    It does not while a CUDA graph is captured: random numbers are then drawn at each replay.
+    It does not while a graph is captured: random numbers are then drawn at each replay.
     """
     if device == _CPU:  # comparing the types takes several times as long
         return torch.default_generator
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         return None
     module = getattr(torch, device.type, None)
     generators: Any = getattr(module, "default_generators", None)

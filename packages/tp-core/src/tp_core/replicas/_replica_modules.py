@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from tp_core._transfer import to_device
 from tp_core._trees import tree_leaves
+from tp_core.device_types import packs_recurrent_weights
 from tp_core.errors import ModelError
 from tp_core.modules._compiler import compile_in_place
 from tp_core.modules._parameters import is_sharded
@@ -513,7 +514,8 @@ class ReplicaModules:
 
     def flatten_rnn_weights(self, copies: dict[int, Tensor]) -> None:
         """Put the weights of recurrent layers into one piece of memory, as their kernels expect."""
-        if self.device.type != "cuda" or not any(isinstance(t.module, nn.RNNBase) for t in self._replicas):
+        has_recurrent = any(isinstance(replica.module, nn.RNNBase) for replica in self._replicas)
+        if not has_recurrent or not packs_recurrent_weights(self.device):
             return
         self.give_parameters(copies)
         for replica in self._replicas:

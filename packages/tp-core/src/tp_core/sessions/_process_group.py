@@ -17,6 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
 )
 
 from tp_core._launch._environment import LaunchEnvironment
+from tp_core.device_types import binds_process_groups
 from tp_core.errors import LaunchEnvironmentError, RankFailedError
 
 # Names of torch 2.13, which deprecates the only ones that 2.11 has.
@@ -144,7 +145,7 @@ def join_process_group(
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device is not None and device.type == "cuda" else None,
+        device_id=device if device is not None and binds_process_groups(device) else None,
     )
     group = dist.group.WORLD
     _wait_until_connected(group)

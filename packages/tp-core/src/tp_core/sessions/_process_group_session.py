@@ -18,6 +18,7 @@ from tp_core._contracts._batch import Share, StepOutput
 from tp_core._contracts._job import Job
 from tp_core._contracts._session import ReduceOp, Session, check_reduce_op
 from tp_core.data._step_outputs import zero_backward
+from tp_core.device_types import binds_process_groups
 from tp_core.errors import ConfigError, DisagreementError, ModelError
 from tp_core.modules._parameters import check_no_max_norm, quantized_parts
 from tp_core.sessions._object_exchange import broadcast_object, gather_objects
@@ -410,7 +411,7 @@ class ProcessGroupSession(Session):
         Collective: one barrier over all ranks.
         """
         # NCCL's barrier is an all-reduce on a device: named here, or torch would choose one by itself.
-        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+        dist.barrier(device_ids=[self.device.index] if binds_process_groups(self.device) else None)
 
     # -- state --------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from tp_core.compare import functions_named
+from tp_core.device_types import is_capturing
 from tp_core.errors import ModelError
 from tp_core.replicas import is_random_op, not_compiled_alone, untraced
 
@@ -104,11 +105,9 @@ class SplitDraws:
         visit = self.visits[-1]
         if x.dim():
             visit.leading = tuple(x.shape[:-1])
-        # During the capture of a CUDA graph the state of its generator cannot be read; fake tensors, with
+        # During the capture of a graph the state of its generator cannot be read; fake tensors, with
         # which `trainer.estimate` runs a step, have no values to draw.
-        has_values = not isinstance(x, FakeTensor) and not (
-            x.is_cuda and torch.cuda.is_current_stream_capturing()
-        )
+        has_values = not isinstance(x, FakeTensor) and not is_capturing(x.device)
         if visit.inside is None and has_values:
             outer = self._inside()
             places = [_CPU] if x.device == _CPU else [_CPU, x.device]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tp_core.data import Share, read_weight, split_weight
+from tp_core.device_types import wide_float
 from tp_core.errors import NonFiniteLossError, StepError
 from tp_core.plugins import Session
 
@@ -198,7 +199,7 @@ class Meter:
             weight = own if samples else 0.0
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             # Stays on its device, so that the step need not wait for it.
-            number: Any = value.detach().double().reshape(())
+            number: Any = value.detach().to(wide_float(value.device)).reshape(())
         elif isinstance(value, Real):
             number = float(value)
         else:

@@ -4,13 +4,14 @@ import os
 
 import torch
 from torch.utils.data import DataLoader
+from tp_core.device_types import wide_float
 from tp_core.plugins import registry
 from tp_trainer import Trainer
 from tp_verify import _small_training as small
 
 name = os.environ["TP_BACKEND"]
 options = {backend.item.name: backend.item.self_test_options for backend in registry.backends()}
-dtype = torch.float32 if "mps" in os.environ["TP_DEVICES"] else torch.float64  # which has no float64
+dtype = wide_float(*map(torch.device, os.environ["TP_DEVICES"].split(",")))
 
 with Trainer(seed=0, progress=False, options={name: options[name]}) as trainer:
     model = small.build(dtype)
