@@ -1,4 +1,4 @@
-"""What the README compares: each row names what shows it; what a dead worker does to others is tried."""
+"""What the page beside others compares: each row names what shows it; what a dead worker does to others is tried."""
 
 import itertools
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+BESIDE = (ROOT / "docs" / "beside.md").read_text()
 LIMITS = "docs/limits.md"
 RUNNER, SHARD, TRAINER, LAUNCH = (
     "tests/tp_runner",
@@ -43,10 +43,12 @@ SHOWN = {
     "a damaged checkpoint": [
         f"{TRAINER}/checkpoint/test_checkpoints.py::test_a_damaged_one_is_named_and_the_one_before_it_is_used"
     ],
-    "cost of a step": ["docs/benchmarks/trainer-one-process.json"],
+    "a step of a tiny": ["docs/benchmarks/trainer-one-process.json"],
+    "with loggers, callbacks": ["docs/benchmarks/trainer-equipped.json"],
     "TPU, DeepSpeed": [LIMITS],
     "used by many": [LIMITS],
     "how many times faster": ["docs/benchmarks/runner.json"],
+    "the same, with Pool given": ["docs/benchmarks/runner.json"],
     "arrays of 1 MB": ["docs/benchmarks/runner.json"],
     "items read ahead": ["docs/benchmarks/runner.json"],
     "a worker is killed": [
@@ -83,9 +85,8 @@ SHOWN = {
 
 def rows():
     """Return the rows of the tables that compare, without their heads."""
-    compared = README.partition("## Beside others")[2].partition("## For developers of tp")[0]
-    lines = [line for line in compared.splitlines() if line.startswith("| ")]
-    heads = re.findall(r"^(\|.*)\n\|---", compared, re.MULTILINE)
+    lines = [line for line in BESIDE.splitlines() if line.startswith("| ")]
+    heads = re.findall(r"^(\|.*)\n\|---", BESIDE, re.MULTILINE)
     return [line for line in lines if line not in heads]
 
 
