@@ -58,11 +58,11 @@ def find_checkpoint(
     if step is not None and best is not None:
         msg = "a step and the best both choose a checkpoint; give one of them"
         raise ConfigError(msg)
-    if not source.exists():
-        msg = f"there is no checkpoint at {source}"
-        raise FileNotFoundError(msg)
     found = RunFolder(source).committed()
     if not found:
+        if not source.exists():
+            msg = f"there is no checkpoint at {source}"
+            raise FileNotFoundError(msg)
         if step is not None or best is not None:
             msg = f"{source} is not the folder of a run with checkpoints, so there is none to choose"
             raise ConfigError(msg)

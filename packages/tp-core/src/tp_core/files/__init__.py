@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from tp_core.files._ownership import Ownership as Ownership
     from tp_core.files._ownership import lock_file_of as lock_file_of
     from tp_core.files._ownership import run_in as run_in
+    from tp_core.files._reads import is_absence as is_absence
+    from tp_core.files._reads import is_regular_file as is_regular_file
+    from tp_core.files._reads import retry_read as retry_read
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -23,5 +26,6 @@ else:
                 "write_atomically",
             ],
             "tp_core.files._ownership": ["Ownership", "lock_file_of", "run_in"],
+            "tp_core.files._reads": ["is_absence", "is_regular_file", "retry_read"],
         },
     )

@@ -23,6 +23,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from tp_core._launch._environment import available_cores
 from tp_core.errors import StateError
+from tp_core.files._reads import is_absence, is_regular_file, retry_read
 
 if TYPE_CHECKING:
     from xxhash import xxh3_128
@@ -55,16 +56,25 @@ class FileRecord:
         return {"nbytes": self.nbytes, "xxh3_128": self.xxh3_128}
 
     def difference(self, path: Path) -> str | None:
-        """Return a description of how the file at ``path`` differs, or ``None``."""
+        """Return a description of how the file at ``path`` differs, or ``None``.
+
+        Raises:
+            OSError: The file is there, and could not be read for some seconds: it need not differ.
+        """
         try:
-            if not path.is_file():
-                return "is missing"
-            nbytes = path.stat().st_size
-            if nbytes != self.nbytes:
-                return f"has {nbytes} bytes of {self.nbytes}"
-            return None if record_of(path) == self else "is not what was written"
+            return retry_read(lambda: self._difference(path))
         except OSError as error:
-            return f"cannot be read: {error}"
+            if is_absence(error):  # deleted in between
+                return "is missing"
+            raise
+
+    def _difference(self, path: Path) -> str | None:
+        if not is_regular_file(path):
+            return "is missing"
+        nbytes = path.stat().st_size
+        if nbytes != self.nbytes:
+            return f"has {nbytes} bytes of {self.nbytes}"
+        return None if record_of(path) == self else "is not what was written"
 
 
 def _new_digest() -> "xxh3_128":
@@ -90,17 +100,19 @@ def read_digests(folder: Path) -> dict[str, FileRecord]:
 
     Raises:
         FileNotFoundError: The folder has no checkpoint.
+        OSError: The digests could not be read for some seconds.
         StateError: The digests are missing or damaged.
     """
     path = folder / DIGESTS
-    if not path.is_file():
-        if not (folder / INDEX).is_file():
+    if not retry_read(lambda: is_regular_file(path)):
+        if not is_regular_file(folder / INDEX):
             msg = f"there is no checkpoint at {folder}: it has no {DIGESTS}"
             raise FileNotFoundError(msg)
         msg = f"{folder} has no {DIGESTS}: ts.save_sharded() was ended before its end, or did not write it"
         raise StateError(msg)
     try:
-        return {str(name): FileRecord(**record) for name, record in json.loads(path.read_text()).items()}
+        listed = json.loads(retry_read(path.read_text))
+        return {str(name): FileRecord(**record) for name, record in listed.items()}
     except (ValueError, TypeError, AttributeError) as error:
         msg = f"{path} is damaged: {error}"
         raise StateError(msg) from error

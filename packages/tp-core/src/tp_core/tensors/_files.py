@@ -70,6 +70,7 @@ def read_tensors(targets: Mapping[str, Tensor | TensorSlice], folder: str | os.P
 
     Raises:
         FileNotFoundError: ``folder`` has no checkpoint.
+        OSError: A file could not be read for some seconds.
         StateError: A tensor is missing there, or has another shape; or a file is damaged. Names, shapes and
             the headers of files are checked before any target is changed.
 

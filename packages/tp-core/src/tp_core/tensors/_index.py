@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tp_core.errors import StateError
+from tp_core.files._reads import is_absence, is_regular_file, retry_read
 from tp_core.modules._parameters import TensorSlice, local_parts
 from tp_core.tensors._digests import INDEX
 from tp_core.tensors._safetensors import check_file, fill_from_file
@@ -56,14 +58,15 @@ def read_index(folder: Path) -> dict[str, IndexEntry]:
 
     Raises:
         FileNotFoundError: ``folder`` has no index.
+        OSError: The index could not be read for some seconds.
         StateError: The index is damaged.
     """
     path = folder / INDEX
-    if not path.is_file():
+    if not retry_read(lambda: is_regular_file(path)):
         msg = f"there is no checkpoint at {folder}: it has no {INDEX}"
         raise FileNotFoundError(msg)
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(retry_read(path.read_text))
         return {name: _entry(stored) for name, stored in sorted(found.items())}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         msg = f"{path} is damaged: {error!r}"
@@ -116,10 +119,12 @@ def read_into(
             raise StateError(msg)
     try:
         for file, expected in infos.items():
-            check_file(folder / file, expected)
+            retry_read(partial(check_file, folder / file, expected))
         for file, of_file in slices.items():
-            fill_from_file(folder / file, of_file, infos[file])
+            retry_read(partial(fill_from_file, folder / file, of_file, infos[file]))
     except OSError as error:
+        if not is_absence(error):
+            raise
         msg = f"{folder} cannot be read: {error}"
         raise StateError(msg) from error
 

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -22,7 +23,16 @@ from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, StoredTensor
 from tp_core.tensors import TensorSlice
 
 from tp_trainer._checkpoint import Checkpoints
-from tp_trainer._checkpoint._folder import STATE, RunFolder, bytes_in, read_json, step_of, verify, write_json
+from tp_trainer._checkpoint._folder import (
+    STATE,
+    RunFolder,
+    bytes_in,
+    on_first_rank,
+    read_json,
+    step_of,
+    verify,
+    write_json,
+)
 
 log = logging.getLogger("tp_trainer")
 
@@ -205,6 +215,10 @@ class Checkpointer:
     def find(self, resume: str | os.PathLike[str]) -> Path | None:
         """Return the checkpoint to resume from, the same on all ranks; for "auto" the newest whole one.
 
+        Raises:
+            OSError: The folder or a checkpoint could not be read for some seconds; nothing was changed.
+            StateError: The checkpoint is damaged; for "auto", all of them. Nothing was changed.
+
         Collectives: a broadcast, then as in :func:`verify` for each checkpoint that is checked.
         """
         if resume == "auto":
@@ -221,11 +235,12 @@ class Checkpointer:
 
         Raises:
             ConfigError: There is a checkpoint after ``step``; on all ranks.
+            OSError: The folder could not be read for some seconds; on all ranks.
 
         Collectives: one broadcast.
         """
-        later = [path.name for path in self._folder.committed() if step_of(path) > step]
-        later = self._session.broadcast(later, where="later checkpoints")
+        committed = on_first_rank(self._session, self._folder.committed, where="later checkpoints")
+        later = [path.name for path in committed if step_of(path) > step]
         if later:
             begins = f"begins after step {step}" if step else "begins again"
             msg = (
@@ -238,10 +253,22 @@ class Checkpointer:
     def continues(self, path: Path, step: int) -> None:
         self._writer.last, self._saved_step, self._saved_at = path, step, time.monotonic()
 
-    @staticmethod
-    def read(path: Path) -> tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]]:
-        """Return the tensors, the common plain values, and the plain values of each rank."""
-        return open_tensors(path), read_json(path / STATE), read_json(path / RANKS)
+    def read(self, path: Path) -> tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]]:
+        """Return the tensors, the common plain values, and the plain values of each rank.
+
+        Raises:
+            OSError: A rank could not read a file for some seconds; on all ranks.
+            StateError: A file is not there, or damaged; on all ranks.
+
+        Collectives: a gather of the outcomes.
+        """
+        failure: OSError | StateError | None = None
+        try:
+            found = open_tensors(path), read_json(path / STATE), read_json(path / RANKS)
+        except (OSError, StateError) as error:
+            failure = error
+        agree_on_failure(failure, self._session.gather_objects, f"read {path}")
+        return found
 
 
 # -- One checkpoint, written by rank 0 alone or together with the other ranks ---------------------
@@ -514,5 +541,6 @@ class Writer:
         if self._session.is_main:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)  # the failure matters, and the next start sweeps
-            before = "; the checkpoints before it are whole" if self.folder.committed() else ""
+            with suppress(OSError):  # of a disk that lost more: the failure itself matters
+                before = "; the checkpoints before it are whole" if self.folder.committed() else ""
         error.add_note(f"while a checkpoint was written to {self.folder.path}{before}")

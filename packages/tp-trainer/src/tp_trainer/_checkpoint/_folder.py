@@ -16,14 +16,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from tp_core.errors import StateError
-from tp_core.files import sync_folder
+from tp_core.files import is_absence, is_regular_file, retry_read, sync_folder
 from tp_core.plugins import Session
 from tp_core.state import DIGEST_SIZE, FileRecord, digest_of, from_json, record_of, to_json
 from tp_core.tensors import INDEX, read_digests
@@ -40,18 +40,30 @@ DIGITS = 10  # a fixed width: names sort in the order of steps
 
 Signature = tuple[tuple[str, int, int, int, int], ...]
 
+T = TypeVar("T")
+
 
 class RunFolder:
     """The folder with the checkpoints of one run, which need not exist yet."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        self._seen_whole: dict[Path, Signature] = {}
+        self._seen_whole: dict[Path, _Verified] = {}
 
     def committed(self) -> list[Path]:
-        """Return the committed checkpoints, newest first."""
-        pattern = f"{PREFIX}{'[0-9]' * DIGITS}"
-        return sorted(self.path.glob(pattern), reverse=True) if self.path.is_dir() else []
+        """Return the committed checkpoints, newest first; none where there is no folder.
+
+        Raises:
+            OSError: The folder could not be read for some seconds.
+        """
+        try:
+            # Not by glob, which takes a folder that cannot be read for an empty one.
+            paths = retry_read(lambda: list(self.path.iterdir()))
+        except OSError as error:
+            if is_absence(error):
+                return []
+            raise
+        return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -86,7 +98,7 @@ class RunFolder:
             log.warning("%s is in the way of a checkpoint; it is now %s", final, self._set_aside(final))
         written.rename(final)
         sync_folder(self.path)
-        self._seen_whole[final] = _signature(final)
+        self._seen_whole[final] = _Verified(_signature(final), facts.get("metrics", {}))
         return final
 
     def prune(
@@ -94,49 +106,68 @@ class RunFolder:
     ) -> None:
         """Delete all checkpoints but the newest whole ones, and the best.
 
-        Damaged ones are set aside, so that none takes the place of a whole one.
+        Damaged ones are set aside, so that none takes the place of a whole one. Where one cannot be read,
+        nothing is deleted: the next call looks again.
         """
-        kept = [written]
-        for path in self.committed():
-            if len(kept) == keep:
-                break
-            if path != written and self._is_whole(path):
-                kept.append(path)
-        if best is not None:
-            kept += self._best(best, 1.0 if mode == "min" else -1.0)
-        for path in self.committed():
-            if path not in kept:
+        try:
+            found = self.committed()
+            kept = [written]
+            for path in found:
+                if len(kept) == keep:
+                    break
+                if path != written and self._is_whole(path):
+                    kept.append(path)
+            if best is not None:
+                kept += self._best(found, best, 1.0 if mode == "min" else -1.0)
+        except OSError as error:
+            log.warning("%s; no checkpoint is deleted until it can be read", error)
+            return
+        for path in found:
+            if path not in kept and os.path.lexists(path):
                 self._remove(path)
 
-    def _best(self, metric: str, sign: float) -> list[Path]:
+    def _best(self, paths: list[Path], metric: str, sign: float) -> list[Path]:
         """Return the whole checkpoint with the best value of a metric, the newest of equals, if any."""
         found: list[tuple[float, Path]] = []
-        for path in self.committed():
+        for path in paths:
             try:
-                value = read_manifest(path).metrics.get(metric)
+                value = self._metrics_of(path).get(metric)
             except StateError as error:
-                self._on_damage(path, error)
+                if os.path.lexists(path):  # not set aside yet
+                    self._on_damage(path, error)
                 continue
             if isinstance(value, int | float) and not math.isnan(value):
                 found.append((sign * value, path))
         found.sort(key=lambda pair: pair[0])  # stable: the newest of equals stays the first
         return next(([path] for _, path in found if self._is_whole(path)), [])
 
+    def _metrics_of(self, path: Path) -> Mapping[str, Any]:
+        """Return the metrics of a checkpoint; of a manifest that was verified, from memory."""
+        seen, manifest = self._seen_whole.get(path), path / MANIFEST
+        if seen is not None and os.path.lexists(manifest):
+            now = _described(os.fspath(manifest), manifest.lstat())
+            if now in seen.signature:
+                return seen.metrics
+        return read_manifest(path).metrics
+
     def _is_whole(self, path: Path) -> bool:
-        """Return whether a checkpoint passes verification; set it aside if not."""
+        """Return whether a checkpoint passes verification; set it aside if not.
+
+        Files with unchanged sizes and times count as verified.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        seen, now = self._seen_whole.get(path), _signature(path)
+        if seen is not None and seen.signature == now:
+            return True
         try:
-            self._check(path)
+            verify(path)
+            self._seen_whole[path] = _Verified(now, read_manifest(path).metrics)
         except StateError as error:
             self._on_damage(path, error)
             return False
         return True
-
-    def _check(self, path: Path) -> None:
-        """Verify a checkpoint once; later, files with unchanged sizes and times count as verified."""
-        now = _signature(path)
-        if self._seen_whole.get(path) != now:
-            verify(path)
-            self._seen_whole[path] = now
 
     def _on_damage(self, path: Path, error: StateError) -> None:
         try:
@@ -169,45 +200,74 @@ class RunFolder:
     # -- reading --------------------------------------------------------------------------------
 
     def newest_whole(self, session: Session | None = None) -> Path | None:
-        """Return the newest whole checkpoint; set damaged ones aside, and log them.
+        """Return the newest whole checkpoint, if there is any; set damaged ones aside, and log them.
 
         All ranks of a session must call this, and share the work.
 
+        Raises:
+            OSError: The folder or a checkpoint could not be read for some seconds; nothing was changed.
+            StateError: There are checkpoints, and none is whole; nothing was changed.
+
         Collectives: with a session one broadcast, then as in :func:`verify` for each checkpoint.
         """
-        found = self.committed()
-        if session is not None:
-            found = session.broadcast(found, where="checkpoints of a run")
+        found = on_first_rank(session, self.committed, where="checkpoints of a run")
         is_main = session is None or session.is_main
-        damaged = 0
+        damaged: dict[Path, StateError] = {}
         for path in found:
             try:
                 verify(path, session)
             except FormatError:
                 raise
             except StateError as error:
-                damaged += 1
-                if is_main:
-                    self._on_damage(path, error)
+                damaged[path] = error
                 continue
             if is_main:
-                self._seen_whole[path] = _signature(path)
-            if is_main and damaged:
-                log.warning("the run resumes from %s, which is whole", path)
+                # Only now: where none is whole, the next start must see all that this one has seen.
+                for other, problem in damaged.items():
+                    self._on_damage(other, problem)
+                if damaged:
+                    log.warning("the run resumes from %s, which is whole", path)
+                with contextlib.suppress(OSError, StateError):  # then it is verified once more
+                    self._seen_whole[path] = _Verified(_signature(path), read_manifest(path).metrics)
             return path
-        if is_main and damaged:
-            log.warning(
-                "%s had %d checkpoints and none is whole: the run begins again, from its first step",
-                self.path,
-                damaged,
+        if damaged:
+            problems = "; ".join(map(str, damaged.values()))
+            msg = (
+                f"{self.path} has {len(damaged)} checkpoints and none is whole ({problems}). Nothing was "
+                "changed, and the run does not begin again by itself: put back what they were, or, to begin "
+                "again, delete them or give another folder"
             )
+            raise StateError(msg)
         return None
+
+
+def _described(path: str, s: os.stat_result) -> tuple[str, int, int, int, int]:
+    return path, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
+
+
+class _Verified(NamedTuple):
+    """A checkpoint that was whole: its files as they were then, and its metrics."""
+
+    signature: Signature
+    metrics: Mapping[str, Any]
 
 
 def _signature(path: Path) -> Signature:
     """Return inode, size and times of each file, which differ after every change."""
-    found = [(file, file.lstat()) for file in sorted(path.rglob("*"))]
-    return tuple((str(f), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for f, s in found)
+    # By `os.scandir`: a save looks at all files of all kept checkpoints, and `rglob` takes much longer.
+    found = []
+    folders = [os.fspath(path)]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    found.append(_described(entry.path, entry.stat(follow_symlinks=False)))
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except OSError as error:
+            if not is_absence(error):
+                raise
+    return tuple(sorted(found))
 
 
 # -- Verification: names of folders, manifest, and the digest of every file -----------------------
@@ -234,38 +294,67 @@ def verify(path: Path, session: Session | None = None) -> None:
 
     Raises:
         FormatError: The checkpoint has another version's format; on all ranks.
+        OSError: A file could not be read for some seconds; on all ranks. The checkpoint may be whole.
         StateError: A file is missing, cut off or changed, or it has the name of another checkpoint; on all
             ranks.
 
     Collectives: with a session one broadcast and two gathers of small objects.
     """
+    files = on_first_rank(session, lambda: _files_of(path), where="files of a checkpoint")
     if session is None or session.world_size == 1:
-        problem = _problem_in(path, _files_of(path))
+        problem = _problem_in(path, files)
     else:
-        problem = _problem_of_all(path, session)
+        problem = _problem_of_all(path, files, session)
     if problem is not None:
         msg = f"checkpoint {path} is damaged: {problem}"
         raise StateError(msg)
 
 
-def _problem_of_all(path: Path, session: Session) -> str | None:
-    files: Mapping[str, FileRecord] = {}
-    failure: tuple[type[StateError], str] | None = None
+def on_first_rank(session: Session | None, look: Callable[[], T], *, where: str) -> T:
+    """Return what rank 0 sees, on all ranks; its error is raised on all of them.
+
+    Collectives: one broadcast, with several ranks.
+    """
+    if session is None or session.world_size == 1:
+        return look()
+    found: T | None = None
+    failure: OSError | StateError | None = None
     if session.is_main:
         try:
-            files = _files_of(path)
-        except StateError as error:
-            failure = (type(error), str(error))
-    files, failure = session.broadcast((files, failure), where="files of a checkpoint")
+            found = look()
+        except (OSError, StateError) as error:
+            failure = error
+    found, failure = session.broadcast((found, failure), where=where)
     if failure is not None:
-        kind, text = failure
-        raise kind(text)
+        raise failure
+    return cast("T", found)
+
+
+def _problem_of_all(path: Path, files: Mapping[str, FileRecord], session: Session) -> str | None:
     # A host without the folder checks nothing; if it must read the folder, that raises.
-    seen = session.gather_objects(session.is_main or path.is_dir(), where="readers of a checkpoint")
+    seen = session.gather_objects(session.is_main or _is_there(path), where="readers of a checkpoint")
     readers = [rank for rank, sees in enumerate(seen) if sees]
     mine = {n: f for n, f in files.items() if readers[_writer_of(n) % len(readers)] == session.rank}
-    problems = session.gather_objects(_problem_in(path, mine), where="problems of a checkpoint")
-    return next(filter(None, problems), None)
+    problem: str | None = None
+    failure: OSError | None = None
+    try:
+        problem = _problem_in(path, mine)
+    except OSError as error:
+        failure = error
+    found = session.gather_objects((problem, failure), where="problems of a checkpoint")
+    for _, failed in found:
+        if failed is not None:
+            raise failed
+    return next((problem for problem, _ in found if problem is not None), None)
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether this host sees a folder; one that it sees and cannot read is named when it is read."""
+    try:
+        path.stat()
+    except OSError as error:
+        return not is_absence(error)
+    return True
 
 
 def _writer_of(name: str) -> int:
@@ -275,9 +364,12 @@ def _writer_of(name: str) -> int:
 
 
 def _files_of(path: Path) -> Mapping[str, FileRecord]:
-    if (path / INDEX).is_file():
-        return read_digests(path)
-    manifest = read_manifest(path)
+    try:
+        if retry_read(lambda: is_regular_file(path / INDEX)):
+            return read_digests(path)
+        manifest = read_manifest(path)
+    except OSError as error:
+        raise _not_readable(path, error) from error
     if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
         msg = f"checkpoint {path} is damaged: its {MANIFEST} is from step {manifest.step}"
         raise StateError(msg)
@@ -285,11 +377,18 @@ def _files_of(path: Path) -> Mapping[str, FileRecord]:
 
 
 def _problem_in(path: Path, files: Mapping[str, FileRecord]) -> str | None:
-    """Return the first file that differs from its record, and how."""
+    """Return the first file that differs from its record, and how.
+
+    Raises:
+        OSError: A file could not be read for some seconds.
+    """
     # Threads are enough: digests are computed without the GIL.
     with ThreadPoolExecutor(_READERS) as pool:
         problems = pool.map(lambda name: files[name].difference(path / name), files)
-        found = dict(zip(files, problems, strict=True))
+        try:
+            found = dict(zip(files, problems, strict=True))
+        except OSError as error:
+            raise _not_readable(path, error) from error
     return next((f"{name} {problem}" for name, problem in found.items() if problem is not None), None)
 
 
@@ -327,17 +426,31 @@ def write_manifest(
     return path
 
 
+def _not_readable(path: Path, error: OSError) -> OSError:
+    reason = f"checkpoint {path} cannot be read, and nothing was changed: {error}"
+    return OSError(reason) if error.errno is None else OSError(error.errno, reason)
+
+
 def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        FormatError: It has another version's format.
+        OSError: It could not be read for some seconds.
+        StateError: There is none, or it is damaged.
+    """
     path = folder / MANIFEST
+    data: bytes | None = None
     try:
-        if not path.is_file():  # also refuses a dangling link, and a pipe, which would block
-            lack = f"has no {MANIFEST}" if folder.exists() else "is not there"
-            msg = f"{folder} is not a checkpoint: it {lack}"
-            raise StateError(msg)
-        data = path.read_bytes()
+        # Also refuses a dangling link, and a pipe, which would block.
+        data = retry_read(lambda: path.read_bytes() if is_regular_file(path) else None)
     except OSError as error:
-        msg = f"checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error}"
-        raise StateError(msg) from error
+        if not is_absence(error):
+            raise
+    if data is None:
+        lack = f"has no {MANIFEST}" if os.path.lexists(folder) else "is not there"
+        msg = f"{folder} is not a checkpoint: it {lack}"
+        raise StateError(msg)
     head = _HEAD.match(data)
     if head is None or head[1].decode() != digest_of((data[: head.start(1)], _ZEROS, data[head.end(1) :])):
         msg = f"checkpoint {folder} is damaged: {MANIFEST} is not what was written"
@@ -378,8 +491,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     try:
-        return from_json(path.read_text())
-    except (OSError, ValueError) as error:
+        return from_json(retry_read(path.read_text))
+    except (FileNotFoundError, ValueError) as error:
         msg = f"{path} cannot be read: {error}"
         raise StateError(msg) from error
 
