@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.files import write_atomically
+from tp_core.files import is_absence, is_regular_file, retry_read, write_atomically
 from tp_core.launching import available_cores
 from tp_core.messages import check_installed, file_meant
 
@@ -165,7 +165,7 @@ def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
             raise ConfigError(msg)
         found += matching
     for path in found:
-        if "://" not in path and not Path(path).is_file():
+        if "://" not in path and not is_regular_file(Path(path)):
             what = "is a folder; give a pattern, such as" if Path(path).is_dir() else "does not exist"
             hint = f" {path.rstrip('/')}/*.jsonl" if Path(path).is_dir() else file_meant(Path(path))
             msg = f"{path} {what}{hint}"
@@ -193,7 +193,7 @@ def _remote_glob(pattern: str, access: Access) -> list[str]:
 
 
 class ChangedFileError(LoaderError):
-    """A file that is another one than was indexed: not a sample of it is broken, but all of them are gone."""
+    """A file that is another one than was indexed, or cannot be read: not one sample is lost, but all."""
 
 
 class IndexedFile:
@@ -253,7 +253,7 @@ class IndexedFile:
         """
         if self._is_local:
             try:
-                stat = Path(self.url).stat()
+                stat = retry_read(Path(self.url).stat)
             except OSError as error:
                 msg = f"{self.url} cannot be read: {error.strerror}"
                 raise LoaderError(msg) from error
@@ -269,15 +269,28 @@ class IndexedFile:
         return self._access.attempt(self.url, look)
 
     def _read_header(self) -> dict[str, Any] | None:
-        try:
+        """Return the header of the index; ``None`` where it, or the copy, is not there or not whole.
+
+        Raises:
+            LoaderError: One of them could not be read for some seconds.
+        """
+
+        def read() -> tuple[bytes, int, int | None]:
             with self._index.open("rb") as file:
-                header: dict[str, Any] = json.loads(file.read(_HEADER_NBYTES))
-            whole = self._index.stat().st_size == _HEADER_NBYTES + 8 * (header["samples"] + 1)
-        except (OSError, ValueError, KeyError):  # there is none yet, or another program's
+                head, nbytes = file.read(_HEADER_NBYTES), os.fstat(file.fileno()).st_size
+            return head, nbytes, self.path.stat().st_size if self._is_copy else None
+
+        try:
+            head, nbytes, copied = retry_read(read)
+        except OSError as error:
+            if is_absence(error):
+                return None
+            msg = f"the index of {self.url} cannot be read, and nothing was changed: {error}"
+            raise LoaderError(msg) from error
+        header = _parse_header(head)
+        if header is None or nbytes != _HEADER_NBYTES + 8 * (header["samples"] + 1):
             return None
-        if header.get("format") != _FORMAT or not whole:
-            return None
-        if self._is_copy and not (self.path.exists() and self.path.stat().st_size == header["stat"][0]):
+        if copied is not None and copied != header["stat"][0]:
             return None
         return header
 
@@ -337,6 +350,8 @@ class IndexedFile:
                         yield chunk
             except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
                 msg = f"{self.url} cannot be decompressed: {_describe(error)}; is it whole?"
+                if isinstance(error, OSError) and error.errno is not None:  # the system's, not the format's
+                    msg = f"{self.url} cannot be read: {error}"
                 raise LoaderError(msg) from error
 
         with part.open("wb") as out:
@@ -389,11 +404,14 @@ class IndexedFile:
             try:
                 shape = (self._count + 1,)
                 # Numbers of a memory view are Python's own, and ten times as fast to read as an array's.
-                offsets: Any = np.memmap(self._index, "<u8", "r", _HEADER_NBYTES, shape)
+                offsets: Any = retry_read(lambda: np.memmap(self._index, "<u8", "r", _HEADER_NBYTES, shape))
                 self._offsets = memoryview(offsets)
             except (OSError, ValueError) as error:
-                msg = f"{self._index}, the index of {self.url}, is gone: {error}; begin again to make it"
-                raise LoaderError(msg) from error
+                how = "cannot be read"
+                if isinstance(error, ValueError) or is_absence(error):
+                    how = "is gone; begin again to make it"
+                msg = f"{self._index}, the index of {self.url}, {how}: {error}"
+                raise ChangedFileError(msg) from error
         return self._offsets[index], self._offsets[index + 1]
 
     def _descriptor(self) -> int:
@@ -404,18 +422,39 @@ class IndexedFile:
         """
         if (number := _open.get(self._key)) is not None:
             return number
-        try:
-            number = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise self._gone(error) from error
+        number = os.open(self.path, os.O_RDONLY)
         while len(_open) >= _MOST_OPEN:
             os.close(_open.pop(next(iter(_open))))
         _open[self._key] = number
         return number
 
-    def _gone(self, error: OSError) -> ChangedFileError:
-        why = error.strerror
-        msg = f"{self.url} is gone since its index was made ({why}); put it back, or leave it out"
+    def _read_at(self, start: int, stop: int) -> bytes:
+        """Return bytes of the file; fewer, where it ends before them.
+
+        Raises:
+            ChangedFileError: It is gone, or could not be read for some seconds.
+        """
+
+        def read() -> bytes:
+            descriptor = self._descriptor()
+            try:
+                return os.pread(descriptor, stop - start, start)
+            except OSError:  # a handle of a network file system may be stale: open the file again
+                if _open.pop(self._key, None) is not None:
+                    os.close(descriptor)
+                raise
+
+        try:
+            return retry_read(read)
+        except OSError as error:
+            raise self.unreadable(error) from error
+
+    def unreadable(self, error: OSError) -> ChangedFileError:
+        """Return the error to raise where the system cannot read the file."""
+        msg = f"{self.url} cannot be read: {error}"
+        if is_absence(error):
+            why = error.strerror
+            msg = f"{self.url} is gone since its index was made ({why}); put it back, or leave it out"
         return ChangedFileError(msg)
 
     def _check(self, stat: os.stat_result) -> None:
@@ -433,7 +472,7 @@ class IndexedFile:
                 with self.path.open("rb") as file:
                     digest, stat_behind = digest_of(file), os.fstat(file.fileno())
             except OSError as error:
-                raise self._gone(error) from error
+                raise self.unreadable(error) from error
             if digest == self.digest and _version_of(stat_behind) == _version_of(stat):
                 self._stat = _version_of(stat)
                 return
@@ -450,14 +489,13 @@ class IndexedFile:
             LoaderError: The file has changed, or is gone, since its index was made.
         """
         start, stop = self.span(index)
-        descriptor = self._descriptor()
-        data = os.pread(descriptor, stop - start, start)
+        data = self._read_at(start, stop)
         if len(data) != stop - start:
             end = start + len(data)
             msg = f"{self.url} ends in sample {index}, byte {end}: it was cut off since its index was made"
             raise ChangedFileError(msg)
         # Behind the read: what is written after this look is not in it.
-        self._check(os.fstat(descriptor))
+        self._check(os.fstat(self._descriptor()))
         return data
 
     def read_several(self, indices: Sequence[int]) -> list[bytes]:
@@ -467,7 +505,7 @@ class IndexedFile:
             LoaderError: As of :meth:`read`.
         """
         self.span(0)  # opens the offsets
-        offsets, descriptor = self._offsets, self._descriptor()
+        offsets = self._offsets
         samples = [b""] * len(indices)
         order = sorted([(offsets[i], offsets[i + 1], place) for place, i in enumerate(indices)])
         first, count = 0, len(order)
@@ -476,13 +514,13 @@ class IndexedFile:
             last = first + 1
             while last < count and order[last][0] <= stop + _GAP_NBYTES and stop < start + CHUNK_NBYTES:
                 stop, last = order[last][1], last + 1
-            data = os.pread(descriptor, stop - start, start)
+            data = self._read_at(start, stop)
             if len(data) != stop - start:
                 return [self.read(index) for index in indices]  # it names the sample that is cut off
             for begin, end, place in order[first:last]:
                 samples[place] = data[begin - start : end - start]
             first = last
-        self._check(os.fstat(descriptor))
+        self._check(os.fstat(self._descriptor()))
         return samples
 
     def check(self) -> None:
@@ -492,9 +530,9 @@ class IndexedFile:
             LoaderError: It has changed, or is gone.
         """
         try:
-            stat = self.path.stat()
+            stat = retry_read(self.path.stat)
         except OSError as error:
-            raise self._gone(error) from error
+            raise self.unreadable(error) from error
         self._check(stat)
 
     def where(self, index: int) -> str:
@@ -553,6 +591,22 @@ class _ZstdFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _parse_header(head: bytes) -> dict[str, Any] | None:
+    """Return the header of an index; ``None`` for one that was damaged, or is another program's."""
+    try:
+        header = json.loads(head)
+    except (ValueError, RecursionError):
+        return None
+    kinds = {"version": list, "stat": list, "samples": int, "digest": str, "left_out": int}
+    is_whole = (
+        isinstance(header, dict)
+        and header.get("format") == _FORMAT
+        and all(type(header.get(name)) is kind for name, kind in kinds.items())
+        and [type(value) for value in header["stat"]] == [int, int, int]
+    )
+    return header if is_whole else None
 
 
 def _version_of(stat: os.stat_result) -> list[Any]:

@@ -295,6 +295,8 @@ class Parquet(Source):
                     table = opened.read_row_group(group, columns=self._columns).combine_chunks()
             except (OSError, ValueError) as error:  # pyarrow's own are of these
                 self._files[file].check()
+                if isinstance(error, OSError) and error.errno is not None:  # the system's, not the format's
+                    raise self._files[file].unreadable(error) from error
                 raise LoaderError(f"{self.where(index)}: {error}") from error  # noqa: EM102
             self._files[file].check()
             self._tables[number] = table
@@ -374,6 +376,8 @@ def _parquet_file(file: IndexedFile) -> Any:
     try:
         return ParquetFile(file.path)
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's, not the format's
+            raise file.unreadable(error) from error
         msg = f"{file.url} is no whole Parquet file ({file.path.stat().st_size} bytes): {error}"
         raise LoaderError(msg) from error
 
