@@ -1,5 +1,6 @@
 """Jobs that outlive the terminal: listed, followed, stopped, and told apart from strangers."""
 
+import errno
 import json
 import os
 import signal
@@ -223,6 +224,41 @@ def test_whatever_is_wrong_with_the_status_of_one_job_the_others_are_there(jobs,
         assert here("stop", "aa11").exit_code == 0, damage
     assert "removed 2 ended" in here("jobs", "--clear").stderr
     assert [job.id for job in list_jobs()] == ["aa11"]
+
+
+def _unreadable(path, monkeypatch):
+    """Have the system say of a file that it cannot be read: root may read all files."""
+    real = type(path).stat
+
+    def stat(self, **options):
+        if self == path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(self, **options)
+
+    monkeypatch.setattr(type(path), "stat", stat)
+
+
+def test_a_job_that_cannot_be_read_now_is_not_said_to_be_damaged(jobs, here, monkeypatch):
+    _unreadable(jobs[0].directory / "job.json", monkeypatch)
+    assert [job.id for job in list_jobs()] == ["aa22", "bb33"]
+    said = here("jobs").stderr
+    assert "aa11 cannot be read: [Errno 13]" in said
+    assert "delete it" not in said
+    assert "aa11 cannot be read" in here("stop", "aa11").stderr
+
+
+def test_a_job_whose_status_cannot_be_read_now_is_neither_ended_nor_removed(jobs, here, monkeypatch):
+    _unreadable(jobs[0].directory / "status.json", monkeypatch)
+    assert [job.status().state for job in list_jobs()] == ["unreadable", "finished", "finished"]
+    assert here("jobs").exit_code == 0
+    done = here("stop", "aa11")
+    assert done.exit_code == 1
+    assert "whether job aa11 runs cannot be read" in done.stderr
+    assert "removed 2 ended" in here("jobs", "--clear").stderr
+
+
+def test_nobody_else_reads_what_was_started(jobs):
+    assert {path.stat().st_mode & 0o777 for path in jobs[0].directory.iterdir()} == {0o600}
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**31, 2**70])

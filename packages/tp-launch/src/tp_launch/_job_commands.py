@@ -46,8 +46,8 @@ def _jobs(
 def _clear() -> None:
     ended = 0
     for job in list_jobs():
-        # A job with a damaged status may be running.
-        if job.status().state != "damaged" and not job.is_running():
+        # A job whose status nobody knows may be running.
+        if job.status().state not in {"damaged", "unreadable"} and not job.is_running():
             remove_job(job)
             ended += 1
     typer.echo(f"removed {ended} ended jobs", err=True)
@@ -76,6 +76,9 @@ def _stop(
 ) -> None:
     """End a detached job and all of its processes."""
     detached = find_job(job)
+    if (known := detached.status()).state == "unreadable":
+        msg = f"whether job {detached.id} runs cannot be read: {known.reason}; nothing was ended"
+        raise StateError(msg)
     was_running = detached.is_running()
     status = stop_job(detached, grace_s=grace_s)
     if as_json:

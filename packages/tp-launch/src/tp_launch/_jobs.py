@@ -37,7 +37,7 @@ class JobStatus:
 
     Attributes:
         state: "starting", "running", "finished", "failed", "stopped", "lost" if its supervisor is gone,
-            or "damaged" if its file cannot be read.
+            "damaged" if its file is, or "unreadable" if it cannot be read now.
         pid: The process id of the supervisor; while the job is starting, of the launch that starts it.
         process: The identity of that process; a later process with the same id has another one.
         started: The time of the start, in seconds since 1970.
@@ -65,7 +65,8 @@ class JobStatus:
         """Return the status in a file.
 
         Raises:
-            StateError: It cannot be read.
+            OSError: It cannot be read now.
+            StateError: It is damaged.
         """
         status = cls(**check_fields(cls, read_json_object(path), what="the status"))
         if status.state not in _STATES:
@@ -123,8 +124,9 @@ class DetachedJob:
     def _read_status(self) -> JobStatus:
         try:
             return JobStatus.read(self.directory / "status.json")
-        except StateError as error:
-            return JobStatus(state="damaged", pid=0, process="", started=self.created, reason=str(error))
+        except (OSError, StateError) as error:
+            state = "damaged" if isinstance(error, StateError) else "unreadable"
+            return JobStatus(state=state, pid=0, process="", started=self.created, reason=str(error))
 
     def write_status(self, status: JobStatus) -> None:
         write_json(self.directory / "status.json", asdict(status))
@@ -223,7 +225,8 @@ def load_job(directory: Path) -> DetachedJob:
     """Return the job of a directory.
 
     Raises:
-        StateError: Its file cannot be read.
+        OSError: Its file cannot be read now.
+        StateError: It is damaged.
     """
     try:
         values = {**read_json_object(directory / "job.json"), "directory": directory}
@@ -265,6 +268,8 @@ def _load_jobs() -> tuple[list[DetachedJob], list[str]]:
             jobs.append(load_job(path))
         except StateError as error:
             damaged.append(str(error))
+        except OSError as error:
+            damaged.append(f"{path} cannot be read: {error}")
     return sorted(jobs, key=lambda job: job.created), damaged
 
 
@@ -276,7 +281,7 @@ def find_job(ref: str) -> DetachedJob:
     Raises:
         ConfigError: There is none, or there are several.
     """
-    jobs = list_jobs()
+    jobs, left_out = _load_jobs()
     if ref == _NEWEST and jobs:
         return jobs[-1]
     matches = _matching_jobs(jobs, ref)
@@ -286,6 +291,7 @@ def find_job(ref: str) -> DetachedJob:
         msg = f"{ref!r} may mean several jobs; they are: {_listed(matches)}"
     else:
         msg = f"there is no job {ref!r}; there are: {_listed(jobs) or 'none at all'}"
+        msg = "; ".join([msg, *left_out])
     raise ConfigError(msg)
 
 

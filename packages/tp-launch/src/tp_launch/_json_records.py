@@ -9,14 +9,17 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tp_core.errors import StateError
-from tp_core.files import atomic_part
+from tp_core.files import atomic_part, is_regular_file
 
 _END_OF_TIME = 253_402_300_800.0  # the year 10000, for which datetime raises
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write plain values into a file; readers see the old or the new contents, and never half of them."""
-    with atomic_part(path) as part:
+    """Write plain values into a file; readers see the old or the new contents, and never half of them.
+
+    Only this user may read it: it may have the arguments of a program.
+    """
+    with atomic_part(path, mode=0o600) as part:
         part.write_text(json.dumps(values, indent=1))
 
 
@@ -24,14 +27,15 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
+        OSError: It is there, and cannot be read.
         StateError: There is no such file, or something else in it.
     """
-    if not path.is_file():  # reading a pipe would block
+    if not is_regular_file(path):  # reading a pipe would block
         msg = f"{path} is not a file"
         raise StateError(msg)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, ValueError, RecursionError) as error:
         msg = f"{path} cannot be read: {error}"
         raise StateError(msg) from error
     if not isinstance(values, dict):
