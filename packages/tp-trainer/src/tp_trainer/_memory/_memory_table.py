@@ -21,7 +21,7 @@ def parse_nbytes(text: str) -> int:
     Raises:
         ConfigError: The text is something else.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", text, flags=re.IGNORECASE)
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
     if found is None or found[1].count(".") > 1 or not found[1].strip("."):
         msg = f"an amount of memory is written 80GiB, 512MiB or 24e9, got {text!r}"
         raise ConfigError(msg)

@@ -215,7 +215,7 @@ def _has_no_batch(loader: Iterable[Any]) -> bool:
 
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([dhms])")
+_TIME = re.compile(r"(?<!\d)(\d++(?:\.\d++)?+)\s*+([dhms])")  # no part gives back: a text may be long
 
 
 def seconds_of(time: object) -> float:
