@@ -27,6 +27,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
+from tp_core._launch._safe_path import safe_module_path
 from tp_core.errors import RankFailedError
 
 __all__ = [
@@ -281,7 +282,7 @@ def start_ranks(
     if has_server:
         # Preload the modules of tp that are loaded here: each rank would import them again.
         ours = sorted(name for name in list(sys.modules) if name.startswith("tp_") and "." in name)
-        context.set_forkserver_preload([*_PRELOAD, *ours])
+        context.set_forkserver_preload([safe_module_path.__module__, *_PRELOAD, *ours])
     port = str(free_port())
     ranks = []
     for rank in range(processes):
@@ -299,7 +300,7 @@ def start_ranks(
         process = context.Process(
             target=target, args=(theirs, variables, *args), kwargs=dict(kwargs), daemon=True
         )
-        with _asking, _without_main():
+        with _asking, _without_main(), safe_module_path():
             process.start()
         theirs.close()  # else the pipe would not report the end of a rank that died
         ranks.append((process, mine))

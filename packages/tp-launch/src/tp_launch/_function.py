@@ -16,7 +16,6 @@ from tp_core.errors import ConfigError, RankFailedError
 from tp_core.output import in_notebook
 from tp_core.ranks import dumps_by_value
 
-_RANK = "tp_launch._function"
 _CALL = "call.pickle"
 
 P = ParamSpec("P")
@@ -68,7 +67,8 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="tp-call-") as name, _in_one_stream():
         folder = Path(name)
         (folder / _CALL).write_bytes(pickle.dumps(sys.path) + call)
-        request = LaunchRequest(script=_RANK, module=True, args=(name,), nproc_per_node=processes)
+        # By its path: -m would look for modules in the current folder first.
+        request = LaunchRequest(script=__file__, args=(name,), nproc_per_node=processes)
         count = make_plan(request).nproc
         outcome = execute(request, is_program=False)
         if outcome.stopped_by is not None:

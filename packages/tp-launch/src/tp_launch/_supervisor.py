@@ -1,6 +1,6 @@
 """The supervisor of a job in the background: its start, its work, and its end.
 
-It is the process ``python -m tp_launch._supervisor DIRECTORY``, and reads the request from its input.
+It is the process ``python -P -m tp_launch._supervisor DIRECTORY``, and reads the request from its input.
 """
 
 import json
@@ -38,9 +38,11 @@ def start_job(request: LaunchRequest) -> DetachedJob:
     """
     make_plan(request)  # raises for a mistake here, and not in the job's log
     job = create_job(request)
+    job.log.touch(mode=0o600)  # a program prints its arguments at times
     with job.log.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(job.directory)],
+            # -P: no modules of the current folder in the place of Python's own.
+            [sys.executable, "-P", "-m", __name__, str(job.directory)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

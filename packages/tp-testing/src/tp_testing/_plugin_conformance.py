@@ -140,7 +140,7 @@ class PluginConformance(DeclaredLimits):
 
     def test_importing_it_is_light_and_quiet(self) -> None:
         done = subprocess.run(
-            [sys.executable, "-c", _LOOK, self.plugin],
+            [sys.executable, "-P", "-c", _LOOK, self.plugin],
             capture_output=True,
             text=True,
             timeout=_DEADLINE_S,

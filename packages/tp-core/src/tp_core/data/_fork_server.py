@@ -12,6 +12,8 @@ Importing this module changes the signal mask of the process: only the server ma
 import signal
 from multiprocessing import current_process, util
 
+import tp_core._launch._safe_path  # noqa: F401 - drops the variable of the server's start
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 

@@ -27,6 +27,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+from tp_core._launch._safe_path import safe_module_path
 from tp_core.random import seeded
 
 SIGNALS = tuple(
@@ -108,7 +109,7 @@ def _start_helpers(method: str) -> None:
         preload: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
         if _FORK_SERVER_MODULE not in preload:
             forkserver.set_forkserver_preload([*preload, _FORK_SERVER_MODULE])
-    with _blocked():
+    with _blocked(), safe_module_path():
         resource_tracker.ensure_running()
         if method == "forkserver":
             _block()  # again: ensure_running of the tracker unblocks some of them
