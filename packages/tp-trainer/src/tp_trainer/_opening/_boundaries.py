@@ -22,6 +22,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -280,14 +281,21 @@ class Interrupted(SystemExit):
         return f"{self.signal.name}: the run ended after a step; saved: {self.checkpoint}"
 
 
-def interrupted(number: int, session: Session, *, step: int, saved: Path | None) -> Interrupted:
-    """Return the exception that ends the run, after a report to the user, the launcher and Slurm."""
+def interrupted(
+    number: int, session: Session, signals: "SignalWatch", *, step: int, saved: Path | None
+) -> Interrupted:
+    """Return the exception that ends the run, after a report to the user, the launcher and Slurm.
+
+    Raises:
+        BaseException: The program's own handler raises.
+    """
     error = Interrupted(number, saved)
     write_exit_report(number, saved)
     if session.is_main:
         log.warning("%s: the run ended after step %d; saved: %s", error.signal.name, step, saved)
         if number == _USR1:
             _requeue()
+    signals.pass_on()
     return error
 
 
@@ -311,7 +319,7 @@ class SignalWatch:
     """Catches signals, and makes all ranks act on one at the same step.
 
     Ranks get a signal at different moments, so they exchange what they have seen at a boundary that all
-    agree on. A second Ctrl-C interrupts at once.
+    agree on. A second Ctrl-C interrupts at once. A handler that the program had set is called after the save.
 
     Args:
         catches: Whether to set signal handlers. Without them the ranks still agree on requests of stop() and
@@ -322,11 +330,15 @@ class SignalWatch:
         self._session, self._boundaries = session, boundaries
         self._catches = catches
         self._previous: dict[int, Any] = {}
+        self._is_passed_on = False  # the signal, to the program's own handler
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
-        # Python lets only the main thread set handlers; a run in another thread does without.
-        if self._catches and threading.current_thread() is threading.main_thread():
+        if not self._catches:
+            return self
+        if threading.current_thread() is not threading.main_thread():
+            _warn_of_thread()
+        else:
             for number in _SIGNALS:
                 # nohup starts a program with SIGHUP ignored: closing the terminal must not end the run.
                 if number != _HUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -336,7 +348,19 @@ class SignalWatch:
     def __exit__(self, *_: object) -> None:
         for number in self._previous:
             self._put_back(number)
-        self._previous.clear()
+        try:
+            self.pass_on()  # where no step came after the signal
+        finally:
+            self._previous.clear()
+
+    def pass_on(self) -> None:
+        """Call the handler that the program had set for the signal that this rank has seen, once."""
+        number = self._boundaries.seen
+        handler = self._previous.get(number)
+        if self._is_passed_on or not callable(handler) or handler is signal.default_int_handler:
+            return
+        self._is_passed_on = True
+        handler(number, None)
 
     def _put_back(self, number: int) -> None:
         before = self._previous[number]  # None for a handler that was not set from Python
@@ -377,6 +401,14 @@ class SignalWatch:
         boundaries = self._boundaries
         mine = time.monotonic() - boundaries.seen_at if boundaries.seen else 0.0
         return max(self._session.gather_objects(mine, where="seconds since a signal"))
+
+
+@cache
+def _warn_of_thread() -> None:
+    log.warning(
+        "fit runs in a thread, and Python sets signal handlers in the main thread alone: SIGTERM, Ctrl-C and "
+        "the warning of a scheduler do not save this run; call fit in the main thread for that"
+    )
 
 
 def _requeue() -> None:

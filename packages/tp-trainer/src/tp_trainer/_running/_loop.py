@@ -845,7 +845,7 @@ class Loop:
         self._settings.events.send("on_interruption", self, number)
         # Not bound to a name: a cycle with this frame would keep the loader's workers alive, as
         # test_no_cycle_keeps_the_workers_that_a_loader_has_for_all_epochs shows.
-        raise interrupted(number, self._session, step=self.step, saved=saved)
+        raise interrupted(number, self._session, self._requests.signals, step=self.step, saved=saved)
 
 
 def _first(what: str, named: Mapping[str, T]) -> T:
