@@ -25,9 +25,9 @@ def report_exit(rank, monkeypatch, saved):
     launching.write_exit_report(signal.SIGTERM, saved)
 
 
-def said(ranks, *codes, killed=()):
+def said(ranks, *codes, killed=(), is_hurried=False):
     deaths = {number: RankDeath(number, code) for number, code in enumerate(codes)}
-    return account(ranks, deaths=deaths, killed=killed, grace_s=30.0)
+    return account(ranks, deaths=deaths, killed=killed, grace_s=30.0, is_hurried=is_hurried)
 
 
 def test_what_one_rank_reports_was_saved(ranks, monkeypatch, tmp_path):
@@ -51,6 +51,14 @@ def test_what_one_rank_reports_was_saved(ranks, monkeypatch, tmp_path):
 )
 def test_why_nothing_was_saved(ranks, codes, killed, reason):
     assert said(ranks, *codes, killed=killed) == f"nothing was saved by fit: {reason}"
+
+
+def test_a_rank_that_was_killed_at_a_second_interrupt_had_not_the_whole_grace(ranks):
+    text = said(ranks, -9, 0, killed={0}, is_hurried=True)
+    assert text.startswith(
+        "nothing was saved by fit: rank 4 was killed at the second Ctrl-C, before it had ended"
+    )
+    assert "30 s" not in text
 
 
 def test_a_launch_that_had_not_started_anything_says_so():

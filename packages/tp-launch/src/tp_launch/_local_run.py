@@ -86,7 +86,7 @@ def execute(request: LaunchRequest, *, is_program: bool = True) -> LaunchOutcome
 
     with StopSignals(
         on_stop=local.end,
-        on_hurry=local.kill,
+        on_hurry=local.hurry,
         on_unresponsive=leave_stopped if is_program else None,
         grace_s=request.grace_s + _TEARDOWN_S,
     ) as signals:
@@ -118,6 +118,7 @@ class LocalRun:
         self._log_dir = log_dir
         self._on_unresponsive = on_unresponsive
         self._over = threading.Event()
+        self._is_hurried = False
         # The ranks of this host, by local rank, and those who watch them.
         self._ranks: dict[int, Rank] = {}
         self._failure_grace_s = min(plan.request.grace_s, _FAILURE_GRACE_S)
@@ -157,6 +158,11 @@ class LocalRun:
             self.kill()
             self._wait_for_ends(_UNRESPONSIVE_S)
 
+    def hurry(self) -> None:
+        """Kill the ranks at once, at a second Ctrl-C."""
+        self._is_hurried = True
+        self.kill()
+
     def kill(self) -> None:
         self._watch.kill_all()
 
@@ -167,6 +173,7 @@ class LocalRun:
             deaths=self._watch.deaths(),
             killed=self._watch.killed(),
             grace_s=self._plan.request.grace_s,
+            is_hurried=self._is_hurried,
         )
         return LaunchOutcome.stopped(signum, checkpoint)
 

@@ -380,9 +380,22 @@ def reported_exit(rank: Rank, code: int | None) -> ExitReport | None:
 
 
 def account(
-    ranks: Iterable[Rank], *, deaths: Mapping[int, RankDeath], killed: Collection[int], grace_s: float
+    ranks: Iterable[Rank],
+    *,
+    deaths: Mapping[int, RankDeath],
+    killed: Collection[int],
+    grace_s: float,
+    is_hurried: bool,
 ) -> str:
-    """Return a line about the checkpoint that a launch has saved after a signal, or why there is none."""
+    """Return a line about the checkpoint that a launch has saved after a signal, or why there is none.
+
+    Args:
+        ranks: The ranks.
+        deaths: How they ended, by local rank.
+        killed: The local ranks that the launch has killed.
+        grace_s: How long they had to end.
+        is_hurried: Whether they were killed at a second Ctrl-C, and had not so long.
+    """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     for rank in ranks:
         end = read_exit_report(exit_report_path(rank.directory))
@@ -392,7 +405,10 @@ def account(
         return "nothing was saved: no rank had been started"
     if killed:
         slow = next(rank for rank in ranks if rank.local_rank in killed)
-        return f"nothing was saved by fit: rank {slow.rank} had not ended after {grace_s:g} s and was killed"
+        how = f"had not ended after {grace_s:g} s and was killed"
+        if is_hurried:
+            how = "was killed at the second Ctrl-C, before it had ended; what it had saved before is there"
+        return f"nothing was saved by fit: rank {slow.rank} {how}"
     # A rank that failed explains more than one that ran until the signal.
     codes = {rank.rank: deaths[rank.local_rank].code for rank in ranks if rank.local_rank in deaths}
     number = next((n for n, code in codes.items() if code not in (None, 0, *_ASKED)), ranks[0].rank)
