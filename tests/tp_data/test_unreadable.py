@@ -7,7 +7,12 @@ import os
 import pytest
 from tp_core.errors import LoaderError
 from tp_core.files import _reads  # private: how long it tries
-from tp_data import BatchSize, Loader, Stream
+from tp_data import (
+    BatchSize,
+    Loader,
+    Stream,
+    _loader,  # private: a full /dev/shm cannot be had otherwise
+)
 
 LINES = b"aa\nbb\ncc\n"
 
@@ -60,11 +65,11 @@ def test_an_index_with_a_damaged_header_is_made_again(path, damage):
 
 
 def failing(patch, owner, name, within, *, times=10**9, number=errno.ESTALE):
-    """Have a function fail so often for paths with a text in them; return what is left."""
+    """Have a function fail so often for paths that end in a text; return what is left."""
     real, left = getattr(owner, name), [times]
 
     def call(path, *args, **options):
-        if within in str(path) and left[0] > 0:
+        if str(path).endswith(within) and left[0] > 0:
             left[0] -= 1
             raise OSError(number, os.strerror(number), str(path))
         return real(path, *args, **options)
@@ -116,3 +121,15 @@ def test_a_stale_handle_is_opened_again(path, monkeypatch):
     monkeypatch.setattr(os, "pread", pread)
     assert [stream.sample(i) for i in range(3)] == ["aa", "bb", "cc"]
     assert left == [0]
+
+
+def test_a_full_shared_memory_is_named_with_what_to_do(monkeypatch):
+    def full(*_, **__):
+        msg = "unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)"
+        raise RuntimeError(msg)
+        yield
+
+    monkeypatch.setattr(_loader, "iterate_seeded", full)
+    with pytest.raises(RuntimeError, match="unable to allocate") as caught:
+        list(Loader(Stream(range(4)), 2, workers=1))
+    assert "in /dev/shm, which is full: enlarge it" in caught.value.__notes__[0]

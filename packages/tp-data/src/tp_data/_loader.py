@@ -545,9 +545,9 @@ class Loader:
             multiprocessing_context=self._context,
         )
         results = iterate_seeded(loader, seed=self.stream.seed, epoch=epoch, is_ours=True)
-        return self._in_time(results) if self._timeout_s else results
+        return self._of_workers(results) if workers else results
 
-    def _in_time(self, results: Iterator[_LoadResult]) -> Iterator[_LoadResult]:
+    def _of_workers(self, results: Iterator[_LoadResult]) -> Iterator[_LoadResult]:
         """Yield the results of workers.
 
         Raises:
@@ -556,7 +556,12 @@ class Loader:
         try:
             yield from results
         except RuntimeError as error:
-            if "timed out" not in str(error):
+            if "shared memory" in str(error):
+                error.add_note(
+                    "workers hand batches over in /dev/shm, which is full: enlarge it (docker run "
+                    "--shm-size=8g), or give Loader(workers=0)"
+                )
+            if not self._timeout_s or "timed out" not in str(error):
                 raise
             sources = ", ".join(self.stream.sources[name].where(0) for name in self.stream.sources)
             msg = (
