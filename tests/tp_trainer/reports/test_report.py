@@ -126,6 +126,18 @@ def test_what_a_run_says_is_text_and_not_part_of_the_page(tmp_path):
     assert "<script" not in page_of(folder)
 
 
+def test_a_name_with_dollars_is_no_formula(tmp_path):
+    name, folder = "$\\frac{x$", tmp_path / "$\\frac{run$"
+    folder.mkdir()
+    logger = JsonLinesLogger(folder)
+    logger.open(RunInfo())
+    for step in (1, 2):
+        logger.log({name: 1 / step, f"val_{name}": 2 / step}, step=step, epoch=1)
+    logger.close("finished")
+    assert name in page_of(folder, leave_run(tmp_path / "run"))
+    assert write_report([folder], pictures=tmp_path / "pictures")[1:]
+
+
 def test_a_run_whose_files_have_names_that_are_no_text_has_a_page(tmp_path):
     folder = leave_run(tmp_path / "run", host=os.fsdecode(b"r\xff"))
     assert r"r\udcff" in page_of(folder)

@@ -65,14 +65,17 @@ def draw(*charts: Chart | Timeline, png: bool = False) -> "Figure":
     palette = _OF_PNG if png else _OF_PAGE
     if not png:
         figure.patch.set_alpha(0)
-    for place, chart in enumerate(charts, start=1):
-        axes = figure.add_subplot(rows, columns, place)
-        if isinstance(chart, Timeline):
-            _draw_spans(axes, chart, palette)
-            _style(axes, chart.title, palette)
-        else:
-            _draw_curves(axes, chart, palette)
-            _style(axes, chart.name, palette)
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):  # a name with two "$" is no formula
+        for place, chart in enumerate(charts, start=1):
+            axes = figure.add_subplot(rows, columns, place)
+            if isinstance(chart, Timeline):
+                _draw_spans(axes, chart, palette)
+                _style(axes, chart.title, palette)
+            else:
+                _draw_curves(axes, chart, palette)
+                _style(axes, chart.name, palette)
     return figure
 
 
