@@ -61,7 +61,8 @@ def test_a_workflow_is_one_that_a_forge_takes(path):
         assert {needs} if isinstance(needs, str) else set(needs) <= set(jobs)
         for step in job["steps"]:
             assert set(step) <= (ACTION_KEYS if "uses" in step else SCRIPT_KEYS), step
-            assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./]+", step.get("uses", "a/b@v1")), step
+            # By its commit: whoever can move a tag could run anything here.
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step.get("uses", f"a/b@{'0' * 40}")), step
         matrix = job.get("strategy", {}).get("matrix", {})
         given = {key for row in matrix.get("include", []) for key in row} | set(matrix) - {
             "include",
@@ -114,6 +115,18 @@ def test_ci_runs_what_developers_run():
     ):
         assert f"hatch run {script}" in called
     assert "tests/matrix.sh --wheels" in called
+
+
+def test_what_builds_a_release_is_known_by_version_and_hash():
+    called = commands(ROOT / ".github/workflows/release.yml")
+    installed = [command for command in called if "pip install" in command]
+    assert installed == ["python -m pip install --require-hashes -r tools/dist.txt"]
+    entries = re.split(
+        r"\n(?=\S)", (ROOT / "tools/dist.txt").read_text().partition("-c constraints.txt -\n")[2]
+    )
+    assert all(re.match(r"[\w.-]+==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+    for command in commands(ROOT / ".github/workflows/ci.yml"):
+        assert re.search(r"pip install hatch(?!==)", command) is None, command
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
