@@ -1,16 +1,82 @@
-"""The output of a run: a terminal, a notebook, or a file."""
+"""The output of a run: a terminal, a notebook, a file, or whatever stands in the place of the streams."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 from tp_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["NotebookOutput", "Progress", "in_notebook", "output_console", "shows_progress"]
+__all__ = [
+    "NotebookOutput",
+    "Progress",
+    "StandardStream",
+    "error_console",
+    "flush_streams",
+    "in_notebook",
+    "output_console",
+    "print_to_stderr",
+    "shows_progress",
+]
+
+
+# -- Streams --------------------------------------------------------------------------------------
+
+
+class StandardStream:
+    """Standard output or error as a program has it; no call raises.
+
+    ``sys.stdout`` and ``sys.stderr`` may be ``None`` (in a daemon), closed, or a pipe that nobody reads any
+    more. A program may also put its own object there, with ``write`` and ``flush`` alone, say to give each
+    line to a logger. What such a stream cannot do is left undone.
+
+    Args:
+        name: ``"stdout"`` or ``"stderr"``: the stream of this moment.
+
+    Example:
+        >>> StandardStream("stdout").isatty()
+        False
+    """
+
+    encoding = "utf-8"  # rich asks for it
+
+    def __init__(self, name: Literal["stdout", "stderr"]) -> None:
+        self._stream: Any = getattr(sys, name, None)
+        self.encoding = getattr(self._stream, "encoding", None) or self.encoding
+
+    def write(self, text: str) -> int:
+        """Write ``text``."""
+        with contextlib.suppress(Exception):  # a program's object may raise anything
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with contextlib.suppress(Exception):  # as above
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Return whether it is a terminal."""
+        with contextlib.suppress(Exception):  # as above
+            return bool(self._stream.isatty())
+        return False
+
+
+def flush_streams() -> None:
+    """Flush standard output and standard error."""
+    StandardStream("stdout").flush()
+    StandardStream("stderr").flush()
+
+
+def print_to_stderr(line: str) -> None:
+    """Print a line on standard error."""
+    stream = StandardStream("stderr")
+    stream.write(f"{line}\n")
+    stream.flush()
 
 
 # -- Progress -------------------------------------------------------------------------------------
@@ -27,7 +93,7 @@ def shows_progress(progress: Progress) -> bool:
     if progress != "auto":
         msg = f"progress must be True, False or 'auto' (on a terminal or in a notebook), got {progress!r}"
         raise ConfigError(msg)
-    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+    return in_notebook() or StandardStream("stderr").isatty()
 
 
 def in_notebook() -> bool:
@@ -43,7 +109,21 @@ def output_console() -> "Console":
 
     columns = os.environ.get("COLUMNS", "")
     asked = int(columns) if columns.isdecimal() and int(columns) else 10_000
-    return Console() if sys.stdout.isatty() else Console(width=asked)
+    stream = StandardStream("stdout")
+    if stream.isatty():
+        return Console()
+    # rich writes and flushes whatever the stream is, and raises what that raises.
+    return Console(file=cast("IO[str]", stream), width=asked)
+
+
+def error_console() -> "Console":
+    """Return a console that prints on standard error."""
+    from rich.console import Console
+
+    stream = StandardStream("stderr")
+    if stream.isatty():
+        return Console(stderr=True)
+    return Console(file=cast("IO[str]", stream))  # as above
 
 
 _MOST_LINES = 200  # each update sends all of them

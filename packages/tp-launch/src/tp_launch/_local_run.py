@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tp_core.launching import available_cores
+from tp_core.output import StandardStream
 
 from tp_launch._addresses import Endpoint, wait_for_endpoint
 from tp_launch._host_watch import FailureBroadcast, JobHost
@@ -258,8 +258,8 @@ class LocalRun:
         for rank in ranks:
             prefix = f"[rank{rank.rank}] "
             own = f"[rank{rank.rank}]: "  # torch's prefix of a traceback's lines
-            self._tail.follow(rank.stdout, prefix=prefix, out=sys.stdout)
-            self._tail.follow(rank.stderr, prefix=prefix, out=sys.stderr, drop=own)
+            self._tail.follow(rank.stdout, prefix=prefix, out=StandardStream("stdout"))
+            self._tail.follow(rank.stderr, prefix=prefix, out=StandardStream("stderr"), drop=own)
         self._join_broadcast(attempt.nodes)
 
     def _print_restart(self, attempt: Attempt) -> None:

@@ -3,13 +3,13 @@
 import os
 import signal
 import socket
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from tp_core.launching import LOST_RANK, ExitReport, read_exit_report, tells_of_lost_rank
+from tp_core.output import flush_streams, print_to_stderr
 
 from tp_launch._rank_watch import Rank, RankDeath
 
@@ -103,16 +103,16 @@ class LaunchOutcome:
 
 def report(outcome: LaunchOutcome) -> None:
     """Print the reason of a failed launch on stderr, after everything else."""
-    sys.stdout.flush()  # the ranks' output comes before the reason
+    flush_streams()  # the ranks' output comes before the reason
     if outcome.failure is not None:
         whole = not outcome.failure.is_shown or os.environ.get("TP_TRACEBACK") == "full"
-        print(outcome.failure if whole else outcome.failure.brief(), file=sys.stderr, flush=True)
+        print_to_stderr(str(outcome.failure) if whole else outcome.failure.brief())
     elif outcome.message:
         print_line(outcome.message)
 
 
 def print_line(line: str) -> None:
-    print(f"tp launch: {line}", file=sys.stderr, flush=True)
+    print_to_stderr(f"tp launch: {line}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

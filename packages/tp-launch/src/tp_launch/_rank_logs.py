@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
+
+from tp_core.output import StandardStream
 
 _PREFIX = "tp-launch-"
 _LOCK = "lock"
@@ -106,7 +108,7 @@ class _StatusLine:
 class _FollowedLog:
     path: Path
     prefix: str
-    out: TextIO
+    out: StandardStream
     drop: str  # torch's own prefix of a traceback's lines
     status: _StatusLine | None  # of the terminal, if the lines go to one
     state: str = ""  # of a progress bar
@@ -137,7 +139,7 @@ class LogTail:
     def start(self) -> None:
         self._thread.start()
 
-    def follow(self, path: Path, *, prefix: str, out: TextIO, drop: str = "") -> None:
+    def follow(self, path: Path, *, prefix: str, out: StandardStream, drop: str = "") -> None:
         """Show the lines of a file, which need not exist yet, without a leading ``drop``."""
         with self._lock:
             status = self._status if out is not None and out.isatty() else None

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
-from tp_core.output import NotebookOutput, in_notebook
+from tp_core.output import NotebookOutput, error_console, in_notebook
 
 if TYPE_CHECKING:
     from tp_runner._scheduling._pool import RunnerPool
@@ -73,7 +73,7 @@ def _terminal_bar(total: int | None) -> Iterator[Show]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[workers]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=error_console()) as progress:
         task = progress.add_task("", total=total, rate="", workers="")
         n_shown = 0
 
@@ -124,7 +124,7 @@ def with_table(
     if in_notebook():
         yield from _with_notebook_table(chunks, table)
         return
-    with Live(get_renderable=table, console=Console(stderr=True)):
+    with Live(get_renderable=table, console=error_console()):
         yield from chunks
 
 

@@ -1,5 +1,6 @@
 """The command ``tp``. Its libraries are the extra ``tp-core[cli]``, named where a command needs them."""
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -40,9 +41,10 @@ def main() -> None:
 
     status = run()
     try:
-        sys.stdout.flush()
+        with contextlib.suppress(AttributeError, ValueError):  # it is missing or closed
+            sys.stdout.flush()
     except BrokenPipeError:
         status = status or 141
     if status == 141:  # the interpreter would complain when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(status)

@@ -18,6 +18,7 @@ from tp_core.cli._plain import installed_packages, section_of, sections
 from tp_core.discovery import Contribution, PluginRegistry
 from tp_core.errors import ContractError, TpError
 from tp_core.messages import did_you_mean
+from tp_core.output import print_to_stderr
 from tp_core.plugins import Command, registry
 from tp_core.plugins._hooks import PluginInfo, call, describe
 
@@ -83,7 +84,7 @@ def print_error(error: BaseException, *, command: str) -> None:
         "page": error.anchor() if isinstance(error, TpError) else None,
         "status": status_of(error),
     }
-    print(json.dumps({"error": facts}), file=sys.stderr)
+    print_to_stderr(json.dumps({"error": facts}))
 
 
 def _explain(
@@ -312,4 +313,4 @@ def _loaded(command: Command) -> Any:
 
 
 def _warn(text: str, command: str = "") -> None:
-    print(f"tp {command}".rstrip() + f": {text}", file=sys.stderr)
+    print_to_stderr(f"tp {command}".rstrip() + f": {text}")

@@ -11,6 +11,7 @@ from importlib.resources import files
 
 from tp_core.errors import ConfigError
 from tp_core.messages import did_you_mean
+from tp_core.output import print_to_stderr
 
 
 def plain_command(words: Sequence[str]) -> Callable[[], int] | None:
@@ -63,7 +64,7 @@ def _explain(name: str) -> int:
     try:
         print(section_of(name))
     except ConfigError as error:
-        print(f"tp explain: {error}", file=sys.stderr)
+        print_to_stderr(f"tp explain: {error}")
         return 2
     return 0
 
@@ -102,7 +103,7 @@ def _doctor() -> int:
         print(f"note: {line}")
     for line in problems:
         print(f"problem: {line}")
-    print("the whole report, with ranks that meet, needs: pip install 'tp-core[cli]'", file=sys.stderr)
+    print_to_stderr("the whole report, with ranks that meet, needs: pip install 'tp-core[cli]'")
     return 1 if problems else 0
 
 

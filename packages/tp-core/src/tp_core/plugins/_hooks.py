@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar, cast
 
 import pluggy
 
 from tp_core.arguments import check_call
 from tp_core.errors import ContractError
+from tp_core.output import print_to_stderr
 
 if TYPE_CHECKING:
     from tp_core._contracts._backend import Backend
@@ -350,11 +351,9 @@ def call(info: PluginInfo, doing: str, function: Callable[[], T]) -> T:
 
 
 def _warn_slow(info: PluginInfo, doing: str) -> None:
-    print(
+    print_to_stderr(
         f"tp: plugin {info} has been {doing} for {PATIENCE_S:g} s; {DISABLE_VARIABLE}={info.name} leaves "
-        "it out",
-        file=sys.stderr,
-        flush=True,
+        "it out"
     )
 
 
@@ -409,8 +408,7 @@ def _restore() -> None:
         os.dup2(_descriptor, 1)
         os.close(_descriptor)
         _descriptor = None
-    if _stream is not None:
-        sys.stdout, _stream = _stream, None
+    sys.stdout, _stream = cast("TextIO", _stream), None  # or ``None``, where the program has none
 
 
 def _flush() -> None:

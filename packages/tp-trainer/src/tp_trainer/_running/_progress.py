@@ -1,12 +1,18 @@
 """The progress of a run: a bar on a terminal or in a notebook, plain lines elsewhere."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from tp_core.output import NotebookOutput, in_notebook, shows_progress
+from tp_core.output import (
+    NotebookOutput,
+    StandardStream,
+    error_console,
+    in_notebook,
+    print_to_stderr,
+    shows_progress,
+)
 from tp_core.output import Progress as Shown
 
 Show = Callable[[int, str], None]
@@ -23,7 +29,7 @@ class Reporter:
 
     def __init__(self, *, progress: Shown) -> None:
         self._has_lines = shows_progress(progress)
-        self._on_terminal = self._has_lines and sys.stderr.isatty()
+        self._on_terminal = self._has_lines and StandardStream("stderr").isatty()
         self._notebook = NotebookOutput() if in_notebook() else None
 
     @contextmanager
@@ -38,7 +44,6 @@ class Reporter:
             interval_s = _LINE_INTERVAL_S if self._has_lines else math.inf
             yield Ticker(label, steps, interval_s, first=first)
             return
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -55,7 +60,7 @@ class Reporter:
             TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True)),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with Progress(*columns, console=error_console(), transient=True) as bar:
             task = bar.add_task(label, total=steps, completed=first, words="")
 
             def show(done: int, words: str) -> None:
@@ -67,7 +72,7 @@ class Reporter:
         if self._notebook is not None:
             self._notebook.add(line)
         else:
-            print(line, file=sys.stderr, flush=True)
+            print_to_stderr(line)
 
 
 class Ticker:
@@ -113,7 +118,7 @@ class Ticker:
             per_step = (now - self._began) / max(done - self._first, 1)
             speed = f"{1 / per_step:,.1f} steps/s" if per_step < 1 else f"{per_step:,.1f} s per step"
             line = f"{self._label}  step {done}/{self._steps}{words}  {speed}"
-            print(line, file=sys.stderr, flush=True)
+            print_to_stderr(line)
 
 
 def _worded(loss: float | None, data: Mapping[str, float], seconds: float) -> str:

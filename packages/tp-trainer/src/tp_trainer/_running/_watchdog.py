@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
 from tp_core import LaunchEnvironment
 from tp_core.data import StepOutput
+from tp_core.output import flush_streams
 from tp_core.plugins import Session
 from tp_core.sessions import rendezvous_store
 
@@ -177,7 +178,7 @@ class Watchdog:
             f"with status {TIMEOUT_STATUS}:\n" + "".join(f"  {standing}\n" for standing in standings)
         )
         # From a thread, for a second at most: the thread that hangs may hold the lock of stdout.
-        flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flush = threading.Thread(target=flush_streams, daemon=True)
         flush.start()
         flush.join(timeout=1.0)
         # sys.exit() would end this thread alone, while the main thread hangs.
