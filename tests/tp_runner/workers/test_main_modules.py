@@ -99,7 +99,7 @@ def test_what_makes_batches_of_a_program_travels(run_script):
             options = {"n_workers": 1, "batch": 2}
             print([row["total"] for row in tp_runner.map(same, range(4), collate=total, **options)])
             print(list(tp_runner.map(same, range(4), collate=lambda items: items[::-1], **options)))
-            lock = threading.Lock()
+            lock = (i for i in ())
             try:
                 list(tp_runner.map(same, [1], collate=lambda items: lock, **options))
             except tp_runner.NotPicklableError as error:

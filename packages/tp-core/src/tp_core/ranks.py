@@ -15,20 +15,19 @@ import threading
 import time
 import traceback
 import warnings
-from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
-from io import BytesIO
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
 from tp_core._launch._safe_path import safe_module_path
+from tp_core._pickles import dumps_by_value, pickled_by_value
 from tp_core.errors import RankFailedError
+from tp_core.output import flush_streams
 
 __all__ = [
     "RankOutcome",
@@ -39,78 +38,6 @@ __all__ = [
     "rank_outcomes",
     "run_ranks",
 ]
-
-# -- Pickles of what other processes cannot import, with the places of its code --------------------
-
-
-_NO_FILE = "<dynamic-code>"  # cloudpickle 3.1.3 puts it in place of every function's file
-
-
-def dumps_by_value(obj: Any, **options: Any) -> bytes:
-    """Pickle an object with cloudpickle: functions and classes of ``__main__`` go by value.
-
-    Their code keeps the names of its files, which tracebacks and messages show.
-
-    Raises:
-        ImportError: cloudpickle is not installed.
-        Exception: Something cannot be pickled.
-    """
-    stream = BytesIO()
-    _pickler()(stream, **options).dump(obj)
-    return stream.getvalue()
-
-
-@cache
-def _pickler() -> Any:
-    import cloudpickle
-
-    by_cloudpickle = cloudpickle.Pickler.dispatch_table
-
-    def reduce_code(code: CodeType) -> Any:
-        make, arguments, *others = by_cloudpickle[CodeType](code)
-        named = (code.co_filename if isinstance(a, str) and a == _NO_FILE else a for a in arguments)
-        return make, tuple(named), *others
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-        dispatch_table: ClassVar[Any] = ChainMap({CodeType: reduce_code}, by_cloudpickle)
-
-    return Pickler
-
-
-_registered: Counter[str] = Counter()  # the modules registered here, not by the user
-_registry_lock = threading.Lock()  # short, and never over a user's code: it is held in each fork
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(
-        before=_registry_lock.acquire,
-        after_in_parent=_registry_lock.release,
-        after_in_child=_registry_lock.release,
-    )
-
-
-@contextlib.contextmanager
-def pickled_by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Have cloudpickle pickle modules by value; those that the user has registered stay registered.
-
-    Its list of modules is one for all threads, so blocks that overlap count how often each is in use.
-    """
-    import cloudpickle
-
-    with _registry_lock:
-        theirs = cloudpickle.list_registry_pickle_by_value() - _registered.keys()
-        ours = [module for module in modules if module.__name__ not in theirs]
-        for module in ours:
-            cloudpickle.register_pickle_by_value(module)
-            _registered[module.__name__] += 1
-    try:
-        yield
-    finally:
-        with _registry_lock:
-            for module in ours:
-                _registered[module.__name__] -= 1
-                if not _registered[module.__name__]:
-                    del _registered[module.__name__]
-                    cloudpickle.unregister_pickle_by_value(module)
-
 
 # -- Real ranks with a deadline, for tests and proofs, and free ports for their rendezvous ---------
 
@@ -399,8 +326,7 @@ def _run_rank(
         # Other ranks may still need this process: rank 0 serves their store.
         writer.poll(timeout_s)
     # os._exit: an open process group could hang the interpreter's own exit.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     os._exit(0)
 
 
@@ -548,6 +474,5 @@ def _serve(pipe: "Pipe", variables: dict[str, str], path: list[str], timeout_s: 
         except BaseException:  # noqa: BLE001 - it is reported to the parent
             data = dumps(RankReport(error=traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         pipe.send_bytes(data)

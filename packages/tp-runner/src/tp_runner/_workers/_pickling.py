@@ -30,7 +30,10 @@ def dump_program(program: Any, buffers: list[memoryview] | None = None) -> bytes
         parts = vars(program).values() if hasattr(program, "__dict__") else (program,)
         part = next((part for part in parts if not _can_be_pickled(part)), program)
         name = getattr(part, "__qualname__", type(part).__qualname__)
-        msg = f"{explain_not_picklable(part, name, error)}; it must travel to the workers"
+        msg = (
+            f"{explain_not_picklable(part, name, error)}; it must travel to the workers: make it there, in "
+            "init= or producer_init, or move what uses it into a module, which they import"
+        )
         raise NotPicklableError(msg) from error
 
 
@@ -87,18 +90,13 @@ def dumps_out_of_band(obj: Any, buffers: list[memoryview]) -> bytes:
     ``pickle.loads`` undoes it, given buffers that can be written to. Tensors that share their memory
     share it afterwards, too.
     """
-    import cloudpickle
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-        dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(_reducers_of_multiprocessing())
-
+    reducers = _reducers_of_multiprocessing()
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is not None:
         storages: dict[int, _Storage] = {}
-        Pickler.dispatch_table[tensor] = lambda value: _reduce_tensor(value, storages)
-    stream = io.BytesIO()
-    Pickler(stream, protocol=5, buffer_callback=large_buffers_into(buffers, LARGE)).dump(obj)
-    return stream.getvalue()
+        reducers[tensor] = lambda value: _reduce_tensor(value, storages)
+    keep = large_buffers_into(buffers, LARGE)
+    return dumps_by_value(obj, reducers=reducers, protocol=5, buffer_callback=keep)
 
 
 def _reducers_of_multiprocessing() -> dict[type, Any]:
@@ -236,11 +234,15 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
         parts = [(f"[{short_repr(key, 40)}]", value) for key, value in obj.items()]
     elif isinstance(obj, list | tuple):
         parts = [(f"[{place}]", value) for place, value in enumerate(obj)]
-    elif callable(obj) and getattr(obj, "__closure__", None):
+    elif isinstance(function := getattr(obj, "__func__", obj), types.FunctionType):
         # As cloudpickle does: what a function holds is pickled with it, and may be what cannot be.
-        names = obj.__code__.co_freevars
-        cells = [cell.cell_contents for cell in obj.__closure__]
+        names = function.__code__.co_freevars
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
         parts = [(f".<closure {name}>", value) for name, value in zip(names, cells, strict=True)]
+        used: set[str] = set()
+        if not hasattr(obj, "_torchdynamo_orig_callable"):  # torch's own are not the reason
+            used = function.__globals__.keys() & function.__code__.co_names
+        parts += [(f".<global {name}>", function.__globals__[name]) for name in sorted(used)]
     else:
         parts = []
     if not isinstance(obj, type):
