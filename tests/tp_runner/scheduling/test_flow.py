@@ -116,6 +116,23 @@ def test_while_one_worker_is_held_up_the_other_does_the_rest(tmp_path):
 # -- arrays and tensors ------------------------------------------------------------------------
 
 
+def strides_without_gaps(value):
+    """Return the strides of a tensor or an array, or of one in the same order of dimensions without gaps."""
+    size, strides = value.itemsize, getattr(value, "strides", None)
+    if strides is None:
+        size, strides = 1, value.stride()
+    if 0 in value.shape:
+        return strides
+    packed = [0] * len(strides)
+    for dim in sorted(range(len(strides)), key=lambda dim: abs(strides[dim])):
+        if strides[dim]:
+            packed[dim] = size if strides[dim] > 0 else -size
+            size *= value.shape[dim]
+    # A dimension of one element has any stride, which stays where there are no gaps.
+    pairs = zip(packed, strides, value.shape, strict=True)
+    return tuple(stride if n == 1 else own for own, stride, n in pairs)
+
+
 def named(tensor):
     tensor.label = "an attribute of its own"
     return tensor
@@ -136,6 +153,14 @@ def named(tensor):
         lambda i: np.asfortranarray(np.full((50, 60), i)),
         lambda i: np.full((100, 100), i)[::2, ::3],
         lambda i: torch.full((5000,), float(i), requires_grad=True),
+        lambda i: (torch.arange(4800.0) + i).view(2, 6, 20, 20).to(memory_format=torch.channels_last),
+        lambda i: torch.full((2, 1, 20, 20), float(i)).to(memory_format=torch.channels_last),
+        lambda i: (torch.arange(3.0) + i).expand(400, 3),
+        lambda i: (torch.arange(9000) + i).view(3, 1500, 2).permute(2, 0, 1),
+        lambda i: (torch.arange(9000) + i).view(3, 1500, 2)[:, ::7].permute(2, 0, 1),
+        lambda i: (np.arange(9000) + i)[::-1],
+        lambda i: np.broadcast_to(np.arange(3) + i, (400, 3)),
+        lambda i: (np.arange(9000) + i).reshape(3, 1500, 2).transpose(2, 0, 1)[:, ::-1],
     ],
     ids=[
         "array",
@@ -149,6 +174,14 @@ def named(tensor):
         "fortran",
         "strided",
         "grad",
+        "channels last",
+        "channels last, one channel",
+        "expanded",
+        "permuted",
+        "permuted, with gaps",
+        "reversed",
+        "broadcast",
+        "permuted, reversed",
     ],
 )
 def test_arrays_and_tensors_arrive_as_they_were(method, make):
@@ -156,10 +189,17 @@ def test_arrays_and_tensors_arrive_as_they_were(method, make):
     for got, item in zip(
         tp_runner.map(lambda x: x, items, devices=2, start_method=method), items, strict=True
     ):
-        torch.testing.assert_close(got, item, rtol=0, atol=0)
+        if isinstance(item, np.ndarray):
+            np.testing.assert_array_equal(got, item)
+        else:
+            torch.testing.assert_close(got, item, rtol=0, atol=0)
         if isinstance(item, torch.Tensor):
             assert got.requires_grad == item.requires_grad
             assert vars(got) == vars(item)
+            assert got.stride() == strides_without_gaps(item)
+        elif isinstance(item, np.ndarray):
+            assert got.strides == strides_without_gaps(item)
+            assert got.flags.writeable == item.flags.writeable
 
 
 def test_inputs_that_the_worker_keeps_stay_as_they_were():

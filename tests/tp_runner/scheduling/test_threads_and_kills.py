@@ -25,6 +25,7 @@ from tp_runner import (
 )
 from tp_runner._scheduling import _source  # private: a run ends in the midst of submit() by luck alone
 from tp_runner._workers import _start  # private: a server's limit for an answer is five minutes
+from tp_runner._workers._processes import WorkerHandle  # private: the moment after a send cannot be had
 
 DEADLINE_S = 100.0
 FORK = {"start_method": "fork"}
@@ -310,6 +311,44 @@ def handlers_that_raise_all_the_time_lose_nothing_silently(tmp_path):
             expected = [2 * i for i in range(3000)]
             assert got == (expected if is_whole else expected[: len(got)])
             assert list(runner.stream([1])) == [2]  # and the workers are there again
+
+
+def a_handler_that_raises_when_an_item_was_sent(tmp_path):
+    """It is no error of the item: the stream would end there as if it were whole."""
+    with Worker(1, **FORK) as runner:
+        write, n_written = WorkerHandle.write, itertools.count()
+
+        def write_and_interrupt(handle, data):
+            write(handle, data)
+            if next(n_written) == 1:
+                os.kill(os.getpid(), signal.SIGALRM)
+
+        with pytest.MonkeyPatch.context() as patch, alarm(0):
+            patch.setattr(WorkerHandle, "write", write_and_interrupt)
+            got = []
+            stream = runner.stream(iter(range(50)))
+            with pytest.raises(HandlerError):
+                got.extend(stream)
+            with pytest.raises(RunCancelledError):
+                got.extend(stream)
+        assert got == [2 * i for i in range(len(got))]
+        assert list(runner.stream([1])) == [2]
+
+
+def a_handler_that_raises_in_the_input(tmp_path):
+    """It is no error of the input, after which the results of the items before it would come."""
+
+    def items():
+        yield from range(5)
+        os.kill(os.getpid(), signal.SIGALRM)
+        yield from range(5, 50)
+
+    with Worker(1, **INLINE) as runner, alarm(0):
+        stream = runner.stream(items())
+        with pytest.raises(HandlerError):
+            list(stream)
+        with pytest.raises(RunCancelledError):
+            next(stream)
 
 
 def an_interrupt_ends_the_stream_and_who_asks_for_more_is_told(tmp_path):
@@ -668,6 +707,8 @@ FAST = {
     "two threads, map, inline": shares(of_map(INLINE), n_items=500),
     "a failure, three threads": a_failure_reaches_every_thread(THREAD, ("raise",), "WorkerError"),
     "tasks": tasks_share_an_asynchronous_stream,
+    "a handler raises behind a send": a_handler_that_raises_when_an_item_was_sent,
+    "a handler raises in the input": a_handler_that_raises_in_the_input,
     "a handler raises in next": a_handler_that_raises_leaves_the_stream(FORK),
     "a handler cancels, and kills": a_handler_cancels(0.05),
     "a cancel comes before the first result": a_cancel_before_the_first_result_counts,

@@ -144,3 +144,25 @@ def test_the_error_of_a_start_is_of_its_type_too():
 
     with pytest.raises(FileNotFoundError, match="worker 0 did not start"):
         list(tp_runner.map(lambda s, x: x, [1], n_workers=1, init=init, start_method="fork"))
+
+
+@pytest.mark.parametrize("options", [{"engine": "thread"}, {"start_method": "fork"}], ids=["thread", "fork"])
+def test_an_error_about_a_group_is_a_group(options):
+    def work(item):
+        raise ExceptionGroup("two", [KeyError("k"), ValueError(item)])
+
+    with pytest.raises(ExceptionGroup) as caught:
+        list(tp_runner.map(work, ["v"], n_workers=1, **options))
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert isinstance(error, WorkerError)
+        assert error.index == 0
+        assert [type(each) for each in error.exceptions] == [KeyError, ValueError]
+        taken = []
+        try:
+            try:
+                raise error
+            except* KeyError as group:
+                taken += group.exceptions
+        except* ValueError as group:
+            taken += group.exceptions
+        assert [type(each) for each in taken] == [KeyError, ValueError]

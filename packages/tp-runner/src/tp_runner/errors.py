@@ -16,9 +16,9 @@ import contextlib
 import functools
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from tp_core.errors import TpError
 
@@ -74,14 +74,16 @@ class ItemError(TpError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         kind = type(self) if self.original_type is None else type(self).__mro__[1]
-        return rebuild_error, (kind, self.original_type, self.args, self.__dict__)
+        exceptions = getattr(self, "exceptions", ())  # of a group
+        return rebuild_error, (kind, self.original_type, self.args, self.__dict__, exceptions)
 
 
 class WorkerError(ItemError, RuntimeError):
     """The work on an item raised, or a worker's start or end did.
 
     What was raised, where it can be pickled, is the ``__cause__``. The error is of its type too, with its
-    attributes: ``except ValueError`` catches a ``WorkerError`` about a ``ValueError``.
+    attributes: ``except ValueError`` catches a ``WorkerError`` about a ``ValueError``. One about an
+    ``ExceptionGroup`` is a group, from which ``except*`` takes what it names.
     """
 
 
@@ -113,10 +115,26 @@ class RunCancelledError(TpError, CancelledError):
     """A stream that was closed or cancelled while a thread or task waited for its results."""
 
 
+_Group = Sequence[BaseException]
+
+
 def make_error(
-    kind: type[ItemError], original_type: type[BaseException] | None, message: str, **details: Any
+    kind: type[ItemError],
+    original_type: type[BaseException] | None,
+    message: str,
+    *,
+    exceptions: _Group = (),
+    **details: Any,
 ) -> ItemError:
-    """Make an error of a kind, and of the type of the original exception, too, where Python allows it."""
+    """Make an error of a kind, and of the type of the original exception, too, where Python allows it.
+
+    Args:
+        kind: The kind.
+        original_type: The type of the original exception.
+        message: What the error says.
+        exceptions: Those of the original exception, if it is a group.
+        details: The attributes of the error.
+    """
     if (
         original_type is not None
         and issubclass(original_type, Exception)
@@ -124,17 +142,22 @@ def make_error(
         # In a generator these would mean its end.
         and not issubclass(original_type, StopIteration | StopAsyncIteration)
     ):
+        if issubclass(original_type, ExceptionGroup):
+            details["exceptions"] = exceptions
         with contextlib.suppress(Exception):  # a layout, a metaclass or a user's code may be against it
             error: ItemError = _combined_class(kind, original_type)(message, **details)
             return error
+        details.pop("exceptions", None)
     return kind(message, **details)
 
 
 def _make_combined_class(kind: Any, original_type: Any) -> Any:
     builtin: Any = next(base for base in original_type.__mro__ if base.__module__ == "builtins")
 
-    def new(cls: type[ItemError], *args: Any, **_: Any) -> ItemError:
+    def new(cls: type[ItemError], *args: Any, exceptions: _Group = (), **_: Any) -> ItemError:
         error: ItemError
+        if exceptions:
+            return cast("ItemError", builtin.__new__(cls, args[0], exceptions))
         try:
             error = builtin.__new__(cls)
         except TypeError:  # MemoryError's makes no other classes, and adds nothing to those of RuntimeError
@@ -142,9 +165,13 @@ def _make_combined_class(kind: Any, original_type: Any) -> Any:
         error.args = args
         return error
 
+    def init(self: ItemError, *args: Any, exceptions: _Group = (), **details: Any) -> None:
+        del exceptions  # which __new__ has taken
+        kind.__init__(self, *args, **details)
+
     members = {
         "__new__": new,
-        "__init__": kind.__init__,
+        "__init__": init,
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -169,9 +196,13 @@ def copy_attributes(original: BaseException, error: ItemError) -> None:
 
 
 def rebuild_error(
-    kind: type[ItemError], original_type: type[Exception] | None, args: tuple[Any, ...], state: dict[str, Any]
+    kind: type[ItemError],
+    original_type: type[Exception] | None,
+    args: tuple[Any, ...],
+    state: dict[str, Any],
+    exceptions: _Group = (),
 ) -> ItemError:
     """Make an error again from its parts, also with another original type."""
-    error = make_error(kind, original_type, *args)
+    error = make_error(kind, original_type, *args, exceptions=exceptions)
     error.__dict__.update(state)
     return error

@@ -24,6 +24,7 @@ from tp_runner._scheduling._run import MOST_FAILED_STARTS, Assignments, Death, P
 from tp_runner._scheduling._source import ItemSource, Submissions, Ticket, open_source, settle
 from tp_runner._stats import RunnerStats, StatsCollector
 from tp_runner._stream import FORKED, Interruption, OpenRun, ResultStream
+from tp_runner._workers._failure import raised_by_signal_handler
 from tp_runner._workers._fleet import Chunk, Died, Done, Event, Fleet, failure_of_death, watch
 from tp_runner._workers._pickling import USERS_ERRORS
 from tp_runner.errors import RunCancelledError, RunnerClosedError
@@ -185,7 +186,13 @@ class FleetScheduler:
             if worker is None:
                 continue
             had_ended = run.source.exhausted
-            chunk = run.next_chunk(self._recycling.left(worker))
+            try:
+                chunk = run.next_chunk(self._recycling.left(worker))
+            except BaseException as error:
+                # A signal handler has raised, and items that were read may be nowhere: this run, which may be
+                # another one than the caller's, must not end as if it were whole.
+                run.end(RunCancelledError(f"a signal handler raised {error!r} while items were handed out"))
+                raise
             is_news |= run.source.exhausted and not had_ended
             if chunk is None:
                 continue
@@ -193,12 +200,13 @@ class FleetScheduler:
             before = chunk.nbytes
             try:
                 assignments.send(worker, chunk)
-            except USERS_ERRORS as error:
+            except BaseException as error:
+                assignments.withdraw(chunk)
+                if not isinstance(error, USERS_ERRORS) or raised_by_signal_handler(error):
+                    run.again.append(chunk)  # an interrupt must not lose the chunk
+                    raise
                 run.on_pickling_error(chunk, error)
                 is_news = True
-            except BaseException:
-                run.again.append(chunk)  # an interrupt must not lose the chunk
-                raise
             else:
                 run.flow.sent(chunk, before)
                 self._recycling.on_sent(worker, len(chunk.items))

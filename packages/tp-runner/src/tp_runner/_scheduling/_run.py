@@ -432,15 +432,23 @@ class Assignments:
 
     def send(self, worker: int, chunk: Chunk) -> None:
         chunk.sent += 1  # before the send: a thread worker reads it at once
+        if not self._loads[worker]:
+            self._since[worker] = time.monotonic()
+        self._inflight[chunk.seq] = worker, chunk
+        self._count(worker, chunk, 1)
         try:
             self._fleet.send(worker, chunk)
         except BaseException:
             chunk.sent -= 1
             raise
-        self._inflight[chunk.seq] = worker, chunk
-        if not self._loads[worker]:
-            self._since[worker] = time.monotonic()
-        self._count(worker, chunk, 1)
+
+    def withdraw(self, chunk: Chunk) -> None:
+        """Forget a chunk of which the sending has raised.
+
+        A signal handler may have raised when it was sent already: what the worker makes of it is dropped.
+        """
+        if chunk.seq in self._inflight:
+            self._remove(chunk.seq)
 
     def take_finished(self, done: Done) -> Chunk | None:
         """Return the chunk that has come back; ``None`` if nobody knows it any more."""
@@ -455,7 +463,13 @@ class Assignments:
         return [self._remove(seq) for seq in seqs]
 
     def take_all(self) -> list[Chunk]:
-        return [self._remove(seq) for seq in list(self._inflight)]
+        chunks = [chunk for _, chunk in self._inflight.values()]
+        self._inflight.clear()
+        # An interrupt may have come between two of these.
+        self._counts.clear()
+        self._loads = [0] * self._fleet.size
+        self._n_long = [0] * self._fleet.size
+        return chunks
 
     def _remove(self, seq: int) -> Chunk:
         worker, chunk = self._inflight.pop(seq)
@@ -660,7 +674,7 @@ class PassState:
         return self.again.take() or self._new_chunk(most)
 
     def _new_chunk(self, most: int | None) -> Chunk | None:
-        if self.source.exhausted:
+        if self.source.exhausted or self.source.is_reading:
             return None
         n_items, fitting = self.flow.next_size(self.source.remaining, most)
         if not n_items:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tp_core.errors import TpError
 
+from tp_runner._workers._failure import raised_by_signal_handler
 from tp_runner.errors import RunnerClosedError, WorkerDiedError, rebuild_error
 
 T_co = TypeVar("T_co", covariant=True)
@@ -54,6 +55,7 @@ class ItemSource(abc.ABC):
     remaining: int | None = None  # how many are left; ``None`` when nobody knows
     exhausted = False  # whether there will be no more
     error: BaseException | None = None  # the error of reading them; there are no more after it
+    is_reading = False  # whether it is being read in this thread: the input may use the runner that reads it
 
     @abc.abstractmethod
     def take(self, n_items: int, *, whole: int = 1, fitting: int) -> list[Any]:
@@ -86,10 +88,15 @@ class Direct(ItemSource):
     def take(self, n_items: int, *, whole: int = 1, fitting: int) -> list[Any]:  # noqa: ARG002 - it reads no further
         items: list[Any] = []
         wanted = n_items - n_items % whole
+        self.is_reading = True
         try:
             items.extend(itertools.islice(self._iterator, wanted))
-        except Exception as error:  # noqa: BLE001 - raised in the caller, after the results
-            self.error = error
+        except Exception as error:
+            if raised_by_signal_handler(error):  # and not by the input
+                raise
+            self.error = error  # raised in the caller, after the results
+        finally:
+            self.is_reading = False
         if len(items) < wanted:
             self.exhausted = True
         if self.remaining is not None:

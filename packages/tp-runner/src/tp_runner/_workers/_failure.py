@@ -1,9 +1,11 @@
 """The failure that travels back in place of a result, and the caller's exception for it."""
 
 import contextlib
+import functools
 import itertools
 import pickle
 import signal
+import threading
 import traceback
 import types
 from typing import Any, NamedTuple, Self
@@ -28,6 +30,28 @@ TIMEOUT = "timeout"  # it took too long
 _DEEPEST = 20  # exceptions of one chain
 INIT, END = "init", "end"  # a worker's start or end raised; no item is to blame
 ENDING = "ending"  # the value of its end cannot be pickled
+
+
+def raised_by_signal_handler(error: BaseException) -> bool:
+    """Return whether an exception came out of a signal handler, which may interrupt any line of this package.
+
+    It must not pass for one of the user's code that this line has called.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no other thread runs handlers
+        return False
+    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: Any) -> types.CodeType | None:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    if not callable(handler):
+        return None
+    code: types.CodeType | None = getattr(handler, "__code__", None)  # of functions and methods
+    if code is None:
+        code = getattr(type(handler).__call__, "__code__", None)
+    return code
 
 
 class Failure:
@@ -244,6 +268,7 @@ def failure_to_error(
         device=device,
         worker=worker,
         remote_traceback=failure.traceback,
+        exceptions=getattr(failure.exception, "exceptions", ()),
     )
     if isinstance(error, WorkerDiedError):
         error.exitcode = failure.exitcode
@@ -257,7 +282,7 @@ def failure_to_error(
 def describe_exit(exitcode: int | None) -> str:
     """Return how a process ended, in words."""
     if exitcode is None:
-        return "it did not say how"
+        return "nobody knows how, as this program ignores SIGCHLD, or other code has waited for the process"
     if exitcode >= 0:
         return f"exit status {exitcode}"
     try:

@@ -14,13 +14,13 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tp_core.ranks import dumps_by_value
 
 from tp_runner._workers._definitions import Definitions, SentDefinitions, find_definition, key_in_worker
-from tp_runner._workers._failure import RESULT, Failure
+from tp_runner._workers._failure import RESULT, Failure, raised_by_signal_handler
 from tp_runner._workers._fleet import Chunk, Timing
 from tp_runner._workers._pickling import USERS_ERRORS, is_plain_memory, large_buffers_into, pack_results
 from tp_runner._workers._shared_memory import Block, MappedMemory, SharedMemoryPool, align
@@ -135,12 +135,15 @@ def write_all(fd: int, data: Any) -> None:
 def pack(obj: Any, key_of: Callable[[Any], str | None] | None = None) -> tuple[bytes, list[memoryview]]:
     """Pickle ``obj``; return the pickle and the large buffers that it refers to, in order.
 
-    Numpy arrays and dense CPU tensors are not copied: their buffers are views of them.
+    Numpy arrays and dense CPU tensors are not copied: their buffers are views of them. They arrive with their
+    strides; those with gaps in their memory arrive without the gaps, in the same order of dimensions.
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     if not _Pickler.knows_torch and "torch" in sys.modules:
-        _register_tensor_reducer()
+        _Pickler.knows_torch = _register_reducer("torch", "Tensor", _reduce_tensor)
+    if not _Pickler.knows_numpy and "numpy" in sys.modules:
+        _Pickler.knows_numpy = _register_reducer("numpy", "ndarray", _reduce_array)
     kind = _Pickler if key_of is None else _KeyPickler
     pickler = kind(stream, 5, buffer_callback=large_buffers_into(buffers, OUT_OF_BAND))
     pickler.key_of = key_of
@@ -159,6 +162,7 @@ class _Pickler(pickle.Pickler):
     # A table of its own: the C pickler looks into it without calling back into Python.
     dispatch_table = copyreg.dispatch_table.copy()
     knows_torch = False
+    knows_numpy = False
     key_of: Callable[[Any], str | None] | None
 
 
@@ -176,26 +180,87 @@ class _KeyPickler(_Pickler):
 _KEYED_TYPES = (type, types.FunctionType)
 
 
-def _register_tensor_reducer() -> None:
-    tensor = getattr(sys.modules["torch"], "Tensor", None)
-    if tensor is None:  # another thread is importing torch
-        return
-    _Pickler.dispatch_table = copyreg.dispatch_table.copy()
-    _Pickler.dispatch_table[tensor] = _reduce_tensor
-    _Pickler.knows_torch = True
+def _register_reducer(module: str, name: str, reduce: Callable[[Any], Any]) -> bool:
+    """Have objects of a class pickled by a function; return whether the class is there."""
+    kind = getattr(sys.modules[module], name, None)
+    if kind is None:  # another thread is importing the module
+        return False
+    _Pickler.dispatch_table = {**_Pickler.dispatch_table, **copyreg.dispatch_table, kind: reduce}
+    return True
+
+
+def _memory_order(strides: Sequence[int]) -> list[int]:
+    """Return dimensions in the order in which they lie in memory, the outermost first."""
+    return sorted(range(len(strides)), key=lambda dim: -abs(strides[dim]))
 
 
 def _reduce_tensor(tensor: Any) -> Any:
     if not is_plain_memory(tensor) or not tensor.numel():
         return tensor.__reduce_ex__(5)
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
+    if not _is_standard(tensor):
+        return _reduce_strided_tensor(tensor)
     view = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     # The tensor owns the memory of the view and must outlive it; an attribute ties them together.
     view.owner = tensor
     # To view the new tensor costs more than all the rest, and one dimension needs no view.
     shape = None if tensor.dim() == 1 else tuple(tensor.shape)
     return _rebuild_tensor, (pickle.PickleBuffer(view), tensor.dtype, shape)
+
+
+def _is_standard(tensor: Any) -> bool:
+    """Return whether the strides of a tensor follow from its shape alone."""
+    if not tensor.is_contiguous():
+        return False
+    if 1 not in tensor.shape:
+        return True
+    # A dimension of one element may have any stride, and torch tells memory formats by it.
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _reduce_strided_tensor(tensor: Any) -> Any:
+    strides = tensor.stride()
+    order = _memory_order(strides)
+    stored = tensor.permute(order)
+    for place, dim in enumerate(order):
+        if not strides[dim]:  # it repeats one element, which is sent once
+            stored = stored.narrow(place, 0, 1)
+    if not stored.is_contiguous():  # there are gaps between its elements
+        stored = stored.contiguous()
+        packed = list(strides)
+        for place, dim in enumerate(order):
+            if strides[dim]:
+                packed[dim] = stored.stride(place)
+        strides = tuple(packed)
+    return _rebuild_strided_tensor, (stored.view(-1), tuple(tensor.shape), strides)
+
+
+def _rebuild_strided_tensor(stored: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    return stored.as_strided(shape, strides)
+
+
+def _reduce_array(array: Any) -> Any:
+    if array.flags.forc or array.dtype.hasobject or not array.size:
+        return array.__reduce_ex__(5)
+    order = _memory_order(array.strides)
+    # Dimensions that run backwards are sent forwards, and of those that repeat one element this alone.
+    turned = tuple(slice(None, None, -1 if stride < 0 else 1) for stride in array.strides)
+    single = tuple(slice(None) if stride else slice(1) for stride in array.strides)
+    stored = sys.modules["numpy"].ascontiguousarray(array[turned][single].transpose(order))
+    return _rebuild_array, (stored, order, array.shape, turned)
+
+
+def _rebuild_array(stored: Any, order: list[int], shape: tuple[int, ...], turned: tuple[slice, ...]) -> Any:
+    import numpy as np
+
+    array = stored.transpose(np.argsort(order))
+    if array.shape != shape:
+        array = np.broadcast_to(array, shape)  # not to be written to, as it was
+    return array[turned]
 
 
 def _rebuild_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...] | None) -> Any:
@@ -468,6 +533,8 @@ class Codec:
                     buffers = self._buffers(block, table, leased=leased)
             results = pickle.loads(blob, buffers=buffers)
         except USERS_ERRORS as error:
+            if raised_by_signal_handler(error):
+                raise
             results = [Failure.of(error, RESULT)] * reply.n_items
             failed = True
         self._result_bytes = max(nbytes / reply.n_items, 0.9 * self._result_bytes)
