@@ -205,7 +205,7 @@ def test_each_file_is_found_once_and_neither_outputs_nor_hidden_ones(tmp_path):
     ("name", "data", "message"),
     [
         ("in.parquet", b"PAR1 and no more", "cannot be read as parquet: Arrow"),
-        ("in.txt", b"\xff\xfe", "cannot be read as lines: UnicodeDecodeError"),
+        ("in.txt", b"\xff\xfe", r"line 1 of .*in.txt is not UTF-8: it has b'\\xff\\xfe' after 0 characters"),
         ("in.txt.gz", gzip.compress(b"a\n" * 99, mtime=0)[:-9], "cannot be read as lines: EOFError"),
         ("in.csv", b"a,b\n1,2\n4,5,6\n", r"row 2 of .*in.csv has more values.*\['6'\]"),
     ],
@@ -213,8 +213,13 @@ def test_each_file_is_found_once_and_neither_outputs_nor_hidden_ones(tmp_path):
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
+
+    def first_error():
+        records = read_records(find_inputs([str(tmp_path / name)], "auto", outputs=[]))
+        raise next(record.error for record in records if record.error is not None)
+
     with pytest.raises(ConfigError, match=message):
-        list(read_records(find_inputs([str(tmp_path / name)], "auto", outputs=[])))
+        first_error()
 
 
 def test_a_table_has_the_columns_of_all_results(tmp_path):

@@ -21,7 +21,7 @@ from tp_runner._command._journal import Journal, owned, saving
 from tp_runner._command._pictures import check_unique_picture
 from tp_runner._command._records import FORMATS, InputFile, Record, find_inputs, import_extra, read_records
 from tp_runner._command._runner_class import image_runner, load_runner
-from tp_runner._command._tables import is_folder, journal_of, rows_of, write_table
+from tp_runner._command._tables import is_folder, is_table, journal_of, rows_of, write_table
 from tp_runner.errors import ItemError
 
 # -- The arguments --------------------------------------------------------------------------------
@@ -201,14 +201,16 @@ def _run_request(request: RunRequest) -> Journal:
     keeps_stdout = request.as_json or request.is_stdout
     with owned(file):
         with (
-            Journal(file) as journal,
+            Journal(file, allow_nan=is_table(request.output)) as journal,
             _reserve_stdout() if keeps_stdout else contextlib.nullcontext(),
             _report_failure(journal, records, request.output),
         ):
             items = _items_to_do(request, inputs, journal, records)
             with runner(_devices(request.devices), **request.runner_options()) as running:
                 for result in running.stream(items):
+                    journal.write_unreadable(records)
                     journal.write(records.popleft(), result, keep_going=request.keep_going)
+                journal.write_unreadable(records)
                 if request.timeline is not None:
                     running.write_timeline(request.timeline)
                 if request.progress and journal.n_now:
@@ -236,6 +238,11 @@ def _items_to_do(
 
     def items() -> Iterator[Any]:
         for record in read_records(inputs):
+            if record.error is not None:
+                if not request.keep_going:
+                    raise record.error
+                records.append(record)
+                continue
             if journal.has(record):
                 continue
             if folder is not None:  # and those that standard input names
@@ -269,7 +276,8 @@ def _report_failure(journal: Journal, records: Sequence[Record], output: Path) -
         _report(journal, output)
         where = ""
         if error.index is not None:
-            record = records[error.index - journal.n_now]
+            readable = [record for record in records if record.error is None]
+            record = readable[error.index - journal.n_delivered]
             line = f", line {record.line}" if record.line else ""
             where = f"{record.source}{line}: "
         msg = f"{where}{error}\n--keep-going writes errors in place of results, and continues"

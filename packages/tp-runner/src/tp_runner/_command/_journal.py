@@ -1,5 +1,6 @@
 """The journal of ``tp run``: the results so far, one JSON object a line, and with them what is done."""
 
+import collections
 import contextlib
 import json
 import os
@@ -55,15 +56,17 @@ class Journal:
     standard output, and no item is done before.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, allow_nan: bool = False) -> None:
         # What `counts` reports.
         self.n_before = 0  # how many items were done before
         self.n_again = 0  # how many had failed before, and are tried again
         self.n_replaced = 0  # how many were done before, and have been replaced
         self.n_now = 0  # how many lines were written
         self.n_failed = 0  # how many of those are errors
+        self.n_delivered = 0  # how many are of results, and not of lines that cannot be read
         # The file, and the digests of the items that it has results of.
         self._path = path
+        self._allow_nan = allow_nan  # JSON has no such numbers, and tables have
         self._done: dict[tuple[str, int], str | None] = {}
         self._has_stale_lines = False  # of items that were replaced since
 
@@ -140,12 +143,19 @@ class Journal:
         self.n_replaced += 1
         return False
 
+    def write_unreadable(self, records: collections.deque[Record]) -> None:
+        """Add the errors of the records that are next and cannot be read; take them away."""
+        while records and records[0].error is not None:
+            record = records.popleft()
+            self.write(record, record.error, keep_going=True)
+            self.n_delivered -= 1
+
     def write(self, record: Record, result: Any, *, keep_going: bool) -> None:
         """Add the result of a record, or the error in its place."""
         entry: dict[str, Any] = {"source": record.source, "line": record.line, "input": record.digest}
         if not isinstance(result, BaseException):
             try:
-                line = json.dumps({**entry, "result": result}, default=_to_plain, allow_nan=False)
+                line = json.dumps({**entry, "result": result}, default=_to_plain, allow_nan=self._allow_nan)
             except (TypeError, ValueError) as error:
                 msg = (
                     f"the result of line {record.line} of {record.source} cannot be written as JSON: "
@@ -164,6 +174,7 @@ class Journal:
             while rest:  # a pipe, or a full disk, may take only a part
                 rest = rest[os.write(self._fd, rest) :]
         self.n_now += 1
+        self.n_delivered += 1
         key = _key(record.source, record.line)
         if key in self._done:
             self._done[key] = record.digest

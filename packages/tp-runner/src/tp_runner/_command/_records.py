@@ -5,6 +5,7 @@ import glob
 import gzip
 import hashlib
 import importlib
+import io
 import json
 import sys
 import zlib
@@ -29,6 +30,7 @@ class Record:
     line: int  # the number of the line or row in it, from 1; 0 for a whole file
     digest: str  # a hash of the item; it changes when another item takes its place
     item: Any  # the parsed JSON value, the line without its end, the row as a dictionary, or the file's path
+    error: ConfigError | None = None  # why there is no item: the line cannot be read
 
 
 class InputFile(NamedTuple):
@@ -118,9 +120,12 @@ def _is_hidden(path: Path) -> bool:
 
 
 def read_records(inputs: Iterable[InputFile]) -> Iterator[Record]:
+    """Yield the items; a line that cannot be read has its error, and those after it follow."""
     for path, form in inputs:
         try:
             if path is None:
+                if isinstance(sys.stdin, io.TextIOWrapper):
+                    sys.stdin.reconfigure(errors="surrogateescape")  # as below
                 yield from _parse(sys.stdin, "-", form)
             else:
                 yield from _records_of(path, form)
@@ -139,7 +144,8 @@ def _records_of(path: Path, form: str) -> Iterator[Record]:
     else:
         open_text: Any = open if _without_gz(path) == path else gzip.open
         # utf-8-sig: spreadsheets begin with a byte order mark, which is no part of the first value.
-        with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
+        # Bytes that are no UTF-8 become surrogates, which UTF-8 has none of: so each line is judged alone.
+        with open_text(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             yield from _parse(file, str(path), form)
 
 
@@ -152,22 +158,33 @@ def _parse(lines: Iterable[str], source: str, form: str) -> Iterator[Record]:
         if not text.strip():
             continue
         item = text
-        if form == "jsonl":
+        error = _not_decoded(text, f"line {number} of {source}")
+        if form == "jsonl" and error is None:
             try:
                 item = json.loads(text)
-            except ValueError as error:
-                msg = f"line {number} of {source} is not JSON: {error}"
-                raise ConfigError(msg) from error
-        yield Record(source, number, _digest(text), item)
+            except ValueError as cause:
+                error = ConfigError(f"line {number} of {source} is not JSON: {cause}")
+        yield Record(source, number, _digest(text), item, error)
 
 
 def _parse_csv(lines: Iterable[str], source: str) -> Iterator[Record]:
     csv.field_size_limit(sys.maxsize)  # a cell may be a whole document
     for number, row in enumerate(csv.DictReader(lines), 1):
+        error = _not_decoded("".join(map(str, row.values())), f"row {number} of {source}")
         if None in row:
             msg = f"row {number} of {source} has more values than there are columns: {row[None]!r}"
-            raise ConfigError(msg)
-        yield Record(source, number, _digest(repr(row)), row)
+            error = ConfigError(msg)
+        yield Record(source, number, _digest(repr(row)), row, error)
+
+
+def _not_decoded(text: str, where: str) -> ConfigError | None:
+    """Return the error of a text with bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad = text[error.start : error.end].encode(errors="surrogateescape")
+        return ConfigError(f"{where} is not UTF-8: it has {bad!r} after {error.start} characters")
+    return None
 
 
 def _parse_parquet(path: Path) -> Iterator[Record]:
@@ -180,7 +197,7 @@ def _parse_parquet(path: Path) -> Iterator[Record]:
 
 
 def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def _stamp(path: Path) -> str:

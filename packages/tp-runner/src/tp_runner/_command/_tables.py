@@ -34,12 +34,16 @@ def is_folder(output: Path) -> bool:
     return output.is_dir() or (not output.suffix and str(output) != "-")
 
 
+def is_table(output: Path) -> bool:
+    return output.suffix in _TABLES
+
+
 def write_table(journal: Path, output: Path) -> None:
     """Write the journal as a table, whole or not at all.
 
     A dictionary's entries are columns, any other result is the column ``result``.
     """
-    if output.suffix not in _TABLES or journal == output:
+    if not is_table(output) or journal == output:
         return
     write = _write_parquet
     if output.suffix == ".csv":
