@@ -2,10 +2,15 @@
 
 import atexit
 import concurrent.futures
+import contextvars
+import decimal
 import json
 import multiprocessing
 import os
+import signal
+import stat
 import sys
+import time
 import warnings
 
 import pytest
@@ -14,6 +19,7 @@ from tp_core.errors import ConfigError
 from tp_runner import (
     Executor,
     OrderedRunner,
+    WorkerDiedError,
     _options,  # Windows cannot be had here, and the import says what is said there
 )
 
@@ -163,3 +169,123 @@ def test_an_executor_says_what_is_wrong_in_the_words_of_its_arguments():
         with pytest.raises(ValueError, match="chunksize must be at least 1"):
             executor.map(abs, [1], chunksize=0)
         assert json.dumps(list(executor.map(abs, [-1], chunksize=5))) == "[1]"
+
+
+# -- state of the process beside environment and folder ----------------------------------------
+
+
+def _state(path):
+    path.write_text("")
+    return (
+        time.strftime("%Z", time.localtime(0)),
+        stat.S_IMODE(path.stat().st_mode),
+        str(decimal.Decimal(1) / 3),
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_time_zone_umask_and_decimal_context_are_those_of_the_program(method, tmp_path, monkeypatch):
+    list(tp_runner.map(abs, [1], n_workers=1))  # a fork server exists from here on
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    mask = os.umask(0o077)
+    try:
+        with decimal.localcontext(prec=4):
+            expected = _state(tmp_path / "own")
+            assert expected == ("JST", 0o600, "0.3333")
+            path = tmp_path / "of a worker"
+            assert next(tp_runner.map(_state, [path], n_workers=1, start_method=method)) == expected
+        zone = {"n_workers": 1, "start_method": method, "env": {"TZ": "America/New_York"}}
+        assert next(tp_runner.map(_state, [path], **zone))[0] == "EST"
+    finally:
+        os.umask(mask)
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.slow
+def test_text_has_one_hash_in_all_workers_of_a_program():
+    found = set()
+    for method in ("spawn", "forkserver"):
+        options = {"n_workers": 2, "start_method": method, "queue_scale": 1}
+        found.update(tp_runner.map(hash, ["text"] * 8, **options))
+    assert len(found) == 1
+    options = {"n_workers": 1, "start_method": "spawn", "env": {"PYTHONHASHSEED": "0"}}
+    assert list(tp_runner.map(lambda _: sys.flags.hash_randomization, [0], **options)) == [0]
+
+
+@pytest.mark.slow
+def test_a_fork_is_safe_after_openmp_has_run(run_script):
+    out = run_script(
+        """
+        import os
+        os.environ["OMP_NUM_THREADS"] = "2"
+        import torch, tp_runner
+
+        def work(n):
+            return (torch.ones(n, n) @ torch.ones(n, n)).sum().item()
+
+        if __name__ == "__main__":
+            torch.set_num_threads(2)
+            expected = work(800)
+            for threads in (None, 2):
+                options = {"n_workers": 2, "start_method": "fork", "threads": threads}
+                print(list(tp_runner.map(work, [800] * 3, **options)) == [expected] * 3)
+            print(work(800) == expected)
+        """,
+        timeout_s=50,
+    )
+    assert out.split() == ["True"] * 3
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_an_exit_status_that_the_system_does_not_keep_is_none(method):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(WorkerDiedError, match="this program ignores SIGCHLD") as caught:
+            list(
+                tp_runner.map(
+                    lambda _: os.kill(os.getpid(), signal.SIGKILL), [1], n_workers=1, start_method=method
+                )
+            )
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert caught.value.exitcode is None
+
+
+def test_threads_have_the_context_of_the_caller():
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(5)
+    with decimal.localcontext(prec=4):
+        work = lambda _: (variable.get(), str(decimal.Decimal(1) / 3))  # noqa: E731
+        assert list(tp_runner.map(work, [0], n_workers=1, engine="thread")) == [(5, "0.3333")]
+
+
+@pytest.mark.slow
+def test_a_map_in_the_last_moments_of_python_says_so(run_script):
+    out = run_script(
+        """
+        import tp_runner
+
+        class AtTheEnd:
+            def __del__(self, map=tp_runner.map, print=print):
+                try:
+                    list(map(abs, [1], n_workers=1))
+                except BaseException as error:
+                    print(type(error).__name__, str(error).partition(";")[0])
+
+        tp_runner.kept = AtTheEnd()
+        """
+    )
+    assert out == "RunnerClosedError Python is ending, and starts no processes any more\n"
+
+
+@pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "thread"}, {"start_method": "fork"}])
+def test_the_input_may_use_the_runner_that_reads_it(options):
+    class Increments(OrderedRunner):
+        @staticmethod
+        def producer_work(device, cfg, item):
+            return item + 1
+
+    with Increments(1, **options) as runner:
+        assert list(runner.stream(result for result in runner.stream(range(5)))) == [2, 3, 4, 5, 6]

@@ -25,6 +25,7 @@ from tp_runner.engines import (
     prepare_process,
     run_chunk,
     set_current_task,
+    unpickling,
 )
 
 
@@ -90,7 +91,8 @@ class RayWorker:
         failure = b""
         try:
             prepare_process(self._setup, self._records.append)
-            program = pickle.loads(self._setup.program)
+            with unpickling:
+                program = pickle.loads(self._setup.program)
             limit_torch(self._setup.threads)  # the program may have imported torch just now
             become_worker(self._setup.info)
             self._work = program(self._setup.device)
@@ -104,7 +106,8 @@ class RayWorker:
         began = time.monotonic()
         waited_s = began - self._waiting
         try:
-            items = pickle.loads(data)
+            with unpickling:
+                items = pickle.loads(data)
         except USERS_ERRORS as error:
             results, failed = [Failure.of(error, ITEM)] * n_items, True
         else:

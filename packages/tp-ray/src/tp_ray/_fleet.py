@@ -24,6 +24,7 @@ from tp_runner.engines import (
     Ready,
     Settings,
     Setup,
+    check_nesting,
     dump_program,
     failure_of_death,
     handle_records,
@@ -65,6 +66,7 @@ class RayFleet(Fleet):
 
     def __init__(self, program: Any, devices: tuple[str, ...], settings: Settings) -> None:
         self._ray = import_ray()
+        check_nesting(len(devices))
         super().__init__(devices)
         self._program = dump_program(program)
         self._settings = settings

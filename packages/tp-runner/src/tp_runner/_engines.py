@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import sys
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +23,7 @@ from tp_runner._scheduling._pool import RunnerPool
 from tp_runner._stream import OpenRun
 from tp_runner._workers._fleet import Fleet
 from tp_runner._workers._item import warn_of_copied_generators
+from tp_runner.errors import RunnerClosedError
 
 if TYPE_CHECKING:  # nothing here imports torch: runners on the CPU need none
     import torch
@@ -138,6 +140,9 @@ class ProcessEngine(FleetEngine):
     copies_work = True
 
     def make_fleet(self, program: Any, devices: tuple[str, ...], settings: Settings) -> Fleet:
+        if sys.is_finalizing():  # then nothing can be imported or started: in a __del__ at the very end, say
+            msg = "Python is ending, and starts no processes any more; have the work done before that"
+            raise RunnerClosedError(msg)
         require_processes()
         from tp_runner._workers._processes import ProcessFleet  # imports what Windows lacks
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
@@ -95,6 +96,7 @@ class Executor(concurrent.futures.Executor):
         if code is not self._checked_code:  # as a rule many calls have one function
             self._checked_code = code
             refuse_async(fn)
+            _refuse_unfinished(fn)
             if self._has_copies:
                 warn_of_copied_generators([fn], stacklevel=2)
         if self._pool.closed:
@@ -158,6 +160,23 @@ class _Program:
         if self._initializer is not None:
             self._initializer(*self._initargs)
         return _call
+
+
+def _refuse_unfinished(function: Any) -> None:
+    """Refuse a function of a module that is being imported.
+
+    Calls are pickled in a thread of their own too. To pickle the function by its name, that thread would wait
+    for the end of the import, which waits for the call.
+    """
+    spec = getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__spec__", None)
+    if getattr(spec, "_initializing", False):  # private to importlib
+        name = function.__qualname__
+        msg = (
+            f"{name} is of the module {function.__module__!r}, which is still being imported, and each "
+            "worker would import it too; start the work in a function, or put it under "
+            "if __name__ == '__main__'"
+        )
+        raise ConfigError(msg)
 
 
 def _call(task: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -236,6 +255,8 @@ def _backend() -> Any:
             self, func: Callable[[], Any], callback: Callable[[Any], None] | None = None
         ) -> "concurrent.futures.Future[Any]":
             assert self._executor is not None  # noqa: S101 - joblib configures first
+            for function, *_ in getattr(func, "items", ()):
+                _refuse_unfinished(function)
             future = self._executor.submit(_call_batch, func)
             if callback is not None:
                 future.add_done_callback(callback)

@@ -133,7 +133,7 @@ def require_processes() -> None:
     """Refuse worker processes where there can be none."""
     try:
         import fcntl  # noqa: F401 - what Windows lacks
-    except ImportError:
+    except ModuleNotFoundError:
         raise ConfigError(_ON_WINDOWS) from None
 
 

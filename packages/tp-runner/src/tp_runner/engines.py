@@ -9,8 +9,9 @@ implements :class:`tp_core.plugins.Engine` instead, and needs none of these name
     the program's process                       a worker
 
     FleetEngine.make_fleet
-        Fleet.start     dump_program, Setup  ->  prepare_process, become_worker, limit_torch
-        Fleet.send      Chunk                ->  WorkerTask.begin, run_chunk, pack_results
+        Fleet.start     check_nesting
+                        dump_program, Setup  ->  prepare_process, become_worker, limit_torch
+        Fleet.send      Chunk                ->  unpickling, WorkerTask.begin, run_chunk, pack_results
         Fleet.poll      Ready, Done, Died    <-  results, Timing, Failure, log records (handle_records)
         Fleet.close                          ->  end_work, dumps_exit_result
 """
@@ -34,7 +35,14 @@ from tp_runner._workers._fleet import (
 )
 from tp_runner._workers._item import WorkerTask, become_worker, set_current_task
 from tp_runner._workers._pickling import USERS_ERRORS, dump_program, pack_results
-from tp_runner._workers._setup import Setup, handle_records, limit_torch, prepare_process
+from tp_runner._workers._setup import (
+    Setup,
+    check_nesting,
+    handle_records,
+    limit_torch,
+    prepare_process,
+    unpickling,
+)
 from tp_runner._workers._work import end_work, run_chunk
 
 __all__ = [
@@ -56,6 +64,7 @@ __all__ = [
     "Timing",
     "WorkerTask",
     "become_worker",
+    "check_nesting",
     "dump_program",
     "dumps_by_value",
     "dumps_exit_result",
@@ -68,4 +77,5 @@ __all__ = [
     "prepare_process",
     "run_chunk",
     "set_current_task",
+    "unpickling",
 ]

@@ -457,6 +457,8 @@ class ProcessFleet(Fleet):
         current = (seq, place) if seq in handle.inflight else None
         self._remove_handle(handle)
         self._heartbeats.clear(handle.worker)
+        if exitcode == _start.UNKNOWN_EXIT:
+            exitcode = None
         how = GARBLED if handle.is_garbled else describe_exit(exitcode)
         failure = handle.failure
         # Where workers are started again, an idle one had nothing to lose but its own end.

@@ -6,9 +6,15 @@ import logging
 import os
 import pickle
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Self
+
+from tp_core.errors import ConfigError
+from tp_core.launching import available_cores
 
 from tp_runner._options import Settings
 from tp_runner._workers._item import WorkerInfo
@@ -63,6 +69,7 @@ def _travels(value: Any) -> bool:
 
 
 DEPTH_VARIABLE = "TP_RUNNER_DEPTH"
+WIDTH_VARIABLE = "TP_RUNNER_WIDTH"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -114,10 +121,13 @@ class Surroundings(NamedTuple):
     argv: list[str]  # the arguments of the program
     main_file: str | None  # the file of the main module, if it has one
     authkey: bytes | None  # the key of multiprocessing's connections; ``None`` if it is not used
+    umask: int  # the permissions that new files do not get
+    decimals: Any  # the context of decimal numbers; ``None`` if it is not used
 
     @classmethod
     def of_this_process(cls, env: Mapping[str, str | None]) -> Self:
         process = sys.modules.get("multiprocessing.process")
+        decimal = sys.modules.get("decimal")
         folder = ""  # the folder may be gone; work that needs it will notice
         with contextlib.suppress(OSError):
             folder = os.getcwd()  # noqa: PTH109 - a string travels lighter
@@ -128,6 +138,8 @@ class Surroundings(NamedTuple):
             sys.argv,
             getattr(sys.modules.get("__main__"), "__file__", None),
             None if process is None else bytes(process.current_process().authkey),
+            _umask(),
+            None if decimal is None else decimal.getcontext(),
         )
 
     def restore(self) -> None:
@@ -143,12 +155,88 @@ class Surroundings(NamedTuple):
             from multiprocessing import process
 
             process.current_process().authkey = self.authkey
+        os.umask(self.umask)
+        if self.decimals is not None:
+            import decimal
+
+            decimal.setcontext(self.decimals)
+        time.tzset()  # the C library keeps the zone of the time when it was first asked
+
+
+def _umask() -> int:
+    """Return the mask of this process, which the system only tells while it sets another one."""
+    with contextlib.suppress(OSError, ValueError):  # Linux writes it down, and other threads notice nothing
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+# -- Runners that workers start -----------------------------------------------------------------
+
+
+class _Unpickling(threading.local):
+    """A block in which a worker unpickles what it was sent, and imports the modules that this needs."""
+
+    is_entered = False
+
+    def __enter__(self) -> None:
+        self.is_entered = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_entered = False
+
+
+unpickling = _Unpickling()
+
+DEEPEST = 10
+"""The deepest nesting of runners within workers; deeper ones are refused."""
+MOST_NESTED = 256
+"""So many workers may be nested in any case, and on large machines two levels of one worker on each core."""
 
 
 def nesting_depth() -> int:
     """Return how deep workers are nested here: 0 outside of all workers."""
-    value = os.environ.get(DEPTH_VARIABLE, "")
-    return int(value) if value.isdigit() else 0
+    return _number_of(DEPTH_VARIABLE, 0)
+
+
+def nesting_width() -> int:
+    """Return how many workers there are on this level of nesting, if all levels above are alike."""
+    return _number_of(WIDTH_VARIABLE, 1)
+
+
+def _number_of(variable: str, default: int) -> int:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdigit() else default
+
+
+def check_nesting(n_workers: int) -> None:
+    """Refuse workers that workers would start without an end, or in a number that no machine has room for."""
+    if unpickling.is_entered:
+        # The workers of this runner would import the same module, and start others in turn: as many processes
+        # as there are workers at first, and on each level again as many for each of them.
+        msg = (
+            "a module started this runner while a worker imported it, and each of its workers would do the "
+            "same; start it in a function, or put it under if __name__ == '__main__'"
+        )
+        raise ConfigError(msg)
+    if nesting_depth() >= DEEPEST:
+        msg = (
+            f"this runner would be started by a worker, by a worker, ... {DEEPEST} deep; work that starts "
+            "runners of itself does that without an end"
+        )
+        raise ConfigError(msg)
+    if nesting_depth():
+        n_nested = nesting_width() * n_workers
+        most = max(MOST_NESTED, available_cores() ** 2)
+        if n_nested > most:
+            msg = (
+                f"{nesting_width()} workers would start {n_workers} workers each, {n_nested} in all, and "
+                f"{most} is the most here; give the runners inside of workers n_workers=1, or fewer levels"
+            )
+            raise ConfigError(msg)
 
 
 def changed_environ(env: Mapping[str, str | None]) -> dict[str, str]:
@@ -167,7 +255,10 @@ def prepare_process(setup: Setup, send_record: Callable[[logging.LogRecord], Non
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    if "TZ" in setup.settings.env:
+        time.tzset()
     os.environ[DEPTH_VARIABLE] = str(nesting_depth() + 1)
+    os.environ[WIDTH_VARIABLE] = str(nesting_width() * setup.count)
     if not setup.device.startswith("cpu"):
         import torch
 

@@ -2,6 +2,7 @@
 
 import collections
 import ctypes
+import fcntl
 import mmap
 import os
 import weakref
@@ -127,9 +128,22 @@ def align(offset: int) -> int:
 def unnamed_file() -> int:
     """Return a descriptor of memory without a name, which nobody need remove after a crash."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("tp-runner", os.MFD_CLOEXEC)
+        return above_standard(os.memfd_create("tp-runner", os.MFD_CLOEXEC))
     import tempfile  # where there is no memfd
 
     fd, path = tempfile.mkstemp(prefix="tp-runner-")
     os.unlink(path)  # noqa: PTH108 - it has no name from here on
-    return fd
+    return above_standard(fd)
+
+
+def above_standard(fd: int) -> int:
+    """Return a descriptor of the same file that is none of the standard three.
+
+    Where a program has closed one of these, the system gives its number to the next file, and in a worker it
+    is standard input, output or error again.
+    """
+    if fd > 2:
+        return fd
+    duplicate: int = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(fd)
+    return duplicate

@@ -4,6 +4,7 @@ import abc
 import array
 import atexit
 import contextlib
+import ctypes
 import functools
 import importlib
 import os
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tp_core.errors import ConfigError
+from tp_core.output import flush_streams
 
 from tp_runner._options import Settings
 from tp_runner._workers._fleet import watch
-from tp_runner._workers._setup import changed_environ, nesting_depth
+from tp_runner._workers._setup import changed_environ, check_nesting, unpickling
+from tp_runner._workers._shared_memory import above_standard
 
 # -- Inherited and private descriptors --------------------------------------------------------
 #
@@ -98,7 +101,8 @@ _inheriting = threading.local()
 def open_pipe() -> tuple[int, int]:
     """Open a pipe with both ends private from the first moment, whatever other threads fork."""
     with _private_lock:
-        ends = os.pipe()
+        reader, writer = os.pipe()
+        ends = above_standard(reader), above_standard(writer)
         _private.update(ends)
     return ends
 
@@ -155,6 +159,10 @@ os.register_at_fork(
 # -- Processes --------------------------------------------------------------------------------
 
 
+UNKNOWN_EXIT = 1 << 16
+"""In the place of an exit status that somebody else has taken."""
+
+
 class Process(abc.ABC):
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -206,14 +214,14 @@ class _Child(Process):
     def _poll(self) -> int | None:
         try:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:  # other code has waited for every child of this process
-            return 255
+        except ChildProcessError:  # the program ignores SIGCHLD, or waits for every child of this process
+            return UNKNOWN_EXIT
         return os.waitstatus_to_exitcode(status) if pid else None
 
 
 def fork(child: Callable[[], None]) -> Process:
-    sys.stdout.flush()  # or the copy would write the buffered text a second time
-    sys.stderr.flush()
+    flush_streams()  # or the copy would write the buffered text a second time
+    pause_openmp()
     pid = os.fork()
     if not pid:
         run_and_exit(child)
@@ -245,10 +253,49 @@ def run_and_exit(child: Callable[[], None]) -> NoReturn:
         traceback.print_exc()
     finally:
         try:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_streams()
         finally:
             os._exit(status)  # it never returns: the frames below are the parent's
+
+
+def pause_openmp() -> None:
+    """Have GNU's OpenMP end the threads of this one, which a copy of the process would wait for in vain.
+
+    Raises:
+        ConfigError: It is too old for that, and computes with several threads.
+    """
+    if "torch" not in sys.modules:
+        return
+    for path in _loaded_libraries("libgomp"):
+        library = ctypes.CDLL(path)
+        pause = getattr(library, "omp_pause_resource_all", None)
+        if pause is not None:
+            pause(_PAUSE_HARD)
+        elif library.omp_get_max_threads() > 1:
+            msg = (
+                "start_method='fork' is not safe here: this process computes with several threads of an "
+                f"OpenMP that cannot end them ({path}), and a copy of it would wait for them for ever; take "
+                "'forkserver' or 'spawn', or OMP_NUM_THREADS=1"
+            )
+            raise ConfigError(msg)
+
+
+_PAUSE_HARD = 2  # omp_pause_hard of OpenMP 5.0
+
+
+def _loaded_libraries(name: str) -> set[str]:
+    """Return the files of the shared libraries of a name that this process has loaded, where it knows."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return set()
+    fields = [line.split(maxsplit=5) for line in lines]
+    return {path for *_, path in fields if Path(path).name.startswith(name)}
+
+
+# Text has one hash in all interpreters of a program: items that are grouped or ordered by it would otherwise
+# depend on their workers. Another one than this process's, whose seed nobody can read.
+_HASH_SEED = {"PYTHONHASHSEED": str(int.from_bytes(os.urandom(4)))}
 
 
 def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) -> Process:
@@ -259,7 +306,7 @@ def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) 
         [sys.executable, *_flags(), "-c", code],
         pass_fds=tuple(descriptors),
         stdin=subprocess.DEVNULL,
-        env=changed_environ(env) if env else None,
+        env=_HASH_SEED | changed_environ(env),
     )
     # This module waits for it: Popen must neither wait, nor warn that it is still running.
     process.returncode = 0
@@ -305,7 +352,8 @@ class ForkServer:
         self, main: Callable[..., None], preload: Sequence[str], env: Mapping[str, str | None]
     ) -> None:
         self._owner = 0  # no process's yet: stop() runs by __del__ where the start raises
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = (socket.socket(fileno=above_standard(end.detach())) for end in ends)
         ours.settimeout(ANSWER_S)
         of_worker = main.__module__, main.__name__
         code = bootstrap(__name__, "serve", theirs.fileno(), tuple(preload), *of_worker)
@@ -402,7 +450,7 @@ class _Grandchild(Process):
             try:
                 os.kill(self.pid, 0)
             except ProcessLookupError:
-                return 255
+                return UNKNOWN_EXIT
             return None
 
 
@@ -472,7 +520,8 @@ os.register_at_fork(
 def serve(fd: int, preload: Sequence[str], module: str, function: str) -> None:
     """Run the server: fork workers, which run a function, on request until the parent closes its side."""
     for name in preload:
-        with contextlib.suppress(ImportError):  # the worker that needs it reports it with its traceback
+        # Whatever it raises: the worker that needs it reports it with its traceback.
+        with contextlib.suppress(Exception), unpickling:
             importlib.import_module(name)
     main = getattr(importlib.import_module(module), function)
     # Ctrl-C reaches every process of the terminal: the parent decides what it means.
@@ -543,9 +592,6 @@ def _receive_request(parent: socket.socket) -> list[int] | None:
 
 # -- Limits before a start, memory of a process -----------------------------------------------
 
-DEEPEST = 10
-"""The deepest nesting of runners within workers; deeper ones are refused."""
-
 
 def check_start(devices: tuple[str, ...], settings: Settings) -> None:
     """Refuse workers that could not start, or would fail without a clear error."""
@@ -556,12 +602,7 @@ def check_start(devices: tuple[str, ...], settings: Settings) -> None:
             "much a process holds; give max_items_per_worker here"
         )
         raise ConfigError(msg)
-    if nesting_depth() >= DEEPEST:
-        msg = (
-            f"this runner would be started by a worker, by a worker, ... {DEEPEST} deep; a program that "
-            "starts runners at import time does that without an end: put it under if __name__ == '__main__'"
-        )
-        raise ConfigError(msg)
+    check_nesting(len(devices))
 
 
 def _require_forkable(devices: tuple[str, ...], settings: Settings) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import contextvars
 import logging
 import math
 import queue
@@ -72,8 +73,10 @@ class ThreadFleet(Fleet):
     def _start(self, crew: _Crew) -> None:
         for worker in range(self.size):
             crew.inboxes.append(queue.SimpleQueue())
+            # The work sees the caller's context variables, as it does inline: decimal numbers have one, too.
+            run = contextvars.copy_context().run
             thread = threading.Thread(
-                target=self._work, args=(crew, worker), name=f"tp-worker-{worker}", daemon=True
+                target=run, args=(self._work, crew, worker), name=f"tp-worker-{worker}", daemon=True
             )
             thread.start()
             crew.threads.append(thread)

@@ -27,6 +27,9 @@ IDLE = -1
 ENDING = -2
 """The same word while the worker ends, at the parent's request."""
 
+BLOCK = 32
+"""After so many items of a chunk the worker looks whether somebody still wants them."""
+
 _UNAWAITED = (types.CoroutineType, types.AsyncGeneratorType)
 
 
@@ -54,25 +57,29 @@ def _run_items(work: Callable[[Any], Any], items: list[Any], task: WorkerTask) -
     board, seed, start = task.board, task.global_seed, task.start
     # Without a limit and a seed only the place is noted: this loop is the hot path of small items.
     is_plain = task.timeout_s is None and seed is None
-    numbered = enumerate(items)
+    now = time.monotonic_ns
     while True:
         try:
-            if is_plain:
-                for board[1], item in numbered:
-                    append(work(item))
-            else:
-                now = time.monotonic_ns
-                for board[1], item in numbered:
-                    if seed is not None:
-                        seed_generators(seed, start + board[1])
-                    board[2] = now()
-                    append(work(item))
+            # In blocks: a chunk of items that take longer than those before must not outlive its stream.
+            for n_begun in range(len(results), len(items), BLOCK):
+                if n_begun and task.is_cancelled():
+                    return [None] * len(items), False
+                block = enumerate(items[n_begun : n_begun + BLOCK], n_begun)
+                if is_plain:
+                    for board[1], item in block:
+                        append(work(item))
+                else:
+                    for board[1], item in block:
+                        if seed is not None:
+                            seed_generators(seed, start + board[1])
+                        board[2] = now()
+                        append(work(item))
         except BaseException as error:
             if _is_interrupt(error):
                 raise
             append(Failure.of(error))
             failed = True
-            continue  # with the item after it: the iterator remembers where it was
+            continue  # with the item after it
         return results, _refuse_unawaited(results, failed=failed)
 
 
@@ -83,6 +90,8 @@ def _run_batches(
     failed = False
     board, seed = task.board, task.global_seed
     for start in range(0, len(items), batching.size):
+        if start and task.is_cancelled():
+            return [None] * len(items), False
         part = items[start : start + batching.size]
         if seed is not None:
             seed_generators(seed, task.start + start)

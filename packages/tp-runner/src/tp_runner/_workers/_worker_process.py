@@ -19,7 +19,7 @@ from tp_runner._workers._fleet import Timing, dumps_exit_result
 from tp_runner._workers._heartbeats import FIRST_CANCELLED, WORDS, Heartbeats
 from tp_runner._workers._item import WorkerTask, become_worker, set_current_task
 from tp_runner._workers._programs import StoredProgram, load_program
-from tp_runner._workers._setup import Setup, limit_torch, prepare_process
+from tp_runner._workers._setup import Setup, limit_torch, prepare_process, unpickling
 from tp_runner._workers._shared_memory import MappedMemory
 from tp_runner._workers._wire import ReplyWriter
 from tp_runner._workers._work import ENDING, IDLE, ClassProgram, end_work, run_chunk
@@ -106,10 +106,11 @@ class WorkerProcess:
             prepare_process(self._setup, self._replies.record)
             program = self._setup.program
             is_pickled = isinstance(program, bytes | StoredProgram)  # and not inherited by a fork
-            if isinstance(program, bytes):
-                program = pickle.loads(program)
-            elif isinstance(program, StoredProgram):
-                program = load_program(self._memory_fd, program)
+            with unpickling:
+                if isinstance(program, bytes):
+                    program = pickle.loads(program)
+                elif isinstance(program, StoredProgram):
+                    program = load_program(self._memory_fd, program)
             if is_pickled:
                 remember_program()
                 limit_torch(self._setup.threads)  # the program may have imported torch just now
@@ -118,6 +119,11 @@ class WorkerProcess:
                 program.is_own = True  # a forked worker has a copy of it, too
             work = program(self._setup.device)
         except BaseException as error:  # noqa: BLE001 - the parent raises whatever it is
+            if isinstance(error, AttributeError) and "<module '__main__'" in str(error):
+                error.add_note(
+                    "It was pickled by its name alone, and your script does not run in workers: make it in "
+                    "init= or producer_init, or move it into a module, which they import."
+                )
             self._replies.failure(Failure.of(error, INIT))
             return
         self._replies.message(_wire.READY)
@@ -158,7 +164,8 @@ class WorkerProcess:
             heartbeat[0] = request.seq  # last: the parent may read the row between two writes
             self._memory.grow(request.shared_nbytes)
             try:
-                items, lease = self._unpack(request, blob)
+                with unpickling:
+                    items, lease = self._unpack(request, blob)
             except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
                 results = [Failure.of(error, ITEM)] * request.n_items
                 failed = True
