@@ -17,5 +17,6 @@ def test_a_star_import_works_and_the_names_of_the_marks_are_attribute_names():
     assert set(tp_shard.__all__) <= set(namespace)
     assert "slice" not in namespace, "torchshard's spelling does not hide Python's"
     assert tp_shard._PARALLEL_ATTR == tp_shard._PARALLEL_DIM
+    assert tp_shard._ORDER_ATTR == tp_shard._ORDER_TYPE
     for name in (tp_shard._PARALLEL_DIM, tp_shard._ORDER_TYPE):
         assert name.isidentifier()

@@ -290,3 +290,9 @@ def test_the_loader_of_the_example_feeds_the_model():
     for batch in DataLoader(Numbers(), 32, shuffle=True, collate_fn=default_collate(2)):
         seen += model(batch).shape[0]
     assert seen == 120
+
+
+def test_the_default_collate_function_that_gets_samples_says_how_to_make_one():
+    loader = torch.utils.data.DataLoader([(torch.ones(2), 0)] * 4, 2, collate_fn=default_collate)
+    with pytest.raises(ConfigError, match=r"got 2 values of tuple; if these .*default_collate\(2\)"):
+        next(iter(loader))

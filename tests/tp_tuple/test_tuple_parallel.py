@@ -242,6 +242,16 @@ def test_copies_and_pickles_stand_by_themselves():
             wrapped.module.weight.sub_(1)
 
 
+@pytest.mark.parametrize("rows", [(2, 2), (2, 1), (1, 0)])
+def test_a_list_with_a_dict_for_each_image_is_one_value(rows):
+    model = Several(lambda x: [{"box": row, "name": "a"} for row in x])
+    parts = tuple(torch.ones(n, 3) * n for n in rows)
+    outputs = TupleParallel(model, ["cpu", "cpu"])(parts)
+    assert [len(output) for output in outputs] == list(rows)
+    joined = TupleParallel(model, ["cpu", "cpu"], transfer_output=True, reduction=cat)(parts)
+    torch.testing.assert_close(torch.stack([each["box"] for each in joined]), torch.cat(parts))
+
+
 def test_refresh_follows_changes_through_data():
     wrapped = wrap(nn.Linear(3, 2))
     wrapped.module.weight.data.zero_()

@@ -254,3 +254,25 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
         patch.setattr(os, "write", full)
         with pytest.raises(StateError, match=r"out.jsonl cannot be written: .*No space left"):
             file.write(Record("lines.txt", 1, "0", "a"), 1, keep_going=False)
+
+
+def test_lines_that_cannot_be_read_have_errors_in_their_places(run, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'1\n{"no"\n4\n"\xff"\n3\n')
+    run("half", "--input", "in.jsonl", "--output", "out.jsonl", "--keep-going", exit_code=1)
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert [row.get("result") for row in rows] == [0.5, None, 2.0, None, 1.5]
+    assert rows[1]["error"]["message"].startswith("line 2 of in.jsonl is not JSON")
+    assert (
+        rows[3]["error"]["message"] == "line 4 of in.jsonl is not UTF-8: it has b'\\xff' after 1 characters"
+    )
+    path.write_bytes(b"1\n6\n4\n8\n3\n")  # they are tried again
+    run("half", "--input", "in.jsonl", "--output", "out.jsonl", "--keep-going")
+    assert sorted(row["result"] for row in rows_of(tmp_path / "out.jsonl")) == [0.5, 1.5, 2.0, 3.0, 4.0]
+
+
+def test_tables_have_numbers_that_json_has_not(run, tmp_path):
+    (tmp_path / "in.jsonl").write_text("1\n2\n3\n")
+    run("half", "--input", "in.jsonl", "--output", "out.csv")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert [row["result"] for row in csv.DictReader(file)] == ["0.5", "nan", "1.5"]

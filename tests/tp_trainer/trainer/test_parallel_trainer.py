@@ -186,11 +186,16 @@ def test_logs_go_to_open_files_and_to_paths(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "one\ntwo\n"
 
 
-def test_saving_leaves_the_callers_dict_alone(tmp_path):
+def test_saving_puts_the_state_into_the_callers_dict_too(tmp_path):
     trainer, model, ckpt = make(), nn.Linear(1, 1), {"lr": 0.1}
     trainer.save_model(ckpt, model, tmp_path / "m.pt")
-    assert ckpt == {"lr": 0.1}
+    assert ckpt["state_dict"].keys() == model.state_dict().keys()
     assert torch.load(tmp_path / "m.pt", weights_only=True)["lr"] == 0.1
+
+
+def test_the_device_is_an_attribute_and_a_method():
+    trainer = make()
+    assert trainer.device == trainer.get_device() == torch.device("cpu")
 
 
 def test_each_epoch_has_an_order_of_its_own_that_can_be_had_again():

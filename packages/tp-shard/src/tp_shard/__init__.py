@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from tp_shard._training import parameter_groups as parameter_groups
     from tp_shard._training import update_sampled_rows as update_sampled_rows
     from tp_shard._verify._report import verify as verify
+    from tp_shard.compat import _ORDER_ATTR as _ORDER_ATTR
     from tp_shard.compat import _ORDER_TYPE as _ORDER_TYPE
     from tp_shard.compat import _PARALLEL_ATTR as _PARALLEL_ATTR
     from tp_shard.compat import _PARALLEL_DIM as _PARALLEL_DIM
@@ -121,6 +122,7 @@ else:
             ],
             "tp_shard._verify._report": ["verify"],
             "tp_shard.compat": [
+                "_ORDER_ATTR",
                 "_ORDER_TYPE",
                 "_PARALLEL_ATTR",
                 "_PARALLEL_DIM",

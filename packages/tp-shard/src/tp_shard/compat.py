@@ -14,7 +14,7 @@ from tp_shard._guards import register_ddp_parameters_to_ignore
 __all__ = ["register_ddp_parameters_to_ignore", "slice"]
 
 _PARALLEL_ATTR = _PARALLEL_DIM = "_parallel_dim"  # attributes of tensors that such programs read
-_ORDER_TYPE = "_order_type"
+_ORDER_ATTR = _ORDER_TYPE = "_order_type"
 
 
 def slice(

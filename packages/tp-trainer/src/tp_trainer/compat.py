@@ -79,6 +79,11 @@ class ParallelTrainer:
         """Return the device of this process."""
         return self.session.device
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.get_device()
+
     def model_parallel(self, model: nn.Module) -> nn.Module:
         """Put the model on the device, in training mode, and wrap it in DDP if ``synch`` is true.
 
@@ -133,11 +138,12 @@ class ParallelTrainer:
         )
 
     def save_model(self, ckpt: Mapping[str, Any], model: nn.Module, path: str | os.PathLike[str]) -> None:
-        """Write ``ckpt`` with the model's state under "state_dict"; rank 0 writes.
+        """Write ``ckpt`` with the model's state under "state_dict", which a dict gets itself; rank 0 writes.
 
         It has the plain model's names in both modes. A crash during the write leaves the old file unchanged.
         """
-        state = {**ckpt, "state_dict": self.session.model_state(model)}
+        state = ckpt if isinstance(ckpt, dict) else dict(ckpt)
+        state["state_dict"] = self.session.model_state(model)
         if self.session.is_main:
             with atomic_part(path) as part, part.open("wb") as file:
                 torch.save(state, file)

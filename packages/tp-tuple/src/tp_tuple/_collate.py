@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.data import default_collate as torch_default_collate
 from tp_core.data import Envelope, Parts
@@ -252,6 +253,14 @@ def tp_collate(
     if isinstance(ndevices, bool) or not isinstance(ndevices, int):
         if not isinstance(ndevices, Sequence) or isinstance(ndevices, str) or not ndevices:
             msg = f"ndevices must be a number or a list of devices, got {ndevices!r}"
+            raise ConfigError(msg)
+        if not all(isinstance(device, int | str | torch.device) for device in ndevices):
+            kinds = ", ".join(sorted({type(device).__name__ for device in ndevices}))
+            msg = (
+                f"ndevices must be a number or a list of devices, got {len(ndevices)} values of {kinds}; "
+                "if these are samples, call it with the number of devices first: "
+                "DataLoader(..., collate_fn=default_collate(2))"
+            )
             raise ConfigError(msg)
         devices: Sequence[Any] | None = ndevices
         count = len(ndevices)

@@ -44,6 +44,8 @@ def cat(returns: Sequence[Any], *, dim: int = 0) -> Any:
     """
     if not isinstance(returns[0], tuple | list) or isinstance(returns[0], PackedSequence):
         return _cat(returns, dim)
+    if _are_lists_of_dicts(returns):  # a part has one for each sample
+        return [each for part in returns for each in part]
     values = [_cat(value, dim) for value in returns]
     if hasattr(returns, "_make"):  # a named tuple
         return type(returns)._make(values)
@@ -168,9 +170,12 @@ def per_value(results: Sequence[Any], make: Callable[[list[Any]], Any], *, mappi
     """Turn the parts' results into one value with an entry per part.
 
     Tuples, lists and named tuples of k values become k values, each with an entry per part; so do
-    mappings, if ``mappings``; anything else becomes one value.
+    mappings, if ``mappings``. Anything else becomes one value, and so does a list of dicts, which
+    detection models return, one for each image.
     """
     first = results[0]
+    if not mappings and _are_lists_of_dicts(results):
+        return make(list(results))
     if isinstance(first, PackedSequence):  # a tuple by inheritance, a value by use
         return make(list(results))
     if isinstance(first, tuple | list):
@@ -199,6 +204,13 @@ def per_value(results: Sequence[Any], make: Callable[[list[Any]], Any], *, mappi
         except TransferError:  # the type cannot be made from a dict; torch's default_collate makes one, too
             return dict(zip(first, values, strict=True))
     return make(list(results))
+
+
+def _are_lists_of_dicts(results: Sequence[Any]) -> bool:
+    if any(type(result) is not list for result in results):
+        return False
+    entries = [entry for result in results for entry in result]
+    return bool(entries) and all(isinstance(entry, Mapping) for entry in entries)
 
 
 def arguments_of_parts(

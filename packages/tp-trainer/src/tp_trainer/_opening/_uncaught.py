@@ -11,6 +11,7 @@ from typing import Any
 
 from tp_core.errors import DisagreementError, TpError
 from tp_core.launching import LOST_RANK, tells_of_lost_rank
+from tp_core.output import print_to_stderr
 
 # Other packages of that prefix are their users' own.
 _TRIMMED = {
@@ -81,7 +82,7 @@ class UncaughtHook:
             self._show(kind, error, trace)
             return
         if self.ends_process and _is_consequence(error):
-            print(_in_one_line(error, trace), file=sys.stderr, flush=True)
+            print_to_stderr(_in_one_line(error, trace))
             return
         if not isinstance(error, TpError) and _HINT not in getattr(error, "__notes__", ()):
             error.add_note(_HINT)
