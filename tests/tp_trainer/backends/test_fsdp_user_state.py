@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError, StepError, TpError
 from tp_core.fully_sharded import whole_matrix_optimizer
+from tp_core.state import whole
 from tp_trainer import Callback, Trainer
 
 
@@ -393,6 +394,158 @@ def test_data_that_is_written_in_place_or_replaced_before_training_is_taken(two_
         alone = trained("single", **arguments)
         for found in two_ranks.run(partial(trained, "fsdp", **arguments)):
             torch.testing.assert_close(found, alone)
+
+
+# -- Writes into parts of sharded tensors ---------------------------------------------------------
+
+
+def assign_rows(weight, old):
+    weight[:2] = old[:2] * 0.5
+    weight[2] = 0.25
+    weight[0, 1] = torch.tensor(0.125)
+
+
+def assign_by_index(weight, old):
+    weight[torch.tensor([2, 0])] = old[:2]
+    weight[weight > 0.4] = 0.4
+    weight[..., 1:][1] += 0.1
+
+
+def write_rows(weight, old):
+    weight[:2].mul_(0.9).add_(old[:2], alpha=0.1)
+    weight[1][2].zero_()
+    weight[0].copy_(weight[1])
+    weight[2] *= 0.5
+    torch.add(weight[1], 0.1, out=weight[2])
+
+
+def write_data(weight, old):
+    weight.data[1:] = old[1:]
+    weight.data[0].data.mul_(0.9)
+    weight.detach()[2].detach().add_(0.1)
+
+
+def write_other_views(weight, old):
+    weight.select(0, 1).add_(0.01)
+    weight.narrow(0, 1, 2).add_(0.01)
+    weight.diagonal().add_(0.01)
+    first, *_ = weight.split(2)
+    first.t()[1].clamp_(-0.1, 0.1)
+    weight.vsplit(3)[0].fill_(0.3)
+    weight.split_with_sizes([1, 2])[1].add_(0.01)
+    weight.chunk(3)[2].sub_(0.1)
+    weight[:, 1:].mul_(0.9)  # torch gathers nothing for it
+
+
+def initialize_rows(weight, old):
+    torch.nn.init.constant_(weight[:1], 0.1)
+    torch.nn.init.uniform_(weight[1:], generator=torch.Generator().manual_seed(3))
+    torch.nn.init.xavier_uniform_(weight[:2], generator=torch.Generator().manual_seed(4))
+
+
+class WritesParts(Callback):
+    """Writes into parts of a trained and of a frozen weight."""
+
+    def __init__(self, write):
+        self.write = write
+        self.old = None
+
+    @torch.no_grad()
+    def on_step_end(self, run):
+        weights = [run.model.student[1].linear.weight, run.model.teacher[0].linear.weight]
+        if self.old is None:
+            self.old = [weight.detach().clone() for weight in weights]
+        for weight, old in zip(weights, self.old, strict=True):
+            self.write(weight, old)
+
+
+class WritesPartsOfGradients(Callback):
+    def on_optimizer_step(self, run, grad_norm):
+        weight = run.model.student[0].linear.weight
+        weight.grad[:2] = 0
+        weight.grad[2].mul_(0.5)
+        for momentum in (state["momentum_buffer"] for state in run.optimizer.state.values()):
+            if momentum.dim() == 2:
+                momentum[:1].zero_()
+
+
+PART_WRITES = [
+    assign_rows,
+    assign_by_index,
+    write_rows,
+    write_data,
+    write_other_views,
+    initialize_rows,
+]
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [*(partial(WritesParts, write) for write in PART_WRITES), WritesPartsOfGradients],
+    ids=[*(write.__name__ for write in PART_WRITES), "of_gradients"],
+)
+def test_what_is_written_into_parts_of_sharded_tensors_counts(two_ranks, callback):
+    plain, alone = trained("single"), trained("single", callback=callback)
+    assert any(not torch.equal(plain[name], alone[name]) for name in plain)
+    for found in two_ranks.run(partial(trained, "fsdp", callback=callback)):
+        torch.testing.assert_close(found, alone)
+
+
+class WritesWithGradients(Callback):
+    """Writes a part of a leaf that wants its gradient, as torch allows on no device."""
+
+    def __init__(self, write):
+        self.write = write
+
+    def on_step_end(self, run):
+        self.write(run.model.student[1].linear.weight)
+
+
+class WritesSeveral(Callback):
+    @torch.no_grad()
+    def on_step_end(self, run):
+        weight = run.model.teacher[0].linear.weight
+        torch._foreach_mul_([weight[0], weight[2]], 0.5)
+
+
+def torchs_error(backend, write):
+    with pytest.raises(RuntimeError) as caught:
+        trained(backend, callback=partial(WritesWithGradients, write))
+    return str(caught.value)
+
+
+def set_row(weight):
+    weight[0] = 0.0
+
+
+def zero_row(weight):
+    weight[0].zero_()
+
+
+def test_writes_into_parts_that_cannot_be_carried_are_refused(two_ranks):
+    for found in two_ranks.run(partial(error_of, trained, "fsdp", callback=WritesSeveral)):
+        assert found is not None
+        assert found[0] is StepError
+        assert "_foreach_mul_ writes several tensors at once, and one of them is a part" in found[1]
+    for write in (set_row, zero_row):
+        alone = torchs_error("single", write)
+        for found in two_ranks.run(partial(torchs_error, "fsdp", write)):
+            assert "a view of a leaf Variable that requires grad" in alone
+            assert "a view of a leaf Variable that requires grad" in found
+
+
+def test_parts_are_read_as_before(two_ranks):
+    assert two_ranks.run(partial(parts_read, "fsdp")) == [parts_read("single")] * 2
+
+
+def parts_read(backend):
+    with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
+        model = trainer.prepare(make_model())
+        weight = trainer.session.unwrap(model).student[1].linear.weight
+        with torch.no_grad():
+            rows = [weight[0], weight[1:], weight[1][1:], torch.stack([weight[0], weight[2]]), weight[0] + 1]
+            found = [whole(value).tolist() for value in (*rows, weight[:2] @ weight.t(), weight[0].norm())]
+            return found, len(weight[0]), tuple(weight[:2].shape), copy.copy(weight[0]).sum().item()
 
 
 # -- The parameters that shards have replaced -----------------------------------------------------

@@ -323,6 +323,17 @@ class Session:
             StepError: The backend runs the model's forward, or the step, on parts at present, in any thread.
         """
 
+    def explain_error(self, error: Exception, models: Iterable[nn.Module]) -> None:
+        """Raise an error that names the remedy in place of one of torch's own, which has ended a run.
+
+        For a backend that holds parameters in parts, with which the code between two steps may compute as
+        torch cannot. By default it raises none.
+
+        Args:
+            error: The error: a RuntimeError, an AssertionError or an IndexError.
+            models: The user's own modules of the run.
+        """
+
     # -- gradients ----------------------------------------------------------------------------------
 
     def backward(

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from tp_core.fully_sharded._memory import sharded_memory as sharded_memory
     from tp_core.fully_sharded._optimizers import WholeSteps as WholeSteps
     from tp_core.fully_sharded._optimizers import check_whole_steps as check_whole_steps
-    from tp_core.fully_sharded._optimizers import explain_shard_errors as explain_shard_errors
     from tp_core.fully_sharded._optimizers import gathers_matrices as gathers_matrices
     from tp_core.fully_sharded._optimizers import total_shard_norm as total_shard_norm
     from tp_core.fully_sharded._optimizers import whole_matrix_optimizer as whole_matrix_optimizer
@@ -32,7 +31,6 @@ else:
             "tp_core.fully_sharded._optimizers": [
                 "WholeSteps",
                 "check_whole_steps",
-                "explain_shard_errors",
                 "gathers_matrices",
                 "total_shard_norm",
                 "whole_matrix_optimizer",

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from tp_core.fully_sharded._exchange import SHARDS_ALONE, refuse_direct
 from tp_core.fully_sharded._optimizers import (
     WholeSteps,
     check_optimizer,
+    explain_shard_errors,
     explain_step_errors,
     gathers_matrices,
     local_gradients,
@@ -188,6 +189,10 @@ class FullyShardedSession(ProcessGroupSession):
         except RuntimeError as error:
             _check_shards_alone(error)
             raise
+
+    def explain_error(self, error: Exception, models: Iterable[nn.Module]) -> None:
+        """Raise an error that names the remedy for torch's own one of code that computes with shards."""
+        explain_shard_errors(error, models)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

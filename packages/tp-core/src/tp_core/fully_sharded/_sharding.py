@@ -92,6 +92,9 @@ class Sharding:
         Collective: a broadcast of each parameter and buffer that is not sharded yet; an all-gather of
         parameters in no unit.
         """
+        from tp_core.fully_sharded._part_writes import carry_part_writes  # here: importing DTensor is slow
+
+        carry_part_writes()
         if makes_other_parameters(self._device) and not any(map(is_deferred, model.parameters())):
             # All at once, for devices of torch's extensions: assigning to `data` across devices fails there.
             move_module(model, self._device)
