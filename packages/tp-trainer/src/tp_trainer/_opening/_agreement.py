@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not say so
@@ -18,6 +18,8 @@ from tp_core.errors import DisagreementError, RankFailedError
 from tp_core.launching import has_exited
 from tp_core.plugins import Session
 from tp_core.sessions import rendezvous_store
+
+T = TypeVar("T")
 
 _MOST_SLEEP_S = 0.05  # between two looks; less at first, when most ranks arrive
 
@@ -118,11 +120,19 @@ def check_same(session: Session, facts: Mapping[str, Any]) -> None:
         raise DisagreementError(difference)
 
 
-def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer]) -> None:
+def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer], *, beside: T) -> list[T]:
     """Make sure that all data ranks use the same optimizer settings.
 
     With different settings their parameters would diverge silently. A relative difference of 1e-6 is
     allowed, for processors that round a schedule differently.
+
+    Args:
+        session: The session.
+        optimizers: The optimizers by name.
+        beside: What is exchanged in the same collective.
+
+    Returns:
+        Every rank's ``beside``.
 
     Raises:
         DisagreementError: On every rank, with the first setting in which one differs.
@@ -136,8 +146,9 @@ def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer])
         for key, value in _numbers_in(group).items()
     }
     kinds = {f"the kind of the optimizer {name!r}": type(o).__name__ for name, o in optimizers.items()}
-    first, *others = session.gather_objects(kinds | settings, where="settings of optimizers")
-    for rank, theirs in enumerate(others, start=1):
+    everyones = session.gather_objects((kinds | settings, beside), where="settings of optimizers")
+    (first, _), *others = everyones
+    for rank, (theirs, _) in enumerate(others, start=1):
         for what, value in first.items():
             if what in theirs and not _is_same(value, theirs[what]):
                 msg = (
@@ -145,6 +156,7 @@ def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer])
                     "their parameters would part. Set it on every rank, from what all of them know"
                 )
                 raise DisagreementError(msg)
+    return [theirs for _, theirs in everyones]
 
 
 def _numbers_in(group: Mapping[str, Any]) -> dict[str, float]:

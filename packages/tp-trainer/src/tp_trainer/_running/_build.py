@@ -61,7 +61,7 @@ def build_loop(
     if session.world_size > 1:
         check_same(session, {**settings.facts(steps), **hooks.facts(), **kinds})
     if session.data_size > 1:
-        check_same_optimizers(session, targets.trained.optimizers)
+        check_same_optimizers(session, targets.trained.optimizers, beside=None)
     weights = "all" if settings.checkpoint is None else settings.checkpoint.weights
     state = RunState(session, targets.trained, user_state, train, hooks.optimizer_step, weights)
     return Loop(session, settings, state, train, hooks=hooks, logs=logs, steps=steps, watchdog=watchdog)
@@ -96,12 +96,13 @@ def _classify_state(
                 raise ConfigError(msg)
     optimizers |= {name: value for name, value in state.items() if isinstance(value, Optimizer)}
     trained = {id(p) for one in optimizers.values() for group in one.param_groups for p in group["params"]}
+    prepared = dict(models)
     others = []
     for name, value in state.items():
         if isinstance(value, nn.Module):
             found = preparation.known_model(value)
             if found is not None:
-                models[name] = found
+                models[name] = prepared[name] = found
             elif any(id(p) in trained for p in value.parameters()):
                 models[name] = value
             else:
@@ -120,5 +121,5 @@ def _classify_state(
                 "be lost: name the model too, as in state={'model': model, 'optimizer': optimizer}"
             )
             raise ConfigError(msg)
-    trained_objects = Trained(models, optimizers, schedulers, preparation.scaler)
+    trained_objects = Trained(models, optimizers, schedulers, prepared, preparation.scaler)
     return _CheckpointTargets(trained_objects, tuple(others))

@@ -22,6 +22,7 @@ from tp_core.random import preserve_rng_state
 from tp_trainer._metrics import GatherInterruptedError
 from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._opening._boundaries import Interrupted, StepBoundaries, interrupted
+from tp_trainer._running._drift import DriftWatch
 from tp_trainer._running._epoch_timer import EpochTimer
 from tp_trainer._running._history import EpochRecord, History
 from tp_trainer._running._launcher_progress import make_reporter
@@ -159,6 +160,7 @@ class Loop:
             last_step=limits.max_steps,
         )
         checkpointer = None if self._saving is None else self._saving.checkpointer
+        self._drift = DriftWatch(session, state.trained.prepared)
         self._requests = Requests(
             session,
             limits,
@@ -406,9 +408,7 @@ class Loop:
             self._is_open = False
             self._open.close()
         if isinstance(error, RuntimeError | AssertionError | IndexError):
-            from tp_core.fully_sharded import explain_shard_errors
-
-            explain_shard_errors(error, self.models.values())
+            self._session.explain_error(error, self.models.values())
 
     # -- epochs and batches ---------------------------------------------------------------------
 
@@ -649,9 +649,7 @@ class Loop:
         state.records.append(record)
         self._say(f"{self._epoch_label()}  {record}")
         self._settings.events.send("on_epoch_end", self)
-        if self._session.data_size > 1:
-            # A scheduler or a callback may have changed them.
-            check_same_optimizers(self._session, self.optimizers)
+        self._compare_ranks()  # a scheduler or a callback may have changed what they have in common
         state.epoch += 1
         state.first = 0
         self._position.end_epoch()
@@ -796,10 +794,22 @@ class Loop:
         if meter is not None:
             self._run_state.seconds = self._timer.seconds
             self._hooks.check_parameters()
-            if self._session.data_size > 1:
-                check_same_optimizers(self._session, self.optimizers)
+            self._compare_ranks()
         with nullcontext() if self._watchdog is None else self._watchdog.paused():
             return self._saving.capture(done, meter)
+
+    def _compare_ranks(self) -> None:
+        """Compare the settings of the ranks' optimizers, and the parameters that they hold in common.
+
+        Raises:
+            DisagreementError: Settings differ.
+
+        Collectives: as in `Session.gather_objects`, on several ranks.
+        """
+        session, drift = self._session, self._drift
+        if session.world_size > 1:
+            everyones = check_same_optimizers(session, self.optimizers, beside=drift.sums())
+            drift.compare(everyones, step=self.step)
 
     def _write(self, captured: Captured | None) -> None:
         """Write a captured state into a checkpoint.

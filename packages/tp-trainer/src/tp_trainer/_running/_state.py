@@ -32,7 +32,7 @@ from tp_core.state import (
     slice_of,
     to_json,
 )
-from tp_core.tensors import TensorSlice
+from tp_core.tensors import TensorSlice, is_dtensor, is_sharded
 
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checkpoint._base import (
@@ -77,7 +77,7 @@ class UserState:
     """Objects with ``state_dict`` and ``load_state_dict``, and plain values, by name.
 
     A state that differs between ranks (each has its own replay buffer) is saved for each rank. The state
-    of a module counts as equal on all ranks, and rank 0's is saved.
+    of a module counts as equal on all ranks, and rank 0's is saved, unless the module has split parameters.
 
     Args:
         values: The user's own dict. A restored value replaces one that cannot be changed in place.
@@ -237,11 +237,20 @@ class UserState:
         everyones = self._session.gather_objects(digests, where="digests of states")
         known: set[str] = set().union(*everyones)
         first, *others = everyones
-        return {name for name in known if any(theirs.get(name) != first.get(name) for theirs in others)}
+        different = {name for name in known if any(theirs.get(name) != first.get(name) for theirs in others)}
+        # A copy of a split model, such as an average of it, has other shards on each rank.
+        return different | {name for name in self._names if _is_split(self._values[name])}
 
 
 def _has_state(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _is_split(value: object) -> bool:
+    """Return whether a module has shards that no DTensor describes."""
+    if not isinstance(value, nn.Module):
+        return False
+    return any(is_sharded(p) and not is_dtensor(p) for p in value.parameters())
 
 
 def _digest(plain: Any, tensors: Mapping[str, Tensor | TensorSlice]) -> str:
@@ -295,11 +304,16 @@ def unsaved_optimizers(known: Iterable[Optimizer]) -> Iterator[Callable[[], None
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Models, optimizers and schedulers of a run, by name."""
+    """Models, optimizers and schedulers of a run, by name.
+
+    Attributes:
+        prepared: The models among them that were prepared: ranks hold their parameters in common.
+    """
 
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, Optimizer]
     schedulers: Mapping[str, Any]
+    prepared: Mapping[str, nn.Module]
     scaler: LossScaler | None = None
 
 

@@ -1,0 +1,130 @@
+"""A watch over the parameters that ranks hold in common: they stay equal, or the program is told."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tp_core.plugins import Session
+from tp_core.state import slice_of
+from tp_core.tensors import TensorSlice
+
+log = logging.getLogger("tp_trainer")
+
+Place = tuple[str, tuple[tuple[int, ...], ...]]
+"""The name of a parameter, and where in the whole a rank's parts begin; nothing for a whole one."""
+
+
+class ParameterSum(NamedTuple):
+    """What is compared of a parameter.
+
+    Attributes:
+        total: The sum of its elements.
+        norm: Their norm.
+        tolerance: The part of the norm by which totals may differ.
+    """
+
+    total: float
+    norm: float
+    tolerance: float
+
+    def differs(self, other: "ParameterSum") -> bool:
+        # Equal gradients and equal kernels leave equal bits. Processors of several kinds round in their own
+        # way, which over many steps stays below the root of the type's precision; random draws do not. NaN
+        # is told of elsewhere.
+        least = self.tolerance * max(self.norm, other.norm, 1e-3)
+        return abs(self.total - other.total) > least
+
+
+class DriftWatch:
+    """Warns once if ranks hold different values of a parameter that they should have in common.
+
+    Gradients are averaged, and optimizers are the same on all ranks, so that parameters stay equal. Random
+    numbers that a program draws between two steps are not: a layer that a callback initializes anew, noise in
+    a loop of the user's own.
+
+    Args:
+        session: The session.
+        models: The prepared models, by name.
+    """
+
+    def __init__(self, session: Session, models: Mapping[str, nn.Module]) -> None:
+        self._session = session
+        self._models = models if session.job.averages_gradients else {}
+        self._warns = True
+
+    @torch.no_grad()
+    def sums(self) -> dict[Place, ParameterSum]:
+        """Return the sums of the trained parameters, or of the parts of them that this rank has."""
+        if not self._warns:
+            return {}
+        places: list[Place] = []
+        tolerances: list[float] = []
+        found: list[Tensor] = []
+        wide = torch.float32 if self._session.device.type == "mps" else torch.float64  # mps has no other
+        for place, parts in self._parts():
+            total = sum(part.sum(dtype=wide) for part in parts)
+            square = sum(torch.linalg.vector_norm(part, dtype=wide).square() for part in parts)
+            found += [torch.as_tensor(total), torch.as_tensor(square).sqrt()]
+            places.append(place)
+            tolerances.append(torch.finfo(parts[0].dtype).eps ** 0.5)
+        if not found:
+            return {}
+        # Read together, so that an accelerator waits once.
+        numbers = torch.stack([number.to(self._session.device) for number in found]).view(-1, 2).tolist()
+        return {
+            place: ParameterSum(total, norm, tolerance)
+            for place, (total, norm), tolerance in zip(places, numbers, tolerances, strict=True)
+        }
+
+    def _parts(self) -> Iterator[tuple[Place, list[Tensor]]]:
+        """Yield where each trained parameter is, and this rank's parts of it."""
+        for model_name, model in self._models.items():
+            plain = self._session.unwrap(model)
+            # Private to torch: a program names there what each rank has for itself.
+            own_names = getattr(plain, "_ddp_params_and_buffers_to_ignore", ())
+            for name, parameter in plain.named_parameters():
+                if not parameter.requires_grad or parameter.dtype.itemsize == 1:  # torch adds up no float8
+                    continue
+                value = slice_of(self._session.as_slice, parameter, parameter.detach())
+                if isinstance(value, TensorSlice):
+                    parts = [(start, part) for start, part in value.parts if part.numel()]
+                elif name in own_names or not value.numel():
+                    continue
+                else:
+                    parts = [((), value)]
+                if not parts or type(parts[0][1]) is not Tensor:  # another class may have no sum
+                    continue
+                full_name = name if len(self._models) == 1 else f"{model_name}.{name}"
+                starts = tuple(tuple(start) for start, _ in parts if start)
+                yield (full_name, starts), [_real(part) for _, part in parts]
+
+    def compare(self, everyones: Sequence[Mapping[Place, ParameterSum]], *, step: int) -> None:
+        """Compare the sums of all ranks, which hold the same values where they have the same place."""
+        first: dict[Place, tuple[int, ParameterSum]] = {}
+        for rank, sums in enumerate(everyones):
+            for place, found in sums.items():
+                holder, expected = first.setdefault(place, (rank, found))
+                if found.differs(expected):
+                    self._warn(place[0], holder, rank, step)
+                    return
+
+    def _warn(self, name: str, one: int, other: int, step: int) -> None:
+        self._warns = False
+        log.warning(
+            "after step %d the ranks %d and %d hold different values of the parameter %r, which they should "
+            "have in common: the program has changed it on each rank in another way, as by random numbers "
+            "that it draws between two steps (noise, a layer that is initialized anew). Draw them in a "
+            "callback's on_optimizer_step, where all ranks draw the same, or with "
+            "generator=torch.Generator().manual_seed(run.step). Checkpoints have the values of rank %d",
+            step,
+            one,
+            other,
+            name,
+            one,
+        )
+
+
+def _real(tensor: Tensor) -> Any:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,206 @@
+"""Parameters that ranks hold in common stay equal, or the program is told which one does not."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tp_testing import run_ranks
+from tp_trainer import Callback, Trainer
+
+WORDS = "hold different values of the parameter"
+
+
+def make_model(*, dropout=0.0):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 5), nn.Dropout(dropout), nn.Linear(5, 1))
+
+
+def loader():
+    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(2))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+
+
+def step(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def lines_of(run, *args, **kwargs):
+    """Return the warnings of a run that name a parameter, without what follows its name."""
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("tp_trainer").addHandler(handler)
+    try:
+        run(*args, **kwargs)
+    finally:
+        logging.getLogger("tp_trainer").removeHandler(handler)
+    return [line.partition(", which they should")[0] for line in lines if WORDS in line]
+
+
+class InitializesLayer(Callback):
+    """Draws a layer anew within a run, from the rank's own numbers or from common ones."""
+
+    def __init__(self, *, draws_common=False):
+        self.draws_common = draws_common
+
+    def on_step_end(self, run):
+        if run.step == 2:
+            generator = torch.Generator().manual_seed(run.step) if self.draws_common else None
+            with torch.no_grad():
+                run.model[2].weight.uniform_(-1, 1, generator=generator)
+
+
+class AddsNoise(Callback):
+    def on_optimizer_step(self, run, grad_norm):
+        for parameter in run.model.parameters():
+            parameter.grad.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def draws_before(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.add_(torch.randn(parameter.shape), alpha=0.1)
+
+
+def fitted(backend, folder=None, *, make_callback=None, hooks=False, dropout=0.0, options=None):
+    model = make_model(dropout=dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if hooks:
+        optimizer.register_step_pre_hook(draws_before)
+    callbacks = [] if make_callback is None else [make_callback()]
+    with Trainer(seed=0, devices="cpu", backend=backend, options=options, progress=False) as trainer:
+        trainer.fit(model, optimizer, loader(), step=step, epochs=3, callbacks=callbacks, checkpoint=folder)
+
+
+def noise_in_a_loop(backend):
+    model = make_model()
+    with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
+        model, optimizer = trainer.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state = {"model": model, "optimizer": optimizer}
+        with trainer.loop(loader(), epochs=2, state=state) as loop:
+            for batch in loop:
+                optimizer.zero_grad()
+                trainer.backward(trainer.run(step, model, batch))
+                for parameter in model.parameters():
+                    parameter.grad.add_(torch.randn_like(parameter), alpha=0.1)
+                optimizer.step()
+
+
+def all_that_drifts(folder):
+    return [
+        lines_of(fitted, "ddp", make_callback=InitializesLayer),
+        lines_of(fitted, "ddp", folder, make_callback=InitializesLayer),
+        lines_of(fitted, "ddp", hooks=True),
+        lines_of(noise_in_a_loop, "ddp"),
+    ]
+
+
+def test_the_first_parameter_that_ranks_change_by_themselves_is_named_once(two_ranks, tmp_path):
+    said = f"the ranks 0 and 1 {WORDS}"
+    for found in two_ranks.run(all_that_drifts, tmp_path / "run"):
+        assert found == [
+            [f"after step 6 {said} '2.weight'"],
+            [f"after step 6 {said} '2.weight'"],
+            [f"after step 6 {said} '0.weight'"],
+            [f"after step 6 {said} '0.weight'"],
+        ]
+
+
+class Scaled(nn.Module):
+    """Its gain is a scalar, of which fsdp leaves each rank the whole."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(3, 1)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.linear(x) * self.gain
+
+
+class DrawsGain(Callback):
+    def on_step_end(self, run):
+        with torch.no_grad():
+            run.model.gain.uniform_(-1, 1)
+
+
+class DrawsRows(Callback):
+    """Draws what ranks hold in parts: none of them has it in common with another."""
+
+    def on_step_end(self, run):
+        with torch.no_grad():
+            run.model.linear.weight.uniform_(-1, 1)
+
+
+def fitted_scaled(make_callback):
+    model = Scaled()
+    with Trainer(seed=0, devices="cpu", backend="fsdp", progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer.fit(model, optimizer, loader(), step=step, epochs=1, callbacks=[make_callback()])
+
+
+def scaled_lines():
+    return [lines_of(fitted_scaled, make) for make in (DrawsGain, DrawsRows)]
+
+
+def test_of_a_sharded_model_what_each_rank_has_whole_is_compared(two_ranks):
+    for drawn, in_parts in two_ranks.run(scaled_lines):
+        assert drawn == [f"after step 6 the ranks 0 and 1 {WORDS} 'gain'"]
+        assert in_parts == []
+
+
+def all_that_stays():
+    return [
+        lines_of(fitted, "ddp", make_callback=partial(InitializesLayer, draws_common=True)),
+        lines_of(fitted, "ddp", make_callback=AddsNoise, dropout=0.5),
+        lines_of(fitted, "fsdp", dropout=0.5),
+    ]
+
+
+def test_programs_whose_ranks_stay_equal_are_told_nothing(two_ranks):
+    assert two_ranks.run(all_that_stays) == [[[], [], []]] * 2
+
+
+def copies_of_shards(make_callback):
+    options = {"fsdp": {"replicas": 2}}
+    return lines_of(fitted, "fsdp", make_callback=make_callback, options=options)
+
+
+@pytest.mark.slow
+def test_copies_of_shards_are_compared_with_each_other():
+    assert run_ranks(copies_of_shards, 4, None) == [[]] * 4
+    found = run_ranks(copies_of_shards, 4, InitializesLayer)
+    assert all(WORDS in line for lines in found for line in lines)
+    assert all(len(lines) == 1 for lines in found)
+
+
+def rescaled(dtype, change):
+    model = make_model().to(dtype)
+
+    class Changes(Callback):
+        def on_step_end(self, run):
+            with torch.no_grad():
+                run.model[0].weight.mul_(1 + run.rank * change)
+
+    def step_in_type(model, batch):
+        return step(model, [part.to(dtype) for part in batch])
+
+    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer.fit(model, optimizer, loader(), step=step_in_type, epochs=1, callbacks=[Changes()])
+
+
+def lines_of_types():
+    found = []
+    for dtype, change in [(torch.float32, 1e-6), (torch.float64, 1e-14), (torch.float32, 0.1)]:
+        found.append(lines_of(rescaled, dtype, change))
+    return found
+
+
+def test_differences_of_rounding_are_none(two_ranks):
+    for found in two_ranks.run(lines_of_types):
+        assert [len(lines) for lines in found] == [0, 0, 1]
