@@ -1,7 +1,7 @@
 """Plain values come back from JSON as they were, whatever JSON itself would make of them."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -19,12 +19,18 @@ keys = st.one_of(
 )
 atoms = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5))
 values = st.recursive(
-    st.one_of(atoms, st.sets(keys, max_size=3), st.builds(Counter, st.dictionaries(keys, st.integers()))),
+    st.one_of(
+        atoms,
+        st.sets(keys, max_size=3),
+        st.frozensets(keys, max_size=3),
+        st.builds(Counter, st.dictionaries(keys, st.integers())),
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(keys, inner, max_size=4),
         st.dictionaries(st.sampled_from(["$tuple", "$dict", "$", "a"]), inner, max_size=2),
+        st.dictionaries(keys, inner, max_size=2).map(lambda found: defaultdict(list, found)),
     ),
 )
 
@@ -43,6 +49,12 @@ def test_what_was_written_is_read(value):
     found = from_json(to_json("it", value))
     assert found == value
     assert types(found) == types(value)
+
+
+def test_what_makes_missing_values_is_read_where_it_is_known():
+    found = from_json(to_json("it", {"known": defaultdict(int, a=1), "own": defaultdict(lambda: 3, a=1)}))
+    assert found["known"]["b"] == 0
+    assert type(found["own"]) is dict
 
 
 def test_what_is_not_finite_is_kept():

@@ -1,7 +1,7 @@
 """Nested values as JSON, and back as they were, with the tensors in them stored elsewhere by name."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -34,10 +34,16 @@ class StoredTensor:
 _CONTAINERS = containers(stop=is_dataclass)  # references are leaves
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _MARK = "$"
+_FACTORIES: dict[str, type] = {
+    kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
+}
+"""What makes the missing values of a defaultdict, of those that are read again; others come back as dicts."""
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,
     "$set": set,
+    "$frozenset": frozenset,
     "$dict": dict,
+    "$default": lambda found: defaultdict(_FACTORIES[found[0]], found[1]),
     "$tensor": lambda value: StoredTensor(*value),
     "$counter": lambda items: Counter(dict(items)),
 }
@@ -48,7 +54,7 @@ def to_json(what: str, value: Any, *, indent: int | None = None) -> str:
 
     Args:
         what: The words for the value in the message.
-        value: Numbers, text, booleans, ``None``; lists, tuples, sets, dicts and counters of them.
+        value: Numbers, text, booleans, ``None``; lists, tuples, sets, and dicts of several kinds of them.
         indent: For people, where values are few: that takes ten times as long.
 
     Raises:
@@ -80,13 +86,17 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, dict):
         if isinstance(value, Counter):
             return {"$counter": _pairs(value.items())}
+        if isinstance(value, defaultdict):
+            factory = next((n for n, kind in _FACTORIES.items() if kind is value.default_factory), None)
+            if factory is not None:
+                return {"$default": [factory, _pairs(value.items())]}
         if all(type(key) is str and not key.startswith(_MARK) for key in value):
             return {key: _encoded(v) for key, v in value.items()}
         return {"$dict": _pairs(value.items())}
     if isinstance(value, StoredTensor):
         return {"$tensor": [value.name, value.like_parameter, value.is_on_accelerator]}
     if isinstance(value, set | frozenset):
-        return {"$set": [_encoded(v) for v in value]}
+        return {f"${'set' if isinstance(value, set) else 'frozenset'}": [_encoded(v) for v in value]}
     return value  # a number of another type; or for json to refuse
 
 
@@ -119,7 +129,7 @@ def split(value: Any, name: str, parameter: Tensor | None, put: Put) -> Any:
         items = [split(v, f"{name}.{i}", parameter, put) for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {k: split(v, f"{name}.{k}", parameter, put) for k, v in value.items()}
+        return _like(value, {k: split(v, f"{name}.{k}", parameter, put) for k, v in value.items()})
     return value
 
 
@@ -130,8 +140,15 @@ def joined(value: Any, parameter: Tensor | None, get: Get) -> Any:
         items = [joined(v, parameter, get) for v in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {k: joined(v, parameter, get) for k, v in value.items()}
+        return _like(value, {k: joined(v, parameter, get) for k, v in value.items()})
     return value
+
+
+def _like(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict of the kind of ``value`` with other entries."""
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory, entries)
+    return Counter(entries) if isinstance(value, Counter) else entries
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
