@@ -189,13 +189,17 @@ class SerializedRng(TorchFunctionMode):
             saved = generator.get_state()
             if self._state is None:
                 generator.manual_seed(self._streams.seed(self._number))
-                self._streams.has_drawn = True
+                self._state = generator.get_state()
             else:
                 generator.set_state(self._state)
+            began = self._state
             try:
                 return self._draw(func, args, kwargs)
             finally:
                 self._state = generator.get_state()
+                # By the state: dropout draws nothing in evaluation, or at a rate of 0.
+                if not self._streams.has_drawn:
+                    self._streams.has_drawn = not torch.equal(began, self._state)
                 generator.set_state(saved)
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
