@@ -209,7 +209,6 @@ class IndexedBatches(RankBatches):
         batches.begin(epoch)
         length, shares = len(batches.order), None
         has_own = iterates_itself(self._loader)
-        looks = True
         try:
             dataset: Any = getattr(self._source, "dataset", None)
             if hasattr(dataset, "set_epoch"):
@@ -230,9 +229,8 @@ class IndexedBatches(RankBatches):
                     )
                     raise LoaderError(msg)
                 progress.number, progress.share = shares.popleft()
-                if looks:  # in training at the first batch of an epoch alone
-                    self._has_fewer = self._has_fewer or has_fewer(batch, progress.share.samples)
-                    looks = not self._has_fewer and not batches.is_training
+                if not self._has_fewer:  # at each batch: a sample may be left out at times
+                    self._has_fewer = has_fewer(batch, progress.share.samples)
                 yield batch if move is None else move(batch)
             if batches.shares if shares is None else shares:
                 msg = (
