@@ -202,3 +202,42 @@ def test_buffers_that_are_written_through_data_are_copied_alone(force_copies, tr
     model[1].table.data[7].add_(1)
     now = replicas.run(look, [0, 1])[1]
     assert (now[0], now[1][1]) == (mean, 300.0)
+
+
+class Queue(nn.Module):
+    """Puts its newest rows into a buffer, in place or as a new tensor."""
+
+    def __init__(self, how, dtype=torch.float32):
+        super().__init__()
+        self.how = how
+        self.register_buffer("rows", torch.zeros(4, dtype=dtype))
+
+    def forward(self, x):
+        if self.how == "in place":
+            self.rows[:1] = x.sum().to(self.rows.dtype)
+        if self.how == "replaced":
+            self.rows = torch.cat([self.rows[1:], x.sum()[None].to(self.rows.dtype)])
+        return x * self.rows.sum()
+
+
+def lines(layer, caplog, calls=3):
+    caplog.clear()
+    replicas = Replicas(layer, ["cpu"] * 2)
+    for _ in range(calls):
+        replicas.run(call, [torch.ones(1), torch.ones(1) * 2])
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_a_buffer_that_each_replica_writes_is_named_once(how, caplog):
+    (line,) = lines(Queue(how), caplog)
+    assert line.startswith("forward writes the buffer 'rows' (Queue) on each device")
+
+
+def test_counters_and_norms_are_not_named(caplog):
+    assert lines(Queue("nothing"), caplog) == []
+    assert lines(Queue("in place", torch.long), caplog) == []  # as a counter
+    replicas = Replicas(nn.BatchNorm1d(3), ["cpu"] * 2)
+    for _ in range(3):
+        replicas.run(call, [torch.randn(4, 3)] * 2)
+    assert not caplog.records

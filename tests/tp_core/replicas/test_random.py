@@ -77,6 +77,12 @@ def test_calls_that_draw_nothing_leave_the_generator_alone(replicas):
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_dropout_at_a_rate_of_0_leaves_the_generator_alone():
+    before = torch.get_rng_state()
+    Replicas(nn.Dropout(0.0), ["cpu"] * 3).run(lambda r, part: r(ONES), [0, 1, 2])
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_a_generator_of_the_users_own_is_used_as_it_is(replicas):
     def draw(replica, part):
         return torch.rand(3, generator=torch.Generator().manual_seed(5))

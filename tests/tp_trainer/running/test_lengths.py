@@ -235,6 +235,16 @@ def test_samples_that_collate_leaves_out_are_told_once(caplog):
     assert message.startswith("the first tensor of a batch has 3 rows, and 4 samples were chosen for it")
 
 
+def leave_one_out(samples):
+    return torch.stack([sample for sample in samples if sample != 13])
+
+
+def test_a_sample_that_collate_leaves_out_of_a_later_batch_is_told(caplog):
+    train(DataLoader(DATA, batch_size=4, collate_fn=leave_one_out))
+    (message,) = warnings(caplog)
+    assert message.startswith("the first tensor of a batch has 3 rows, and 4 samples were chosen for it")
+
+
 def test_what_can_be_gone_through_once_is_an_error_where_it_has_ended(caplog):
     with pytest.raises(LoaderError, match="after 0 of 5 batches; an iterator or a generator is gone"):
         train((batch for batch in DATA.split(4)), limits=Limits(steps_per_epoch=5), epochs=2)

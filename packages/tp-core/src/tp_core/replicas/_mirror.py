@@ -1,6 +1,7 @@
 """Copies of a module's parameters and buffers that stay on another device."""
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,12 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel.comm import broadcast
 
 from tp_core._transfer import to_device
 from tp_core.device_types import can_broadcast, is_capturing
 from tp_core.errors import ModelError
 from tp_core.modules._parameters import is_quantized
+
+log = logging.getLogger("tp_core")
 
 # -- Comparison of dictionaries by identity -------------------------------------------------------
 
@@ -596,6 +600,7 @@ class OriginalBuffers:
         self._version = -1
         self._clock = 0
         self._buffers: list[_Buffer] = []
+        self._warns = True
         self._digests: tuple[list[int], Digest] | None = None  # of which buffers
         self._read()
 
@@ -624,6 +629,25 @@ class OriginalBuffers:
         if compared and not is_capturing(compared[0].tensor.device):
             self._compare(compared)
         self.generations = [b.generation for b in self._buffers]
+
+    def warn_written(self, positions: Iterable[int]) -> None:
+        """Warn once if another replica's forward has written buffers: what it wrote is not kept.
+
+        Not of norms, which are known to take the statistics of each replica's part of a batch, nor of whole
+        numbers, as all replicas count the same.
+        """
+        for i in positions if self._warns else ():
+            buffer = self._buffers[i]
+            if buffer.tensor.is_floating_point() and not isinstance(buffer.owners[0], _NormBase):
+                self._warns = False
+                log.warning(
+                    "forward writes the buffer %r (%s) on each device, from its own rows of a batch, and "
+                    "what the first device writes is kept: a queue or a running mean has the rows of that "
+                    "one. Gather the rows of all devices before, as by trainer.all_gather in the step",
+                    self.slots[i][0][1],
+                    type(buffer.owners[0]).__name__,
+                )
+                return
 
     def _compare(self, buffers: Sequence[_Buffer]) -> None:
         """Note buffers that have changed without their version counters."""
@@ -691,8 +715,11 @@ class OwnBuffers:
         if originals.layout == self._layout and not self._own:
             return
         wanted = originals.generations
-        force = force or originals.layout != self._layout or not self._contents.is_same()
         versions = _versions_of(self._own)
+        is_known, is_same = originals.layout == self._layout, self._contents.is_same()
+        if is_known and not (is_same and versions == self._versions):
+            originals.warn_written(self._written(versions))
+        force = force or not is_known or not is_same
         if not force and wanted == self._generations and versions == self._versions:
             return
         if force:
@@ -715,6 +742,15 @@ class OwnBuffers:
             for number, name in originals.slots[i]:
                 self._rows[number][name] = self._own[i]
         self._contents.read()
+
+    def _written(self, versions: Sequence[Any]) -> list[int]:
+        """Return the positions of buffers that the replica's forward has written or replaced."""
+        return [
+            i
+            for i, (now, before) in enumerate(zip(versions, self._versions, strict=True))
+            if now != before
+            or any(self._rows[n].get(name) is not self._own[i] for n, name in self._originals.slots[i])
+        ]
 
     def _copy(self, stale: list[int]) -> None:
         sources = self._originals.tensors
