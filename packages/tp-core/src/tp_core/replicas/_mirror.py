@@ -716,10 +716,10 @@ class OwnBuffers:
             return
         wanted = originals.generations
         versions = _versions_of(self._own)
-        is_known, is_same = originals.layout == self._layout, self._contents.is_same()
-        if is_known and not (is_same and versions == self._versions):
+        is_same = self._contents.is_same()
+        if not (is_same and versions == self._versions) and len(versions) == len(originals.slots):
             originals.warn_written(self._written(versions))
-        force = force or not is_known or not is_same
+        force = force or originals.layout != self._layout or not is_same
         if not force and wanted == self._generations and versions == self._versions:
             return
         if force:
