@@ -854,6 +854,36 @@ def test_models_of_transformers_equal_one_device(name, mask):
         assert families.outcome(name, mask, ranks)[0] == "right"
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("name", families.FURTHER)
+def test_further_models_with_dropout_equal_one_device(two_ranks, name):
+    assert families.outcome(name, "none", two_ranks, dropout=0.1)[0] == "right"
+
+
+@pytest.mark.nightly
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mpt", r"attn' \(MptAttention\)"),
+        ("megatron_bert", r"self' \(MegatronBertSelfAttention\)"),
+        ("mvp", r"self_attn' \(MvpAttention\)"),
+        ("gpt_neo", r"attention' \(GPTNeoSelfAttention\)"),
+        ("xlnet", r"rel_attn' \(XLNetRelativeAttention\)"),
+        ("roformer", r"self' \(RoFormerSelfAttention\)"),
+        ("squeezebert", r"attention.softmax' \(Softmax\)"),
+        ("mobilebert", r"embeddings' \(MobileBertEmbeddings\)"),
+        ("mpnet", r"position_embeddings' \(Embedding\) .*needs tokens or positions"),
+        ("phimoe", "or draws random numbers"),
+    ],
+)
+def test_what_a_model_computes_by_hand_is_named_by_its_module(two_ranks, name, said):
+    result, text = families.outcome(name, "none", two_ranks)
+    assert result == "refused"
+    assert re.search(said, text)
+
+
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
 @pytest.mark.parametrize(
