@@ -508,7 +508,8 @@ class BatchRun:
         groups, state.groups = state.groups, []
         weights = [self._weight_of[node] for group in groups for node in group["params"]]
         with self._without_autocast():
-            stage_backward_weight(iter(weights), groups)
+            # What groups share is for all of them, as with PegasusX: the graph ends with the last use.
+            stage_backward_weight(iter(weights), groups, retain_graph=True)
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
         # The trainer's autocast is around the whole step, and a backward pass runs in the types of forward.
