@@ -282,7 +282,7 @@ class Parquet(Source):
         for number, rows in wanted.items():
             self._files[self._groups[number][0]].check()  # its group may be one in memory
             taken = self._group(number, indices[rows[0][1]]).take([at for at, _ in rows])
-            for (_, place), row in zip(rows, _rows_of(taken), strict=True):
+            for (_, place), row in zip(rows, taken.to_pylist(), strict=True):
                 found[place] = row
         return found
 
@@ -337,31 +337,6 @@ def _check_columns(names: Sequence[str], columns: Sequence[str] | None, url: str
                 f"rows would lack it; give columns={list(names)} for rows without"
             )
             raise ConfigError(msg)
-
-
-def _rows_of(table: Any) -> list[dict[str, Any]]:
-    """Return the rows of an Arrow table as dicts, as ``table.to_pylist()`` does in three times the time.
-
-    That makes an object of Arrow's for each value.
-    """
-    if not table.num_columns:
-        rows: list[dict[str, Any]] = table.to_pylist()
-        return rows
-    names, columns = table.column_names, [_values_of(column) for column in table.columns]
-    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-
-
-def _values_of(column: Any) -> list[Any]:
-    """Return the values of a column as Python's own: numpy makes them where it has the same ones."""
-    from pyarrow import types
-
-    kind = column.type
-    is_number = types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind)
-    if types.is_string(kind) or types.is_large_string(kind) or (is_number and not column.null_count):
-        values: list[Any] = column.to_numpy().tolist()
-    else:
-        values = column.combine_chunks().to_pylist()  # of chunks it is slow
-    return values
 
 
 def _parquet_file(file: IndexedFile) -> Any:
@@ -582,7 +557,8 @@ class _SequenceSource(Source):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples; torch's own loader calls the method of this name, too."""
         if self._arrow is not None:
-            return _rows_of(self._arrow[indices])
+            rows: list[Any] = self._arrow[indices].combine_chunks().to_pylist()  # of chunks it is slow
+            return rows
         together = getattr(self._items, "__getitems__", None)
         return [self._items[index] for index in indices] if together is None else list(together(indices))
 
