@@ -185,6 +185,71 @@ def test_a_way_that_changes_the_plain_model_is_named_before_the_first_step(ranks
     assert " on rank" not in str(report.finding)  # all are wrong
 
 
+class InPlace(strategies.DDP):
+    def parallelize(self, model):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(averaged)
+
+
+def averaged(parameter):
+    torch.distributed.all_reduce(parameter.grad)
+    parameter.grad /= torch.distributed.get_world_size()
+
+
+def test_the_method_may_change_the_model_in_place(ranks):
+    assert verify(UsedAlone, [torch.ones(4, 3).cumsum(0)], parallel=InPlace(), step=square, ranks=ranks).ok
+
+
+class UsedAlone(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 1)
+
+
+class Rounded(strategies.DDP):
+    def backward(self, model, step, parts):
+        loss = super().backward(model, step, parts)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.bfloat16().to(parameter.dtype)
+        return loss
+
+
+def test_rounded_gradients_are_not_called_scaled(ranks):
+    report = verify(m.build, m.EVEN[:1], parallel=Rounded(), step=m.step, ranks=ranks, vary=False)
+    assert report.finding.what == "the gradient"
+    assert "scaled" not in str(report.finding)
+
+
+class Shifted(torch.nn.Module):
+    """A model whose shift of all scores has the gradient 0, but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores, self.shift = torch.nn.Linear(8, 32), torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.scores(x) + self.shift
+
+
+def classified(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch), batch[:, 0].abs().mul(8).long())
+
+
+class Faster(strategies.DDP):
+    def prepare(self, model, make):
+        parallel, optimizer = super().prepare(model, make)
+        optimizer.param_groups[0]["lr"] *= 1.001
+        return parallel, optimizer
+
+
+def test_a_step_that_rounding_alone_makes_is_not_called_different(ranks):
+    batches = [torch.randn(24, 8, generator=torch.Generator().manual_seed(0))]
+    options = {"step": classified, "ranks": ranks, "vary": False}
+    report = verify(Shifted, batches * 3, parallel=strategies.DDP(), **options)
+    assert report.ok, str(report)
+    report = verify(Shifted, batches * 3, parallel=Faster(), **options)
+    assert report.finding.what == "the change of the weight"
+
+
 def larger_on_the_second(model):
     return larger(model) if torch.distributed.get_rank() == 1 else model
 

@@ -57,8 +57,8 @@ class Strategy:
         self.data = data or self.data
         self.name = name or str(getattr(parallelize, "__name__", self.name))
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
-        """Return the parallel model; the plain one may be changed.
+    def parallelize(self, model: nn.Module) -> nn.Module | None:
+        """Return the parallel model, or change the plain one in place and return nothing.
 
         Raises:
             ConfigError: There is no function, or it returns something else.
@@ -87,6 +87,8 @@ class Strategy:
     def prepare(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
         """Return the parallel model and its optimizer, by default made after :meth:`parallelize`."""
         parallel = self.parallelize(model)
+        if parallel is None:  # changed in place
+            parallel = model
         return parallel, make(parallel)
 
     def backward(self, model: nn.Module, step: Step, parts: Sequence[Any]) -> Tensor:
@@ -106,6 +108,12 @@ class Strategy:
 
         Collective: an all-reduce of the weights, where ranks have different samples.
         """
+        # Of parameters that the optimizer has not: nobody drops them, and they are scaled already.
+        before: dict[nn.Parameter, Tensor] = {}
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                before[parameter] = parameter.grad
+                parameter.grad = None
         count = dist.get_world_size() if self.data == "rows" else 1
         weights = torch.zeros((), dtype=torch.float64)
         mean = torch.zeros((), dtype=torch.float64)
@@ -121,6 +129,9 @@ class Strategy:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(count / weights.item())
+            if parameter in before:
+                new = parameter.grad
+                parameter.grad = before[parameter] if new is None else before[parameter] + new
         return mean
 
     def sync_gradients(self, model: nn.Module, *, last: bool) -> None:

@@ -103,6 +103,8 @@ def difference_on_ranks(whole: Tensor, found: Mapping[int, Tensor], limit: float
         if len(parts) > 1 and distance(whole, _sum(parts)) <= limit * len(parts):
             return "the ranks' parts sum to it, and were not summed"
         where = _where(errors, limit)
+        if not norm_of(whole):
+            return f"it is 0 on one device, and not{where or ' on ranks'}"
         apart = max(distance(parts[0], one) for one in parts)
         also = "; ranks differ from each other" if apart > limit and not where else ""
         return f"it differs by {_share(max(errors.values()), whole):.2g} of its norm{where}{also}"
