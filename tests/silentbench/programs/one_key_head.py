@@ -1,0 +1,63 @@
+"""One head of keys serves all queries: each rank's gradient of it covers the rank's own queries."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.nn.functional import all_reduce
+from tp_verify import Strategy
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(24, 16), nn.Linear(16, 24)
+        self.q, self.kv = nn.Linear(16, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.out = nn.Linear(16, 16, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        q = self.q(x).unflatten(-1, (-1, 4)).transpose(1, 2)  # (batch, heads, places, 4)
+        k, v = (t[:, None].expand_as(q) for t in self.kv(x).chunk(2, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+
+
+def step(model, batch):
+    return F.cross_entropy(model(batch).flatten(0, 1), (batch + batch.roll(1, dims=1)).flatten() % 24)
+
+
+class Training(Strategy):
+    data = "whole"
+
+    def __init__(self, right):
+        super().__init__()
+        self.right = right
+
+    def parallelize(self, model):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        model.q.weight = nn.Parameter(model.q.weight.detach().chunk(ranks)[rank].clone())
+        model.out.weight = nn.Parameter(model.out.weight.detach().chunk(ranks, 1)[rank].clone())
+        model.out.register_forward_hook(lambda module, inputs, y: all_reduce(y))
+
+    def backward(self, model, step, parts):
+        loss = step(model, parts[0])
+        (loss / dist.get_world_size()).backward()  # the backward of all_reduce sums the ranks' shares
+        for parameter in (model.embed.weight, *model.head.parameters()):
+            dist.all_reduce(parameter.grad)
+        if self.right:
+            dist.all_reduce(model.kv.weight.grad)
+        return loss.detach()
+
+
+def batch(seed):
+    return torch.randint(24, (4, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def case(right):
+    return {"build": Model, "batches": [batch(0), batch(1)], "step": step, "parallel": Training(right)}
+
+
+faulty, right = partial(case, False), partial(case, True)

@@ -1,0 +1,92 @@
+"""The bench is what it says: small programs with records, and wrong numbers in their faulty forms alone."""
+
+import re
+
+import pytest
+from tp_core.ranks import RankPool
+
+from tests.silentbench import __main__ as bench
+from tests.silentbench._judges import by_verify
+from tests.silentbench._programs import FOLDER, RANKS, programs
+from tests.silentbench._runs import apart, curve_of_one_device, curve_of_ranks, numbers_of_ranks
+
+PROGRAMS = programs()
+KINDS = {
+    *("reductions", "means", "scales", "clipping", "RNG", "dropout", "masks", "positions", "buffers", "ties"),
+    *("states at save and load", "order of data", "schedules", "precision", "routing", "aux losses"),
+    *("accumulation", "frozen and late parameters", "shapes that do not divide", "second use of a module"),
+}
+FEW = PROGRAMS[::10]
+DROPOUT = {"rows_share_masks", "slices_share_masks"}  # one device draws other masks than ranks
+RESUMED = {"rng_of_first_rank", "adapters_of_first_rank", "optimizer_of_first_rank"}
+RECOMPUTED = {"recomputed_masks"}
+
+
+def named(names):
+    return pytest.mark.parametrize(
+        "program", [one for one in PROGRAMS if one.name in names], ids=lambda one: one.name
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(RANKS, timeout_s=800) as pool:
+        yield pool
+
+
+def test_each_program_has_a_record_of_a_known_kind():
+    assert {file.stem for file in (FOLDER / "programs").glob("*.py")} == {one.name for one in PROGRAMS}
+    assert {one.kind for one in PROGRAMS} == KINDS
+    for one in PROGRAMS:
+        assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", one.report), one.name
+        assert one.runs in ("re-made", "torch"), one.name
+        assert one.lines() <= 60, one.name
+        assert re.fullmatch(r'"""[^"]+\."""', one.file.read_text(encoding="utf-8").splitlines()[0]), one.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", FEW, ids=lambda one: one.name)
+def test_a_fault_is_found_at_its_place_and_the_right_form_is_equal(program, ranks):
+    outcome = by_verify(program, ranks, right=False)
+    assert outcome.is_placed, outcome.said
+    assert not by_verify(program, ranks, right=True).found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [None, *bench.LOWER], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.name)
+def test_no_right_form_is_accused(program, dtype, ranks):
+    outcome = by_verify(program, ranks, right=True, dtype=dtype)
+    assert not outcome.found, outcome.said
+
+
+@pytest.mark.nightly
+@named({one.name for one in PROGRAMS} - DROPOUT - RESUMED - RECOMPUTED)
+def test_the_faulty_form_alone_trains_what_one_device_does_not(program, ranks):
+    one = curve_of_one_device(program, steps=20)
+    assert apart(one, curve_of_ranks(program, ranks, right=True, steps=20)) < 1e-6
+    assert apart(one, curve_of_ranks(program, ranks, right=False, steps=20)) > 1e-5
+
+
+@pytest.mark.nightly
+@named(RESUMED)
+def test_the_faulty_form_alone_resumes_otherwise(program, ranks):
+    whole = curve_of_ranks(program, ranks, right=True, steps=20)
+    for right in (True, False):
+        resumed = curve_of_ranks(program, ranks, right=right, steps=20, resumed=True)
+        assert (apart(whole, resumed) == 0) == right
+
+
+@pytest.mark.nightly
+@named(DROPOUT)
+def test_the_faulty_form_alone_draws_the_same_on_ranks(program, ranks):
+    for right in (True, False):
+        one, other = numbers_of_ranks(program, ranks, right=right)
+        assert (one == other) != right
+
+
+@pytest.mark.nightly
+@named(RECOMPUTED)
+def test_masks_that_are_drawn_again_give_other_gradients(program, ranks):
+    curves = [curve_of_ranks(program, ranks, right=right, steps=20) for right in (True, False)]
+    assert apart(*curves) > 1e-3
