@@ -35,7 +35,7 @@ if settings is not None:
     settings.load_profile("default")
 
 
-RING_3 = {"tp_accelerate", "tp_lightning", "tp_ray", "tp_testing"}
+RING_3 = {"tp_accelerate", "tp_lightning", "tp_ray", "tp_simulator", "tp_testing"}
 """Folders of tests of packages that may break alone, with another library's release."""
 
 

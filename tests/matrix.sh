@@ -90,7 +90,7 @@ print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][
     mapfile -t groups <<< "$groups"
     # Together: the packages must not bring another torch.
     "${pip[@]}" install --quiet pip "torch==$2" "${groups[@]}" -e packages/tp-context -e packages/tp-core -e packages/tp-data -e packages/tp-dp-gather -e packages/tp-launch -e packages/tp-pipeline \
-        -e packages/tp-accelerate -e packages/tp-lightning -e packages/tp-testing -e packages/tp-ray -e packages/tp-runner -e packages/tp-shard -e packages/tp-trainer -e packages/tp-tuple -e packages/tp-verify
+        -e packages/tp-accelerate -e packages/tp-lightning -e packages/tp-testing -e packages/tp-ray -e packages/tp-runner -e packages/tp-shard -e packages/tp-simulator -e packages/tp-trainer -e packages/tp-tuple -e packages/tp-verify
 }
 
 if [ -n "$kind" ]; then

@@ -24,16 +24,21 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 CORE = "tp-core"
 # They may import public names of the others, and may break alone.
-RING_3 = ("tp-accelerate", "tp-lightning", "tp-ray", "tp-testing")
+RING_3 = ("tp-accelerate", "tp-lightning", "tp-ray", "tp-simulator", "tp-testing")
 
 _LOOK = """
 import importlib, json, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
-from tp_core.plugins import registry
+try:
+    from tp_core.plugins import registry
+except ModuleNotFoundError:  # beside tp-simulator, which needs torch alone
+    plugins, broken = [], []
+else:
+    plugins, broken = registry.plugins(), registry.broken()
 print(json.dumps({
-    "plugins": [p.distribution for p in registry.plugins()],
-    "broken": [b.traceback for b in registry.broken()],
+    "plugins": [p.distribution for p in plugins],
+    "broken": [b.traceback for b in broken],
     "loaded": sorted({m.split(".")[0] for m in sys.modules if m.startswith("tp_")}),
     "versions": sorted({sys.modules[name].__version__ for name in sys.argv[1:]}),
     "files": [sys.modules[name].__file__ for name in sys.argv[1:]],

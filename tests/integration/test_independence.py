@@ -42,7 +42,8 @@ def test_a_distribution_works_with_what_it_requires_alone(package, wheel, tmp_pa
 
 def test_all_distributions_have_one_version_and_take_no_older_core():
     (version,) = {project(package)["version"] for package in PACKAGES}
-    for package in set(PACKAGES) - {"tp-core"}:
+    assert project("tp-simulator")["dependencies"] == ["torch>=2.11"]  # nothing of tp
+    for package in set(PACKAGES) - {"tp-core", "tp-simulator"}:
         found = project(package)
         extras = [r for extra in found.get("optional-dependencies", {}).values() for r in extra]
         pins = [r for r in [*found["dependencies"], *extras] if r.startswith("tp-")]

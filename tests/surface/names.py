@@ -27,6 +27,7 @@ PACKAGES = (
     "tp_ray",
     "tp_runner",
     "tp_shard",
+    "tp_simulator",
     "tp_testing",
     "tp_trainer",
     "tp_tuple",

@@ -54,6 +54,7 @@ FIRST_PARTY = frozenset(
         "tp-ray",
         "tp-runner",
         "tp-shard",
+        "tp-simulator",
         "tp-testing",
         "tp-trainer",
         "tp-tuple",
