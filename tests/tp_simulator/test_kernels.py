@@ -160,6 +160,24 @@ def test_an_operation_has_the_result_of_the_cpu(mode):
     assert wrong == {}, wrong
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize(
+    "options", [{"num_layers": 2, "bidirectional": True}, {"bias": False}], ids=["two", "bare"]
+)
+def test_a_recurrent_layer_has_the_numbers_of_the_cpu(kind, options):
+    def numbers(device):
+        torch.manual_seed(0)
+        layer, x = kind(3, 5, **options).to(device), torch.randn(4, 2, 3).to(device).requires_grad_()
+        outputs = _flat(layer(x))
+        sum(output.square().sum() for output in outputs).backward()
+        return [tensor.detach().cpu() for tensor in (*outputs, x.grad, *(p.grad for p in layer.parameters()))]
+
+    expected = numbers("cpu")
+    with tp_simulator.hostile() as report:
+        torch.testing.assert_close(numbers("sim:0"), expected)
+    assert report.races == ()
+
+
 def test_dropout_scales_what_it_keeps():
     x = torch.ones(1000, device="sim:0", requires_grad=True)
     with tp_simulator.hostile():

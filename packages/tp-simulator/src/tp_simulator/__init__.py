@@ -16,6 +16,7 @@
       tensors.h       making, viewing and resizing tensors
       copies.h        copies from and to the host, and between devices
       kernels.h       all other operations
+      recurrent.h     cells of LSTM and GRU layers
       module.cpp      what torch and Python call
 
 Importing this package changes nothing in torch; :func:`activate` does, or ``SIM_DEVICES`` in the environment.

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "kernels.h"
+#include "recurrent.h"
 
 namespace py = pybind11;
 
