@@ -1,4 +1,4 @@
-"""What the page of comparisons says: each row names what shows it; what a dead worker does to others is tried."""
+"""What the page of comparisons says: each row names what shows it; what a dead worker does is tried."""
 
 import itertools
 import re

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import free_port, run_ranks
-from tp_trainer import Interrupted, Trainer
+from tp_trainer import Interrupted, Trainer, Validation
 
-from tests.reference_training import train
+from tests.reference_training import squared_error, train
+from tests.tp_trainer import callback_run
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -263,3 +264,29 @@ def test_a_signal_within_a_validation_of_ones_own_ends_it_between_two_batches(tm
 @pytest.mark.parametrize("by", [pytest.param("evaluate", marks=pytest.mark.nightly), "predict"])
 def test_a_signal_to_one_rank_within_a_validation_of_ones_own_ends_all(tmp_path, by):
     assert run_ranks(_own_validation_cut_short, 2, by, tmp_path) == [True, True]
+
+
+def test_a_validation_that_draws_begins_anew_with_the_draws_that_it_had(tmp_path):
+    looks = 0
+
+    def noisy(model, batch):
+        return squared_error(model, (batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+    def interrupted(model, batch):
+        nonlocal looks
+        looks += 1
+        if looks == 2:  # the first batch has drawn
+            signal.raise_signal(signal.SIGTERM)
+        return noisy(model, batch)
+
+    def trained(step, folder=None):
+        validation = Validation(DataLoader(callback_run.data(11), batch_size=4), step=step)
+        model, history = callback_run.train([], step=noisy, validation=validation, folder=folder, epochs=3)
+        return [p.detach().clone() for p in model.parameters()], [record.val["loss"] for record in history]
+
+    weights, losses = trained(noisy)
+    with pytest.raises(Interrupted):
+        trained(interrupted, tmp_path)
+    again, repeated = trained(noisy, tmp_path)
+    assert repeated == losses
+    assert all(torch.equal(*pair) for pair in zip(again, weights, strict=True))

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from tp_core.data import PreparedLoader, Share
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.plugins import RunStatus, RunView, Session
-from tp_core.random import preserve_rng_state
+from tp_core.random import capture_rng_state, preserve_rng_state, restore_rng_state
 
 from tp_trainer._metrics import GatherInterruptedError
 from tp_trainer._opening._agreement import check_same_optimizers
@@ -738,15 +738,19 @@ class Loop:
         """
         if self._settings.validation is None:
             return {}
-        self._settings.events.send("on_validation_start", self)
         boundaries = self._requests.boundaries
         saving_boundaries = None if self._saving is None else boundaries
+        # A validation may draw, and the run that is resumed begins it anew.
+        devices = self._session.job.devices
+        generators = capture_rng_state(devices)
+        self._settings.events.send("on_validation_start", self)
         try:
             with self._watching():
                 means = dict(self._hooks.validate(saving_boundaries, None))
         except GatherInterruptedError as cut:
             # Before the save: callbacks put the model's own weights back in place of averages.
             self._settings.events.send("on_validation_end", self, {})
+            restore_rng_state(generators, devices)
             self._save(done, self.meter)
             self._interrupt(cut.signal)
         boundaries.begin_phase(evaluates=False)
