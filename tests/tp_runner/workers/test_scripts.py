@@ -53,6 +53,16 @@ class Doc:
     def _(self, other: int):
         return self.n + other
 
+class Single:
+    lock = threading.Lock()
+    one = None
+
+    def __new__(cls):
+        with cls.lock:
+            if cls.one is None:
+                cls.one = super().__new__(cls)
+        return cls.one
+
 class Missing:
     def __reduce__(self):
         return "MISSING"
@@ -136,6 +146,7 @@ WORKS = [
     (lambda x: tuple(SCRIPTED(torch.ones(2)).shape), 0),
     (write, 0),
     (lambda x: np.vectorize(twice)([x])[0].item(), 4),
+    (lambda x: Single() is Single(), 0),
     (use_file, 0),
     (use_indirectly, 0),
     (lambda x: SOCKET.fileno(), 0),
@@ -171,6 +182,7 @@ if __name__ == "__main__":
 RIGHT = [
     101, 6765, (["int", "any", ["int"]], True), 4, 6, 5, 5, 5, ("RED", True), 6, (7, True),
     [True, True, False], True, 0, 1, (1, "none", 2), 1.5, "script", (2,), True, 8,
+    True,
 ]  # fmt: skip
 REFUSED = [
     "because of use_file.<global FILE> (_io.TextIOWrapper): TypeError: an open file ('/etc/hostname')",

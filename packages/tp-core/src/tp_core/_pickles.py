@@ -251,20 +251,29 @@ _made: dict[
 def _global_of(module: str, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Return the global of this process; make it if there is none."""
     made = make(*arguments)
-    existing = getattr(sys.modules.get(module), name, None)
+    existing: Any = sys.modules.get(module)
+    for part in name.split("."):
+        existing = getattr(existing, part, None)
     if type(existing) is type(made):
         return existing
     return _made.setdefault((module, name), made)
 
 
 def _place_of(obj: Any) -> tuple[str, str] | None:
-    """Return the module and the name of a global of a script, or of a module that goes by value."""
+    """Return the module and the name of a global of a script, or of a module that goes by value.
+
+    An attribute of a class there is one, too.
+    """
     import cloudpickle
 
     for module in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
         for name, value in list(vars(sys.modules[module]).items()):
             if value is obj:
                 return module, name
+            if isinstance(value, type) and value.__module__ == module:
+                for attribute, part in list(vars(value).items()):
+                    if part is obj:
+                        return module, f"{name}.{attribute}"
     return next((place for place, value in _made.items() if value is obj), None)
 
 
