@@ -39,7 +39,7 @@ def curve_of_one_device(program: Program, steps: int = STEPS) -> Curve:
     optimizer = _optimizer(case, model)
     losses = []
     for number in range(steps):
-        output = case["step"](model, _batch(program, number))
+        output = case["step"](model, _batch(program, number, right=True))
         loss = output["loss"] if isinstance(output, Mapping) else output
         loss.backward()
         if "max_norm" in case:
@@ -93,11 +93,10 @@ def _optimizer(case: Mapping[str, Any], model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def _batch(program: Program, number: int) -> Any:
-    batch = program.module.batch
-    if program.name == "labels_at_seams":
-        return batch(number, right=True)
-    return _double(batch(number))
+def _batch(program: Program, number: int, *, right: bool) -> Any:
+    if program.name == "labels_at_seams":  # its right form has other batches
+        return program.module.batch(number, right)
+    return _double(program.module.batch(number))
 
 
 def _double(batch: Any) -> Any:
@@ -129,7 +128,7 @@ def _train(program: Program, right: bool, steps: int, folder: str) -> Curve:
             strategy.save(model, optimizer, folder)
             model, optimizer = _prepared(case)
             strategy.load(model, optimizer, folder)
-        share = strategy.share(_batch(program, number))
+        share = strategy.share(_batch(program, number, right=right))
         weights: list[float] = []
 
         def step(module: nn.Module, part: Any, weights: list[float] = weights) -> Any:

@@ -25,7 +25,7 @@ class Model(nn.Module):
 def gathered(x):
     parts = all_gather(x.contiguous())
     for part in parts if x.requires_grad else ():
-        part.register_hook(torch.Tensor.contiguous)  # see transposed_gradient.py
+        part.register_hook(lambda g: g if g is None else g.contiguous())  # see transposed_gradient.py
     return parts
 
 
