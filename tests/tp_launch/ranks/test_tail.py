@@ -80,8 +80,8 @@ class _Terminal(io.StringIO):
     def isatty(self):
         return True
 
-    def fileno(self):
-        raise OSError  # it does not say how wide it is
+    def columns(self):
+        return 80
 
     def screen(self):
         """Return the lines that a reader sees, the last one too."""

@@ -65,6 +65,12 @@ class StandardStream:
             return bool(self._stream.isatty())
         return False
 
+    def columns(self) -> int:
+        """Return how many characters a line of its terminal has; 80 if it does not say."""
+        with contextlib.suppress(Exception):  # as above
+            return os.get_terminal_size(self._stream.fileno()).columns
+        return 80
+
 
 def flush_streams() -> None:
     """Flush standard output and standard error."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from tp_core.output import StandardStream
 
@@ -21,7 +21,6 @@ _INTERVAL_S = 0.05
 _GRACE_S = 1.0  # after it an incomplete line is shown: a prompt, or a progress bar
 _CHUNK = 1 << 20
 _CLEAR = "\x1b[K"  # to the end of the line
-_COLUMNS = 80  # of a terminal that does not say
 
 
 class TemporaryLogs:
@@ -86,15 +85,11 @@ class _StatusLine:
     """The last line of a terminal, while it shows the state of a rank's progress bar."""
 
     def __init__(self) -> None:
-        self._out: TextIO | None = None
+        self._out: StandardStream | None = None
 
-    def show(self, out: TextIO, text: str) -> None:
-        try:
-            columns = os.get_terminal_size(out.fileno()).columns
-        except OSError:
-            columns = _COLUMNS
+    def show(self, out: StandardStream, text: str) -> None:
         # Cut: a carriage return goes back to the beginning of the last of several lines.
-        out.write(f"\r{text[: columns - 1]}{_CLEAR}")
+        out.write(f"\r{text[: out.columns() - 1]}{_CLEAR}")
         self._out = out
 
     def clear(self) -> None:

@@ -94,9 +94,9 @@ class HardwareArguments:
         if self._precision_text not in _PRECISIONS:
             msg = f"precision={self.precision!r} is not here: {', '.join(_PRECISIONS)} are"
             raise ConfigError(msg)
-        known = lightning_accelerators()
-        if self.accelerator not in known:
-            msg = f"accelerator={self.accelerator!r} is not here: {', '.join(map(repr, known))} are"
+        accelerators = lightning_accelerators()
+        if self.accelerator not in accelerators:
+            msg = f"accelerator={self.accelerator!r} is not here: {', '.join(map(repr, accelerators))} are"
             raise ConfigError(msg)
 
     def _check_devices(self) -> None:

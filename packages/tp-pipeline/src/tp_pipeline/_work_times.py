@@ -46,4 +46,5 @@ class WorkTimes:
         return [(work, self._seconds(begin), self._seconds(end)) for work, begin, end in self._noted]
 
     def _seconds(self, event: Any) -> float:
-        return self._first_s + self._first.elapsed_time(event) / 1000
+        since_ms: float = self._first.elapsed_time(event)
+        return self._first_s + since_ms / 1000

@@ -210,6 +210,8 @@ def nbytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> in
     """Return the bytes of tensors, with a dtype as if those of floats had it; repeated ones count once."""
     nbytes = 0
     for tensor in {id(t): t for t in tensors}.values():
-        is_cast = dtype is not None and tensor.is_floating_point()
-        nbytes += tensor.numel() * (dtype.itemsize if is_cast else tensor.element_size())
+        size = tensor.element_size()
+        if dtype is not None and tensor.is_floating_point():
+            size = dtype.itemsize
+        nbytes += tensor.numel() * size
     return nbytes

@@ -43,8 +43,8 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
             yield
     finally:
         optimizer.state.clear()
-        for parameter, saved in state.items():
-            optimizer.state[parameter] = _back(saved)
+        for trained, saved in state.items():
+            optimizer.state[trained] = _back(saved)
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             for key in [key for key in group if key != "params" and key not in settings]:
                 del group[key]
