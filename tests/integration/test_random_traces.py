@@ -27,6 +27,7 @@ ELSEWHERE = {
     "tp_trainer/_trainer.py": "Trainer(seed=), which says that it seeds",
     "tp_trainer/_preparation.py": "data ranks after the first, when the session of Trainer(seed=) opens",
     "tp_trainer/_running/_state.py": "a resume on other ranks or devices, which the log says",
+    "tp_simulator/_torch_sim.py": "the functions of a device's generators, which are to seed",
     "tp_verify/_strategy.py": "a rank of a strategy, in a process of its own",
     "tp_verify/_training_task.py": "a training, in a rank's process or in the caller's block",
 }

@@ -328,7 +328,7 @@ def test_the_doctor_says_what_does_not_work_on_a_platform():
     from tp_core.cli._plain import platform_notes  # private: no other platform is at hand
 
     assert any("engine='thread'" in note for note in platform_notes("win32"))
-    assert any("'mps' trains in one process" in note for note in platform_notes("darwin"))
+    assert any("the accelerator trains in one process" in note for note in platform_notes("darwin"))
     assert platform_notes("linux") == []
 
 

@@ -23,8 +23,8 @@ Importing this package changes nothing in torch; :func:`activate` does, or ``SIM
 """
 
 from tp_simulator._activation import activate
-from tp_simulator._build import BuildError
 from tp_simulator._control import Report, fail_at_kernel, hostile, limit_memory, revive, watch
+from tp_simulator.errors import BuildError
 
 __all__ = [
     "BuildError",

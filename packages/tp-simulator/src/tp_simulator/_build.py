@@ -16,15 +16,13 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from tp_simulator.errors import BuildError
+
 NAME = "tp_simulator_native"
 SOURCES = Path(__file__).parent / "csrc"
 # -O1: the kernels are torch's own and compiled already; more takes longer and gains nothing.
 FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
-
-
-class BuildError(RuntimeError):
-    """The extension cannot be compiled here; the message says what is missing."""
 
 
 @cache

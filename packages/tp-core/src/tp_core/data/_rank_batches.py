@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from tp_core._contracts._batch import Share
 from tp_core.data._batches import EpochBatches, count_samples, has_fewer
@@ -178,7 +178,11 @@ class IndexedBatches(RankBatches):
             stand_ins=ranks.any_rank is not None,
         )
         self._source = copy_loader(loader, self._sampler, collate)
-        self._has_fewer = False  # whether a batch had fewer samples than were chosen: the warning comes once
+        # Whether a batch may have fewer samples than were chosen; not once a warning has said so. Torch's own
+        # way to join samples leaves none out.
+        dataset = getattr(loader, "dataset", None)
+        is_torchs = loader.collate_fn is default_collate and not hasattr(dataset, "__getitems__")
+        self._may_have_fewer = not is_torchs
         self._left: Iterator[Any] | None = None  # the current iteration of a class with its own __iter__
         ranks.agree_on_data("the number of batches of a loader", len(self._sampler))
         if ranks.size > 1:
@@ -229,8 +233,8 @@ class IndexedBatches(RankBatches):
                     )
                     raise LoaderError(msg)
                 progress.number, progress.share = shares.popleft()
-                if not self._has_fewer:  # at each batch: a sample may be left out at times
-                    self._has_fewer = has_fewer(batch, progress.share.samples)
+                if self._may_have_fewer and has_fewer(batch, progress.share.samples):
+                    self._may_have_fewer = False
                 yield batch if move is None else move(batch)
             if batches.shares if shares is None else shares:
                 msg = (

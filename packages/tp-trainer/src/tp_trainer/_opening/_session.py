@@ -224,6 +224,7 @@ class LazySession:
         self._estimated: Job | None = None  # the job with its memory, where the backend was chosen before
         self._opened_by = ""
         self._assessed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that the backend fits
+        self._has_assessed = False  # whether there were any: they may have ended
         self._prepared: PerModule[nn.Module] | None = None  # from the first model on
         self.current: Session | None = None
 
@@ -264,18 +265,18 @@ class LazySession:
         if session is None:
             session = self._start(models, by, estimate)
         elif not self._assessed.issuperset(models):
-            known = list(self._assessed)
             new = [model for model in models if model not in self._assessed]
-            job = replace(self._job, model=joined([*known, *new]), seed=session.job.seed)
+            job = replace(self._job, model=joined([*self._assessed, *new]), seed=session.job.seed)
             check_choice(
                 self.selection,
                 job,
                 self.plugins,
                 self._backend,
                 opened_by=self._opened_by,
-                known=bool(known),
+                known=self._has_assessed,
             )
         self._assessed.update(models)
+        self._has_assessed = self._has_assessed or bool(models)
         return session
 
     def prepared(self, model: nn.Module) -> nn.Module | None:

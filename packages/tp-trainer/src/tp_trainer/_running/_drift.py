@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from tp_core.device_types import wide_float
 from tp_core.plugins import Session
 from tp_core.state import slice_of
 from tp_core.tensors import TensorSlice
@@ -62,7 +63,7 @@ class DriftWatch:
         places: list[Place] = []
         tolerances: list[float] = []
         found: list[Tensor] = []
-        wide = torch.float32 if self._session.device.type == "mps" else torch.float64  # mps has no other
+        wide = wide_float(self._session.device)
         for place, parts in self._parts():
             total = sum(part.sum(dtype=wide) for part in parts)
             square = sum(torch.linalg.vector_norm(part, dtype=wide).square() for part in parts)

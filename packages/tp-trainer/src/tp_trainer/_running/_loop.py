@@ -3,10 +3,9 @@
 import logging
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.data import PreparedLoader, Share
 from tp_core.errors import ConfigError, LoaderError
+from tp_core.output import StandardStream
 from tp_core.plugins import RunStatus, RunView, Session
 from tp_core.random import capture_rng_state, preserve_rng_state, restore_rng_state
 
@@ -723,8 +723,7 @@ class Loop:
         log.info(line)
         if self._reporter is not None:
             # What the script has printed comes before, also where stdout is a file or a pipe.
-            with suppress(AttributeError, OSError, ValueError):  # None, closed, or nobody reads it
-                sys.stdout.flush()
+            StandardStream("stdout").flush()
             self._reporter.say(line)
 
     # -- validation, logs, checkpoints, interruption --------------------------------------------
