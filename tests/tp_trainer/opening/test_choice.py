@@ -219,9 +219,10 @@ def test_all_models_of_one_call_decide_together(widths):
 
 def test_a_model_that_comes_later_is_judged_together_with_those_before():
     with make_trainer() as trainer:
-        trainer.prepare(nn.Linear(3, 100))
+        wide = trainer.prepare(nn.Linear(3, 100))  # held: what has ended counts no more
         trainer.prepare(nn.Linear(3, 1))  # alone it would not fit
         assert trainer.selection.chosen.name == "wide"
+        del wide
 
 
 # -- models that are split already -----------------------------------------------------------------

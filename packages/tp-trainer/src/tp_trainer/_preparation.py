@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from tp_core.data import PreparedLoader, Share
+from tp_core.data import PreparedLoader
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
 from tp_core.jobs import CompileOptions, Precision
@@ -248,14 +248,6 @@ class Preparation:
             yield
         finally:
             epochs.note(loader, prepared)
-
-    def share_of(self, loss: Tensor, batch: Any) -> Share | None:
-        """Return this rank's share of the batch of a loss; ``None`` with a single data rank."""
-        if self.shares is None:
-            return None
-        if batch is None:
-            return self.shares.of_loss(loss)
-        return self.shares.of_batch(batch)
 
     def run_step(self, batches: PreparedLoader | None = None) -> RunStep:
         """Return what runs a step in the trainer's precision, on a loader that the trainer iterates."""

@@ -746,11 +746,11 @@ class Trainer:
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
             loss = loss_of(loss, training=True)
         preparation = self._preparation
-        session = preparation.current
+        session, shares = preparation.current, preparation.shares
         if session is None:
             msg = "backward() comes after the preparation: trainer.prepare(model, optimizer, loader)"
             raise ConfigError(msg)
-        share = preparation.share_of(loss, batch)
+        share = None if shares is None else shares.of(loss, batch)
         scale = 1.0
         if preparation.scaler is not None:
             preparation.scaler.begin_backward(preparation.models())
@@ -801,9 +801,9 @@ class Trainer:
         if not isinstance(loss, Tensor) or loss.dim():
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
             loss = loss_of(loss, training=False)
-        session = self.session
+        session, shares = self.session, self._preparation.shares
         session.check_in_step("global_loss()")
-        share = self._preparation.share_of(loss, batch)
+        share = None if shares is None else shares.of(loss, batch)
         loss = loss.detach().reshape(())
         if session.data_size == 1:
             return loss
