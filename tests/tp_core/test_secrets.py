@@ -3,6 +3,8 @@
 import pytest
 from tp_core.secrets import is_secret, mask_arguments, mask_text
 
+from tests.cases import first_fast
+
 LONG = 1_000_000
 
 # Each has "hunter2" in it, which is the secret.
@@ -144,14 +146,14 @@ REPEATED += [
 ]
 
 
-@pytest.mark.parametrize("part", REPEATED)
+@pytest.mark.parametrize("part", first_fast(REPEATED, 5))
 def test_a_long_text_is_masked_in_a_time_that_grows_with_it_alone(part):
     text = part * (LONG // len(part))
     mask_text(text)
     is_secret(text)
 
 
-@pytest.mark.parametrize("part", ["a", "-", ".", "1"])
+@pytest.mark.parametrize("part", first_fast("a-.1"))
 def test_a_long_argument_is_masked_in_a_time_that_grows_with_it_alone(part):
     text = part * LONG
     mask_arguments([text, f"-{text}!", f"--{text}=1", f"--{text}!=1"])

@@ -195,7 +195,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_what_a_script_defines_travels_or_is_named(run_script, method):
     lines = run_script(SCRIPT, method).splitlines()
     found = [ast.literal_eval(line) for line in lines]

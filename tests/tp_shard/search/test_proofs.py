@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from tp_core.errors import ConfigError, ModelError
 
+from tests.cases import first_fast
+
 
 class Block(nn.Module):
     def __init__(self, layer_idx, activation=F.relu):
@@ -253,7 +255,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", first_fast(TRANSFORMS, 2))
 def test_layers_that_compute_their_weight_stay_whole(name):
     x = torch.randn(3, 8, dtype=torch.float64)
     model = nn.Sequential(Block(0), Block(1)).double()

@@ -12,6 +12,8 @@ from tp_core.fully_sharded import whole_matrix_optimizer
 from tp_core.state import whole
 from tp_trainer import Callback, Trainer
 
+from tests.cases import first_fast
+
 
 class Block(nn.Module):
     """A unit; its gain is a scalar, which each rank holds whole."""
@@ -118,7 +120,7 @@ class OnTheShards(Callback):
             parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", first_fast([1, 2]))
 def test_gradient_hooks_see_the_gradient_over_all_ranks(two_ranks, accumulate):
     plants = [mask_rows, clamp_each_gradient, change_accumulated, put_on_and_removed]
     plain = trained("single", accumulate=accumulate)
@@ -481,7 +483,7 @@ PART_WRITES = [
 
 @pytest.mark.parametrize(
     "callback",
-    [*(partial(WritesParts, write) for write in PART_WRITES), WritesPartsOfGradients],
+    first_fast([*(partial(WritesParts, write) for write in PART_WRITES), WritesPartsOfGradients], 3),
     ids=[*(write.__name__ for write in PART_WRITES), "of_gradients"],
 )
 def test_what_is_written_into_parts_of_sharded_tensors_counts(two_ranks, callback):
@@ -712,6 +714,7 @@ class Ordinary(torch.optim.Optimizer):
 NORMED = [Normed, partial(Normed, rows=True), partial(Normed, begins=3)]
 
 
+@pytest.mark.slow
 def test_optimizers_of_unknown_names_that_need_whole_matrices_get_them(two_ranks):
     for make in [*NORMED, Ordinary]:
         alone = trained("single", make_optimizer=make)
@@ -773,6 +776,7 @@ def all_counted(backend):
     return {where: counted(backend, where) for where in PLACES}
 
 
+@pytest.mark.slow
 def test_the_steps_of_matrices_count_as_one(two_ranks):
     alone = all_counted("single")
     for found in two_ranks.run(partial(all_counted, "fsdp")):

@@ -82,6 +82,7 @@ def on_a_rank():
     return len(train([EarlyStopping(mode="max", patience=2)], backend="ddp", epochs=9)[1])
 
 
+@pytest.mark.slow
 def test_all_ranks_end_alike(two_ranks):
     first, second = two_ranks.run(on_a_rank)
     assert first == second == len(train([EarlyStopping(mode="max", patience=2)], epochs=9)[1]) < 9
