@@ -807,7 +807,7 @@ BAD = {  # options, the number of tokens, a model, and what is said
     ),
     "compiled": ({"compiles": True}, 8, Decoder, "compile=True does not go with backend 'context'"),
     "a mask of the wrong shape": ({}, 16, Masked, "an attention mask has shape"),
-    "attention by hand": ({}, 8, ByHand, r"'head' \(Linear\) computes something else"),
+    "attention by hand": ({}, 8, ByHand, r"'the model' \(ByHand\) computes something else"),
 }
 
 
@@ -889,7 +889,7 @@ def test_what_a_model_computes_by_hand_is_named_by_its_module(two_ranks, name, s
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("mamba", r"mixer.*\(Linear\) computes something else"),
+        ("mamba", r"mixer.*\(MambaMixer\) computes something else"),
         pytest.param("vit", "not clear what in the batch has the sequence", marks=pytest.mark.nightly),
     ],
 )

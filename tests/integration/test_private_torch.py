@@ -75,6 +75,7 @@ REASONS = {
     "torch.utils._device.DeviceContext": "a default device is a mode that does not count as one",
     "torch.nn.modules.module._global_forward_hooks": "whether anything collects what a module returns",
     "torch.nn.modules.batchnorm._BatchNorm": "the base of all normalizations with running statistics",
+    "torch.nn.modules.batchnorm._NormBase": "the same, and those of instances: forward writes their buffers",
     "torch.utils._python_dispatch.TorchDispatchMode": "how all operators of a forward are seen",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "such a block is run with numbers",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "such a block is run with numbers",

@@ -62,7 +62,7 @@ def test_a_release_has_one_version_pins_a_changelog_a_tag_and_notes(repository):
         extras = [d for extra in found.get("optional-dependencies", {}).values() for d in extra]
         pins = [d for d in [*found["dependencies"], *extras] if d.startswith("tp-")]
         assert all(pin.endswith(f"=={NEXT}") for pin in pins)
-        assert bool(pins) == (folder.name != "tp-core")
+        assert bool(pins) == (folder.name not in {"tp-core", "tp-simulator"})
         assert found["urls"]["Homepage"] == URL
         assert set(found["urls"].values()) == {URL, f"{URL}/issues", f"{URL}/blob/main/CHANGELOG.md"}
     assert f"\nrepository-code: {URL}\n" in _read(repository, "CITATION.cff")

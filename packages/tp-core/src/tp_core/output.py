@@ -1,6 +1,7 @@
 """The output of a run: a terminal, a notebook, a file, or whatever stands in the place of the streams."""
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -118,6 +119,8 @@ def output_console() -> "Console":
     stream = StandardStream("stdout")
     if stream.isatty():
         return Console()
+    if isinstance(sys.stdout, io.TextIOBase) and not sys.stdout.closed:
+        return Console(width=asked)  # a report that finds a full disk is not to end as if it had been written
     # rich writes and flushes whatever the stream is, and raises what that raises.
     return Console(file=cast("IO[str]", stream), width=asked)
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 from tp_core._launch._safe_path import safe_module_path
 from tp_core._pickles import dumps_by_value, pickled_by_value
 from tp_core.errors import RankFailedError
-from tp_core.output import flush_streams
+from tp_core.output import StandardStream, flush_streams
 
 __all__ = [
     "RankOutcome",
@@ -52,6 +52,18 @@ _calls = count()
 # Starting a process asks all others whether they have ended, and an exit status can be read once: of two
 # threads that read it at the same time, multiprocessing would report 255 to one.
 _asking = threading.Lock()
+
+
+@contextlib.contextmanager
+def _flushing_safely() -> Iterator[None]:
+    """Put streams in place of a program's own that raise nothing: multiprocessing flushes both at a start."""
+    streams: Any = (StandardStream("stdout"), StandardStream("stderr"))
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = streams
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def free_port() -> int:
@@ -227,7 +239,7 @@ def start_ranks(
         process = context.Process(
             target=target, args=(theirs, variables, *args), kwargs=dict(kwargs), daemon=True
         )
-        with _asking, _without_main(), safe_module_path():
+        with _asking, _without_main(), safe_module_path(), _flushing_safely():
             process.start()
         theirs.close()  # else the pipe would not report the end of a rank that died
         ranks.append((process, mine))

@@ -2,7 +2,7 @@
 
 A name shows whether a value is a secret, and names of machine learning are similar. "api_key" and
 "hub_token" are secrets; "key_dim", "max_tokens", "eos_token", "image_key", "tokenizer" and "monkey" are not.
-Some values show it themselves, as "ghp_..." does. In doubt a value is masked.
+Some values show it themselves, as ``"ghp_..."`` does. In doubt a value is masked.
 
 A text may be a megabyte without a space, as an image in base64 is: every expression here takes a time that
 grows with the text alone. So a name is looked for only where a word begins, and no part gives back what it

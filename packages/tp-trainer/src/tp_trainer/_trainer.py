@@ -750,7 +750,9 @@ class Trainer:
         if session is None:
             msg = "backward() comes after the preparation: trainer.prepare(model, optimizer, loader)"
             raise ConfigError(msg)
-        share = None if shares is None else shares.of(loss, batch)
+        share = None
+        if shares is not None:
+            share = shares.of_loss(loss) if batch is None else shares.of_batch(batch)
         scale = 1.0
         if preparation.scaler is not None:
             preparation.scaler.begin_backward(preparation.models())
@@ -803,7 +805,9 @@ class Trainer:
             loss = loss_of(loss, training=False)
         session, shares = self.session, self._preparation.shares
         session.check_in_step("global_loss()")
-        share = None if shares is None else shares.of(loss, batch)
+        share = None
+        if shares is not None:
+            share = shares.of_loss(loss) if batch is None else shares.of_batch(batch)
         loss = loss.detach().reshape(())
         if session.data_size == 1:
             return loss

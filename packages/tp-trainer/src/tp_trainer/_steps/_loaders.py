@@ -79,10 +79,6 @@ class BatchShares:
         elif len(found := self._shares_in(batch)) == 1:
             self._by_loss.note(loss, found[0])
 
-    def of(self, loss: Tensor, batch: Any) -> Share | None:
-        """Return the share of a batch if it was given, and else of the loss's."""
-        return self.of_loss(loss) if batch is None else self.of_batch(batch)
-
     def of_batch(self, batch: Any) -> Share:
         found = self._shares_in(batch)
         if len(found) == 1:

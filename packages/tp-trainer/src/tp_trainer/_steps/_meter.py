@@ -262,10 +262,13 @@ class Meter:
         self.samples = int(samples)
         if not samples:
             return {}
+        found = list(zip(["loss", *names], pairs[::2], pairs[1::2], strict=True))
+        if not has_losses:
+            del found[0]  # a loop of one's own may log a "loss" among the others
         means = {}
-        for name, total, weight in zip(["loss", *names], pairs[::2], pairs[1::2], strict=True):
+        for name, total, weight in found:
             means[name] = total / weight if weight else math.nan
-        if has_no_loss or not has_losses:
+        if has_no_loss:
             del means["loss"]
         return means
 
