@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from tp_trainer import Trainer
-from tp_trainer._running import _launcher_progress, _progress  # a clock of the test's own
+from tp_trainer._running import _progress  # a clock of the test's own
 
 from tests.reference_training import mean_square
 
@@ -69,8 +69,26 @@ def test_what_a_script_has_printed_comes_before_the_line_of_an_epoch(monkeypatch
 
 def test_a_bar_for_the_terminal_of_a_launcher_is_one_line(clock, monkeypatch, capsys):
     monkeypatch.setenv("TP_ON_TERMINAL", "1")
-    with _launcher_progress.make_reporter("auto").epoch("epoch 1/2", 40) as ticker:
+    with _progress.Reporter(progress="auto").epoch("epoch 1/2", 40) as ticker:
         clock[0] = 1.0
         ticker.update(20, 0.5, samples_per_s=100.0)
     bar = "━" * 10 + " " * 10
     assert capsys.readouterr().err == f"epoch 1/2 {bar} 20/40 loss=0.5  100 samples/s\r"
+
+
+def test_under_a_launcher_a_stream_of_the_program_needs_no_more_than_elsewhere(monkeypatch):
+    class Written:
+        def __init__(self):
+            self.texts = []
+
+        def write(self, text):
+            self.texts.append(text)
+
+    stream = Written()
+    monkeypatch.setenv("TP_ON_TERMINAL", "1")
+    monkeypatch.setattr(sys, "stderr", stream)
+    model = torch.nn.Linear(2, 1)
+    with Trainer(devices="cpu") as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer.fit(model, optimizer, [(torch.ones(4, 2),)], step=mean_square)
+    assert any("epoch 1/1" in text for text in stream.texts)

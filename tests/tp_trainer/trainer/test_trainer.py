@@ -269,7 +269,7 @@ def test_only_rank_0_speaks():
 
 def test_a_bar_is_shown_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("tp_trainer._running._progress.BAR_INTERVAL_S", 0.0)
+    monkeypatch.setattr("tp_trainer._running._progress._BAR_INTERVAL_S", 0.0)
     with Trainer(seed=0) as trainer:
         fit(trainer, epochs=1)
     assert "epoch 1/1" in capsys.readouterr().err

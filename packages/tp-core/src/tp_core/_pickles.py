@@ -243,9 +243,8 @@ def _reduce_file(file: Any) -> Any:
 
 # -- Globals that each process has one of ------------------------------------------------------------
 
-_made: dict[
-    tuple[str, str], Any
-] = {}  # by the name of the module and their own, where the module is not there
+_made: dict[tuple[str, str], Any] = {}
+"""The globals that were made here, as their module is not there: by its name and their own."""
 
 
 def _global_of(module: str, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

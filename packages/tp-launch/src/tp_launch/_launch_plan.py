@@ -13,6 +13,7 @@ from pathlib import Path
 from tp_core.errors import ConfigError
 from tp_core.launching import ON_TERMINAL, available_cores, check_process_count
 from tp_core.messages import did_you_mean, file_meant
+from tp_core.output import StandardStream
 
 from tp_launch._addresses import (
     Endpoint,
@@ -367,7 +368,7 @@ def _bind(request: LaunchRequest, *, endpoint: Endpoint | str) -> str | None:
 
 def _environment(*, nproc: int, max_nodes: int, local_addr: str | None) -> dict[str, str]:
     env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    if sys.stderr is not None and sys.stderr.isatty():
+    if StandardStream("stderr").isatty():
         env[ON_TERMINAL] = "1"
     if nproc > 1:  # a single process gets all cores, as is torch's default
         env["OMP_NUM_THREADS"] = str(max(1, available_cores() // nproc))

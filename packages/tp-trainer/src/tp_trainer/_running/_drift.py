@@ -1,4 +1,4 @@
-"""A watch over the parameters that ranks hold in common: they stay equal, or the program is told."""
+"""A watch over the parameters that ranks hold in common: they stay equal, or a warning names the first."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class ParameterSum(NamedTuple):
     def differs(self, other: "ParameterSum") -> bool:
         # Equal gradients and equal kernels leave equal bits. Processors of several kinds round in their own
         # way, which over many steps stays below the root of the type's precision; random draws do not. NaN
-        # is told of elsewhere.
+        # has an error of its own.
         least = self.tolerance * max(self.norm, other.norm, 1e-3)
         return abs(self.total - other.total) > least
 

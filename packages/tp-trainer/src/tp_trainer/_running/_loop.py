@@ -25,10 +25,9 @@ from tp_trainer._opening._boundaries import Interrupted, StepBoundaries, interru
 from tp_trainer._running._drift import DriftWatch
 from tp_trainer._running._epoch_timer import EpochTimer
 from tp_trainer._running._history import EpochRecord, History
-from tp_trainer._running._launcher_progress import make_reporter
 from tp_trainer._running._log import RunLog
 from tp_trainer._running._position import Position, StepSchedule
-from tp_trainer._running._progress import Ticker
+from tp_trainer._running._progress import Reporter, Ticker
 from tp_trainer._running._requests import Requests
 from tp_trainer._running._settings import LoopSettings, batches_per_epoch
 from tp_trainer._running._state import (
@@ -136,7 +135,7 @@ class Loop:
         self._watchdog = watchdog
         self._saving = None if checkpoints is None else Saving(checkpoints, session, state, settings.backend)
         shows = session.is_main and settings.progress is not False
-        self._reporter = make_reporter(settings.progress) if shows else None
+        self._reporter = Reporter(progress=settings.progress) if shows else None
         self.state = settings.state
 
         # Where the run is.

@@ -1,10 +1,13 @@
 """The progress of a run: a bar on a terminal or in a notebook, plain lines elsewhere."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
+from tp_core.launching import ON_TERMINAL
 from tp_core.output import (
     NotebookOutput,
     StandardStream,
@@ -17,8 +20,8 @@ from tp_core.output import Progress as Shown
 
 Show = Callable[[int, str], None]
 
-BAR_INTERVAL_S = 0.1
-BAR_WIDTH = 20
+_BAR_INTERVAL_S = 0.1
+_BAR_WIDTH = 20
 _NOTEBOOK_INTERVAL_S = 0.5
 _LINE_INTERVAL_S = 30.0
 _MOST_NUMBERS = 2  # of a validation, in a bar of one line
@@ -29,7 +32,10 @@ class Reporter:
 
     def __init__(self, *, progress: Shown) -> None:
         self._has_lines = shows_progress(progress)
-        self._on_terminal = self._has_lines and StandardStream("stderr").isatty()
+        is_terminal = StandardStream("stderr").isatty()
+        self._on_terminal = self._has_lines and is_terminal
+        # The launcher is on a terminal, and shows there what its ranks write into files.
+        self._on_launchers = ON_TERMINAL in os.environ and not is_terminal
         self._notebook = NotebookOutput() if in_notebook() else None
 
     @contextmanager
@@ -39,6 +45,10 @@ class Reporter:
             move = self._notebook.bar(label, steps)
             yield Ticker(label, steps, _NOTEBOOK_INTERVAL_S, move, first=first)
             self._notebook.remove_bar()
+            return
+        if self._on_launchers:
+            show_state = partial(_write_state, label, steps)
+            yield Ticker(label, steps, _BAR_INTERVAL_S, show_state, first=first)
             return
         if not self._on_terminal:
             interval_s = _LINE_INTERVAL_S if self._has_lines else math.inf
@@ -55,7 +65,7 @@ class Reporter:
 
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(BAR_WIDTH),
+            BarColumn(_BAR_WIDTH),
             MofNCompleteColumn(),
             TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True)),
             TimeRemainingColumn(),
@@ -66,13 +76,22 @@ class Reporter:
             def show(done: int, words: str) -> None:
                 bar.update(task, completed=done, words=words)
 
-            yield Ticker(label, steps, BAR_INTERVAL_S, show, first=first)
+            yield Ticker(label, steps, _BAR_INTERVAL_S, show, first=first)
 
     def say(self, line: str) -> None:
         if self._notebook is not None:
             self._notebook.add(line)
         else:
             print_to_stderr(line)
+
+
+def _write_state(label: str, steps: int, done: int, words: str) -> None:
+    """Write the state of a bar, which the carriage return at its end lets the next one replace."""
+    full = _BAR_WIDTH * done // steps
+    bar = "━" * full + " " * (_BAR_WIDTH - full)
+    stream = StandardStream("stderr")
+    stream.write(f"{label} {bar} {done}/{steps} {words}\r")
+    stream.flush()
 
 
 class Ticker:
