@@ -9,30 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tp_core.discovery import FIRST_PARTY
 from tp_core.errors import DisagreementError, TpError
 from tp_core.launching import LOST_RANK, tells_of_lost_rank
 from tp_core.output import print_to_stderr
 
-# Other packages of that prefix are their users' own.
-_TRIMMED = {
-    "runpy",
-    "torch",
-    "tp_accelerate",
-    "tp_context",
-    "tp_core",
-    "tp_data",
-    "tp_dp_gather",
-    "tp_launch",
-    "tp_lightning",
-    "tp_pipeline",
-    "tp_ray",
-    "tp_runner",
-    "tp_shard",
-    "tp_trainer",
-    "tp_tuple",
-    "tp_verify",
-}
-"""The packages whose frames are left out."""
+_TRIMMED = {"runpy", "torch", *(name.replace("-", "_") for name in FIRST_PARTY)}
+"""The packages whose frames are left out; others that begin with "tp" are their users' own."""
 _COMMAND = "tp_trainer._train"
 _HINT = "(TP_TRACEBACK=full shows the frames of tp and torch, too)"
 
