@@ -175,7 +175,7 @@ def write_file(
 # -- reading ---------------------------------------------------------------------------------------
 
 
-_MAX_MAPPED_NBYTES = 1 << 28
+_MAX_MAPPED_NBYTES = 1 << 25
 
 
 def is_safetensors(path: Path) -> bool:
