@@ -613,6 +613,10 @@ MISTAKES = {
         lambda: trainer().fit(model(), loader()),
         "fit() takes an optimizer after the model, got DataLoader; write fit(model, torch.optim.AdamW(",
     ),
+    "loader in the place of the optimizer, which has its name": (
+        lambda: trainer().fit(model(), loader(), optimizer=None, step=step),
+        "fit() takes an optimizer after the model, got DataLoader; write fit(model, torch.optim.AdamW(",
+    ),
     "a LightningModule": (
         lambda: trainer().fit(OwnSteps(), loader()),
         "takes no OwnSteps alone, whose steps and optimizers are its own: as a LightningModule it is for tp_",

@@ -124,6 +124,7 @@ def recognize_fit(
     trainer: object = None,  # noqa: ARG001 - of the method
     model: object = None,
     optimizer: object = None,
+    /,  # `optimizer=` may stand beside a second place, and is among the named ones then
     *others: object,  # noqa: ARG001 - any call comes here
     **named: object,
 ) -> str | None:
