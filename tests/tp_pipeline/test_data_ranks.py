@@ -126,6 +126,39 @@ def test_rows_of_weights_train_as_whole_ones_in_each_way(four, cases):
             torch.testing.assert_close(whole, train_layers(case), rtol=tolerance, atol=tolerance)
 
 
+class Bounded(nn.Linear):
+    """Bounds its weight in forward, which each rank does with all of its rows."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.data.clamp_(-0.1, 0.1)
+        return x + super().forward(x)
+
+
+def train_bounded(backend, options=None):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Bounded(6, 6) for _ in range(4))).double()
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    options = None if options is None else {backend: options}
+    with Trainer(backend=backend, devices="cpu", progress=False, seed=0, options=options) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = partial(_error_of_sum, limit=1.0)
+        trainer.fit(model, optimizer, DataLoader(TensorDataset(x), batch_size=8), step=step, epochs=2)
+        return trainer.session.model_state(model)
+
+
+def _error_of_sum(model, batch, *, limit):
+    return (model(batch[0]).sum(1) - limit).square().mean()
+
+
+@pytest.mark.slow
+def test_rows_that_forward_writes_through_data_are_kept(four):
+    expected = train_bounded("single")
+    for found in four.run(train_bounded, "pipeline", SHARED | {"microbatches": 1}):
+        torch.testing.assert_close(found, expected)
+
+
 class Sorted(nn.Module):
     """A layer with an expert for each kind of row, after which rows of kind 0 take a branch."""
 

@@ -1,5 +1,7 @@
 """Models as people write them, in stages: equal to one device, or refused in a sentence with a remedy."""
 
+import copy
+import logging
 import warnings
 from functools import partial
 from typing import get_args, get_type_hints
@@ -245,6 +247,73 @@ def test_statistics_of_micro_batches_are_taken_if_asked_for(pair, layer):
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
     of_four = pair.run(partial(train, partial(Layers, layer), options=options | {"microbatches": 4}))
     assert of_four[0][0] != expected
+
+
+class Keeps(nn.Linear):
+    """Keeps something as an attribute, in one of several manners."""
+
+    def __init__(self, how):
+        super().__init__(4, 4)
+        self.how = how
+        begins = {"tensor": torch.zeros(4, dtype=torch.float64), "count": 0, "list": [], "dict": {"calls": 0}}
+        self.kept = begins.get(how)
+
+    def forward(self, x):
+        output = x + super().forward(x)
+        if self.how == "hidden":
+            output = output if self.kept is None else output + self.kept.mean(0)
+            self.kept = output.detach()
+        if self.how == "tensor":
+            self.kept.add_(x.detach().mean(0))
+        if self.how == "count":
+            self.kept += 1
+        if self.how == "list":
+            self.kept.append(output.detach())
+        if self.how == "dict":
+            self.kept["calls"] += 1
+        if self.how == "later":
+            self.later = output.detach()
+        if self.how == "table":  # follows from no weight
+            self.kept = torch.arange(4, dtype=x.dtype) / 4
+            self.length = x.shape[-1]
+        return output
+
+
+def lines_of_kept(how, options=None):
+    """Return the lines on attributes of a run, and what the first layer has kept after its dry run."""
+    lines, found = [], []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+
+    class Remembers(Layers):
+        def forward(self, x):
+            found.append(copy.deepcopy(getattr(self.layers[0], "kept", None)))
+            return super().forward(x)
+
+    logging.getLogger("tp_pipeline").addHandler(handler)
+    try:
+        train(partial(Remembers, partial(Keeps, how)), options=options)
+    finally:
+        logging.getLogger("tp_pipeline").removeHandler(handler)
+    return [line for line in lines if line.startswith("forward keeps")], found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hidden", "tensor", "count", "list", "dict", "later"])
+def test_what_forward_keeps_on_modules_is_named_once_and_the_dry_run_leaves_no_trace(pair, how):
+    name = "later" if how == "later" else "kept"
+    begins = Keeps(how).kept
+    for lines, kept in pair.run(lines_of_kept, how):
+        assert len(lines) == 1
+        assert f"forward keeps 'layers.0.{name}', 'layers.1.{name}'" in lines[0]
+        assert str(kept) == str(begins)  # as the first micro-batch finds it
+
+
+@pytest.mark.slow
+def test_tables_and_what_is_accepted_are_not_named(pair):
+    for arguments in (("table",), ("hidden", {"statistics": "microbatch"})):
+        for lines, _ in pair.run(lines_of_kept, *arguments):
+            assert lines == []
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tp_core import tree_map
+from tp_core import tree_leaves, tree_map
 from tp_core.data import Parts, Share, StepOutput, combine_outputs, near_power_of_two
-from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError
+from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError, TpError
 from tp_core.fully_sharded import whole_matrix_optimizer
 from tp_core.jobs import CompileOptions
 from tp_core.plugins import Job
@@ -510,6 +510,25 @@ class PipelineSession(ProcessGroupSession):
             dist.all_reduce(powers, group=group)
         return (powers ** (1.0 / norm_type)).to(norm_dtype(plain.parameters()))
 
+    def explain_error(self, error: Exception, models: Iterable[nn.Module]) -> None:
+        """Raise an error that names the remedy for torch's own one of code with empty parameters.
+
+        Errors of steps are those of the model.
+        """
+        if isinstance(error, TpError) or not _is_of_empty_tensors(error):
+            return
+        staged = [found for model in models if (found := self._staged.get(model)) is not None]
+        name = next((n for each in staged for n in each.placements if each.is_cut and not each.has(n)), None)
+        if name is not None:
+            msg = (
+                f"code of this run computes with parameters that this rank does not have, such as {name!r}: "
+                "on backend 'pipeline' those of other stages are empty here "
+                f"({type(error).__name__}: {error}). Change each parameter by itself, in place, as with "
+                "parameter.data.mul_(0.9); average weights by ExponentialMovingAverage or "
+                "StochasticWeightAveraging; or take the backend 'ddp', with whole parameters on each rank"
+            )
+            raise StepError(msg) from error
+
     # -- state --------------------------------------------------------------------------------
 
     @contextmanager
@@ -606,3 +625,17 @@ class _BatchLoss(torch.autograd.Function):
 
 def _to_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _is_of_empty_tensors(error: BaseException) -> bool:
+    """Return whether an error comes from a function with an empty tensor, and from no step of a batch."""
+    trace = error.__traceback__
+    found = False
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == __name__:
+            return False
+        # Of the innermost function: torch's words name sizes at best.
+        leaves = tree_leaves([*trace.tb_frame.f_locals.values()])
+        found = any(isinstance(leaf, Tensor) and not leaf.numel() for leaf in leaves)
+        trace = trace.tb_next
+    return found

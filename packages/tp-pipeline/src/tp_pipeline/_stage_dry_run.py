@@ -31,6 +31,7 @@ from tp_core import tree_leaves, tree_map
 from tp_core.errors import ModelError
 from tp_core.random import preserve_torch_rng_state, seed_torch
 
+from tp_pipeline._module_attributes import ModuleAttributes
 from tp_pipeline._stage_units import forwards, swapped
 
 Origin = tuple[Any, ...]
@@ -240,10 +241,11 @@ class StageDryRun:
         decisions: What glue has decided by: the number of calls before, and the origins of the numbers.
         written: The addresses of storages that operators have written in place.
         follows: What the numbers of a storage follow from, by its address: `_BATCH`, also by what blocks
-            return, and the addresses of buffers as they were before the run.
-        copied: The buffers whose numbers a storage has as they were, by its address.
+            return, and the addresses of buffers and attributes as they were before the run.
+        copied: The buffers and attributes whose numbers a storage has as they were, by its address.
         written_buffers: After the run, the names of buffers that it has written, or put others in place of.
         writes_batch: After the run, whether it has written tensors of the micro-batch in place.
+        kept: After the run, the names of attributes of modules that it has changed.
         tracker: Passes origins on.
     """
 
@@ -267,6 +269,8 @@ class StageDryRun:
         self.copied: dict[int, frozenset[int]] = {}
         self.written_buffers: list[str] = []
         self.writes_batch = False
+        self.kept: list[str] = []
+        self._attributes: frozenset[int] = frozenset()  # the addresses of those that are tensors
         self.tracker = _OriginTracker(self)
         self._shape_of, self._with_numbers = shape_of, with_numbers
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -292,23 +296,32 @@ class StageDryRun:
                     address = _address_of(buffer)
                     self.copied[address] = frozenset([address])
                     buffers.append((name, module, key, buffer, address, buffer.detach().clone()))
-        with preserve_torch_rng_state([self.device]), swapped(self.model, self._stand_in_for):
-            seed_torch(0, [self.device])  # all ranks see the same
-            with (
-                forwards(self.units, self._call),
-                self._watching_reads(),
-                _refused_conversions(self.model),
-                self.tracker,
-            ):
-                yield
-        self.writes_batch = any(map(self._has_written, self._batch))
-        with torch.no_grad():
-            for name, module, key, buffer, address, value in buffers:
+        attributes = ModuleAttributes(self.model)
+        self._attributes = frozenset(map(_address_of, attributes.tensors()))
+        for address in self._attributes:
+            self.copied[address] = frozenset([address])
+        try:
+            with preserve_torch_rng_state([self.device]), swapped(self.model, self._stand_in_for):
+                seed_torch(0, [self.device])  # all ranks see the same
+                with (
+                    forwards(self.units, self._call),
+                    self._watching_reads(),
+                    _refused_conversions(self.model),
+                    self.tracker,
+                ):
+                    yield
+            self.kept = attributes.changed(self._is_kept, self._has_written)
+            self.writes_batch = any(map(self._has_written, self._batch))
+            for name, module, key, buffer, address, _ in buffers:
                 if self._is_written(module, key, buffer, address):
                     self.written_buffers.append(name)
-                module._buffers[key] = buffer
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        finally:  # also of a run that ends early, after which another one begins
+            attributes.restore()
+            with torch.no_grad():
+                for _, module, key, buffer, _, value in buffers:
+                    module._buffers[key] = buffer
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
 
     def _is_written(self, module: nn.Module, key: str, buffer: Tensor, address: int) -> bool:
         """Return whether the run has left other numbers in a buffer, or another tensor in its place.
@@ -334,6 +347,11 @@ class StageDryRun:
         """Return whether operators have written a tensor in place, or a view of it."""
         fake = self._fake_of.get(id(tensor))  # which blocks have in its place
         return any(_address_of(each) in self.written for each in (tensor, fake) if each is not None)
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        """Return whether numbers follow from the micro-batch, or from what modules kept before."""
+        follows = self.follows.get(_address_of(tensor), frozenset())
+        return _BATCH in follows or not follows.isdisjoint(self._attributes)
 
     @contextmanager
     def _watching_reads(self) -> Iterator[None]:

@@ -43,6 +43,7 @@ class StagePlan:
         has_loss: Whether the step returns a loss to differentiate.
         draws: Whether it draws random numbers.
         writes_batch: Whether it writes tensors of its batch in place.
+        kept: The names of attributes of modules that forward changes.
         stages: The number of stages.
     """
 
@@ -55,6 +56,7 @@ class StagePlan:
     has_loss: bool
     draws: bool
     writes_batch: bool
+    kept: list[str]
     stages: int
 
     def last_call(self, stage: int) -> int:
@@ -276,6 +278,7 @@ def _plan_stages(
         has_loss=isinstance(loss, Tensor) and loss.requires_grad,
         draws=run.tracker.draws,
         writes_batch=run.writes_batch,
+        kept=run.kept,
         stages=stages,
     )
 

@@ -7,6 +7,7 @@
     from then on        a rank has the parameters of its stages; the others are empty
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +36,8 @@ from tp_pipeline._stage_plan import CutRules, StagePlan, Start, make_plan
 from tp_pipeline._stage_units import find_units, swapped
 from tp_pipeline._stand_in import StandIn
 from tp_pipeline._tensor_pieces import TensorPieces, gather_pieces
+
+log = logging.getLogger("tp_pipeline")
 
 ParameterStates = Mapping[Tensor, dict[str, Any]]
 """What an optimizer, or something else, keeps of parameters, by name."""
@@ -164,6 +167,7 @@ class StagedModel:
         self._plans_by_type: dict[object, _PlanOfTypes] = {}
         self._starts: list[Start] | None = None
         self._used: dict[str, set[int]] = {}
+        self._named: set[str] = set()  # attributes of modules that were warned of
         self.is_agreed = False
         self.is_cut = False
 
@@ -356,6 +360,8 @@ class StagedModel:
                 "same model, step and batch"
             )
             raise DisagreementError(msg)
+        if not self._accepts_statistics:
+            self._warn_kept(plan)
         if self._starts is None:
             self._starts = starts
             self._place_buffers(plan)
@@ -369,6 +375,20 @@ class StagedModel:
                 )
                 raise StepError(msg)
         return plan
+
+    def _warn_kept(self, plan: StagePlan) -> None:
+        """Warn of what forward keeps on modules, once for each attribute."""
+        names = [name for name in plan.kept if name not in self._named]
+        if names:
+            self._named.update(names)
+            log.warning(
+                "forward keeps %s on modules, and on backend 'pipeline' it runs for each micro-batch, on the "
+                "ranks of its stage alone: a hidden state is that of the micro-batch before, a count counts "
+                "micro-batches, and other ranks and checkpoints of rank 0 have neither. Return it from "
+                "forward, take a backend that runs forward once (ddp, fsdp), or accept this: "
+                "PipelineOptions(statistics='microbatch')",
+                ", ".join(map(repr, names)),
+            )
 
     def _place_buffers(self, plan: StagePlan) -> None:
         """Place the buffers of each unit on the rank of its last call; those of no call on the first."""
@@ -497,19 +517,18 @@ class StagedModel:
         if self._rows is None or not sharded:
             yield
             return
-        rows = [parameter.data for parameter in sharded.values()]
+        own_rows = [parameter.data for parameter in sharded.values()]
         # All stages at once, as the most memory is in the middle of a batch, where all of them are in use.
         # One by one, they would be whole for as long: from the first micro-batch to the last.
-        whole = self._rows.gather(rows, [self.placements[name].shape for name in sharded])
+        whole = self._rows.gather(own_rows, [self.placements[name].shape for name in sharded])
         for parameter, value in zip(sharded.values(), whole, strict=True):
             parameter.data = value
-        versions = [parameter._version for parameter in sharded.values()]
         try:
             yield
         finally:
-            for parameter, own, version in zip(sharded.values(), rows, versions, strict=True):
-                if parameter._version != version:  # the step has written it
-                    own.copy_(parameter.data[self._rows.own(len(parameter))])
+            for parameter, own in zip(sharded.values(), own_rows, strict=True):
+                # The step may have written them; through `data` no version tells.
+                own.copy_(parameter.data[self._rows.own(len(parameter))])
                 parameter.grad, parameter.data = None, own
 
     def sharded(self) -> dict[str, nn.Parameter]:
