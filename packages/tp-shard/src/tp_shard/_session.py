@@ -27,6 +27,7 @@ from tp_shard import distributed
 from tp_shard._groups import _debug
 from tp_shard._groups._group import ALONE, current_data_group, current_group, mesh_of_copies
 from tp_shard._guards import check_optimizer
+from tp_shard._part_hooks import PartHooks
 from tp_shard._shards import Shard, ShardTable, TrainedParameters, slice_of
 from tp_shard._state_dict import collect_state_dict, gather_shard, relocate_state_dict
 from tp_shard._step_outputs import StepOutputs
@@ -72,6 +73,7 @@ class ShardSession(ProcessGroupSession):
         self._compared: dict[nn.Module, tuple[bool, ...]] = {}
         self._parameters: dict[nn.Module, TrainedParameters] = {}
         self._outputs = StepOutputs(self.tensor_group, self.device)
+        self._part_hooks = PartHooks()
 
     # -- preparing ----------------------------------------------------------------------------
 
@@ -89,6 +91,8 @@ class ShardSession(ProcessGroupSession):
             check_not_quantized(model, "tp_shard")
         shards = ShardTable(model).exact
         self.check_same_parameters(model, {name: shard.full_shape for name, shard in shards.items()})
+        if self.is_main:
+            self._part_hooks.warn(model)
         prepared = self._join_copies(model)
         self._shards |= {id(shard.tensor): shard for shard in ShardTable(model).exact.values()}
         if self.tensor_group.size > 1:
@@ -173,6 +177,8 @@ class ShardSession(ProcessGroupSession):
         for model, parameters in self._parameters.items():
             trained = parameters.flags()
             if self._compared.get(model) != trained or _debug.state.enabled:
+                if self.is_main:
+                    self._part_hooks.warn(model)  # those that a callback has put on
                 check_gradients(model)
                 if any(parameter.grad is not None for parameter in model.parameters()):
                     self._compared[model] = trained

@@ -1,0 +1,70 @@
+"""A line for hooks of users that see this rank's part of a tensor, and the whole on one device."""
+
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from tp_shard._shards import ParallelLayer, holds_shard
+from tp_shard.nn import ParallelLinear
+
+log = logging.getLogger("tp_shard")
+
+_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where torch keeps the hooks of a module; there is no public list."""
+
+
+class PartHooks:
+    """Warns of hooks on split layers, once for each layer."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+
+    def warn(self, model: nn.Module) -> None:
+        """Warn of the hooks that a plain model has now, if there are new ones."""
+        found = {name: size for name, size in _hooked(model) if name not in self._named}
+        if not found:
+            return
+        self._named |= found.keys()
+        log.warning(
+            "the hooks on %s see this rank's part of a tensor, as the layer is split over %d ranks: of a "
+            "gradient, or of the layer's features. What they do to each element by itself is right; a row, a "
+            "norm or a sum is of this part alone. Leave the layer whole, or take a backend with whole "
+            "layers: ddp, fsdp",
+            ", ".join(map(repr, found)),
+            max(found.values()),
+        )
+
+
+def _hooked(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the names of split parameters and layers with hooks of the user's, and the number of ranks."""
+    for path, layer in model.named_modules():
+        if not isinstance(layer, ParallelLayer) or layer.group.size == 1:
+            continue
+        for name, parameter in layer.named_parameters(recurse=False):
+            tables: tuple[Any, ...] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+            if holds_shard(parameter) and any(map(_has_users, tables)):
+                yield f"{path}.{name}".lstrip("."), layer.group.size
+        if _passes_parts(layer) and any(_has_users(getattr(layer, table)) for table in _OF_MODULES):
+            yield path, layer.group.size
+
+
+def _passes_parts(layer: nn.Module) -> bool:
+    """Return whether a rank's part of the features goes into a layer, or comes out of it."""
+    if not isinstance(layer, ParallelLinear) or layer.dim is None:
+        return False
+    return layer.dim == 0 or not layer.gather_output
+
+
+def _has_users(hooks: Mapping[int, Any] | None) -> bool:
+    return any(map(_is_users, (hooks or {}).values()))
+
+
+def _is_users(hook: Any) -> bool:
+    """Return whether a hook is the user's, and not of torch or of tp."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return not module.startswith(("torch.", "tp_"))
