@@ -1,5 +1,7 @@
 """The kit of users' state finds what is wrong with each of these backends."""
 
+import copy
+
 import pytest
 from tp_core.errors import StepError
 from tp_core.plugins import Backend, Session, Verdict
@@ -81,6 +83,15 @@ class KeepsTheFirstGroups(Session):
         return optimizer
 
 
+class ShowsACopy(Session):
+    def prepare_model(self, model):
+        self.copy = copy.deepcopy(model)
+        return model
+
+    def unwrap(self, model):
+        return self.copy
+
+
 class Crashes(Session):
     def prepare_optimizer(self, optimizer):
         raise AssertionError
@@ -104,6 +115,10 @@ CAUGHT = [
     (ForgetsAttributes, "a tensor kept by forward"),
     (StopsSecondOptimizer, "two optimizers of a model"),
     (KeepsTheFirstGroups, "a group added in a callback"),
+    (ShowsACopy, "an average of torch"),
+    (DropsHooks, "gradient hooks and two optimizers"),
+    (DropsHooks, "gradient hooks, resumed"),
+    (StopsSecondOptimizer, "two optimizers with one scale"),
     (Crashes, "attributes"),
     (Refuses, "nothing"),
 ]

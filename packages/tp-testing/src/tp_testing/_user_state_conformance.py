@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from tp_core.compare import assert_same
 from tp_core.data import StepOutput
@@ -89,6 +90,7 @@ class Kind:
         make_step: Makes the step.
         train: Trains, and returns the whole model's state; by default `fit_once`.
         trainer: Arguments of the trainer.
+        fit: Further arguments of ``fit``.
         dtype: The type of the model and the data.
     """
 
@@ -101,6 +103,7 @@ class Kind:
     make_step: Callable[[], Step] = lambda: mean_error
     train: "Callable[[Kind, Setting], State] | None" = None
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    fit: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
 
 
@@ -137,7 +140,7 @@ def fitted(trainer: Trainer, kind: Kind, setting: Setting, **arguments: Any) -> 
     if kind.make_scheduler is not None:
         arguments["scheduler"] = SchedulerOptions(kind.make_scheduler(optimizer), every="step")
     callbacks += arguments.pop("callbacks", [])
-    arguments = {"step": kind.make_step(), "epochs": EPOCHS, "callbacks": callbacks, **arguments}
+    arguments = {"step": kind.make_step(), "epochs": EPOCHS, "callbacks": callbacks, **kind.fit, **arguments}
     trainer.fit(model, optimizer, loader_of(kind), **arguments)
     return model
 
@@ -450,6 +453,7 @@ def train_in_loop(kind: Kind, setting: Setting, *, cuts: int, models: int) -> St
         pairs = []
         for _ in range(models):
             model = setting.make_model().to(kind.dtype)
+            kind.plant(model)
             parameters = trained(model)
             parts = [parameters[i::cuts] for i in range(cuts)]
             optimizers = [SGD(part, lr=RATE / (1 + i), momentum=0.9) for i, part in enumerate(parts)]
@@ -486,8 +490,8 @@ def second_after_first(kind: Kind, setting: Setting) -> State:
 class Stops(Callback):
     """Ends the run as an error does: in a step, at the end of an epoch, or within a validation."""
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, place: str, step: Step) -> None:
+        self._place, self._step = place, step
         self.is_now = False
 
     def on_step_end(self, run: Run) -> None:
@@ -503,49 +507,99 @@ class Stops(Callback):
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         if self.is_now:
             raise StoppedError
-        return mean_error(model, batch)
+        return self._step(model, batch)
 
 
-def average_resumed(place: str, kind: Kind, setting: Setting) -> State:
-    """Return the average of a run that was stopped and resumed."""
+def resumed(
+    place: str,
+    train: "Callable[[Kind, Setting, Trainer, dict[str, Any]], State]",
+    kind: Kind,
+    setting: Setting,
+) -> State:
+    """Return what ``train`` returns of a run that was stopped in a place and resumed.
+
+    It gets the kind, the setting, a trainer, and arguments of ``fit``.
+    """
 
     def run(stops: Stops) -> State:
-        average = ExponentialMovingAverage(0.6)
-        with setting.make_trainer() as trainer:
-            model = fitted(
-                trainer,
-                kind,
-                setting,
-                step=stops.step,
-                callbacks=[average, stops],
-                validation=DataLoader(samples(7), batch_size=BATCH_SIZE),
-                checkpoint=Checkpoints(setting.folder, every_steps=1),
-                resume="auto",
-            )
-            with average.in_place_of(model):
-                return state_of(trainer, model)
+        arguments = {
+            "step": stops.step,
+            "callbacks": [stops],
+            "validation": DataLoader(samples(7, dtype=kind.dtype), batch_size=BATCH_SIZE),
+            "checkpoint": Checkpoints(setting.folder, every_steps=1),
+            "resume": "auto",
+        }
+        with setting.make_trainer(**kind.trainer) as trainer:
+            return train(kind, setting, trainer, arguments)
 
+    step = kind.make_step()
     if setting.stops:
         try:
-            run(Stops(place))
+            run(Stops(place, step))
         except StoppedError:
             pass
         else:
             msg = "the run was not stopped"
             raise RuntimeError(msg)
-    return run(Stops("nowhere"))
+    return run(Stops("nowhere", step))
+
+
+def weights(kind: Kind, setting: Setting, trainer: Trainer, arguments: dict[str, Any]) -> State:
+    """Return the state of a model after a run."""
+    return state_of(trainer, fitted(trainer, kind, setting, **arguments))
+
+
+def averaged(kind: Kind, setting: Setting, trainer: Trainer, arguments: dict[str, Any]) -> State:
+    """Return a run's average of weights."""
+    average = ExponentialMovingAverage(0.6)
+    arguments["callbacks"] = [average, *arguments["callbacks"]]
+    model = fitted(trainer, kind, setting, **arguments)
+    with average.in_place_of(model):
+        return state_of(trainer, model)
 
 
 def average_begun_before(kind: Kind, setting: Setting) -> State:
     """Return an average over two calls of ``fit``."""
     average = ExponentialMovingAverage(0.6)
-    with setting.make_trainer() as trainer:
+    with setting.make_trainer(**kind.trainer) as trainer:
         model = fitted(trainer, kind, setting, callbacks=[average])
         again = replace(kind, plant=do_nothing)
         model = fitted(trainer, again, replace(setting, make_model=lambda: model), callbacks=[average])
         with average.in_place_of(model):
             return state_of(trainer, model)
 
+
+class MovesAverage(Callback):
+    """Moves torch's average of a model after each step."""
+
+    def __init__(self, average: AveragedModel) -> None:
+        self._average = average
+
+    def on_step_end(self, run: Run) -> None:
+        self._average.update_parameters(run.model)
+
+
+def averaged_by_torch(kind: Kind, setting: Setting, trainer: Trainer, arguments: dict[str, Any]) -> State:
+    """Return the state of torch's average of a model, which was made before the model was prepared."""
+    model = setting.make_model().to(kind.dtype)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.6))
+    arguments["callbacks"] = [MovesAverage(average), *arguments.get("callbacks", [])]
+    fitted(trainer, kind, replace(setting, make_model=lambda: model), state={"average": average}, **arguments)
+    state = trainer.session.model_state(average.module)
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+def torchs_average(kind: Kind, setting: Setting) -> State:
+    """Return torch's average over a run that goes through."""
+    with setting.make_trainer(**kind.trainer) as trainer:
+        return averaged_by_torch(kind, setting, trainer, {})
+
+
+PLACES = ("in a step", "at an epoch's end", "within a validation")
+"""Where runs are stopped."""
+HALF: dict[str, Any] = {"trainer": {"precision": "fp16-mixed"}, "dtype": torch.float32}
+"""A run with a scale of its losses."""
+resumed_in_a_step = partial(resumed, "in a step", weights)
 
 NOTHING = "nothing"
 """The kind without any state, which has to be carried: a backend that refuses all others is none."""
@@ -595,11 +649,7 @@ KINDS: dict[str, Kind] = {
     "a group added in a callback": Kind(make_optimizer=begin_with_first, make_callback=AddsGroup),
     "two optimizers of a model": Kind(train=partial(train_in_loop, cuts=2, models=1)),
     "three optimizers of a model": Kind(train=partial(train_in_loop, cuts=3, models=1)),
-    "two models with one scale": Kind(
-        train=partial(train_in_loop, cuts=1, models=2),
-        trainer={"precision": "fp16-mixed"},
-        dtype=torch.float32,
-    ),
+    "two models with one scale": Kind(train=partial(train_in_loop, cuts=1, models=2), **HALF),
     "a second model after the first": Kind(train=second_after_first),
     "a tensor kept by forward": Kind(plant=partial(keep, partial(torch.zeros, ()), count_in_tensor)),
     "a list kept by forward": Kind(plant=partial(keep, list, count_in_list)),
@@ -608,11 +658,13 @@ KINDS: dict[str, Kind] = {
     "a buffer registered later": Kind(make_callback=RegistersBuffer, make_step=lambda: error_with_gain),
     "a count of the step's own": Kind(make_step=counting_step),
     "the number of the run's steps": Kind(train=fit_by_number),
-    **{
-        f"an average stopped {place}": Kind(train=partial(average_resumed, place))
-        for place in ("in a step", "at an epoch's end", "within a validation")
-    },
+    **{f"an average stopped {place}": Kind(train=partial(resumed, place, averaged)) for place in PLACES},
     "an average begun before": Kind(train=average_begun_before),
+    "an average of torch": Kind(train=torchs_average),
+    **{
+        f"an average of torch stopped {place}": Kind(train=partial(resumed, place, averaged_by_torch))
+        for place in PLACES
+    },
     # Pairs, of kinds that meet in one object.
     "gradient hooks and a count in a group": Kind(
         plant=mask_first_rows, make_optimizer=partial(CountingLamb, is_tensor=False, is_made=True)
@@ -626,9 +678,48 @@ KINDS: dict[str, Kind] = {
     "gradient hooks and a group added": Kind(
         plant=halve_gradients, make_optimizer=begin_with_first, make_callback=AddsGroup
     ),
+    "gradient hooks and two optimizers": Kind(
+        plant=mask_first_rows, train=partial(train_in_loop, cuts=2, models=1)
+    ),
+    "gradient hooks and a scale": Kind(plant=mask_first_rows, **HALF),
+    "gradient hooks and accumulation": Kind(plant=halve_gradients, trainer={"accumulate": 2}),
+    "gradient hooks and clipping": Kind(plant=mask_first_rows, fit={"clip_norm": 0.05}),
     "a list kept by forward and an average": Kind(
         plant=partial(keep, list, count_in_list), train=average_begun_before
     ),
+    "an average and accumulation": Kind(train=average_begun_before, trainer={"accumulate": 2}),
+    "an average of torch and accumulation": Kind(train=torchs_average, trainer={"accumulate": 2}),
+    "an average and data written by the optimizer": Kind(
+        make_optimizer=WritingSgd, train=average_begun_before
+    ),
+    "an optimizer with train and eval, and clipping": Kind(
+        make_optimizer=Interpolating, fit={"clip_norm": 0.05}
+    ),
+    "a count in a group and accumulation": Kind(
+        make_optimizer=partial(CountingLamb, is_tensor=True, is_made=True), trainer={"accumulate": 2}
+    ),
+    "two optimizers with one scale": Kind(train=partial(train_in_loop, cuts=2, models=1), **HALF),
+    **{
+        f"{name}, resumed": replace(kind, train=resumed_in_a_step)
+        for name, kind in {
+            "gradient hooks": Kind(plant=mask_first_rows),
+            "attributes": Kind(plant=mark_matrices, make_optimizer=ReadsAttributes),
+            "frozen data written": Kind(event="on_step_end", call=partial(write_data, frozen)),
+            "frozen data assigned": Kind(event="on_step_end", call=partial(assign_data, frozen)),
+            "a count in a group": Kind(make_optimizer=partial(CountingSgd, is_tensor=True, is_made=True)),
+            "a count beside norms of matrices": Kind(
+                make_optimizer=partial(CountingLamb, is_tensor=False, is_made=True)
+            ),
+            "an optimizer with train and eval": Kind(make_optimizer=Interpolating),
+            "a schedule of each parameter": Kind(
+                make_optimizer=groups_of_parameters, make_scheduler=schedules_of_parameters
+            ),
+            "a group added in a callback": Kind(make_optimizer=begin_with_first, make_callback=AddsGroup),
+            "a buffer registered later": Kind(
+                make_callback=RegistersBuffer, make_step=lambda: error_with_gain
+            ),
+        }.items()
+    },
 }
 
 
@@ -707,5 +798,5 @@ class UserStateConformance(ConformanceKit):
             assert not found.crash, "an error that does not say what to do"
             assert kind != NOTHING or not found.refusal
             if found.state is not None:
-                dtypes = [torch.bfloat16] if KINDS[kind].trainer else []
+                dtypes = [torch.bfloat16] if "precision" in KINDS[kind].trainer else []
                 assert_same(found.state, expected.state, dtypes=dtypes, depth="training")
