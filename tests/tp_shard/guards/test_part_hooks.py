@@ -39,6 +39,7 @@ def lines_of(plant, *, callbacks=(), options=None):
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("tp_shard").addHandler(handler)
+    ts.distributed.init_process_group(-1)
     try:
         with Trainer(seed=0, devices="cpu", backend="shard", options=options, progress=False) as trainer:
             model = make_model()
@@ -50,6 +51,7 @@ def lines_of(plant, *, callbacks=(), options=None):
                 model, optimizer, batches, step=mean_of, epochs=2, callbacks=[make() for make in callbacks]
             )
     finally:
+        ts.distributed.destroy_process_group()
         logging.getLogger("tp_shard").removeHandler(handler)
     return lines
 

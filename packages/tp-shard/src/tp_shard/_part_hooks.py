@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from tp_core.discovery import FIRST_PARTY
 
 from tp_shard._shards import ParallelLayer, holds_shard
 from tp_shard.nn import ParallelLinear
@@ -14,6 +15,8 @@ log = logging.getLogger("tp_shard")
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where torch keeps the hooks of a module; there is no public list."""
+_OWN = {"torch", *(name.replace("-", "_") for name in FIRST_PARTY)}
+"""The packages whose hooks know of parts."""
 
 
 class PartHooks:
@@ -67,4 +70,4 @@ def _is_users(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__
-    return not module.startswith(("torch.", "tp_"))
+    return module.partition(".")[0] not in _OWN
