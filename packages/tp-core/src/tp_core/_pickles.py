@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import copyreg
 import functools
+import importlib
 import io
 import os
 import sys
@@ -16,7 +17,7 @@ import threading
 import typing
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 _NO_FILE = "<dynamic-code>"  # cloudpickle 3.1.3 puts it in place of every function's file
@@ -166,11 +167,62 @@ def _reduce_function(function: Any) -> Any:
     if hasattr(function, "_torchdynamo_orig_callable"):
         msg = f"{function.__qualname__} was made by torch.compile, and is compiled for this process alone"
         raise TypeError(msg)
-    if function.__code__ is not _DISPATCH or _is_importable(function):
+    if _is_importable(function):
         return NotImplemented
+    if function.__code__ is not _DISPATCH:
+        return _reduce_wrapper(function)
     # The others follow when the function is there: they may use it.
     default = function.registry[object]
     return functools.singledispatch, (default,), dict(function.registry), None, None, _register_all
+
+
+def _reduce_wrapper(function: FunctionType) -> Any:
+    """Reduce what a decorator of a library has put around a function: its globals are those of the library.
+
+    ``functools.wraps`` gives it the module of that function. cloudpickle would copy the globals with it, and
+    the wrapper that torch puts around the ``step`` of each optimizer would miss the hooks of the new process.
+    """
+    import cloudpickle
+
+    name = function.__globals__.get("__name__", "")
+    is_own = name in {"__main__", function.__module__, *cloudpickle.list_registry_pickle_by_value()}
+    if is_own or function.__globals__ is not getattr(sys.modules.get(name), "__dict__", None):
+        return NotImplemented
+    closure = function.__closure__ or ()
+    contents = {}  # they follow when the function is there: they may have it in them
+    for number, cell in enumerate(closure):
+        with contextlib.suppress(ValueError):  # it is empty
+            contents[number] = cell.cell_contents
+    special = {key: getattr(function, key) for key in _OF_FUNCTIONS}
+    state = vars(function), special, contents
+    return _make_wrapper, (name, function.__code__, len(closure)), state, None, None, _fill_wrapper
+
+
+_OF_FUNCTIONS = (
+    "__annotations__",
+    "__defaults__",
+    "__doc__",
+    "__kwdefaults__",
+    "__module__",
+    "__name__",
+    "__qualname__",
+)
+
+
+def _make_wrapper(module: str, code: CodeType, cells: int) -> FunctionType:
+    closure = tuple(CellType() for _ in range(cells)) or None
+    return FunctionType(code, vars(importlib.import_module(module)), closure=closure)
+
+
+def _fill_wrapper(
+    function: FunctionType, state: tuple[dict[str, Any], dict[str, Any], dict[int, Any]]
+) -> None:
+    attributes, special, contents = state
+    vars(function).update(attributes)
+    for key, value in special.items():
+        setattr(function, key, value)
+    for number, value in contents.items():
+        (function.__closure__ or ())[number].cell_contents = value
 
 
 def _register_all(function: Any, registry: Mapping[type, Callable[..., Any]]) -> None:
