@@ -65,3 +65,18 @@ STEPS = [
 @pytest.mark.parametrize("step", STEPS)
 def test_losses_over_what_is_returned_and_over_parameters_are_taken(step):
     fit(step)
+
+
+def test_a_loss_that_takes_what_forward_leaves_from_a_later_step_on_is_named():
+    steps = iter(range(100))
+
+    def warming_up(model, batch):
+        weight = 1.0 if next(steps) >= 3 else 0.0
+        return error(model, batch) + (weight * model.aux_loss if weight else 0.0)
+
+    model = Net()
+    with Trainer(backend="dp-gather", devices=["cpu", "cpu"], seed=0, progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(rows_and_sums(24), batch_size=4)
+        with pytest.raises(StepError, match="does not return: 'aux_loss', which forward has set"):
+            trainer.fit(model, optimizer, loader, step=warming_up)

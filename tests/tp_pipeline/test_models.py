@@ -388,8 +388,8 @@ def planned(values):
 
     rows = [{"x": torch.randn(4), "value": values(i)} for i in range(24)]
     model = nn.Sequential(*(Counted(4, 4) for _ in range(4)))
-    settings = {"devices": "cpu", "progress": False, "seed": 0, "options": {"pipeline": {"microbatches": 2}}}
-    with Trainer(backend="pipeline", **settings) as trainer:
+    options = {"pipeline": {"microbatches": 2, "samples": "value"}}
+    with Trainer(backend="pipeline", devices="cpu", progress=False, seed=0, options=options) as trainer:
         trainer.fit(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
@@ -424,7 +424,8 @@ def turned_around(at):
         return x.square().mean()
 
     try:
-        with Trainer(backend="pipeline", devices="cpu", progress=False, seed=0) as trainer:
+        options = {"pipeline": {"samples": "value"}}
+        with Trainer(backend="pipeline", devices="cpu", progress=False, seed=0, options=options) as trainer:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             trainer.fit(model, optimizer, DataLoader(rows, batch_size=2), step=step, epochs=1)
     except TpError as error:

@@ -2,17 +2,18 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from tp_core.errors import ConfigError, ContractError
 from tp_core.messages import closest, those_known
 
-__all__ = ["check_above_zero", "check_call", "explain_arguments", "explain_init"]
+__all__ = ["as_names", "check_above_zero", "check_call", "explain_arguments", "explain_init"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 # The methods and classes that explain their arguments, by what a call of them looks like.
 _explained: dict[str, inspect.Signature] = {}
@@ -112,3 +113,17 @@ def check_above_zero(options: object, *names: str) -> None:
         if value is not None and not (is_number and 0 < value < math.inf):
             msg = f"{type(options).__name__}({name}=...) must be a finite number above 0, got {value!r}"
             raise ConfigError(msg)
+
+
+def as_names(option: str, given: Collection[T] | str) -> "tuple[T | str, ...]":
+    """Return the names that an option was given: a name alone, or a collection of them.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Collection):
+        msg = f"{option} must be a list of names, got {given!r}"
+        raise ConfigError(msg)
+    return tuple(given)

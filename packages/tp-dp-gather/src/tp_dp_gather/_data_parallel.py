@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from tp_core import DeviceSpec, device_of, resolve_devices, to_device, tree_leaves
+from tp_core.arguments import as_names
+from tp_core.data import Scattering
 from tp_core.errors import ConfigError
 from tp_core.replicas import Replicas, ReplicaWrapper, untraced
 
 from tp_dp_gather._gather import Gathering, sorted_by_device
 from tp_dp_gather._loss import Criterion, parallel_loss
-from tp_dp_gather._scatter import Arguments, Scattering, split_scattered
 
 Device = int | str | torch.device
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 T = TypeVar("T")
 
 _DEFAULTS = {"cpu_keywords": [], "minibatch": False, "batch_outputs": True}
@@ -96,7 +98,7 @@ class DataParallel(ReplicaWrapper):
         if dim < 0:
             msg = f"dim must be at least 0, got {dim}"
             raise ConfigError(msg)
-        keywords = _as_names("except_keywords", except_keywords)
+        keywords = as_names("except_keywords", except_keywords)
         if not gather_to_one_device and keywords:
             msg = (
                 f"except_keywords={list(keywords)!r} leaves some of the output in parts, and "
@@ -109,7 +111,7 @@ class DataParallel(ReplicaWrapper):
         self.inputs_are_scattered = inputs_are_scattered
         self.except_keywords = frozenset(keywords)
         self.sort_and_gather = sort_and_gather
-        self.scattering = _make_scattering(dim, samples, broadcast)
+        self.scattering = Scattering.by_names(samples, broadcast, dim=dim)
         self._unseen = set(keywords)
         self._criterion: Replicas | None = None
         self._recorded: list[Sequence[Any]] | None = None
@@ -131,7 +133,7 @@ class DataParallel(ReplicaWrapper):
         most = len(self.device_ids)
         sizes: list[int] | None = None
         if self.inputs_are_scattered:
-            arguments = split_scattered(inputs, kwargs, most=most)
+            arguments = _split_scattered(inputs, kwargs, most=most)
         elif self._overrides(DataParallel, "scatter"):
             arguments = self._check_scattered(*self.scatter(inputs, kwargs, self.device_ids))
         else:
@@ -312,7 +314,7 @@ class DataParallel(ReplicaWrapper):
             targets,
             replicas=self._replicas_of(criterion),
             device=self.output_device,
-            scattering=replace(self.scattering, loaded=None),
+            scattering=replace(self.scattering, loaded=None, backend=""),
             reduction=reduction,
         )
 
@@ -349,25 +351,42 @@ class DataParallel(ReplicaWrapper):
             )
 
 
-def _as_names(option: str, given: Collection[T] | str) -> "tuple[T | str, ...]":
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, Collection):
-        msg = f"{option} must be a list of names, got {given!r}"
-        raise ConfigError(msg)
-    return tuple(given)
+def _split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int) -> list[Arguments]:
+    """Turn arguments that are tuples of parts into the arguments of each part.
 
+    Arguments that are neither tensors nor tuples nor lists (flags, numbers, ``None``) go to every
+    part.
+    """
+    named = [
+        *((f"argument {i}", a) for i, a in enumerate(args)),
+        *((f"argument {k!r}", a) for k, a in kwargs.items()),
+    ]
+    count: int | None = None
+    for name, arg in named:
+        if isinstance(arg, Tensor | PackedSequence):
+            what = f"tensor of shape {tuple(arg.shape)}" if isinstance(arg, Tensor) else "PackedSequence"
+            msg = (
+                f"with inputs_are_scattered=True {name} must be a tuple or list with one part per device, "
+                f"got a {what}"
+            )
+            raise ConfigError(msg)
+        if not isinstance(arg, tuple | list):
+            continue
+        if count is not None and len(arg) != count:
+            msg = f"{name} must have {count} parts like the arguments before it, got {len(arg)}"
+            raise ConfigError(msg)
+        count = len(arg)
+        if not 0 < count <= most:
+            msg = f"{name} must have 1 to {most} parts, one per device, got {count}"
+            raise ConfigError(msg)
 
-def _make_scattering(
-    dim: int, samples: Collection[str | int] | str, broadcast: Collection[str | int] | str
-) -> Scattering:
-    split = frozenset(_as_names("samples", samples))
-    whole = frozenset(_as_names("broadcast", broadcast))
-    if split & whole:
-        both = ", ".join(sorted(map(repr, split & whole)))
-        msg = f"samples and broadcast both name {both}; what has an entry for each row goes to samples alone"
-        raise ConfigError(msg)
-    return Scattering(dim, split, whole)
+    def part(arg: Any, i: int) -> Any:
+        return arg[i] if isinstance(arg, tuple | list) else arg
+
+    return [
+        (tuple(part(a, i) for a in args), {k: part(a, i) for k, a in kwargs.items()})
+        for i in range(count or 1)
+    ]
 
 
 def data_parallel(
@@ -472,7 +491,7 @@ def scatter(
         [(3, 2), (2, 2)]
     """
     devices = resolve_devices(target_devices)
-    scattering = _make_scattering(dim, samples, broadcast)
+    scattering = Scattering.by_names(samples, broadcast, dim=dim)
     whole: dict[str | int, Any] = {"inputs": inputs}
     sizes = scattering.sizes(whole, most=len(devices))
     pieces = scattering.parts(whole, sizes) if len(sizes) > 1 else [whole]

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from tp_core import recursive_to, to_device
-from tp_core.data import cat_rows, is_array, length_along
+from tp_core import containers, recursive_to, to_device
+from tp_core.data import cat_rows, holds_values, is_array, is_sequence, keys_of, length_along
 from tp_core.errors import ConfigError
 
-from tp_dp_gather._scatter import CONTAINERS, holds_values, is_sequence, keys_of
+_CONTAINERS = containers()
 
 
 class Gathering:
@@ -52,7 +52,7 @@ class Gathering:
             return None
         if isinstance(first, PackedSequence) or (is_array(first) and self._has_rows(outputs, path)):
             return self._join(outputs, path)
-        container = CONTAINERS[type(first)]
+        container = _CONTAINERS[type(first)]
         if container is None:
             return list(outputs)
         if is_sequence(first) and self._are_samples(outputs, path):

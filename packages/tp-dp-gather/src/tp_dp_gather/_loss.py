@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tp_core import to_device
+from tp_core.data import Scattering
 from tp_core.errors import ConfigError
 from tp_core.replicas import Replicas
-
-from tp_dp_gather._scatter import Scattering
 
 Criterion = Callable[[Any, Any], Tensor]
 

@@ -1,22 +1,12 @@
 """The session of the backend ``dp-gather``, and its steps with models that compute their own loss."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from tp_core import to_device, tree_leaves
-from tp_core.data import (
-    Envelope,
-    LossReduction,
-    Parts,
-    PreparedLoader,
-    StepOutput,
-    combine_outputs,
-    iterates_itself,
-    step_identity,
-)
+from tp_core.data import LoadedBatches, LossReduction, Parts, StepOutput, combine_outputs, step_identity
 from tp_core.errors import ConfigError, StepError
 from tp_core.jobs import whole_model_arguments
 from tp_core.plugins import Job, Session
@@ -25,21 +15,15 @@ from tp_core.replicas import autocast_like_first
 from tp_dp_gather._data_parallel import DataParallel
 from tp_dp_gather._left_values import check_left_values
 from tp_dp_gather._options import GatherOptions
-from tp_dp_gather._scatter import LoadedBatches
 
 Step = Callable[[nn.Module, Any], StepOutput]
 Calls = Sequence[Sequence[Any]]
 """The outputs of the parts, for each forward of a step."""
-
-
-class CountingCollate:
-    """Collate function that counts its samples; a class, as a loader's workers get it by pickle."""
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.collate_fn = collate_fn
-
-    def __call__(self, items: list[Any]) -> Envelope:
-        return Envelope(self.collate_fn(items), len(items))
+_INSTEAD = (
+    'choose their dimension, options={"dp-gather": {"dim": ...}}, or take Trainer(backend="tuple"), which '
+    "collates the samples of each device apart"
+)
+"""What to do where the samples of a batch are along another dimension."""
 
 
 class GatherSession(Session):
@@ -48,9 +32,10 @@ class GatherSession(Session):
     def __init__(self, job: Job, options: GatherOptions) -> None:
         super().__init__(job)
         self._options = options
-        self._batches = LoadedBatches()
+        self.loaded = self._batches = LoadedBatches(options.dim)
         # The last step that ran on several devices, and whether its model returned a loss for each of them.
         self._last_step: tuple[Step, bool] | None = None
+        self._calls = 0
         self._checked: set[object] = set()  # the identities of steps
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
@@ -63,34 +48,10 @@ class GatherSession(Session):
             samples=options.samples,
             broadcast=options.broadcast,
         )
-        prepared.scattering = replace(prepared.scattering, loaded=self._batches)
+        prepared.scattering = replace(
+            prepared.scattering, loaded=self._batches, backend="dp-gather", instead=_INSTEAD
+        )
         return prepared
-
-    def prepare_loader(
-        self, loader: Iterable[Any], *, training: bool = True, shard: bool = True
-    ) -> PreparedLoader:
-        """Return a loader of whole batches, which knows how many samples each is collated from."""
-        # A loader class with its own __iter__ may look into its batches, which must not be envelopes then.
-        is_counted = (
-            isinstance(loader, DataLoader)
-            and loader.batch_sampler is not None
-            and not iterates_itself(loader)
-        )
-        return PreparedLoader(
-            loader,
-            seed=self.job.seed,
-            training=training,
-            shard=shard,
-            move=self.move_batch,
-            collate=CountingCollate if is_counted else None,
-        )
-
-    def move_batch(self, batch: Any) -> Any:
-        if not isinstance(batch, Envelope):
-            return super().move_batch(batch)
-        moved = super().move_batch(batch.batch)
-        self._batches.add(moved, batch.samples, self._options.dim)
-        return moved
 
     def compile_model(self, model: nn.Module) -> None:
         if isinstance(model, DataParallel):
@@ -111,13 +72,17 @@ class GatherSession(Session):
 
         Collectives: those of the model's forward and backward, see `DataParallel`.
         """
-        # Recording keeps the outputs of all parts alive until the step ends: only where they are needed.
+        # Recording keeps the outputs of all parts alive until the step ends: only where they are needed. A
+        # step may do something else later, so that its first call, the second, the fourth and so on are seen.
+        self._calls += 1
+        is_seen = not self._calls & (self._calls - 1)
         last = self._last_step
-        if not isinstance(model, DataParallel) or (last and last[0] is step and not last[1]):
+        is_known = last is not None and last[0] is step and not last[1]
+        if not isinstance(model, DataParallel) or (is_known and not is_seen):
             return step(model, batch)
         with model.recorded() as calls:
             output = step(model, batch)
-        self._check_left_values(step, model, output)
+        self._check_left_values(step, model, output, is_seen=is_seen)
         if not any(len(parts) > 1 for parts in calls):
             return output
         self._last_step = step, _has_loss_of_each_part(output, calls)
@@ -126,12 +91,15 @@ class GatherSession(Session):
         with self._batches.computing_part("in a step with a loss of each device"):
             return _output_by_parts(step, model, batch, calls, loss=self.job.loss)
 
-    def _check_left_values(self, step: Step, model: DataParallel, output: StepOutput) -> None:
+    def _check_left_values(
+        self, step: Step, model: DataParallel, output: StepOutput, *, is_seen: bool
+    ) -> None:
         """Check the first loss of a step, or of those that a loop makes anew for each batch."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         known = step_identity(step)
         forwards, model.first_outputs = model.first_outputs, []
-        if isinstance(loss, Tensor) and loss.grad_fn is not None and forwards and known not in self._checked:
+        is_due = forwards and (is_seen or known not in self._checked)
+        if is_due and isinstance(loss, Tensor) and loss.grad_fn is not None:
             check_left_values(loss, forwards, model.module)
             self._checked.add(known)
 

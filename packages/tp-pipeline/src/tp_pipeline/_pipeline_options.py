@@ -1,6 +1,6 @@
 """The options of the backend ``pipeline``."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -50,6 +50,10 @@ class PipelineOptions:
         microbatches: The number of parts of each batch, which follow each other through the stages; 0 for
             four for each rank, or one for each sample where there are fewer.
         microbatch_size: The number of samples of each part, in place of their number; 0 for none.
+        samples: What has an entry for each sample, as a list of texts has, and is split like tensors. Keys or
+            fields of the batch at any depth; several with dots between them are a path: ``"batch.1.names"``.
+        broadcast: What each micro-batch gets whole, named in the same manner: tensors without a row for each
+            sample, and lists that are as long as the batch without an entry for each.
         cuts: The names of the modules with which stages begin, without the first stage:
             ``["layers.4", "layers.8"]``. ``None`` cuts between repeated blocks, so that the stages have about
             as many parameters.
@@ -73,6 +77,8 @@ class PipelineOptions:
     stages_per_rank: int = 0
     microbatches: int = 0
     microbatch_size: int = 0
+    samples: Collection[str] | str = ()
+    broadcast: Collection[str] | str = ()
     cuts: Sequence[str] | None = None
     data: Literal["ddp", "fsdp"] = "ddp"
     weights: Literal["whole", "shard"] = "whole"

@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core import tree_leaves, tree_map
-from tp_core.data import Parts, Share, StepOutput, combine_outputs, near_power_of_two
+from tp_core.data import (
+    LoadedBatches,
+    Parts,
+    Scattering,
+    Share,
+    StepOutput,
+    combine_outputs,
+    near_power_of_two,
+)
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError, TpError
 from tp_core.fully_sharded import whole_matrix_optimizer
 from tp_core.jobs import CompileOptions
@@ -86,6 +94,15 @@ class PipelineSession(ProcessGroupSession):
         if options.schedule == "auto":
             options = _choose_options(options, job, ranks)
         self.options = options
+        self.loaded = LoadedBatches()
+        self._scattering = Scattering.by_names(
+            options.samples,
+            options.broadcast,
+            loaded=self.loaded,
+            backend="pipeline",
+            part="micro-batch",
+            instead="or take a backend with whole batches (ddp, fsdp)",
+        )
         is_early = self.device.type == "cpu"
         self.orders = Orders(options.schedule, ranks, options.stages_per_rank, is_early=is_early)
         self._exchange = StageExchange(
@@ -342,7 +359,8 @@ class PipelineSession(ProcessGroupSession):
         all_come = learns or self._rows is not None
         agrees = all_come and self._gradient_size > 1 and not staged.is_agreed
         try:
-            parts = split_batch(batch, self.options, self.orders, is_first=learns and not staged.is_planned)
+            is_first = learns and not staged.is_planned
+            parts = split_batch(batch, self._scattering, self.options, self.orders, is_first=is_first)
             plans = staged.plans_of(step, parts)
         except Exception as error:
             if agrees:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from tp_core._contracts._batch import Share, StepOutput
 from tp_core._contracts._job import CompileOptions, Job
@@ -28,7 +29,7 @@ from tp_core.modules._parameters import (
 )
 
 if TYPE_CHECKING:
-    from tp_core.data import PreparedLoader
+    from tp_core.data import LoadedBatches, PreparedLoader
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -67,12 +68,15 @@ class Session:
             (`tp_core.tensors.build_deferred`), and allocates its parameters and buffers, or a rank's part.
         cuts_models: Whether the first :meth:`run` with a model leaves a part of it on each rank. A wrapper
             that needs the whole model has it only before.
+        loaded: Records of the loaders' last batches, for a session that cuts them by their rows; ``None`` for
+            none. With them loaders count the samples that each batch is collated from.
     """
 
     runs_step_in_parts: bool = False
     evaluates_together: bool = False
     takes_deferred_models: bool = False
     cuts_models: bool = False
+    loaded: "LoadedBatches | None" = None
 
     def __init__(self, job: Job, *, device: torch.device | None = None) -> None:
         self.job = job
@@ -226,8 +230,15 @@ class Session:
         """
         # The loader's floor is above this one. An import here keeps the contract light, and a session that
         # overrides nothing can feed a model.
-        from tp_core.data import PreparedLoader
+        from tp_core.data import CountingCollate, PreparedLoader, iterates_itself
 
+        # A loader class with its own __iter__ may look into its batches, which must not be envelopes then.
+        is_counted = (
+            self.loaded is not None
+            and isinstance(loader, DataLoader)
+            and loader.batch_sampler is not None
+            and not iterates_itself(loader)
+        )
         return PreparedLoader(
             loader,
             seed=self.job.seed,
@@ -235,12 +246,13 @@ class Session:
             size=self.data_size,
             training=training,
             shard=shard,
-            move=self.move_batch if self.device.type != "cpu" else None,
+            move=self.move_batch if is_counted or self.device.type != "cpu" else None,
             agree=self.check_agreement if self.data_size > 1 else None,
             any_rank=self._any_rank
             if self.evaluates_together and not training and self.data_size > 1
             else None,
             gather=self._gather_from_data_ranks if self.data_size > 1 else None,
+            collate=CountingCollate if is_counted else None,
         )
 
     def _gather_from_data_ranks(self, value: T) -> list[T]:
@@ -260,7 +272,13 @@ class Session:
 
     def move_batch(self, batch: Any) -> Any:
         """Move a batch to the device of the step."""
-        return to_device(batch, self.device)
+        from tp_core.data import Envelope  # as in `prepare_loader`
+
+        if self.loaded is None or not isinstance(batch, Envelope):
+            return to_device(batch, self.device)
+        moved = to_device(batch.batch, self.device)
+        self.loaded.add(moved, batch.samples)
+        return moved
 
     # -- the step -----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tp_core._contracts._batch import Share as Share
     from tp_core._contracts._batch import StepOutput as StepOutput
     from tp_core.data._batches import CountedBatch as CountedBatch
+    from tp_core.data._batches import CountingCollate as CountingCollate
     from tp_core.data._batches import Envelope as Envelope
     from tp_core.data._batches import count_samples as count_samples
     from tp_core.data._batches import split_evenly as split_evenly
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from tp_core.data._rows import is_array as is_array
     from tp_core.data._rows import length_along as length_along
     from tp_core.data._rows import split_rows as split_rows
+    from tp_core.data._scattering import LoadedBatches as LoadedBatches
+    from tp_core.data._scattering import Scattering as Scattering
+    from tp_core.data._scattering import holds_values as holds_values
+    from tp_core.data._scattering import is_sequence as is_sequence
+    from tp_core.data._scattering import keys_of as keys_of
     from tp_core.data._step_outputs import SampleRows as SampleRows
     from tp_core.data._step_outputs import combine_outputs as combine_outputs
     from tp_core.data._step_outputs import join_rows as join_rows
@@ -36,9 +42,22 @@ else:
         __name__,
         {
             "tp_core._contracts._batch": ["LossReduction", "Parts", "Share", "StepOutput"],
-            "tp_core.data._batches": ["CountedBatch", "Envelope", "count_samples", "split_evenly"],
+            "tp_core.data._batches": [
+                "CountedBatch",
+                "CountingCollate",
+                "Envelope",
+                "count_samples",
+                "split_evenly",
+            ],
             "tp_core.data._loader": ["PreparedLoader"],
             "tp_core.data._rows": ["cat_rows", "is_array", "length_along", "split_rows"],
+            "tp_core.data._scattering": [
+                "LoadedBatches",
+                "Scattering",
+                "holds_values",
+                "is_sequence",
+                "keys_of",
+            ],
             "tp_core.data._step_outputs": [
                 "SampleRows",
                 "combine_outputs",

@@ -247,6 +247,16 @@ class Envelope:
         return Envelope(recursive_pin(self.batch), self.samples)
 
 
+class CountingCollate:
+    """Collate function that counts its samples; a class, as a loader's workers get it by pickle."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, items: list[Any]) -> Envelope:
+        return Envelope(self.collate_fn(items), len(items))
+
+
 class CountedBatch(dict[str, Any]):
     """Named values of a batch that knows what its loss is a mean over.
 

@@ -1,4 +1,4 @@
-"""The scatter: arguments are cut into a part for each device, by the rows of tensors and by what is declared.
+"""The rule by which values are cut into parts: by the rows of tensors, and by what is declared.
 
 A tensor has its rows in one dimension. For other values no length says what their entries are: a list of 8
 texts beside tensors of 8 rows may have a text for each row, or be the names of 8 classes. So what is as long
@@ -7,7 +7,7 @@ as there are rows is refused until ``samples`` or ``broadcast`` names it.
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import accumulate
@@ -17,8 +17,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from tp_core import containers, tree_leaves
-from tp_core.data import is_array, length_along, split_evenly, split_rows
+
+from tp_core._trees import containers, tree_leaves
+from tp_core.arguments import as_names
+from tp_core.data._batches import split_evenly
+from tp_core.data._rows import is_array, length_along, split_rows
 from tp_core.errors import ConfigError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -26,7 +29,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Path = tuple[str | int, ...]
 """Where a value is: the name or the place of its argument, then keys, fields and positions within it."""
 
-CONTAINERS = containers()
+_CONTAINERS = containers()
 
 # Where tensors are that say how many rows there are: the first of these that has any. A list may have an
 # entry for each row, and its tensors then have rows of something else.
@@ -45,26 +48,30 @@ class _Length(NamedTuple):
 class LoadedBatches:
     """Records of the last batches of a session's loaders.
 
+    Args:
+        dim: The dimension of the rows.
+
     Attributes:
         counts: The numbers of samples in the batches.
         computing: The places that compute a part of a batch now, by a token for each. Threads of the model
             look here, too, so it is not thread-local.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dim: int = 0) -> None:
+        self._dim = dim
         # One step may take batches of several loaders.
         self.counts: deque[int] = deque(maxlen=8)
         self.computing: dict[object, str] = {}
         # By identity, as tensors have no other equality; weak, as a batch is freed before the next is made.
         self._others: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
-    def add(self, batch: Any, chosen: int, dim: int) -> None:
+    def add(self, batch: Any, chosen: int) -> None:
         """Record a batch, for which so many samples were chosen."""
         samples = _count_samples(batch, chosen)
         self.counts.append(samples)
         for leaf in tree_leaves(batch):
             is_tensor = isinstance(leaf, Tensor) or is_array(leaf)
-            if is_tensor and length_along(leaf, dim) not in {None, samples}:
+            if is_tensor and length_along(leaf, self._dim) not in {None, samples}:
                 self._others[id(leaf)] = leaf
 
     def has_other_rows(self, value: Any) -> bool:
@@ -82,8 +89,8 @@ class LoadedBatches:
         finally:
             del self.computing[token]
 
-    def __reduce__(self) -> tuple[type["LoadedBatches"], tuple[()]]:
-        return LoadedBatches, ()  # for copies of a prepared model: its batches are not theirs
+    def __reduce__(self) -> tuple[type["LoadedBatches"], tuple[int]]:
+        return LoadedBatches, (self._dim,)  # for copies of a prepared model: its batches are not theirs
 
 
 def _count_samples(batch: Any, chosen: int) -> int:
@@ -97,7 +104,7 @@ def _count_samples(batch: Any, chosen: int) -> int:
 
 def _has_length(value: Any, length: int) -> bool:
     """Return whether a list, or any dimension of a tensor, is so long."""
-    container = CONTAINERS[type(value)]
+    container = _CONTAINERS[type(value)]
     if container is None:
         if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested):
             return length_along(value) == length
@@ -140,7 +147,7 @@ def _are_records(values: Any) -> bool:
     """Return whether a list holds dicts, or the like, with the same keys, as one for each row would have."""
     kinds = set()
     for value in values:
-        if is_sequence(value) or CONTAINERS[type(value)] is None:
+        if is_sequence(value) or _CONTAINERS[type(value)] is None:
             return False
         kinds.add((type(value), *keys_of(value)))
     return len(kinds) == 1
@@ -170,14 +177,46 @@ class Scattering:
         broadcast: Names of values that every part gets whole. A name is a key, field or parameter, at any
             depth, or several with dots between them, or the place of a positional argument.
         loaded: Records of the loaders' last batches, under a trainer.
+        backend: The name of the backend, under a trainer.
+        part: What gets a part, in words.
+        instead: What errors say of batches whose samples are along another dimension.
         names: The names of positional arguments, by their places.
+
+    Raises:
+        ConfigError: ``samples`` and ``broadcast`` name the same.
     """
 
     dim: int = 0
     samples: frozenset[str | int] = frozenset()
     broadcast: frozenset[str | int] = frozenset()
     loaded: LoadedBatches | None = None
+    backend: str = ""
+    part: str = "device"
+    instead: str = ""
     names: Mapping[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.samples & self.broadcast:
+            both = ", ".join(sorted(map(repr, self.samples & self.broadcast)))
+            msg = (
+                f"samples and broadcast both name {both}; what has an entry for each row goes to samples "
+                "alone"
+            )
+            raise ConfigError(msg)
+
+    @classmethod
+    def by_names(
+        cls,
+        samples: Collection[str | int] | str,
+        broadcast: Collection[str | int] | str,
+        *,
+        dim: int = 0,
+        **further: Any,
+    ) -> "Scattering":
+        """Return the rules by what options name; a name alone counts as a list of it."""
+        split = frozenset(as_names("samples", samples))
+        whole = frozenset(as_names("broadcast", broadcast))
+        return cls(dim, split, whole, **further)
 
     def arguments(
         self,
@@ -245,7 +284,7 @@ class Scattering:
         is_named = is_named or self._is_named(path, self.samples)
         if is_named:
             level = _OUTSIDE_LISTS
-        container = CONTAINERS[type(value)]
+        container = _CONTAINERS[type(value)]
         if container is None:
             length = length_along(value, self.dim)
             if length is not None:
@@ -284,7 +323,7 @@ class Scattering:
         rows = sum(sizes)
         names_this = self._is_named(path, self.samples)
         is_named = is_named or names_this
-        container = CONTAINERS[type(value)]
+        container = _CONTAINERS[type(value)]
         if is_named and is_sequence(value):
             return self._cut_sequence(value, sizes, path)
         is_unclear = self._is_unclear(value, rows) and not self._names_within(value, path)
@@ -336,7 +375,7 @@ class Scattering:
             raise ConfigError(self._uneven(value, path, len(value), rows))
         ends = accumulate(sizes)
         pieces = [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        container = CONTAINERS[type(value)]
+        container = _CONTAINERS[type(value)]
         return pieces if container is None else [container.rebuild(value, list(piece)) for piece in pieces]
 
     def _is_unclear(self, value: Any, rows: int) -> bool:
@@ -349,7 +388,7 @@ class Scattering:
             return _are_records(value) or not holds_values(value, rows, self.dim)
         if isinstance(value, Mapping):
             return len(value) == rows and not any(map(has_rows, tree_leaves(value)))
-        if CONTAINERS[type(value)] is not None:
+        if _CONTAINERS[type(value)] is not None:
             return False  # fields have names
         return _has_entries(value, rows) or self._holds_rows(value, rows)
 
@@ -369,7 +408,7 @@ class Scattering:
 
     def _names_within(self, value: Any, path: Path) -> bool:
         """Return whether an option names something in a container, which then has values, and no samples."""
-        container = CONTAINERS[type(value)]
+        container = _CONTAINERS[type(value)]
         if container is None or not (self.samples or self.broadcast):
             return False
         for key, child in zip(keys_of(value), container.children(value), strict=True):
@@ -392,15 +431,15 @@ class Scattering:
         first = path[0]
         is_place = len(path) == 1 and isinstance(first, int) and first not in self.names
         name = f"({first},)" if is_place else f'("{self._dotted(path)}",)'
-        if self.loaded is None:
+        if not self.backend:
             return f"{option}={name}"
-        return f'options={{"dp-gather": {{"{option}": {name}}}}}'
+        return f'options={{"{self.backend}": {{"{option}": {name}}}}}'
 
     def _undeclared(self, path: Path, what: str) -> str:
         return (
             f"{self._dotted(path)!r} is {what}, so that it may have an entry for each row; say which it is: "
             f"{self._option('samples', path)} splits it, and {self._option('broadcast', path)} gives all of "
-            "it to each device"
+            f"it to each {self.part}"
         )
 
     def _uneven(self, value: Any, path: Path, length: int | None, rows: int) -> str:
@@ -419,13 +458,12 @@ class Scattering:
             f"{self._dotted(path)!r} is {kind} of shape {tuple(value.shape)} in the loader's batch, and the "
             f"batch's samples are not along its dim {self.dim} (the last batch has {samples}); "
             f"{self._remedy(path)}; if it belongs to the samples, let collate_fn return a row for each, "
-            'padded or in lists, choose their dimension, options={"dp-gather": {"dim": ...}}, or take '
-            'Trainer(backend="tuple"), which collates the samples of each device apart; a dataset that makes '
-            "batches itself goes with DataLoader(batch_size=None)"
+            f"padded or in lists, {self.instead}; a dataset that makes batches itself goes with "
+            "DataLoader(batch_size=None)"
         )
 
     def _remedy(self, path: Path) -> str:
-        remedy = f"what each device needs whole is named: {self._option('broadcast', path)}"
+        remedy = f"what each {self.part} needs whole is named: {self._option('broadcast', path)}"
         outer = _outermost_list(path)
         if outer is None:
             return remedy
@@ -446,41 +484,3 @@ def _parameter_names(function: Callable[..., Any] | None, count: int) -> dict[in
         return {}
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return {i: p.name for i, p in enumerate(parameters[:count]) if p.kind not in several}
-
-
-def split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int) -> list[Arguments]:
-    """Turn arguments that are tuples of parts into the arguments of each part.
-
-    Arguments that are neither tensors nor tuples nor lists (flags, numbers, ``None``) go to every
-    part.
-    """
-    named = [
-        *((f"argument {i}", a) for i, a in enumerate(args)),
-        *((f"argument {k!r}", a) for k, a in kwargs.items()),
-    ]
-    count: int | None = None
-    for name, arg in named:
-        if isinstance(arg, Tensor | PackedSequence):
-            what = f"tensor of shape {tuple(arg.shape)}" if isinstance(arg, Tensor) else "PackedSequence"
-            msg = (
-                f"with inputs_are_scattered=True {name} must be a tuple or list with one part per device, "
-                f"got a {what}"
-            )
-            raise ConfigError(msg)
-        if not isinstance(arg, tuple | list):
-            continue
-        if count is not None and len(arg) != count:
-            msg = f"{name} must have {count} parts like the arguments before it, got {len(arg)}"
-            raise ConfigError(msg)
-        count = len(arg)
-        if not 0 < count <= most:
-            msg = f"{name} must have 1 to {most} parts, one per device, got {count}"
-            raise ConfigError(msg)
-
-    def part(arg: Any, i: int) -> Any:
-        return arg[i] if isinstance(arg, tuple | list) else arg
-
-    return [
-        (tuple(part(a, i) for a in args), {k: part(a, i) for k, a in kwargs.items()})
-        for i in range(count or 1)
-    ]
