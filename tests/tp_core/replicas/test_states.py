@@ -1,6 +1,7 @@
 """Tensors that a forward keeps on its modules: each replica goes on with those of its own rows."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -111,3 +112,51 @@ def test_what_a_forward_leaves_to_look_at_costs_no_other_call():
     replicas = Replicas(module, ["cpu"] * 2)
     for x in steps():
         torch.testing.assert_close(run(replicas, x), module.layer(x).relu())
+
+
+def test_what_a_hook_keeps_in_a_dict_of_the_program_is_of_the_part_that_runs():
+    module, kept = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), {}
+
+    def own_rows(replica, part):
+        replica(part)
+        own = threading.get_ident()
+        return kept["hidden"], replica[0](part).tanh(), own
+
+    parts = [torch.randn(2, 3) for _ in range(3)]
+    replicas = Replicas(module, ["cpu"] * 3)
+    replicas.run(lambda replica, part: replica(part), parts)
+    assert not replicas.runs_in_turn
+    handle = module[1].register_forward_hook(lambda _module, _args, output: kept.update(hidden=output))
+    found = replicas.run(own_rows, parts)
+    for hidden, expected, thread in found:
+        torch.testing.assert_close(hidden, expected)
+        assert thread == threading.get_ident()
+    handle.remove()
+    replicas.run(lambda replica, part: replica(part), parts)
+    assert not replicas.runs_in_turn
+
+
+class Momentum(nn.Module):
+    """Moves a frozen encoder in forward, as MoCo does."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(requires_grad=False)
+        self.embed = nn.Embedding(4, 2, max_norm=0.1)
+
+    def forward(self, x):
+        if self.training:
+            self.key.weight.data.mul_(0.9).add_(self.query.weight.data, alpha=0.1)
+        return self.query(x) - self.key(x) + self.embed(torch.zeros(len(x), dtype=torch.long))
+
+
+def test_parameters_that_parts_write_are_named_once(caplog):
+    module = Momentum().eval()
+    replicas = Replicas(module, ["cpu"] * 2)
+    run(replicas, torch.ones(4, 3))
+    assert caplog.messages == []
+    module.train()
+    for _ in range(3):
+        run(replicas, torch.ones(4, 3))
+    assert [message.partition(",")[0] for message in caplog.messages] == ["forward"]
+    assert "or the step, writes the parameter 'key.weight' on each of 2 devices" in caplog.text

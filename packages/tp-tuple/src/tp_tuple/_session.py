@@ -13,7 +13,7 @@ from tp_core.data import Envelope, Parts, PreparedLoader, StepOutput, combine_ou
 from tp_core.errors import LoaderError, StepError
 from tp_core.jobs import whole_model_arguments
 from tp_core.plugins import Job, Session
-from tp_core.replicas import Replicas, has_modes, leave_to_others
+from tp_core.replicas import Replicas, leave_to_others
 from tp_core.sessions import PerModule
 
 from tp_tuple._balance import Speeds, resolve_weights, run_timed
@@ -37,12 +37,12 @@ class PartGather:
     Args:
         count: The number of parts.
         order: The place in the batch of each row of the concatenated parts; ``None`` if they are in order.
-        in_turn: If ``True``, the parts run one after the other and cannot wait for each other.
+        replicas: The replicas, which run the parts.
     """
 
-    def __init__(self, count: int, order: Sequence[int] | None, *, in_turn: bool) -> None:
+    def __init__(self, count: int, order: Sequence[int] | None, replicas: Replicas) -> None:
         self._count = count
-        self._in_turn = in_turn
+        self._replicas = replicas
         self._positions: list[int] | None = None
         if order is not None:
             self._positions = sorted(range(len(order)), key=order.__getitem__)
@@ -97,11 +97,12 @@ class PartGather:
         Collectives: forward all-gathers the rows by copies between devices; backward copies each part's
         share of the gradient back, where autograd sums the shares.
         """
-        if self._in_turn:
+        if self._count > 1 and self._replicas.runs_in_turn:  # they cannot wait for each other
             msg = (
                 "all_gather() cannot bring the parts of the batch together within a TorchFunctionMode, a "
-                "TorchDispatchMode or hooks for saved tensors, in which they run one after the other; leave "
-                "these, or take another backend: Trainer(backend='dp-gather')"
+                "TorchDispatchMode or hooks for saved tensors, nor with forward hooks of your own: they run "
+                "one after the other then; leave these, or take another backend: "
+                "Trainer(backend='dp-gather')"
             )
             raise StepError(msg)
         number, time = _part.number, _part.times
@@ -285,7 +286,7 @@ class TupleSession(Session):
         if not isinstance(batch, Parts):
             batch = self.move_batch(batch)
         parts = batch[:]
-        gather = PartGather(len(parts), batch.order, in_turn=len(parts) > 1 and has_modes())
+        gather = PartGather(len(parts), batch.order, replicas)
         if len(parts) > 1:
             self._gathers.append(gather)
         try:

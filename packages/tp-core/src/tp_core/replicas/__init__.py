@@ -6,7 +6,7 @@ them as `untraced`.
 """
 
 from tp_core.modules._compiler import not_compiled_alone, untraced
-from tp_core.replicas._caller import autocast_like_first, has_modes
+from tp_core.replicas._caller import autocast_like_first
 from tp_core.replicas._random import is_random_op
 from tp_core.replicas._replicas import Replicas, leave_to_others
 from tp_core.replicas._wrapper import ReplicaWrapper
@@ -15,7 +15,6 @@ __all__ = [
     "ReplicaWrapper",
     "Replicas",
     "autocast_like_first",
-    "has_modes",
     "is_random_op",
     "leave_to_others",
     "not_compiled_alone",

@@ -2,10 +2,12 @@
 
 import copy
 import itertools
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tp_core._devices import DeviceSpec, resolve_devices
 from tp_core._trees import containers
+from tp_core.device_types import is_capturing
 from tp_core.errors import ConfigError, ModelError
 from tp_core.modules._compiler import compile_in_place, untraced
 from tp_core.modules._parameters import check_no_max_norm
@@ -25,7 +28,9 @@ from tp_core.replicas._mirror import (
     LINK,
     OriginalBuffers,
     ParameterMirror,
+    digest_of,
     expose_to_autograd,
+    is_comparable,
     refresh,
     same_objects,
     side_stream,
@@ -34,6 +39,8 @@ from tp_core.replicas._mirror import (
 from tp_core.replicas._random import Streams
 from tp_core.replicas._replica_modules import ReplicaModules, Structure, call_as_replica, is_scripted
 from tp_core.replicas._threads import ReplicaThreads, raise_first
+
+log = logging.getLogger("tp_core")
 
 # -- The cache of replicas between calls, and the rules for its renewal ----------------------------
 
@@ -92,6 +99,10 @@ class ReplicaCache:
 
     def refresh(self) -> None:
         self._refreshes += 1
+
+    def has_users_hooks(self) -> bool:
+        """Return whether the module has forward hooks of the program's own; `prepare` has looked."""
+        return self._structure is not None and self._structure.has_users_hooks()
 
     def note_states(self, count: int) -> None:
         """Note the states that the first ``count`` replicas have left on their modules."""
@@ -305,6 +316,56 @@ def _nodes_of(value: Any) -> list[Any]:
     return nodes
 
 
+# -- Parameters that parts write ------------------------------------------------------------------
+
+
+class ParameterWatch:
+    """A check that no part of a call writes parameters, as a forward does that moves a teacher.
+
+    Each part would write: on one device the parameters are the same for all parts. It looks at the first call
+    with gradients, the second, the fourth and so on.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._calls = 0
+        self._looks = True
+
+    @contextmanager
+    def watching(self, parts: int) -> Iterator[None]:
+        """Warn, once, if the block writes parameters."""
+        self._calls += 1
+        if not self._looks or self._calls & (self._calls - 1):
+            yield
+            return
+        named = [
+            (f"{prefix}.{name}".lstrip("."), parameter)
+            for prefix, owner in self._module.named_modules()
+            for name, parameter in owner.named_parameters(recurse=False)
+            # A norm that an embedding bounds in forward is the same however often.
+            if getattr(owner, "max_norm", None) is None and is_comparable(parameter) and parameter.numel()
+        ]
+        if not named or is_capturing(named[0][1].device):
+            yield
+            return
+        before = digest_of([parameter for _, parameter in named])
+        yield
+        changed = digest_of([parameter for _, parameter in named]).changed_since(before)
+        if changed:
+            self._looks = False
+            log.warning(
+                "forward, or the step, writes the parameter %r on each of %d devices, so that it changes "
+                "once for each part of a batch: a teacher moves as often, and a codebook is of the last "
+                "part's rows. Write it between steps, as in a callback's on_step_end, or take a backend that "
+                "runs the step once: ddp",
+                named[changed[0]][0],
+                parts,
+            )
+
+
 # -- Replicas of one module on several devices of one process -------------------------------------
 
 
@@ -324,6 +385,10 @@ class Replicas:
     the CPU, or on a device that is named twice) draw one at a time, each from a state of its own, but not
     within activation checkpoints. In both cases the numbers follow from the caller's seed.
 
+    Under modes and saved-tensor hooks, and with forward hooks of the program's own on modules, the parts run
+    one after the other in the caller's thread: what a hook keeps of a part, in a dict that all share, is then
+    that part's as long as it runs.
+
     Changes are noticed that a version counter does not count (``parameter.data.add_(1)``). Parameters that
     no optimizer has stepped since the last call, such as frozen ones, are compared with their copies by
     sums of their bits, so the host waits for the first device there.
@@ -342,6 +407,7 @@ class Replicas:
     Attributes:
         module: The module.
         devices: One device per replica.
+        runs_in_turn: Whether the parts of the call that runs, or of the last one, run one after the other.
 
     Raises:
         DeviceError: ``devices`` is empty, or names a device that this process does not have.
@@ -372,6 +438,8 @@ class Replicas:
         self._lock = threading.Lock()
         # The thread that holds the lock: its own second call is an error, another thread's call waits.
         self._owner: int | None = None
+        self.runs_in_turn = False
+        self._watch = ParameterWatch(module)
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -487,10 +555,14 @@ class Replicas:
             device, rng = self.devices[i], streams.of(i)
             task = partial(caller.call, call, replicas[i], parts[i], device=device, rng=rng)
             tasks.append(partial(order.call, task, number=i, part=parts[i]))
+        # A mode belongs to the caller's thread: other threads would run outside of it, and one mode object is
+        # not made for several threads at once. Hooks of users fill dicts that all parts share.
+        self.runs_in_turn = caller.has_modes or self._cache.has_users_hooks()
+        looks = grad and not caller.has_modes  # a mode would see the look, too
+        watching = self._watch.watching(count) if looks else nullcontext()
         try:
-            # A mode belongs to the caller's thread: other threads would run outside of it, and one mode
-            # object is not made for several threads at once.
-            outcomes = self._threads.run(run_first, tasks, in_turn=caller.has_modes)
+            with watching:
+                outcomes = self._threads.run(run_first, tasks, in_turn=self.runs_in_turn)
         except BaseException:  # abandoned threads still use the cached replicas: later calls must not
             self._cache = self._fresh_cache(self._cache.compile_options)
             raise
