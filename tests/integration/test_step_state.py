@@ -71,6 +71,26 @@ def with_attribute():
     return losses.step, "'self.count'"
 
 
+def with_a_loss():
+    class Centered(torch.nn.Module):
+        """Keeps a running mean, as the loss of DINO does."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("center", torch.zeros(()))
+
+        def forward(self, output):
+            self.center = self.center * 0.9 + output.detach().mean() * 0.1
+            return (output - self.center).square().mean()
+
+    centered = Centered()
+
+    def step(model, batch):
+        return centered(model(batch[0]))
+
+    return step, "'centered'"
+
+
 def with_nothing():
     scale, names = 2.0, ["x"]
 
@@ -80,7 +100,7 @@ def with_nothing():
     return step, ""
 
 
-KINDS = [with_list, with_queue, with_tensor, with_global, with_attribute, with_nothing]
+KINDS = [with_list, with_queue, with_tensor, with_global, with_attribute, with_a_loss, with_nothing]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -105,6 +125,23 @@ class Inner(torch.nn.Module):
 
     def forward(self, x, y):
         return (self.linear(x) - y).square().mean()
+
+
+def test_a_count_in_a_step_of_two_models_is_named(caplog):
+    calls, x = [0], torch.ones(8, 2)
+
+    def step(first, second, batch):
+        calls[0] += 1
+        return (first(batch[0]) - second(batch[0])).square().mean()
+
+    with (
+        caplog.at_level(logging.WARNING, "tp_trainer"),
+        Trainer(devices=["cpu", "cpu"], progress=False) as trainer,
+    ):
+        models = trainer.prepare(torch.nn.Linear(2, 1), torch.nn.Linear(2, 1))
+        for batch in trainer.prepare(DataLoader(TensorDataset(x), batch_size=4)):
+            trainer.backward(trainer.run(step, *models, batch))
+    assert len(messages_of(caplog)) == 1
 
 
 def messages_of(caplog):

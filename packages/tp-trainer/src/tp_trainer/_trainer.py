@@ -689,18 +689,15 @@ class Trainer:
         if watchdog is not None:  # in the validation of a loop, whose own batches do not count there
             watchdog.note_step()
         try:
+            prepared = [preparation.prepare_model(model) for model in models]
             if len(models) == 1:
                 if self._run_step is None:
                     self._run_step = preparation.run_step()
-                    self._step_state = StepStateWatch(self.session)
-                model, run_step = preparation.prepare_model(models[0]), self._run_step
-                if self._step_state is not None and self._step_state.looks:
-                    output = self._step_state.run(run_step, step, model, batch, own=step)
-                else:
-                    output = run_step(step, model, batch)
+                run_step, model = self._run_step, prepared[0]
+                output = self._watched(lambda step: run_step(step, model, batch), step, prepared)
             else:
                 run = in_precision(self.session.run_several, preparation.precision, self.device)
-                output = run(step, [preparation.prepare_model(model) for model in models], batch)
+                output = self._watched(lambda step: run(step, prepared, batch), step, prepared)
         except Exception as error:
             explain_mistake(error, batch)
             preparation.explain(error)
@@ -708,6 +705,19 @@ class Trainer:
         if preparation.shares is not None and torch.is_grad_enabled():
             preparation.shares.note_loss(output, batch)
         return output  # type: ignore[return-value]  # a backend returns what it gets, or the same of parts
+
+    def _watched(
+        self,
+        run: Callable[[Callable[..., Any]], StepOutput],
+        step: Callable[..., Any],
+        models: list[nn.Module],
+    ) -> StepOutput:
+        """Return ``run(step)``; look whether the step changes what it keeps, where it runs several times."""
+        if self._step_state is None:
+            self._step_state = StepStateWatch(self.session)
+        if not self._step_state.looks:
+            return run(step)
+        return self._step_state.run(run, step, models, own=step)
 
     def backward(
         self,

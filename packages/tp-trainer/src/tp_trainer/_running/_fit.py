@@ -240,14 +240,18 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         if not hooks.weighs_batches and any(isinstance(p, CountedBatch) for p in parts):
             hooks.weighs_batches, step = True, weighed(step, [step])
         watched = partial(run_watched, hooks.run, update.optimizer)
-        output = hooks.step_state.run(watched, step, model, batch, own=settings.step)
+        output = hooks.step_state.run(
+            lambda counted: watched(counted, model, batch), step, [model], own=settings.step
+        )
         loop._check_training_metrics({"loss", *output} if isinstance(output, Mapping) else {"loss"})
         return output
 
     def run_first_of_epoch(_: Step, model: Any, batch: Any) -> StepOutput:
         nonlocal run
         run = hooks.run
-        return hooks.step_state.run(run, step, model, batch, own=settings.step)
+        return hooks.step_state.run(
+            lambda counted: hooks.run(counted, model, batch), step, [model], own=settings.step
+        )
 
     def finish_first() -> bool:
         nonlocal run, finish
