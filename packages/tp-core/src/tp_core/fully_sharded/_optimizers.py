@@ -181,7 +181,7 @@ class WholeSteps:
         self._whole, self._cut = whole, cut
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._common: CommonValues | None = None
-        self._checked: set[int] = set()  # groups, by their ids
+        self._checked: dict[int, dict[str, Any]] = {}  # groups, by their ids: later ones may have the same
         if not steps_whole(optimizer):
             note_whole_steps(optimizer)
             hook_steps(optimizer, before=self._before, after=self._after)
@@ -248,8 +248,8 @@ class WholeSteps:
                 if isinstance(value, Tensor) and is_sharded(value):
                     kept[key] = self._whole(parameter, value)
             optimizer.state[weight] = kept
-        if id(group) not in self._checked and weight.grad is not None:
-            self._checked.add(id(group))
+        if self._checked.get(id(group)) is not group and weight.grad is not None:
+            self._checked[id(group)] = group
             _check_steps_alone(optimizer, group, weight)
         _step_only(optimizer, group, [weight])
         fill_from_whole(SliceBuffer(self._cut, parameter, None).target, weight)
