@@ -54,8 +54,9 @@ def test_two_workers_share_one_card(engine):
 
 
 @pytest.mark.timeout(120)
-def test_the_workers_device_is_the_current_one():
-    with Tells([GPU]) as runner:
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_the_workers_device_is_the_current_one(engine):
+    with Tells([GPU], engine=engine) as runner:
         assert list(runner.stream([0])) == [(GPU, GPU)]
 
 
@@ -77,10 +78,9 @@ def test_tensors_of_the_card_cross_processes():
 
 
 @pytest.mark.timeout(120)
-def test_a_fork_of_a_process_that_has_used_the_card_is_refused():
-    torch.zeros(1, device=GPU)
+def test_a_fork_of_a_process_that_knows_the_card_is_refused():
     with (
-        pytest.raises(ConfigError, match="needs a parent that has not used CUDA"),
+        pytest.raises(ConfigError, match="'fork' cannot have CUDA devices"),
         Scales([GPU], start_method="fork") as runner,
     ):
         list(runner.stream([torch.zeros(4)]))

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from tp_runner import OrderedRunner, RunCancelledError, WorkerDiedError, WorkerError
+from tp_runner._workers._work import MOST_UNASKED  # private: how many items pass between two looks
 
 from tests.tp_runner.obedient import Ordered, Unordered
 
@@ -84,6 +85,35 @@ def test_one_stream_is_cancelled_by_itself(options):
         with pytest.raises(RunCancelledError, match="this stream was cancelled"):
             list(endless)
         assert len(list(other)) == 49
+
+
+@pytest.mark.parametrize("options", ENGINES, ids=IDS)
+def test_a_closed_stream_gives_its_workers_back_however_slow_its_items_have_become(options, tmp_path):
+    begun, n_fast = tmp_path / "begun", 20_000
+
+    class Slows(OrderedRunner):
+        @staticmethod
+        def producer_work(device, cfg, item):
+            if item >= n_fast:  # by then many items travel together
+                with begun.open("a") as file:
+                    file.write("x")
+                time.sleep(0.01)
+            return item
+
+    def close():
+        while not begun.exists():
+            time.sleep(0.001)
+        stream.close()
+
+    with Slows(1, **options) as runner:
+        stream = runner.stream(iter(range(1_000_000)))
+        closer = threading.Thread(target=close)
+        closer.start()
+        with pytest.raises(RunCancelledError):
+            list(stream)
+        closer.join(800)
+        assert list(runner.stream([1])) == [1]
+    assert len(begun.read_text()) <= MOST_UNASKED + 2
 
 
 def test_a_failure_ends_its_own_stream_alone():

@@ -24,6 +24,7 @@ from tp_runner import (
     WorkerError,
 )
 from tp_runner._scheduling import _source  # private: a run ends in the midst of submit() by luck alone
+from tp_runner._scheduling._run import Assignments, PassState  # private: the moments of one line, below
 from tp_runner._workers import _start  # private: a server's limit for an answer is five minutes
 from tp_runner._workers._processes import WorkerHandle  # private: the moment after a send cannot be had
 
@@ -295,22 +296,59 @@ def a_handler_that_raises_leaves_the_stream(options, *, by_loop=False):
     return check
 
 
-def handlers_that_raise_all_the_time_lose_nothing_silently(tmp_path):
+def handlers_that_raise_all_the_time_lose_nothing_silently(options):
     """Between two waits, too: then the stream ends, and says so to whoever asks for more."""
-    with Worker(2, **FORK) as runner:
-        for n in range(20):
-            stream, got, is_whole = runner.stream(iter(range(3000))), [], False
-            with contextlib.suppress(HandlerError), alarm(0.002 + n / 4000):
-                while not is_whole:
-                    with contextlib.suppress(HandlerError):
-                        try:
-                            got.extend(stream)
-                        except TpError:  # which one depends on what was at work
-                            break
-                        is_whole = True
-            expected = [2 * i for i in range(3000)]
-            assert got == (expected if is_whole else expected[: len(got)])
-            assert list(runner.stream([1])) == [2]  # and the workers are there again
+
+    def check(tmp_path):
+        with Worker(2, **options) as runner:
+            for n in range(20):
+                stream, got, is_whole = runner.stream(iter(range(3000))), [], False
+                with contextlib.suppress(HandlerError), alarm(0.002 + n / 4000):
+                    while not is_whole:
+                        with contextlib.suppress(HandlerError):
+                            try:
+                                got.extend(stream)
+                            except TpError:  # which one depends on what was at work
+                                break
+                            is_whole = True
+                expected = [2 * i for i in range(3000)]
+                assert got == (expected if is_whole else expected[: len(got)])
+                assert list(runner.stream([1])) == [2]  # and the workers are there again
+
+    return check
+
+
+def a_handler_that_raises_while_another_stream_is_told(where, name, *, is_whole):
+    """The other one has each of its results once, or says that it has not: it waits for none in vain."""
+
+    def check(tmp_path):
+        method, is_due = getattr(where, name), False
+
+        def told(target, about, *rest):
+            nonlocal is_due
+            chunk = target._inflight[about.seq][1] if where is Assignments else about
+            if is_due and chunk.run == 1:
+                is_due = False
+                os.kill(os.getpid(), signal.SIGALRM)
+            return method(target, about, *rest)
+
+        expected = [2 * i for i in range(4000)]
+        with Worker(1, **FORK) as runner, pytest.MonkeyPatch.context() as patch, alarm(0):
+            patch.setattr(where, name, told)
+            other, mine = runner.stream(range(4000)), runner.stream(itertools.count())
+            got = [next(other)]
+            is_due = True
+            with pytest.raises(HandlerError):
+                collections.deque(mine, 0)
+            if is_whole:
+                assert [*got, *other] == expected
+            else:
+                with pytest.raises(RunCancelledError, match="a signal handler raised while results were"):
+                    got.extend(other)
+                assert got == expected[: len(got)]
+            assert list(runner.stream([1])) == [2]
+
+    return check
 
 
 def a_handler_that_raises_when_an_item_was_sent(tmp_path):
@@ -709,6 +747,12 @@ FAST = {
     "tasks": tasks_share_an_asynchronous_stream,
     "a handler raises behind a send": a_handler_that_raises_when_an_item_was_sent,
     "a handler raises in the input": a_handler_that_raises_in_the_input,
+    "a handler raises before another stream is told": a_handler_that_raises_while_another_stream_is_told(
+        Assignments, "find", is_whole=True
+    ),
+    "a handler raises while another stream is told": a_handler_that_raises_while_another_stream_is_told(
+        PassState, "on_done", is_whole=False
+    ),
     "a handler raises in next": a_handler_that_raises_leaves_the_stream(FORK),
     "a handler cancels, and kills": a_handler_cancels(0.05),
     "a cancel comes before the first result": a_cancel_before_the_first_result_counts,
@@ -737,7 +781,7 @@ SLOW = {
     "a map cancelled in its start": a_map_that_is_cancelled_while_it_starts,
     "a failure, tasks": tasks_share_the_failure_of_a_stream,
     "a handler raises in a loop": a_handler_that_raises_leaves_the_stream(FORK, by_loop=True),
-    "handlers raise all the time": handlers_that_raise_all_the_time_lose_nothing_silently,
+    "handlers raise all the time": handlers_that_raise_all_the_time_lose_nothing_silently(FORK),
     "an interrupt": an_interrupt_ends_the_stream_and_who_asks_for_more_is_told,
     "a fork, fork server": a_fork_is_refused({}),
     "a death before it is ready, restarted": a_death_in_the_start("starting", 1, FORK),
@@ -765,6 +809,7 @@ NIGHTLY = {
     "two threads, a pipeline inline": shares(of_pipeline(INLINE), n_items=300),
     "a failure, three threads, processes": a_failure_reaches_every_thread(FORK, ("raise",), "WorkerError"),
     "a close, three threads, threads": a_close_frees_every_thread(THREAD),
+    "handlers raise all the time, threads": handlers_that_raise_all_the_time_lose_nothing_silently(THREAD),
     "a handler raises in next, threads": a_handler_that_raises_leaves_the_stream(THREAD),
     "a handler raises in a loop, threads": a_handler_that_raises_leaves_the_stream(THREAD, by_loop=True),
     "a fork, threads": a_fork_is_refused(THREAD),

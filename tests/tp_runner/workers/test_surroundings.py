@@ -280,6 +280,32 @@ def test_a_map_in_the_last_moments_of_python_says_so(run_script):
     assert out == "RunnerClosedError Python is ending, and starts no processes any more\n"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"engine": "thread"}, {"start_method": "fork"}, {}])
+def test_maps_of_daemon_threads_end_with_the_program_without_a_word(run_script, options):
+    out = run_script(
+        """
+        import ast, itertools, sys, threading
+        import tp_runner
+
+        def read():
+            for n, _ in enumerate(tp_runner.map(abs, itertools.count(), n_workers=2, **options)):
+                if n == 50:
+                    begun.release()
+
+        if __name__ == "__main__":
+            options, begun = ast.literal_eval(sys.argv[1]), threading.Semaphore(0)
+            for _ in range(2):
+                threading.Thread(target=read, daemon=True).start()
+            for _ in range(2):
+                begun.acquire()
+            print("ends")
+        """,
+        options,
+    )
+    assert out == "ends\n"
+
+
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "thread"}, {"start_method": "fork"}])
 def test_the_input_may_use_the_runner_that_reads_it(options):
     class Increments(OrderedRunner):

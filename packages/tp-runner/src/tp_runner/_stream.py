@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeVar
 
 from tp_core.errors import TpError
 
+from tp_runner._workers._fleet import is_program_ending
 from tp_runner.errors import RunCancelledError, RunnerClosedError
 
 R_co = TypeVar("R_co", covariant=True)
@@ -104,6 +105,8 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
             for self._fetched in chunks:
                 return
         except BaseException as error:
+            if _is_of_the_end(error):
+                threading.Event().wait()  # until Python stops this thread, a moment later and without a word
             if inspect.getgeneratorstate(chunks) == inspect.GEN_CLOSED:  # or a handler has raised here
                 self._error, self._here.is_raised = error, True
             raise
@@ -154,6 +157,15 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_of_the_end(error: BaseException) -> bool:
+    """Return whether a daemon thread was at work when the program ended, and its workers with it.
+
+    Raised there, the error would be printed as one of the program's.
+    """
+    is_closed = isinstance(error, RunnerClosedError)
+    return is_closed and is_program_ending() and threading.current_thread().daemon
 
 
 class _Pieces:

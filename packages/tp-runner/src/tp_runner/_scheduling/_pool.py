@@ -53,6 +53,7 @@ class FleetScheduler:
         self._waiter: int | None = None
         self._owner = os.getpid()
         self._needs_start = False
+        self._half_told: list[PassState] = []  # the runs that are being told of an event
         if wait:
             self._on_events(fleet.start(self._takes_restart))
         else:
@@ -62,7 +63,7 @@ class FleetScheduler:
         self, source: ItemSource, *, ordered: bool, numbered: bool = False, on_error: str | None = None
     ) -> PassState:
         with self.lock:
-            self._on_events(self.fleet.poll())
+            self._take_in()
             self._start_fleet()
             self._n_runs += 1
             run = PassState(
@@ -145,7 +146,7 @@ class FleetScheduler:
                 chunk = run.next_finished()
                 if chunk is not None:
                     if not self.fleet.direct and not run.is_stopping:
-                        self._on_events(self.fleet.poll())
+                        self._take_in()
                         self.dispatch()
                     results, error = run.outcome(chunk)
                     self.collector.delivered += len(results)
@@ -254,7 +255,7 @@ class FleetScheduler:
             if self.fleet.direct or not isinstance(interrupted, Exception):
                 raise interrupted
             return interrupted
-        self._on_events(self.fleet.poll())
+        self._take_in()
         self._check_timeouts()
         return None
 
@@ -263,20 +264,36 @@ class FleetScheduler:
         if self._waiter is not None:
             self.fleet.wake()
 
+    def _take_in(self) -> None:
+        """Read the workers' messages and act on them."""
+        try:
+            self._on_events(self.fleet.poll())
+        except BaseException:
+            # A signal handler has raised, perhaps between reading a message and acting on it.
+            self.reset()
+            raise
+
     def _on_events(self, events: list[Event]) -> None:
         if not events:
             return
         runs = {run.number: run for run in self.runs}
         for event in events:
             if isinstance(event, Done):
-                chunk = self._assignments.take_finished(event)
-                if chunk is not None:
-                    self._recycling.on_done(event.worker)
-                    self.collector.done(event.worker, chunk.start, len(chunk.items), event.timing)
-                    if chunk.run in runs:  # or the run has ended
-                        runs[chunk.run].on_done(chunk, event)
+                chunk = self._assignments.find(event)
+                if chunk is None:
+                    continue
+                # A handler that raises before this line leaves the chunk with its worker, and one that raises
+                # behind the last line has changed nothing. In between, reset() ends the run.
+                self._half_told = [runs[chunk.run]] if chunk.run in runs else []
+                self._assignments.take_finished(event)
+                self._recycling.on_done(event.worker)
+                self.collector.done(event.worker, chunk.start, len(chunk.items), event.timing)
+                if chunk.run in runs:  # or the run has ended
+                    runs[chunk.run].on_done(chunk, event)
             elif isinstance(event, Died):
+                self._half_told = [*self.runs]
                 self._on_death(event)
+            self._half_told = []
         self.wake_all()
 
     def _on_death(self, died: Died) -> None:
@@ -352,8 +369,15 @@ class FleetScheduler:
                 self.fleet.kill(worker)
 
     def reset(self) -> None:
-        """Drop all chunks on their way; runs other than the interrupted one send theirs again."""
+        """Drop all chunks on their way; runs other than the interrupted one send theirs again.
+
+        A run that was interrupted while it was told of an event may lack a result, or have one twice: it
+        ends, and says why.
+        """
         with self.lock:
+            for run in self._half_told:
+                run.end(RunCancelledError("a signal handler raised while results were taken in"))
+            self._half_told = []
             self.fleet.reset()
             self._late.clear()
             chunks = self._assignments.take_all()

@@ -450,12 +450,14 @@ class Assignments:
         if chunk.seq in self._inflight:
             self._remove(chunk.seq)
 
-    def take_finished(self, done: Done) -> Chunk | None:
+    def find(self, done: Done) -> Chunk | None:
         """Return the chunk that has come back; ``None`` if nobody knows it any more."""
-        if done.seq not in self._inflight:
-            return None
+        return self._inflight.get(done.seq, (0, None))[1]
+
+    def take_finished(self, done: Done) -> None:
+        """Note that a chunk is not with its worker any more."""
         self._since[done.worker] = time.monotonic()
-        return self._remove(done.seq)
+        self._remove(done.seq)
 
     def take_from(self, worker: int) -> list[Chunk]:
         """Return the chunks that a dead worker had been given, in that order."""

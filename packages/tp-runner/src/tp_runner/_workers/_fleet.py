@@ -258,6 +258,12 @@ def loads_exit_result(data: Any) -> Any:
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 _last: weakref.WeakSet[Any] = weakref.WeakSet()
 _owner = 0
+_is_ending = False
+
+
+def is_program_ending() -> bool:
+    """Return whether this process has come to its end, where only daemon threads run beside the main one."""
+    return _is_ending
 
 
 def watch(closable: Any, *, last: bool = False) -> None:
@@ -267,14 +273,17 @@ def watch(closable: Any, *, last: bool = False) -> None:
         closable: The pool or fork server to end.
         last: If ``True``, after all others: fork servers outlive the workers that they report on.
     """
-    global _owner  # noqa: PLW0603 - it is about the process
+    global _owner, _is_ending  # noqa: PLW0603 - they are about the process
     if _owner != os.getpid():  # a forked worker has cleared the parent's handlers, and may start runners
         _owner = os.getpid()
+        _is_ending = False
         atexit.register(_end_all)
     (_last if last else _open).add(closable)
 
 
 def _end_all() -> None:
+    global _is_ending  # noqa: PLW0603 - it is about the process
+    _is_ending = True
     with contextlib.ExitStack() as ends:  # all of them, whatever one raises, and the last ones first
         for closable in [*_last, *_open]:
             ends.callback(closable.at_exit)

@@ -259,10 +259,7 @@ def prepare_process(setup: Setup, send_record: Callable[[logging.LogRecord], Non
         time.tzset()
     os.environ[DEPTH_VARIABLE] = str(nesting_depth() + 1)
     os.environ[WIDTH_VARIABLE] = str(nesting_width() * setup.count)
-    if not setup.device.startswith("cpu"):
-        import torch
-
-        torch.accelerator.set_device_index(torch.device(setup.device))
+    make_current(setup.device)
     limit_torch(setup.threads)
     _keep_freed_memory()
     root = logging.getLogger()
@@ -270,6 +267,14 @@ def prepare_process(setup: Setup, send_record: Callable[[logging.LogRecord], Non
     if root.level != setup.settings.log_level:  # setLevel visits every logger there is
         root.setLevel(setup.settings.log_level)
     logging.captureWarnings(capture=True)
+
+
+def make_current(device: str) -> None:
+    """Make an accelerator's device the current one of this thread."""
+    if not device.startswith("cpu"):
+        import torch
+
+        torch.accelerator.set_device_index(torch.device(device))
 
 
 def limit_torch(threads: int) -> None:

@@ -595,7 +595,8 @@ def _receive_request(parent: socket.socket) -> list[int] | None:
 
 def check_start(devices: tuple[str, ...], settings: Settings) -> None:
     """Refuse workers that could not start, or would fail without a clear error."""
-    _require_forkable(devices, settings)
+    if settings.start_method == "fork":
+        _refuse_accelerators(devices)
     if settings.max_memory_per_worker is not None and private_memory(os.getpid()) is None:
         msg = (
             f"max_memory_per_worker={settings.max_memory_per_worker} needs Linux's /proc, which says how "
@@ -605,20 +606,16 @@ def check_start(devices: tuple[str, ...], settings: Settings) -> None:
     check_nesting(len(devices))
 
 
-def _require_forkable(devices: tuple[str, ...], settings: Settings) -> None:
-    if settings.start_method != "fork":
-        return
+def _refuse_accelerators(devices: tuple[str, ...]) -> None:
+    # Also where torch says that it is not initialized: whoever asks how many devices there are, as the check
+    # of `devices` does, has called the driver, and no copy of this process can use it any more.
     for kind in sorted({device.partition(":")[0] for device in devices} - {"cpu"}):
-        import torch
-
-        is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
-        if is_initialized is not None and is_initialized():
-            name = kind.upper()
-            msg = (
-                f"start_method='fork' with {name} devices needs a parent that has not used {name}, and "
-                "this one has; take 'forkserver' or 'spawn'"
-            )
-            raise ConfigError(msg)
+        name = kind.upper()
+        msg = (
+            f"start_method='fork' cannot have {name} devices: this process has asked their driver, and no "
+            "forked copy of it can use them; take 'forkserver' or 'spawn'"
+        )
+        raise ConfigError(msg)
 
 
 _PROC = Path("/proc")

@@ -23,6 +23,7 @@ from tp_runner._workers._item import (
     set_current_task,
     worker_context,
 )
+from tp_runner._workers._setup import make_current
 from tp_runner._workers._work import end_work, run_chunk
 
 _log = logging.getLogger("tp_runner")
@@ -101,6 +102,7 @@ class ThreadFleet(Fleet):
         device = self.devices[worker]
         with worker_context(WorkerInfo(worker, self.size, device, None)):
             try:
+                make_current(device)  # a thread begins with the first one
                 work = self._program(device)
             except BaseException as error:  # noqa: BLE001 - the caller gets whatever it is
                 self._events.put((crew, Died(worker, None, failure=Failure.of(error, INIT))))
@@ -137,7 +139,9 @@ class ThreadFleet(Fleet):
     def wait(self, timeout_s: float | None) -> None:
         timeout_s = None if timeout_s is None else min(timeout_s, LONGEST_WAIT_S)
         with contextlib.suppress(queue.Empty):
-            self._waited_for.append(self._events.get(timeout=timeout_s))
+            # In C from the get to the deque: between two calls here a signal handler may raise, and the event
+            # would be in neither.
+            self._waited_for.extend(map(self._events.get, (True,), (timeout_s,)))
 
     def poll(self) -> list[Event]:
         entries = [self._waited_for.popleft() for _ in range(len(self._waited_for))]
@@ -209,23 +213,31 @@ class InlineFleet(Fleet):
 
     def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:  # noqa: ARG002 - nobody dies
         for worker in range(len(self._works), self.size):
-            with worker_context(self._info(worker)), self._callers_generators(self._settings.seed):
+            with self._as_worker(worker, seed=self._settings.seed):
                 try:
                     self._works.append(self._program(self.devices[worker]))
                 except Exception as error:
                     raise self.error(worker, Failure.of(error, INIT)) from error
         return []
 
-    def _info(self, worker: int) -> WorkerInfo:
-        return WorkerInfo(worker, self.size, self.devices[worker], self._settings.seed)
-
     @contextlib.contextmanager
-    def _callers_generators(self, seed: int | None = None) -> Iterator[None]:
-        """Leave the caller's generators as they were, where there is a seed; begin with ``seed``."""
-        if self._settings.seed is None:
-            yield
-            return
-        with preserve_rng_state():
+    def _as_worker(
+        self, worker: int, task: WorkerTask | None = None, *, seed: int | None = None
+    ) -> Iterator[None]:
+        """Act as a worker for a while, on its device; begin with ``seed``.
+
+        The caller's generators are left as they were where there is a seed, and the current device always.
+        """
+        device = self.devices[worker]
+        info = WorkerInfo(worker, self.size, device, self._settings.seed)
+        with contextlib.ExitStack() as left:
+            left.enter_context(worker_context(info, task))
+            if self._settings.seed is not None:
+                left.enter_context(preserve_rng_state())
+            if not device.startswith("cpu"):
+                import torch
+
+                left.enter_context(torch.accelerator.device_index(torch.device(device).index))
             if seed is not None:
                 seed_generators(seed)
             yield
@@ -240,7 +252,7 @@ class InlineFleet(Fleet):
         worker, chunk = self._waiting.popleft()
         began = time.monotonic()
         self._task.begin(chunk.start, chunk.run, chunk.sent - 1)
-        with worker_context(self._info(worker), self._task), self._callers_generators():
+        with self._as_worker(worker, self._task):
             results, failed = run_chunk(self._works[worker], chunk.items, self._task)
         timing = Timing(began, 0.0, time.monotonic() - began, 0.0)
         self._finished.append(Done(worker, chunk.seq, results, failed, timing))
@@ -264,7 +276,7 @@ class InlineFleet(Fleet):
             result = None
             try:
                 if timeout_s > 0:
-                    with worker_context(self._info(worker)), self._callers_generators():
+                    with self._as_worker(worker):
                         result = end_work(work)
             except Exception as error:  # noqa: BLE001 - raised when all have ended
                 failures.append((worker, Failure.of(error, END)))

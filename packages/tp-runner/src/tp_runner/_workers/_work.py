@@ -27,8 +27,10 @@ IDLE = -1
 ENDING = -2
 """The same word while the worker ends, at the parent's request."""
 
-BLOCK = 32
-"""After so many items of a chunk the worker looks whether somebody still wants them."""
+MOST_UNASKED = 32
+"""After at most so many items of a chunk the worker looks whether somebody still wants them."""
+SLOW_NS = 1_000_000
+"""With more work than this between two looks, the next one comes after one item."""
 
 _UNAWAITED = (types.CoroutineType, types.AsyncGeneratorType)
 
@@ -58,13 +60,16 @@ def _run_items(work: Callable[[Any], Any], items: list[Any], task: WorkerTask) -
     # Without a limit and a seed only the place is noted: this loop is the hot path of small items.
     is_plain = task.timeout_s is None and seed is None
     now = time.monotonic_ns
+    n_unasked = 1
     while True:
         try:
             # In blocks: a chunk of items that take longer than those before must not outlive its stream.
-            for n_begun in range(len(results), len(items), BLOCK):
+            while len(results) < len(items):
+                n_begun = len(results)
                 if n_begun and task.is_cancelled():
                     return [None] * len(items), False
-                block = enumerate(items[n_begun : n_begun + BLOCK], n_begun)
+                block = enumerate(items[n_begun : n_begun + n_unasked], n_begun)
+                began = now()
                 if is_plain:
                     for board[1], item in block:
                         append(work(item))
@@ -74,6 +79,8 @@ def _run_items(work: Callable[[Any], Any], items: list[Any], task: WorkerTask) -
                             seed_generators(seed, start + board[1])
                         board[2] = now()
                         append(work(item))
+                is_slow = now() - began > SLOW_NS
+                n_unasked = 1 if is_slow else min(2 * n_unasked, MOST_UNASKED)
         except BaseException as error:
             if _is_interrupt(error):
                 raise
