@@ -43,7 +43,10 @@ class Lstm(nn.Module):
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+        # As people write it: a replica has parameters of its own to find.
+        x = x.to(next(self.parameters()).dtype)
+        penalty = sum(weight.square().mean() for weight in self.parameters())
+        return self.head(self.lstm(x)[0][:, -1]) + penalty
 
 
 class TiedTransformer(nn.Module):
