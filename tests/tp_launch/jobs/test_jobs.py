@@ -1,6 +1,7 @@
 """Jobs that outlive the terminal: listed, followed, stopped, and told apart from strangers."""
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from tp_core.errors import ConfigError, StateError
+from tp_core.files import _reads  # private: how long it tries
 from tp_launch import LaunchRequest
 from tp_launch._job_commands import elapsed, log_chunks
 from tp_launch._jobs import (  # private: jobs as other processes and versions leave them
@@ -226,12 +228,13 @@ def test_whatever_is_wrong_with_the_status_of_one_job_the_others_are_there(jobs,
     assert [job.id for job in list_jobs()] == ["aa11"]
 
 
-def _unreadable(path, monkeypatch):
-    """Have the system say of a file that it cannot be read: root may read all files."""
+def _unreadable(path, monkeypatch, *, times=10**9):
+    """Have the system say of a file that it cannot be read, so often: root may read all files."""
     real = type(path).stat
+    n_calls = itertools.count()
 
     def stat(self, **options):
-        if self == path:
+        if self == path and next(n_calls) < times:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return real(self, **options)
 
@@ -239,6 +242,7 @@ def _unreadable(path, monkeypatch):
 
 
 def test_a_job_that_cannot_be_read_now_is_not_said_to_be_damaged(jobs, here, monkeypatch):
+    monkeypatch.setattr(_reads, "_RETRY_S", 0.0)
     _unreadable(jobs[0].directory / "job.json", monkeypatch)
     assert [job.id for job in list_jobs()] == ["aa22", "bb33"]
     said = here("jobs").stderr
@@ -248,6 +252,7 @@ def test_a_job_that_cannot_be_read_now_is_not_said_to_be_damaged(jobs, here, mon
 
 
 def test_a_job_whose_status_cannot_be_read_now_is_neither_ended_nor_removed(jobs, here, monkeypatch):
+    monkeypatch.setattr(_reads, "_RETRY_S", 0.0)
     _unreadable(jobs[0].directory / "status.json", monkeypatch)
     assert [job.status().state for job in list_jobs()] == ["unreadable", "finished", "finished"]
     assert here("jobs").exit_code == 0
@@ -255,6 +260,13 @@ def test_a_job_whose_status_cannot_be_read_now_is_neither_ended_nor_removed(jobs
     assert done.exit_code == 1
     assert "whether job aa11 runs cannot be read" in done.stderr
     assert "removed 2 ended" in here("jobs", "--clear").stderr
+
+
+def test_a_job_that_cannot_be_read_for_a_moment_is_read_then(jobs, here, monkeypatch):
+    _unreadable(jobs[0].directory / "status.json", monkeypatch, times=2)
+    assert jobs[0].status().state == "finished"
+    _unreadable(jobs[1].directory / "job.json", monkeypatch, times=2)
+    assert [job.id for job in list_jobs()] == ["aa11", "aa22", "bb33"]
 
 
 def test_nobody_else_reads_what_was_started(jobs):

@@ -20,9 +20,9 @@ def ranks(tmp_path):
     return made
 
 
-def report_exit(rank, monkeypatch, saved):
+def report_exit(rank, monkeypatch, saved, number=signal.SIGTERM):
     monkeypatch.setenv(launching.EXIT_REPORT, str(exit_report_path(rank.directory)))
-    launching.write_exit_report(signal.SIGTERM, saved)
+    launching.write_exit_report(number, saved)
 
 
 def said(ranks, *codes, killed=(), is_hurried=False):
@@ -41,7 +41,11 @@ def test_what_one_rank_reports_was_saved(ranks, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("codes", "killed", "reason"),
     [
-        ((-9, -15), {0}, "rank 4 had not ended after 30 s and was killed"),
+        (
+            (-9, -15),
+            {0},
+            "rank 4 had not ended after 30 s and was killed; fit has saved no checkpoint before",
+        ),
         ((-15, 1), (), "rank 5 ended with exit code 1"),
         ((0, 0), (), "rank 4 ended with exit code 0"),
         ((-15, -11), (), "rank 5 was ended by SIGSEGV"),
@@ -53,12 +57,14 @@ def test_why_nothing_was_saved(ranks, codes, killed, reason):
     assert said(ranks, *codes, killed=killed) == f"nothing was saved by fit: {reason}"
 
 
-def test_a_rank_that_was_killed_at_a_second_interrupt_had_not_the_whole_grace(ranks):
-    text = said(ranks, -9, 0, killed={0}, is_hurried=True)
-    assert text.startswith(
-        "nothing was saved by fit: rank 4 was killed at the second Ctrl-C, before it had ended"
-    )
-    assert "30 s" not in text
+def test_a_rank_that_was_killed_at_a_second_interrupt_had_not_the_whole_grace(ranks, monkeypatch, tmp_path):
+    line = "nothing was saved by fit: rank 4 was killed at the second Ctrl-C, before it had ended; "
+    assert said(ranks, -9, 0, killed={0}, is_hurried=True) == f"{line}fit has saved no checkpoint before"
+    report_exit(ranks[0], monkeypatch, tmp_path / "step-8", number=0)
+    newest = f"the newest checkpoint is {tmp_path}/step-8"
+    assert said(ranks, -9, 0, killed={0}, is_hurried=True) == line + newest
+    assert said(ranks, -11, -15) == f"nothing was saved by fit: rank 4 was ended by SIGSEGV; {newest}"
+    assert reported_exit(ranks[0], 128) is None
 
 
 def test_a_launch_that_had_not_started_anything_says_so():

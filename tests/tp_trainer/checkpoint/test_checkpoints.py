@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tp_core.errors import ConfigError, LoaderError, StateError
+from tp_core.launching import EXIT_REPORT, ExitReport, read_exit_report
 from tp_core.state import write_whole
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, FunctionMetric, Limits, Trainer, Validation
@@ -19,6 +20,7 @@ from tp_trainer import Checkpoints, FunctionMetric, Limits, Trainer, Validation
 from tests.cases import first_fast
 from tests.models import perceptron
 from tests.reference_training import StoppedError, rows_and_sums, squared_error
+from tests.tp_trainer.small_run import leave
 
 make_model = functools.partial(perceptron, 3, 6, 1)
 
@@ -563,3 +565,14 @@ def test_a_list_of_batches_needs_no_replay(tmp_path):
     with pytest.raises(StoppedError):
         fit(Checkpoints(tmp_path, every_steps=1), loader=batches, stop_at=4)
     assert same(fit(tmp_path, loader=batches, resume="auto"), fit(None, loader=batches))
+
+
+def test_a_launcher_learns_of_each_checkpoint(tmp_path, monkeypatch):
+    report = tmp_path / "end.json"
+    monkeypatch.setenv(EXIT_REPORT, str(report))
+    newest = str(tmp_path / "run" / "step-0000000003")
+    leave(tmp_path / "run", 3)
+    assert read_exit_report(report) == ExitReport(0, newest)
+    report.unlink()
+    leave(tmp_path / "run", 0)  # it continues, and is killed before it has saved anything
+    assert read_exit_report(report) == ExitReport(0, newest)

@@ -8,6 +8,8 @@ from tp_core.errors import ConfigError, StateError
 from tp_testing import LoggerConformance
 from tp_trainer.loggers import CsvLogger, JsonLinesLogger, RunInfo, read_run
 
+from tests.tp_trainer.small_run import names
+
 
 class TestCsv(LoggerConformance):
     def make(self, folder):
@@ -85,6 +87,18 @@ def test_every_row_is_there_before_the_file_is_closed(kind, tmp_path):
     logger = write(kind(tmp_path), [1, 2])
     assert steps_of(kind, tmp_path) == [1, 2]
     logger.close("finished")
+
+
+@each
+def test_a_lock_stays_only_where_a_resumed_run_must_find_its_file(kind, tmp_path):
+    run, apart = tmp_path / "run", tmp_path / "apart"
+    write(kind(tmp_path / "alone"), [1]).close("finished")
+    write(kind(run), [1], folder=run).close("finished")
+    write(kind(apart), [1], folder=run).close("finished")
+    assert names(tmp_path / "alone") == names(run) == [FILES[kind]]
+    assert names(apart) == [f".{FILES[kind]}.lock", FILES[kind]]
+    write(kind(run), [2], folder=run, resumed=True, step=1).close("finished")
+    assert steps_of(kind, run) == [1, 2]
 
 
 @each

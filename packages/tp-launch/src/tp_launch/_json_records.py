@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tp_core.errors import StateError
-from tp_core.files import atomic_part, is_regular_file
+from tp_core.files import atomic_part, is_regular_file, retry_read
 
 _END_OF_TIME = 253_402_300_800.0  # the year 10000, for which datetime raises
 
@@ -27,14 +27,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        OSError: It is there, and cannot be read.
+        OSError: It is there, and could not be read for some seconds.
         StateError: There is no such file, or something else in it.
     """
-    if not is_regular_file(path):  # reading a pipe would block
+    if not retry_read(lambda: is_regular_file(path)):  # reading a pipe would block
         msg = f"{path} is not a file"
         raise StateError(msg)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(retry_read(lambda: path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, RecursionError) as error:
         msg = f"{path} cannot be read: {error}"
         raise StateError(msg) from error

@@ -374,7 +374,7 @@ def exit_report_path(directory: Path) -> Path:
 def reported_exit(rank: Rank, code: int | None) -> ExitReport | None:
     """Return a rank's report of its end by a signal, if its exit code matches the signal."""
     end = read_exit_report(exit_report_path(rank.directory))
-    if end is not None and code == 128 + end.signal:
+    if end is not None and end.signal and code == 128 + end.signal:
         return end
     return None
 
@@ -397,18 +397,22 @@ def account(
         is_hurried: Whether they were killed at a second Ctrl-C, and had not so long.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
+    newest = None  # of the checkpoints before the signal
     for rank in ranks:
         end = read_exit_report(exit_report_path(rank.directory))
         if end is not None and end.saved is not None:
-            return f"saved: {end.saved}"
+            if end.signal:
+                return f"saved: {end.saved}"
+            newest = newest or end.saved
     if not ranks:
         return "nothing was saved: no rank had been started"
+    before = "fit has saved no checkpoint before" if newest is None else f"the newest checkpoint is {newest}"
     if killed:
         slow = next(rank for rank in ranks if rank.local_rank in killed)
         how = f"had not ended after {grace_s:g} s and was killed"
         if is_hurried:
-            how = "was killed at the second Ctrl-C, before it had ended; what it had saved before is there"
-        return f"nothing was saved by fit: rank {slow.rank} {how}"
+            how = "was killed at the second Ctrl-C, before it had ended"
+        return f"nothing was saved by fit: rank {slow.rank} {how}; {before}"
     # A rank that failed explains more than one that ran until the signal.
     codes = {rank.rank: deaths[rank.local_rank].code for rank in ranks if rank.local_rank in deaths}
     number = next((n for n, code in codes.items() if code not in (None, 0, *_ASKED)), ranks[0].rank)
@@ -421,4 +425,5 @@ def account(
         how = f"ended with {code_name(code)}"
     else:
         how = f"was ended by {code_name(code)}"
-    return f"nothing was saved by fit: rank {number} {how}"
+    line = f"nothing was saved by fit: rank {number} {how}"
+    return line if newest is None else f"{line}; {before}"

@@ -31,14 +31,22 @@ def tells_of_lost_rank(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """The exit of a rank after a signal that it handled, and the checkpoint to resume from."""
+    """The exit of a rank after a signal that it handled, and the checkpoint to resume from.
+
+    Attributes:
+        signal: The signal; 0 of a rank that has seen none.
+        saved: Its newest checkpoint; ``None`` if nothing was saved.
+    """
 
     signal: int
     saved: str | None
 
 
 def write_exit_report(number: int, saved: Path | None) -> None:
-    """Tell the launcher, if one wants to know, which signal ended this rank and what it has saved."""
+    """Tell the launcher, if one wants to know, which signal ended this rank and what it has saved.
+
+    A rank that runs gives 0 after each save: one that is killed has no other time to say it.
+    """
     name = os.environ.get(EXIT_REPORT)
     if name is None:
         return

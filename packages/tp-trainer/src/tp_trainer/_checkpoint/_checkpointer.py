@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tp_core.errors import ConfigError, StateError
 from tp_core.files import Ownership
+from tp_core.launching import write_exit_report
 from tp_core.plugins import Session
 from tp_core.sessions import agree_on_failure, new_process_group
 from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, StoredTensors, open_tensors, write_whole
@@ -252,6 +253,8 @@ class Checkpointer:
 
     def continues(self, path: Path, step: int) -> None:
         self._writer.last, self._saved_step, self._saved_at = path, step, time.monotonic()
+        if self._session.is_main:
+            write_exit_report(0, path)
 
     def read(self, path: Path) -> tuple[StoredTensors, dict[str, Any], list[dict[str, Any]]]:
         """Return the tensors, the common plain values, and the plain values of each rank.
@@ -528,6 +531,7 @@ class Writer:
                 shutil.rmtree(folder, ignore_errors=True)
                 return
             self.last = self.folder.commit(folder, values.facts, written)
+            write_exit_report(0, self.last)
             self.prune(self.last)
 
     def prune(self, last: Path) -> None:

@@ -22,9 +22,9 @@ _OF_FOLDER = "the run of this folder's checkpoints"
 class LogPlace:
     """The file or folder of a logger for one run, locked during the run.
 
-    Several runs may write into a folder of the user. There the lock file stays and names its run, so that a
-    resumed run does not continue another run's file. The folder of the run's checkpoints belongs to the run,
-    and there the lock file is deleted at the end.
+    Several runs may write into a folder of the user. There the lock file of a run with checkpoints stays and
+    names its run, so that a resumed run does not continue another run's file. The folder of the run's
+    checkpoints belongs to the run, and there the lock file is deleted at the end.
 
     Args:
         kind: The class of the logger, for messages.
@@ -44,6 +44,7 @@ class LogPlace:
         self._folder = None if folder is None else Path(folder).absolute()
         self.path = Path(name)
         self._run = ""
+        self._can_be_resumed = True
         self._ownership: Ownership | None = None
 
     def open(self, info: RunInfo) -> bool:
@@ -62,7 +63,8 @@ class LogPlace:
             raise ConfigError(msg)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self._name if self._files is None or self._folder is None else folder
-        if self._folder is None:
+        self._can_be_resumed = info.resumed or info.folder is not None
+        if self._folder is None or (self._files is None and self._folder == info.folder):
             before = self._run_at(path)
             goes_on = info.resumed and before in {None, _OF_FOLDER}  # not if another run has used the folder
             self._ownership = Ownership(path, is_folder=self._files is not None, run=_OF_FOLDER)
@@ -124,7 +126,8 @@ class LogPlace:
 
     def _owned(self, path: Path, run: str, *, grace_s: float | None) -> Ownership:
         is_folder = self._files is not None
-        return Ownership(path, is_folder=is_folder, run=run, leaves_file=True, grace_s=grace_s)
+        leaves_file = self._can_be_resumed
+        return Ownership(path, is_folder=is_folder, run=run, leaves_file=leaves_file, grace_s=grace_s)
 
     def _run_at(self, path: Path) -> str | None:
         return run_in(lock_file_of(path, is_folder=self._files is not None))
