@@ -421,6 +421,52 @@ def a_handler_cancels(kill_after_s):
     return check
 
 
+def a_handler_closes_the_runner(options):
+    def check(tmp_path):
+        runner = Worker(1, **options)
+        stream = runner.stream([1, ("hang", tmp_path / "begun")])
+        assert next(stream) == 2
+        before = signal.signal(signal.SIGALRM, lambda *_: runner.close(timeout_s=0.0))
+        timer = threading.Thread(
+            target=lambda: (wait_for((tmp_path / "begun").exists), os.kill(os.getpid(), signal.SIGALRM))
+        )
+        timer.start()
+        try:
+            with pytest.raises(RunnerClosedError):
+                next(stream)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        timer.join(DEADLINE_S)
+
+    return check
+
+
+def a_handler_shuts_an_executor_down_while_it_takes_calls(tmp_path):
+    executor, futures = Executor(1, **FORK), []
+    before = signal.signal(signal.SIGALRM, lambda *_: executor.shutdown(cancel_futures=True))
+    write, n_written = WorkerHandle.write, itertools.count()
+
+    def write_and_interrupt(handle, data):
+        write(handle, data)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and next(n_written) == 3:  # the lock is held here
+            os.kill(os.getpid(), signal.SIGALRM)
+
+    def submit_all():
+        while True:
+            futures.append(executor.submit(abs, -1))
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WorkerHandle, "write", write_and_interrupt)
+            with pytest.raises(RunnerClosedError, match="was shut down"):
+                submit_all()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    ends = [future.cancelled() or future.exception(DEADLINE_S) or future.result(0) for future in futures]
+    assert {end if isinstance(end, int) else type(end) for end in ends} <= {1, RunnerClosedError}
+
+
 def in_a_fork(check):
     """Run a function in a forked copy of this process; return what it returned, as text."""
     ours, theirs = os.pipe()
@@ -755,6 +801,8 @@ FAST = {
     ),
     "a handler raises in next": a_handler_that_raises_leaves_the_stream(FORK),
     "a handler cancels, and kills": a_handler_cancels(0.05),
+    "a handler closes the runner": a_handler_closes_the_runner(FORK),
+    "a handler shuts an executor down": a_handler_shuts_an_executor_down_while_it_takes_calls,
     "a cancel comes before the first result": a_cancel_before_the_first_result_counts,
     "a fork, processes": a_fork_is_refused(FORK),
     "a death in a start": a_death_in_the_start("ready", 0, FORK),

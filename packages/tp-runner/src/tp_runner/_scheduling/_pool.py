@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -169,7 +169,7 @@ class FleetScheduler:
                 self.reset()
             raise
         self._needs_start = False
-        self._on_events(events)
+        self._take_in(events)
 
     def dispatch(self) -> None:
         """Hand out chunks, one of each run in turn, as long as workers take more."""
@@ -259,15 +259,30 @@ class FleetScheduler:
         self._check_timeouts()
         return None
 
+    @contextlib.contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Open the lock in a block that waits for another thread, which may need it.
+
+        A signal handler may be here on top of a frame of this thread that holds it.
+        """
+        if not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
+            yield
+            return
+        held = self.lock._release_save()  # type: ignore[attr-defined]  # as Condition does
+        try:
+            yield
+        finally:
+            self.lock._acquire_restore(held)  # type: ignore[attr-defined]  # as Condition does
+
     def wake_all(self) -> None:
         self._changed.notify_all()
         if self._waiter is not None:
             self.fleet.wake()
 
-    def _take_in(self) -> None:
-        """Read the workers' messages and act on them."""
+    def _take_in(self, events: Iterable[Event] = ()) -> None:
+        """Act on events, and on the messages that the workers have sent by now."""
         try:
-            self._on_events(self.fleet.poll())
+            self._on_events([*events, *self.fleet.poll()])
         except BaseException:
             # A signal handler has raised, perhaps between reading a message and acting on it.
             self.reset()
@@ -527,7 +542,10 @@ class RunnerPool(Pool):
             self._scheduler.dispatch()
             if self.settings.timeout_s is not None or self.settings.max_wait_s is not None:
                 self._scheduler.wake_all()  # the waiting thread may have to wake up earlier now
-            return future
+            was_closed = self._is_closing  # by a signal handler, in the midst of this call
+        if was_closed:
+            submissions.abandon(RunnerClosedError("this runner was closed"))
+        return future
 
     def cancel_submitted(self) -> None:
         with self._lock:
@@ -587,9 +605,13 @@ class RunnerPool(Pool):
             submissions = self._submissions
         if submissions is not None and timeout_s > 0:
             self._finish(submissions)
-            submissions.join()
+            self._join(submissions)
         self._scheduler.close(lambda: RunnerClosedError("this runner was closed"), timeout_s=timeout_s)
         if submissions is not None:
+            self._join(submissions)
+
+    def _join(self, submissions: Submissions) -> None:
+        with self._scheduler.unlocked():
             submissions.join()
 
     def stop(self) -> None:
@@ -614,7 +636,7 @@ class RunnerPool(Pool):
         try:
             if self._owner == os.getpid() and self._submissions is not None:
                 self._finish(self._submissions)
-                self._submissions.join()
+                self._join(self._submissions)
         finally:
             self.stop()
 

@@ -300,7 +300,7 @@ class ProcessFleet(Fleet):
         self._handles[worker].process.kill()
 
     def close(self, *, timeout_s: float) -> None:
-        if self._memory.fd < 0 or self._owner != os.getpid():  # closed before, or in a fork
+        if self._is_closed() or self._owner != os.getpid():  # or this is a fork
             return
         failures: list[tuple[int, Failure]] = []
         self._closing = True
@@ -327,6 +327,9 @@ class ProcessFleet(Fleet):
                 self._poller.close()
         for worker, failure in failures:
             raise self.error(worker, failure)
+
+    def _is_closed(self) -> bool:
+        return self._memory.fd < 0
 
     def _kill_all(self) -> None:
         handles = list(self._handles.values())
@@ -381,7 +384,13 @@ class ProcessFleet(Fleet):
         timeout = None  # in the poller's unit
         if timeout_s is not None:
             timeout = min(timeout_s, LONGEST_WAIT_S) * self._second
-        for fd, _ in self._poller.poll(timeout):
+        try:
+            ready = self._poller.poll(timeout)
+        except (OSError, ValueError):
+            if self._is_closed():  # by a signal handler, in the midst of this wait
+                return
+            raise
+        for fd, _ in ready:
             # Not in poll(): another thread that polls would take the byte, and the waiting one would sleep on
             # (test_a_word_for_who_waits_is_not_lost_to_another_thread_that_polls).
             if fd == self._wake[0]:
@@ -391,6 +400,8 @@ class ProcessFleet(Fleet):
     def poll(self) -> list[Event]:
         events = self._undelivered
         self._undelivered = []
+        if self._is_closed():
+            return events
         if self._starting:
             self._end_late_starts()
         for fd, _ in self._poller.poll(0):
