@@ -5,7 +5,6 @@ What is sent to another process is pickled by value: functions of ``__main__`` a
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
@@ -100,6 +98,8 @@ def _is_free(port: int) -> bool:
 
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     Pipe: TypeAlias = Connection[Any, Any]
 
 # torch._dynamo takes a second to import, which every rank would spend at its first optimizer step.
@@ -214,6 +214,8 @@ def start_ranks(
     kwargs: Mapping[str, Any],
 ) -> "list[tuple[Any, Pipe]]":
     """Start processes that call ``target(pipe, variables, *args, **kwargs)``; return each with its pipe."""
+    import multiprocessing  # here, and below: those who take pickles alone from this module start without it
+
     # A fork server: its children have torch imported, and none of this process's threads or groups.
     # Windows has none: there each rank imports for itself.
     has_server = "forkserver" in multiprocessing.get_all_start_methods()
@@ -264,7 +266,7 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool
     pending = {reader: rank for rank, (_, reader) in enumerate(ranks)}
     try:
         while pending and (left := deadline - time.monotonic()) > 0:
-            for reader in cast("list[Pipe]", wait(list(pending), timeout=left)):
+            for reader in cast("list[Pipe]", _wait(list(pending), timeout=left)):
                 rank = pending.pop(reader)
                 try:
                     reports[rank] = pickle.loads(reader.recv_bytes())
@@ -289,9 +291,16 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool
         _end([process for process, _ in ranks])
 
 
+def _wait(readers: list[Any], timeout: float | None = None) -> list[Any]:
+    """Return the pipes and sentinels that are ready."""
+    from multiprocessing.connection import wait
+
+    return wait(readers, timeout)
+
+
 def _exit_status(process: Any, timeout_s: float) -> int | None:
     """Return the exit status of a process, once it has ended; ``None`` if it has not within the timeout."""
-    wait([process.sentinel], timeout_s)
+    _wait([process.sentinel], timeout_s)
     with _asking:
         status: int | None = process.exitcode
         return status
@@ -303,7 +312,7 @@ def _end(processes: list[Any]) -> None:
         if _exit_status(process, 0) is None:
             process.kill()
     for process in processes:
-        wait([process.sentinel])
+        _wait([process.sentinel])
         with _asking:
             process.join()  # without a fork server it ends a little after its end of the pipe
         process.close()
@@ -433,7 +442,7 @@ class RankPool:
                 raise RankFailedError(self._how_it_ended(rank)) from error
             pending[pipe] = rank
         while pending:
-            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            ready = _wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise RankFailedError(str(RankOutcome(min(pending.values()))))
             for pipe in cast("list[Pipe]", ready):
