@@ -330,7 +330,7 @@ def left_behind(before):
 def at_the_end(options, out):
     """A map in a handler of atexit; another one, of a daemon thread, is at work then."""
     results = list(tp_runner.map(abs, [-1], n_workers=1, **options))
-    with Path(out).open("a") as file:
+    with Path(out).open("a", buffering=1) as file:
         file.write(json.dumps(["at exit", "atexit", results == [1], results]) + "\n")
 
 
@@ -341,7 +341,7 @@ def read_for_ever():
 
 def main():
     out, engines = os.environ["SWEEP_OUT"], os.environ["SWEEP_ENGINES"].split()
-    with Path(out).open("a") as file:
+    with Path(out).open("a", buffering=1) as file:
         for engine in engines:
             options = ENGINES[engine]
             list(tp_runner.map(abs, [1], n_workers=1, **options))  # a fork server stays, and what is imported
