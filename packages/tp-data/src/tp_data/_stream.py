@@ -180,34 +180,52 @@ class Stream:
         Raises:
             LoaderError: A sample cannot be loaded.
         """
-        order, sources = self.order(epoch), list(self.sources.values())
-        seeds = seeds and self.draws
-        unchanged: dict[int, Any] = {}
-        if not seeds:
+        order, sources, transform = self.order(epoch), list(self.sources.values()), self._transform
+        seeded_epoch = epoch if seeds and self.draws else None
+        loaded: dict[int, Any] = {}
+        if seeded_epoch is None:
             with suppress(Exception):  # one by one, the sample at fault is found
-                unchanged = self._load_together(order, sources, positions)
-            if unchanged and self._transform is None:
-                return unchanged
-        samples = {}
+                loaded = self._load_together(order, sources, positions)
+            if transform is None and loaded:
+                return loaded
+        samples: dict[int, Any] = {}
         for position in positions:
-            at = position
-            while True:
-                try:
-                    if at in unchanged:
-                        samples[position] = self._transformed(unchanged[at], order, at)
-                    else:
-                        samples[position] = self._load(order, at, epoch if seeds else None)
-                    break
-                except LoaderError as error:
-                    if skip is None or isinstance(error, ChangedFileError):
-                        raise
-                    skip(error)
-                    at += 1
-                    if order.length is not None:
-                        at %= order.length
-                    if at in (position, position + _MOST_SKIPPED):  # the data is broken, not a sample of it
-                        raise
+            try:
+                if loaded and transform is not None:
+                    samples[position] = transform(loaded[position])
+                else:
+                    samples[position] = self._load(order, position, seeded_epoch)
+            except Exception as error:
+                failure = error
+                if loaded:
+                    failure = self._failure(error, order, position)
+                if not isinstance(failure, LoaderError):
+                    raise
+                samples[position] = self._next_sample(order, position, seeded_epoch, failure, skip)
         return samples
+
+    def _next_sample(
+        self,
+        order: Order,
+        position: int,
+        seeded_epoch: int | None,
+        failure: LoaderError,
+        skip: Callable[[LoaderError], None] | None,
+    ) -> Any:
+        """Return the sample to take in place of one that cannot be loaded, or raise its failure."""
+        at = position
+        while skip is not None and not isinstance(failure, ChangedFileError):
+            skip(failure)
+            at += 1
+            if order.length is not None:
+                at %= order.length
+            if at in (position, position + _MOST_SKIPPED):  # the data is broken, not a sample of it
+                break
+            try:
+                return self._load(order, at, seeded_epoch)
+            except LoaderError as error:
+                failure = error
+        raise failure
 
     def _load_together(self, order: Order, sources: list[Source], positions: Sequence[int]) -> dict[int, Any]:
         """Return samples as their sources have them, those of a source read together."""
@@ -234,18 +252,20 @@ class Stream:
         except Exception as error:
             msg = f"{source.where(index)}: it could not be loaded: {type(error).__name__}: {error}"
             raise LoaderError(msg) from error
-        return self._transformed(sample, order, position)
-
-    def _transformed(self, sample: Any, order: Order, position: int) -> Any:
         if self._transform is None:
             return sample
         try:
             return self._transform(sample)
         except Exception as error:
-            number, index = order.place(position)
-            where = list(self.sources.values())[number].where(index)
-            msg = f"{where}: the transform raised {type(error).__name__}: {error}"
-            raise LoaderError(msg) from error
+            raise self._failure(error, order, position) from error
+
+    def _failure(self, error: Exception, order: Order, position: int) -> LoaderError:
+        """Return the error of a transform that failed, with the sample's place."""
+        number, index = order.place(position)
+        where = list(self.sources.values())[number].where(index)
+        failure = LoaderError(f"{where}: the transform raised {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
 
     @property
     def draws(self) -> bool:
