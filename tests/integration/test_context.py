@@ -252,6 +252,7 @@ class Pooled(Decoder):
 
     def forward(self, tokens):
         x = self.embedding(tokens) + self.places(self.number(tokens))
+        x = F.dropout(x, 0.4, self.training, inplace=True)
         vector = gather(x + self.attend(x), 1).mean(1)
         return self.dropout(vector), self.head(self.dropout(vector))
 
@@ -279,6 +280,39 @@ def test_a_width_as_long_as_a_slice_is_not_taken_for_one(two_ranks):
     expected = pooled("single")
     assert expected[1].shape == (6, WIDTH)
     for found in two_ranks.run(pooled, "context"):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+class Described(Decoder):
+    """Takes features of each sample, which are none of its tokens."""
+
+    def forward(self, tokens, features):
+        return super().forward(tokens) * features.mean(1)[:, None, None]
+
+
+def described(backend):
+    """Train on sequences of which the second are as long as there are features."""
+    torch.set_num_threads(1)
+    model = make(Described)
+
+    def step(model, batch):
+        logits = model(batch["tokens"], batch["features"])
+        return {"loss": loss_of(logits, batch["labels"]), "weight": (batch["labels"] != -100).sum()}
+
+    batches = []
+    for tokens in (TOKENS, WIDTH):
+        rows = torch.utils.data.default_collate(Samples(tokens).rows[:ROWS])
+        features = torch.arange(ROWS * WIDTH).double().unflatten(0, (ROWS, WIDTH))
+        batches.append({"tokens": rows["tokens"], "labels": rows["labels"], "features": features})
+    with Trainer(backend=backend, devices="cpu", seed=3, progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        (record,) = trainer.fit(model, optimizer, batches, step=step, epochs=1)
+        return record.train["loss"], trainer.session.model_state(model)
+
+
+def test_features_as_many_as_a_later_batch_has_tokens_are_not_cut(two_ranks):
+    expected = described("single")
+    for found in two_ranks.run(described, "context"):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
@@ -663,6 +697,21 @@ class Dropping(Decoder):
         return mixed * (torch.rand_like(mixed) > 0.3)
 
 
+class DrawingRarely(Decoder):
+    """Draws numbers of each token that make a difference only where they are large."""
+
+    def attend(self, x):
+        mixed = super().attend(x)
+        return mixed * (torch.rand_like(mixed) < 1 - 1e-12)
+
+
+class DrawingOnce(Decoder):
+    """Draws one number for all tokens, as dropout of layers does."""
+
+    def attend(self, x):
+        return super().attend(x) * torch.rand(())
+
+
 class Scaling(Decoder):
     def attend(self, x):
         return super().attend(x) / x.norm(dim=1, keepdim=True)
@@ -670,15 +719,17 @@ class Scaling(Decoder):
 
 # In the code of a forward, whatever is called after it.
 BY_HAND = r"'the model' \(\w+\) computes something else .*, in what it passes to 'head'\)"
+IN_PLACES = BY_HAND.replace("head", "places")
 
 # What parallel code gets wrong: the split model trains, and learns something else.
 FAULTS = {
     "labels shifted at the seam": (Decoder, shifting, "it uses tokens of other ranks"),
-    "positions from 0 on each rank": (Counting, step, r"'places' \(Embedding\)"),
+    "positions from 0 on each rank": (Counting, step, IN_PLACES),
     "a window cut at the seam": (Cut, step, BY_HAND),
     "a missing factor in a mean": (Decoder, miscounting, "a mean over something else"),
     "gradients of keys not summed": (Detaching, step, "the gradient of .* differs from the whole"),
     "dropout unlike": (Dropping, step, f"{BY_HAND}: .* or draws random numbers"),
+    "numbers that rarely count": (DrawingRarely, step, r"'the model' \(DrawingRarely\) draws random numbers"),
     "the mask of another slice": (SeeingOthers, step, BY_HAND),
     "a document mixed with its neighbor": (Mixed, step, BY_HAND),
     "a norm over the slice": (Scaling, step, BY_HAND),
@@ -686,7 +737,7 @@ FAULTS = {
 }
 
 REFUSED = [
-    (Counting, step, r"'places' \(Embedding\) computes something else"),
+    (Counting, step, IN_PLACES),
     (Decoder, shifting, "though all modules compute the same: it uses tokens of other ranks"),
     (Convolving, step, r"'convolution' \(Conv1d\) computes something else"),
     (Normalizing, step, r"'norm' \(BatchNorm1d\) computes something else"),
@@ -735,7 +786,7 @@ def test_what_crosses_the_slices_outside_of_attention_is_refused_by_name(two_ran
 
 @pytest.mark.slow
 def test_planted_faults_are_found_and_what_is_right_trains(two_ranks):
-    right = [(m, step) for m in (Decoder, OwnAttention, Seeing, Documents)]
+    right = [(m, step) for m in (Decoder, OwnAttention, Seeing, Documents, DrawingOnce)]
     said = two_ranks.run(refusals, [(m, s) for m, s, _ in FAULTS.values()] + right)
     assert said[0] == said[1]
     for (fault, (_, _, pattern)), (kind, text) in zip(FAULTS.items(), said[0], strict=False):
@@ -874,8 +925,9 @@ def test_further_models_with_dropout_equal_one_device(two_ranks, name):
         ("roformer", r"self' \(RoFormerSelfAttention\)"),
         ("squeezebert", r"attention.softmax' \(Softmax\)"),
         ("mobilebert", r"embeddings' \(MobileBertEmbeddings\)"),
-        ("mpnet", r"position_embeddings' \(Embedding\) .*needs tokens or positions"),
-        ("phimoe", "or draws random numbers"),
+        ("mpnet", r"embeddings' \(MPNetEmbeddings\) .*, in what it passes to 'position_embeddings'"),
+        ("blenderbot", r"\(BlenderbotForConditionalGeneration\) .* passes to 'model' as 'decoder_input_ids'"),
+        ("phimoe", r"mlp.*\(Phimoe\w+\).* draws? random numbers"),
     ],
 )
 def test_what_a_model_computes_by_hand_is_named_by_its_module(two_ranks, name, said):

@@ -6,15 +6,19 @@ of attention shows (convolutions, state-space layers, norms over the sequence, p
 and what cannot be proved is refused.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import tree_leaves
 from tp_core.compare import (
     Bound,
@@ -30,7 +34,7 @@ from tp_core.compare import (
 )
 from tp_core.data import SampleRows, StepOutput
 from tp_core.errors import ModelError
-from tp_core.random import device_rng_state, preserve_rng_state
+from tp_core.random import capture_rng_state, preserve_rng_state
 
 from tp_context._inputs import InputScheme, input_schemes, splitting, windows_of
 from tp_context._patches import patched
@@ -114,6 +118,18 @@ class _Sketch(NamedTuple):
     coarse: tuple[torch.dtype, ...] = ()
 
 
+class _Draw(NamedTuple):
+    """One call that draws random numbers.
+
+    Attributes:
+        module: The name of the module that runs.
+        shapes: The shapes of what is drawn.
+    """
+
+    module: str
+    shapes: list[torch.Size]
+
+
 class _StepRun(NamedTuple):
     """The results of a step.
 
@@ -126,7 +142,8 @@ class _StepRun(NamedTuple):
         shapes: Those of tensors that the step returns, before slices are joined.
         dropout_shapes: Those of what dropout gets, in the order of calls.
         other_sizes: Those of what might have been a slice, and was none.
-        draws: Whether it draws random numbers, beside dropout.
+        draws: The calls that draw random numbers, beside dropout.
+        generators: The states of generators at its end.
     """
 
     outputs: dict[TensorPlace, Tensor]
@@ -137,7 +154,8 @@ class _StepRun(NamedTuple):
     dropout_shapes: Sequence[torch.Size]
     other_sizes: frozenset[int] = frozenset()
     inputs: Mapping[TensorPlace, Tensor] = {}
-    draws: bool = False
+    draws: Sequence[_Draw] = ()
+    generators: Mapping[str, Any] = {}
 
 
 class SliceProof(NamedTuple):
@@ -372,11 +390,13 @@ def _run(
     sketches: dict[str, _Sketch] = {}
     # Rounded in the backward pass, too: activation checkpointing repeats forwards there.
     with preserve_rng_state(), rounding:
-        drawn = _generators(model)
         with Recording(model, inputs=True) as recording, ComputedTypes() as computed:
-            with split_states.changed(dropout_shapes=dropout_shapes, other_sizes=other_sizes):
+            with (
+                split_states.changed(dropout_shapes=dropout_shapes, other_sizes=other_sizes),
+                _DrawWatch(model) as watch,
+            ):
                 raw = step(model, batch)
-            draws = any(not torch.equal(*pair) for pair in zip(drawn, _generators(model), strict=True))
+            generators = watch.states()
             shapes = _shapes(raw)
             output = join(raw)
         values = output if isinstance(output, Mapping) else {"loss": output}
@@ -403,14 +423,62 @@ def _run(
         dropout_shapes,
         other_sizes=frozenset(other_sizes),
         inputs=inputs,
-        draws=draws,
+        draws=watch.draws,
+        generators=generators,
     )
 
 
-def _generators(model: nn.Module) -> list[Tensor]:
-    """Return the states of the default generators that a model's modules draw from."""
-    devices = {torch.device("cpu"), *(parameter.device for parameter in model.parameters())}
-    return [device_rng_state(device) for device in sorted(devices, key=str)]
+class _DrawWatch(TorchDispatchMode):
+    """Notes what is drawn at random while a model runs, and in which of its modules.
+
+    Attributes:
+        draws: The calls that draw, in their order.
+    """
+
+    supports_higher_order_operators = True  # such as flex_attention, which is passed on
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
+        self.draws: list[_Draw] = []
+        devices = {torch.device("cpu"), *(parameter.device for parameter in model.parameters())}
+        self._devices = sorted(devices, key=str)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._running: list[str] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]  # as above
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, _args: Any) -> None:
+        around = self._running[-1] if self._running else ""
+        self._running.append(self._names.get(id(module), around))
+
+    def _end(self, *_: object) -> None:
+        self._running.pop()
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of generators."""
+        return capture_rng_state(self._devices)
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **(kwargs or {}))
+        before = self.states()
+        result = func(*args, **(kwargs or {}))
+        if self.states() != before:  # not attention, which has the tag, and no dropout here
+            shapes = [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.draws.append(_Draw(self._running[-1] if self._running else "", shapes))
+        return result
 
 
 _PIECE = 2**20
@@ -470,15 +538,22 @@ def _compare(
     ]
     error_of = partial(_error, whole=whole, near=near, part=part, bound=bound, cuts=cuts)
     is_off = bad or _calls(whole) != _calls(part)
-    if not is_off and not any(error_of(place) for place in whole.outputs if not place.module):
-        return 0, ""
     modules = dict(model.named_modules())
+    drawing = _drawing(whole, part)
+    if not is_off and not any(error_of(place) for place in whole.outputs if not place.module):
+        if drawing is None:
+            return 0, ""
+        # By chance they make no difference here, as where an expert is drawn among those that are near.
+        return len(whole.outputs), (
+            f"{drawing or 'the model'!r} ({type(modules[drawing]).__name__}) draws random numbers, which are "
+            "others for a slice of the sequence than for the whole"
+        )
     for number, place in enumerate(whole.outputs):
         error = error_of(place)
         if error:
             called, where = _cause(place, whole, near, part, bound, cuts)
             why = "it needs tokens or positions that other ranks have, outside of attention"
-            if whole.draws:
+            if drawing is not None:
                 why += ", or draws random numbers, which are others for a slice"
             return number, (
                 f"{called or 'the model'!r} ({type(modules[called]).__name__}) computes something else on a "
@@ -494,26 +569,45 @@ def _compare(
     )
 
 
+def _drawing(whole: _StepRun, part: _StepRun) -> str | None:
+    """Return the module that draws other numbers for a slice; ``None`` if none does.
+
+    Both runs begin with the same generators. So as many draws of the same shapes are the same numbers.
+    """
+    for one, other in zip_longest(whole.draws, part.draws):
+        if one != other:
+            module: str = (one or other).module
+            return module
+    return None if whole.generators == part.generators else ""
+
+
 def _cause(
     place: TensorPlace, whole: _StepRun, near: _StepRun, part: _StepRun, bound: Bound, cuts: Cuts
 ) -> tuple[str, str]:
     """Return the module that computes something else, of which ``place`` is the first output to differ.
 
     It is the one around a module that is given something else already: attention that is written by hand
-    shows in the dropout of its weights.
+    shows in the dropout of its weights, and labels that are shifted in the slice in the table of a decoder.
     """
     runs = [run._replace(outputs=dict(run.inputs)) for run in (whole, near, part)]
-    taken = [p for p in whole.inputs if (p.module, p.call) == (place.module, place.call)]
-    is_given = any(
-        _error(p, whole=runs[0], near=runs[1], part=runs[2], bound=bound, cuts=cuts) for p in taken
-    )
-    if not is_given or not place.module:
-        return place.module, ""
-    called = {p.module for p in whole.outputs}
-    around = place.module
-    while around and (around == place.module or around not in called):
-        around = around.rpartition(".")[0]
-    return around, f", in what it passes to {place.module.removeprefix(f'{around}.')!r}"
+    calls = Counter(module for module, _ in _calls(whole))
+
+    def given(module: str, call: int) -> TensorPlace | None:
+        taken = (p for p in whole.inputs if (p.module, p.call) == (module, call))
+        error_of = partial(_error, whole=runs[0], near=runs[1], part=runs[2], bound=bound, cuts=cuts)
+        return next((p for p in taken if error_of(p)), None)
+
+    cause, call, where = place.module, place.call, ""
+    while cause and (other := given(cause, call)) is not None:
+        around = cause.rpartition(".")[0]
+        while around and around not in calls:
+            around = around.rpartition(".")[0]
+        argument = "" if other.tensor[:1].isdecimal() else f" as {other.tensor!r}"
+        where = f", in what it passes to {cause.removeprefix(f'{around}.')!r}{argument}"
+        cause, call = around, 0
+        if calls[around] > 1:  # which of them it was is not known
+            break
+    return cause, where
 
 
 def _compare_gradients(

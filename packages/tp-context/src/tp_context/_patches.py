@@ -170,18 +170,19 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
         state.dropout_shapes.append(input.shape)
     if not state.drops:
         return input
-    if state.cuts is None or inplace or not training or not 0 < p < 1:
-        return _plain_dropout(input, p, training, inplace)
-    place = _dropped_slice(input, state.cuts)
+    place = None
+    if state.cuts is not None and training and 0 < p < 1:
+        place = _dropped_slice(input, state.cuts)
     if place is None:
-        return _plain_dropout(input, p)
+        return _plain_dropout(input, p, training, inplace)
     dim, cut = place
     # Each rank draws the mask of whole sequences and takes its part of it, so that it matches one device: in
     # the order of memory, as torch draws it.
     order = sorted(range(input.dim()), key=input.stride, reverse=True)
     ones = input.new_ones([cut.length if d == dim else input.size(d) for d in order])
     ones = ones.permute([order.index(d) for d in range(input.dim())])
-    return input * cut.take(_plain_dropout(ones, p), dim)
+    mask = cut.take(_plain_dropout(ones, p), dim)
+    return input.mul_(mask) if inplace else input * mask
 
 
 def _dropped_slice(input: Tensor, cuts: Cuts) -> tuple[int, Cut] | None:

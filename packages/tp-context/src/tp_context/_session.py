@@ -25,8 +25,11 @@ from tp_context._slices import (
     Cut,
     Cuts,
     Loss,
+    as_before,
+    dims_of,
     find_sequences,
     find_slice,
+    form_of,
     map_sequences,
     take_slices,
 )
@@ -97,6 +100,8 @@ class ContextSession(SessionWrapper):
         )
         self._splits = inner.sample_size > 1 and options.sequence != {}
         self._proofs: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], SliceProof]] = WeakKeyDictionary()
+        # The dimensions of sequences in batches of which a model was proved, by the batches' form.
+        self._dims: dict[tuple[tuple[str, int], ...], list[int | None]] = {}
         # The runs that a backward pass may follow, by the cuts of their sequences.
         self._runs: dict[tuple[Cut, ...], tuple[nn.Module, Cuts, SliceProof]] = {}
         self._unsynced = 0
@@ -165,8 +170,12 @@ class ContextSession(SessionWrapper):
         plain = self.unwrap(models[0])
         decodes = bool(getattr(getattr(plain, "config", None), "is_encoder_decoder", False))
         sequences = find_sequences(batch, self.options.sequence, decodes=decodes)
+        form = form_of(batch)
+        if form in self._dims:
+            sequences = as_before(batch, sequences, self._dims[form])
         self._check_same_batch(batch, sequences)
         proof = self._proof(step, plain, batch, sequences)
+        self._dims.setdefault(form, dims_of(batch, sequences))
         cuts = self.ranks.cuts(plain, batch, sequences, others=proof.others)
         proof.mark(cuts)
         sliced = take_slices(batch, sequences, cuts)

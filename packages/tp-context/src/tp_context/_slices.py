@@ -496,6 +496,34 @@ def find_sequences(batch: Any, dims: Mapping[str, int] | None, *, decodes: bool 
     return BatchSequences(dim_by_id, tuple(sorted(lengths)))
 
 
+def form_of(batch: Any) -> tuple[tuple[str, int], ...]:
+    """Return the names of a batch's tensors, and their numbers of dimensions."""
+    return tuple((name, tensor.dim()) for name, tensor in _named_tensors(batch))
+
+
+def dims_of(batch: Any, sequences: BatchSequences) -> list[int | None]:
+    """Return the dimension of the sequence in each of a batch's tensors."""
+    return [sequences.dims.get(id(tensor)) for _, tensor in _named_tensors(batch)]
+
+
+def as_before(batch: Any, sequences: BatchSequences, dims: Sequence[int | None]) -> BatchSequences:
+    """Return the sequences of a batch without what was none in an earlier one of the same form.
+
+    Features may be as many as the tokens of this batch.
+    """
+    kept: dict[int, int] = {}
+    lengths: set[int] = set()
+    for (_, tensor), before in zip(_named_tensors(batch), dims, strict=True):
+        dim = sequences.dims.get(id(tensor))
+        if dim is None or before is None:
+            continue
+        if tensor.size(before) in sequences.lengths:
+            dim = before
+        kept[id(tensor)] = dim
+        lengths.add(tensor.size(dim))
+    return BatchSequences(kept, tuple(sorted(lengths)))
+
+
 def _named_sequences(named: list[tuple[str, Tensor]], dims: Mapping[str, int]) -> BatchSequences:
     by_name = dict(named)
     dim_by_id = {}

@@ -52,7 +52,7 @@ class Recording:
         plain_name: A function from a module's name to the one to record, or to ``None`` to leave it out. By
             default it is recorded as it is.
         gradients: Whether gradients of the inputs and outputs of modules are recorded, too.
-        inputs: Whether the tensors that modules take are.
+        inputs: Whether the tensors that modules take are, of any type.
 
     Attributes:
         outputs: The outputs by their places, as modules end.
@@ -131,7 +131,7 @@ class Recording:
             if not self._is_left_out():
                 call = self._calls.get(name, 0)
                 for place, tensor in [*named_tensors(args), *named_tensors(kwargs)]:
-                    if tensor.is_floating_point() and _has_values(tensor):
+                    if _has_values(tensor):
                         self.inputs[TensorPlace(name, call, place)] = local_tensor(tensor)
 
         return hook
