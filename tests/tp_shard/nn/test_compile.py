@@ -82,8 +82,24 @@ class LiteralRate(nn.Module):
         return nn.functional.dropout(x, 0.5, self.training)
 
 
+def drop_half(x, training):
+    return nn.functional.dropout(x, 0.5, training)
+
+
+class RateInFunction(LiteralRate):
+    """A block with a dropout that its own code does not show: it is seen in a call."""
+
+    def act(self, x):
+        return drop_half(x, self.training)
+
+
 def a_literal_rate_drops_other_features_on_each_rank():
-    model = ts.parallelize(LiteralRate(), {"up": ts.Column(), "down": ts.Row()})
+    for block in (LiteralRate, RateInFunction):
+        drops_other_features(block())
+
+
+def drops_other_features(block):
+    model = ts.parallelize(block, {"up": ts.Column(), "down": ts.Row()})
     runs = []
     for run in (model, torch.compile(model, backend="aot_eager")):
         torch.manual_seed(0)

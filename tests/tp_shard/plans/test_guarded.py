@@ -18,9 +18,9 @@ class Attention(nn.Module):
         self.num_heads = 5
         self.qkv, self.out = nn.Linear(10, 30), nn.Linear(10, 10)
 
-    def forward(self, x):
+    def forward(self, x, mask=None):
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, 2).transpose(1, 3).unbind(2)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+        return self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(-2))
 
 
 class Model(nn.Module):
@@ -66,10 +66,27 @@ def a_guarded_model_is_one_of_its_class():
     torch.testing.assert_close(pickle.loads(pickle.dumps(part))(x[..., :4]), part(x[..., :4]))
 
 
+def an_input_with_other_heads_than_declared_is_named():
+    plan = {"qkv": PLAN["attention.qkv"], "out": PLAN["attention.out"]}
+    whole = Attention()
+    split = ts.parallelize(
+        copy.deepcopy(whole), plan | {"": ts.Local(heads=5, query=("num_heads",), inputs=("mask",))}
+    )
+    x = torch.randn(2, 3, 10)
+    for heads in (1, 5):
+        mask = torch.randn(2, heads, 3, 3)
+        torch.testing.assert_close(split(x, mask), whole(x, mask))
+    with pytest.raises(ModelError, match=r"'mask' of Attention has shape \(2, 3, 3, 3\), .* it has 5 heads"):
+        split(x, torch.randn(2, 3, 3, 3))
+    with pytest.raises(ModelError, match=r"'mask' of Attention has shape \(3, 3\)"):
+        split(x, torch.randn(3, 3))
+
+
 CHECKS = [
     a_module_that_counts_all_heads_is_named_with_what_to_write,
     errors_elsewhere_stay_what_they_are,
     a_guarded_model_is_one_of_its_class,
+    an_input_with_other_heads_than_declared_is_named,
 ]
 
 

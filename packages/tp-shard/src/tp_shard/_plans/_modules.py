@@ -58,26 +58,36 @@ class LocalMixin(PartialMixin):
         names = _argument_names(type(self).__bases__[1])
         for name in self.head_inputs:
             if name in kwargs:
-                kwargs[name] = self._local_heads(kwargs[name])
+                kwargs[name] = self._local_heads(name, kwargs[name])
             elif name in names and names.index(name) < len(positional):
                 index = names.index(name)
-                positional[index] = self._local_heads(positional[index])
+                positional[index] = self._local_heads(name, positional[index])
         return super().forward(*positional, **kwargs)
 
-    def _local_heads(self, value: Any) -> Any:
-        """Return this rank's heads of a tensor with all heads; any other value as it is."""
-        if not isinstance(value, Tensor) or value.dim() == 0:
+    def _local_heads(self, name: str, value: Any) -> Any:
+        """Return this rank's heads of a tensor with all heads, or one for all; what is no tensor as it is.
+
+        Raises:
+            ModelError: The tensor has other heads.
+        """
+        if not isinstance(value, Tensor):
             return value
         count = self.head_counts.query
         start, stop = self.head_counts.query_bounds(self.group.rank)
-        if value.dim() == 4:  # (batch, heads, ...)
-            if value.size(1) != count:
-                return value
-            return _copy_to_ranks(value, self.group).narrow(1, start, stop - start)
-        # Without a dimension of their own, heads are folded into the first one: (batch * heads, ...)
-        if value.size(0) % count:
+        is_alone = value.dim() == 4  # (batch, heads, ...), or (batch, 1, ...) for all heads
+        if is_alone and value.size(1) == 1:
             return value
+        if value.dim() == 0 or (value.size(1) != count if is_alone else value.size(0) % count):
+            msg = (
+                f"{name!r} of {type(self).__bases__[1].__name__} has shape {tuple(value.shape)}, and "
+                f"Local(inputs=({name!r},)) says that it has {count} heads: in the second of four "
+                "dimensions, or in the first one, alone or inside each sample"
+            )
+            raise ModelError(msg)
         value = _copy_to_ranks(value, self.group)
+        if is_alone:
+            return value.narrow(1, start, stop - start)
+        # Without a dimension of their own, heads are folded into the first one: (batch * heads, ...)
         if value.size(0) == count:
             return value.narrow(0, start, stop - start)
         return value.unflatten(0, (-1, count))[:, start:stop].flatten(0, 1)

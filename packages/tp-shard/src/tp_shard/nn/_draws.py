@@ -225,6 +225,7 @@ class BlockDraws:
         # By mode. Watching costs as much as a small operation for each function that is called. So it ends
         # after the first call in which nothing was drawn, and resumes after the next draw.
         self._is_watched = {True: True, False: True}
+        self._has_drawn = {True: False, False: False}  # in a call that was not compiled
         # First of the hooks before, and called after an error too: otherwise the generators would stay in the
         # rank's own state, and the ranks would draw apart from then on.
         block.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
@@ -235,9 +236,11 @@ class BlockDraws:
         draws = self._draws
         if torch.compiler.is_compiling():
             # The states of generators are no part of a graph: a block with dropout breaks it into several.
-            if any(m.training and getattr(m, name) > 0 for m, name in self._rates) or any(
+            may_draw = any(m.training and getattr(m, name) > 0 for m, name in self._rates) or any(
                 m.training or always for m, always in self._literal
-            ):
+            )
+            trains = module.training or any(m.training for m, _ in self._rates)
+            if may_draw or self._has_drawn[trains]:
                 draws.visits.append(_Visit(trains=True))
             return
         draws.forget_pieces()
@@ -266,6 +269,8 @@ class BlockDraws:
         if visit.mode is not None:
             visit.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
         self._is_watched[visit.trains] = visit.has_drawn
+        if not torch.compiler.is_compiling():
+            self._has_drawn[visit.trains] |= visit.has_drawn
 
 
 class _Watch(TorchFunctionMode):
@@ -328,8 +333,10 @@ def _draws_in_code(kind: Any) -> bool | None:
     Returns:
         ``None`` if they do not, ``True`` if they draw in evaluation too, as far as their code shows it.
     """
-    # By bytecode, as a compiler asks before it has seen the calls. It needs no source, and finds what the
-    # methods call by name.
+    # By bytecode, as a compiler asks before anything has run: a graph cannot be broken once it is made, and
+    # one without draws is to be whole. A draw in a function that a method calls is not seen, and known only
+    # after a call that was not compiled. Following functions would find the dropout of each attention in
+    # transformers, whatever its rate.
     waiting, seen = ["forward"], {"forward"}
     while waiting:
         method = inspect.unwrap(getattr(kind, waiting.pop()))
