@@ -1,11 +1,13 @@
 """Try judges of parallel training on programs with known faults: ``python -m tests.silentbench``.
 
 ``--only NAME`` tries one program, and prints what each judge says; without it, all are tried, and the figures
-and the table that the documents quote are written. ``--judge`` leaves out the others.
+and the table that the documents quote are written, program by program. ``--judge`` leaves out the others, and
+keeps what they have said.
 """
 
 import argparse
 import json
+import statistics
 from collections import Counter
 from datetime import date
 from typing import Any
@@ -14,63 +16,88 @@ import torch
 from tp_core.ranks import RankPool
 
 from tests.bench._results import FOLDER, machine, versions
-from tests.silentbench._judges import JUDGES, by_verify
+from tests.silentbench._judges import JUDGES, Outcome, by_verify
 from tests.silentbench._programs import RANKS, Program, programs
 
 FILE = FOLDER / "silentbench.json"
-LOWER = (torch.float32, torch.bfloat16, torch.float16)
+OWN = "its own"  # the type that a program asks for: float64, or float32 where its fault is one of precision
+TYPES = {OWN: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def trials(program: Program, judges: list[str], pool: RankPool) -> dict[str, Any]:
-    """Return what each judge says of a program's faulty form, and of its right one."""
-    facts: dict[str, Any] = {"kind": program.kind, "runs": program.runs, "lines": program.lines()}
-    for name in judges:
-        faulty = JUDGES[name](program, pool, right=False)
-        rights = {"": JUDGES[name](program, pool, right=True)}
+def trials(program: Program, name: str, pool: RankPool) -> dict[str, Any]:
+    """Return what a judge says of the two forms of a program, in each type that it tries."""
+    facts = {}
+    for kind, dtype in TYPES.items():
         if name == "tp verify":
-            rights |= {
-                str(t).removeprefix("torch."): by_verify(program, pool, right=True, dtype=t) for t in LOWER
-            }
-        facts[name] = {
-            "found": faulty.found,
-            "placed": faulty.is_placed,
-            "said": faulty.said,
-            "seconds": round(faulty.seconds, 2),
-            "right": len(rights),
-            "false alarms": {kind: one.said or "found" for kind, one in rights.items() if one.found},
-        }
-        print(f"{program.name}, {name}: {facts[name]}", flush=True)
+            faulty = by_verify(program, pool, right=False, dtype=dtype)
+            facts[kind] = outcome(faulty, by_verify(program, pool, right=True, dtype=dtype))
+        elif kind == OWN:
+            faulty = JUDGES[name](program, pool, right=False)
+            facts[kind] = outcome(faulty, JUDGES[name](program, pool, right=True))
     return facts
 
 
-def figures(found: dict[str, dict[str, Any]], judges: list[str]) -> dict[str, float]:
-    """Return the sums over all programs."""
+def outcome(faulty: Outcome, right: Outcome) -> dict[str, Any]:
+    """Return what a judge says of the two forms of a program in one type."""
+    return {
+        "found": faulty.found,
+        "placed": faulty.is_placed,
+        "said": faulty.said,
+        "seconds": round(faulty.seconds, 2),
+        "false alarm": (right.said or "found") if right.found else "",
+    }
+
+
+def figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return the sums over all programs.
+
+    A right form counts in a type in which the judge finds the faulty form: there it could have been accused.
+    """
     sums: Counter[str] = Counter({"programs": len(found)})
     sums["torch's own"] = sum(facts["runs"] == "torch" for facts in found.values())
-    for name in judges:
-        for facts in found.values():
-            one = facts[name]
-            sums[f"{name}, found"] += one["found"]
-            sums[f"{name}, placed"] += one["placed"]
-            sums[f"{name}, right forms"] += one["right"]
-            sums[f"{name}, false alarms"] += len(one["false alarms"])
-            sums[f"{name}, seconds"] += one["seconds"] / len(found)
-    return dict(sums)
+    for facts in found.values():
+        for name in facts.keys() & JUDGES.keys():
+            for kind, one in facts[name].items():
+                sums[f"{name}, {kind}, tried"] += 1
+                sums[f"{name}, {kind}, found"] += one["found"]
+                sums[f"{name}, {kind}, placed"] += one["placed"]
+                sums[f"{name}, {kind}, false alarms"] += bool(one["false alarm"])
+                sums[f"{name}, {kind}, seconds"] += one["seconds"]
+                sums[f"{name}, right forms"] += 1
+                sums[f"{name}, right forms told apart"] += one["found"]
+                sums[f"{name}, false alarms"] += bool(one["false alarm"])
+    for figure in [one for one in sums if one.endswith(", seconds")]:
+        sums[figure] /= sums[figure.removesuffix("seconds") + "tried"]
+    return {**sums, "lines of a program": statistics.median(facts["lines"] for facts in found.values())}
 
 
 def table(tried: list[Program], found: dict[str, dict[str, Any]]) -> str:
     """Return one row for each program, in Markdown."""
     rows = ["| kind | program | report | `tp verify` names | loss curves |", "|---|---|---|---|---|"]
     for program in tried:
-        of_verify, of_curves = found[program.name]["tp verify"], found[program.name]["loss curves"]
-        named = f"`{of_verify['said'].partition(': it ')[0]}`" if of_verify["found"] else "nothing"
-        if of_verify["found"] and not of_verify["placed"]:
-            named += ", another place"
+        facts = found[program.name]
+        named, seen = "not tried", "not tried"
+        if "tp verify" in facts:
+            said = facts["tp verify"][OWN]
+            named = f"`{said['said'].partition(': it ')[0]}`" if said["found"] else "nothing"
+            if said["found"] and not said["placed"]:
+                named += ", another place"
+        if "loss curves" in facts:
+            seen = "part" if facts["loss curves"][OWN]["found"] else "do not part"
         number = program.report.rpartition("/")[2]
         link = f"[{program.project} {number}]({program.report})"
-        seen = "part" if of_curves["found"] else "do not part"
         rows.append(f"| {program.kind} | `{program.name}` | {link} | {named} | {seen} |")
     return "\n".join(rows)
+
+
+def write(found: dict[str, dict[str, Any]]) -> None:
+    """Write what is found so far."""
+    known = [one for one in programs() if one.name in found]
+    ordered = {one.name: found[one.name] for one in known}
+    facts = {"measured": date.today().isoformat(), "machine": machine(), "versions": versions()}
+    facts |= {f"versions-{name}": versions()[name] for name in ("python", "torch")}  # for the page
+    facts |= {"figures": figures(ordered), "programs": ordered, "table": table(known, ordered)}
+    FILE.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -82,13 +109,18 @@ def main() -> None:
     if not tried:
         parser.error(f"there is no program {chosen.only!r}")
     judges = [chosen.judge] if chosen.judge else list(JUDGES)
+    found: dict[str, dict[str, Any]] = {}
+    if chosen.judge and FILE.exists():  # what others have said stays
+        found = json.loads(FILE.read_text(encoding="utf-8"))["programs"]
     with RankPool(RANKS, timeout_s=600) as pool:
-        found = {program.name: trials(program, judges, pool) for program in tried}
-    if chosen.only or chosen.judge:
-        return
-    facts = {"measured": date.today().isoformat(), "machine": machine(), "versions": versions()}
-    facts |= {"figures": figures(found, judges), "programs": found, "table": table(tried, found)}
-    FILE.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        for program in tried:
+            facts = found.setdefault(program.name, {})
+            facts |= {"kind": program.kind, "runs": program.runs, "lines": program.lines()}
+            for name in judges:
+                facts[name] = trials(program, name, pool)
+                print(f"{program.name}, {name}: {facts[name]}", flush=True)
+            if not chosen.only:
+                write(found)
 
 
 if __name__ == "__main__":

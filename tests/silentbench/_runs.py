@@ -116,6 +116,24 @@ def _draw(program: Program, right: bool) -> list[float]:
     return torch.rand(4).tolist()
 
 
+def losses_of_seeds(program: Program, pool: RankPool, *, right: bool) -> list[float]:
+    """Return the first rank's loss of the first batch, with dropout, for two seeds."""
+    return pool.run(_losses, program, right)[0]
+
+
+def _losses(program: Program, right: bool) -> list[float]:
+    _join()
+    case = program.case(right=right)
+    strategy: Strategy = case["parallel"]
+    model, _ = _prepared(case)
+    losses = []
+    for seed in range(2):
+        strategy.seed(seed)
+        share = strategy.share(_batch(program, 0, right=right))
+        losses.append(float(strategy.backward(model, case["step"], [share])))
+    return losses
+
+
 def _train(program: Program, right: bool, steps: int, folder: str) -> Curve:
     _join()
     case = program.case(right=right)

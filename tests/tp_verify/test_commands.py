@@ -47,6 +47,14 @@ def typo():
 
 def nothing():
     pass
+
+
+def parts(model):
+    return model(torch.ones(1, 4))
+
+
+def fails():
+    return {**cases()[0], "parallel": parts}
 """
 
 
@@ -72,6 +80,11 @@ def test_the_command_proves_and_names(tmp_path):
         ("nothing", "has to return arguments of verify() as a dict, or a list of dicts; got None"),
     ):
         assert said in tp_verify(tmp_path, f"mine.py:{name}").stderr
+    done = tp_verify(tmp_path, "mine.py:fails")
+    (said,) = done.stderr.strip().splitlines()
+    assert re.match(
+        r"tp verify: rank [01] raised: RuntimeError: mat1 and mat2 .*mine\.py, in parts; --trace", said
+    )
     done = tp_verify(tmp_path, "mine.py:cases", "--dtype", "int8")
     assert "--dtype is one of float64, float32, bfloat16, got 'int8'" in done.stderr
     (tmp_path / "script.py").write_text("raise SystemExit('it ran')")

@@ -382,6 +382,41 @@ class MoreDropoutInAnOwnLoop(MoreDropout):
         return loss.detach()
 
 
+class RandomStateOfFirstRank(strategies.DDP):
+    def save(self, model, optimizer, folder):
+        super().save(model, optimizer, folder)
+        if torch.distributed.get_rank() == 0:
+            torch.save(torch.get_rng_state(), Path(folder) / "random.pt")
+        torch.distributed.barrier()
+
+    def load(self, model, optimizer, folder):
+        super().load(model, optimizer, folder)
+        torch.set_rng_state(torch.load(Path(folder) / "random.pt"))
+
+
+class MasksDrawnAgain(strategies.DDP):
+    def parallelize(self, model):
+        from torch.utils.checkpoint import checkpoint
+
+        drop = model.blocks[1].drop.forward
+        model.blocks[1].drop.forward = lambda x: checkpoint(
+            drop, x, use_reentrant=False, preserve_rng_state=False
+        )
+        return super().parallelize(model)
+
+
+class OneLossOfSeveral(strategies.DDP):
+    data = "whole"
+
+    def backward(self, model, step, parts):
+        return super().backward(model, step, parts) + torch.distributed.get_rank() - 0.5
+
+
+SAME_NUMBERS = "the loaded random numbers: rank 1 continues with those of rank 0"
+SAME_MASKS = r"dropout of blocks\.0\.drop: ranks 0 and 1 have their own places, and the same masks"
+OTHER_MASKS = r"the gradient with dropout of blocks\.1\.drop: where rank 0 computes the forward pass again"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "more", "said"),
@@ -391,8 +426,15 @@ class MoreDropoutInAnOwnLoop(MoreDropout):
         (SameMasks(), {"dropout": 4}, "ranks 0 and 1 have their own rows, and the same masks"),
         (MoreDropout(), {"dropout": 40}, "the loss with dropout: its (mean|variance) over 40 seeds is"),
         (MoreDropoutInAnOwnLoop(), {"dropout": 40}, "the loss with dropout: its (mean|variance) over 40"),
+        (RandomStateOfFirstRank(), {"reload_on": 2}, SAME_NUMBERS),
+        (m.Context(), {"dropout": 2, "vary": False}, SAME_MASKS),
+        (MasksDrawnAgain(), {"dropout": 2}, OTHER_MASKS),
+        (OneLossOfSeveral(), {}, r"step 1: the loss: ranks have .*, 3\.\d+ in the mean"),
     ],
-    ids=["tokens", "checkpoint", "masks", "dropout", "dropout in an own loop"],
+    ids=[
+        *("tokens", "checkpoint", "masks", "dropout", "dropout in an own loop"),
+        *("random numbers", "masks of places", "masks drawn again", "losses of the same rows"),
+    ],
 )
 def test_a_fault_after_the_training_is_named(strategy, more, said, ranks):
     more = {key: ranks if key == "reload_on" else value for key, value in more.items()}

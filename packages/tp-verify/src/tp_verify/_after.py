@@ -2,17 +2,30 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from tp_core.compare import Bound, Selections, joined_parts, selected
+from tp_core.compare import (
+    Bound,
+    LocalTensor,
+    Selections,
+    joined_parts,
+    norm_of,
+    relate,
+    relative_error,
+    selected,
+)
 
 from tp_verify._compare import RunComparison
+from tp_verify._dropout_masks import DropoutCall, draw_the_same
 from tp_verify._report import Finding
-from tp_verify._training_task import StepRecord
+from tp_verify._training_task import RunRecord, StepRecord
 
+# How far activations may be apart, as a share of their norm, that are meant to be the same: they are of ranks
+# that have trained, in any type.
+_NEAR = 0.1
 _DEVIATIONS = 5.0  # how far statistics of as many seeds may be apart: by chance once in a million
 
 
@@ -50,6 +63,84 @@ def compare_loaded(comparison: RunComparison, loaded: Sequence[StepRecord]) -> F
         if finding:
             return finding
     return None
+
+
+def compare_generators(comparison: RunComparison, loaded: Sequence[Mapping[str, str]]) -> Finding | None:
+    """Compare the random numbers with which ranks continue with those that they had when they saved."""
+    if not loaded:
+        return None
+    if len(loaded) != len(comparison.ranks):
+        comparison.unknown["random numbers"] = "as many ranks have to load as have saved"
+        return None
+    restored = 0
+    for kind in comparison.ranks[0].generators:
+        saved = [one.generators[kind] for one in comparison.ranks]
+        for rank, one in enumerate(loaded):
+            if one[kind] == saved[rank]:
+                restored += 1
+            elif one[kind] in saved:
+                said = f"rank {rank} continues with those of rank {saved.index(one[kind])}"
+                return Finding("the loaded random numbers", "", 0, said)
+    if restored:
+        comparison.count("states of random numbers", restored)
+    else:
+        comparison.unknown["random numbers"] = "loading restores none"
+    return None
+
+
+def compare_masks(comparison: RunComparison, exact: RunRecord) -> Finding | None:
+    """Compare the masks of dropout, call by call.
+
+    Ranks with the same activations draw the same masks, and those with rows, places or features of their own
+    draw their own. What a backward pass computes again has the masks of the forward pass.
+
+    Args:
+        comparison: The comparison.
+        exact: The record of one device, which has drawn, too.
+    """
+    ranks = comparison.ranks
+    for rank, one in enumerate(ranks):
+        if one.redrawn:
+            said = f"where rank {rank} computes the forward pass again, it draws other masks"
+            return Finding("the gradient with dropout", one.redrawn[0], 0, said)
+    for call, whole in exact.dropped_from.items():
+        parts = [one.dropped_from[call] for one in ranks if call in one.dropped_from]
+        if len(parts) == len(ranks) and _is_laid_out(comparison, whole, parts):
+            for a, b in itertools.pairwise(range(len(ranks))):
+                finding = _compare_pair(comparison, call, a, b)
+                if finding is not None:
+                    return finding
+    return None
+
+
+def _is_laid_out(comparison: RunComparison, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    """Return whether ranks have the whole or parts of it, and no summands, which one mask is right for."""
+    shares = [one.shares[0] for one in comparison.ranks if one.shares]
+    locals_ = [LocalTensor(part) for part in parts]
+    match = relate(whole, locals_, shares, _NEAR * norm_of(whole), reorders=comparison.reorders)
+    return match.kind == "same"
+
+
+def _compare_pair(comparison: RunComparison, call: DropoutCall, a: int, b: int) -> Finding | None:
+    one, other = comparison.ranks[a], comparison.ranks[b]
+    same = draw_the_same(one.masks, other.masks, call)
+    own = _own(one.shares[0], other.shares[0])
+    if relative_error(one.dropped_from[call], other.dropped_from[call]) > _NEAR:
+        if same:
+            said = f"ranks {a} and {b} have their own {own or 'features'}, and the same masks"
+            return Finding("dropout", call.module, 0, said)
+    elif same is False and not own:
+        said = f"ranks {a} and {b} have the same activations, and different masks"
+        return Finding("dropout", call.module, 0, said)
+    return None
+
+
+def _own(one: Selections, other: Selections) -> str:
+    """Return what of the batch two ranks have otherwise: "rows", or "places" of a sequence; or nothing."""
+    pairs = [(one[key], other[key]) for key in one.keys() & other.keys()]
+    if any(not _equal(mine.rows, theirs.rows) for mine, theirs in pairs):
+        return "rows"
+    return "places" if any(not _equal(mine.places, theirs.places) for mine, theirs in pairs) else ""
 
 
 def compare_draws(comparison: RunComparison, draws: Sequence[tuple[float, float]]) -> Finding | None:

@@ -4,6 +4,7 @@ What needs torch is imported once the words of the command are right.
 """
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, RankFailedError
 from typer.core import TyperCommand
 
 from tp_verify._report import VerifyReport, as_page
@@ -53,6 +54,9 @@ def verify_command(
     ] = 600.0,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    with_traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show the whole traceback of a rank that raises.")
+    ] = False,
 ) -> None:
     """Train on one device and in parallel, and name the first number that differs.
 
@@ -97,7 +101,12 @@ def verify_command(
 
             reports = verify_script(script, arguments or [], steps=steps, timeout_s=timeout_s)
         else:
-            reports = _verify_cases(program, ranks, types)
+            try:
+                reports = _verify_cases(program, ranks, types)
+            except RankFailedError as error:
+                if with_traceback:
+                    raise
+                raise RankFailedError(_in_short(str(error))) from error
     ok = all(report.ok for report in reports)
     if program is None:
         ok = ok and any(report.compared for report in reports)
@@ -110,6 +119,22 @@ def verify_command(
     else:
         typer.echo(text)
     raise typer.Exit(0 if ok else 1)
+
+
+def _in_short(failure: str) -> str:
+    """Return what a rank raised and where, of the whole traceback; what has none stays as it is."""
+    frames = re.findall(r'^ +File "(.+)", line (\d+), in (\S+)', failure, re.MULTILINE)
+    if not frames:
+        return failure
+    # The user's last line; what it calls of torch says less.
+    own = [frame for frame in frames if "site-packages" not in frame[0] and not _is_of_tp(frame[0])]
+    file, line, function = (own or frames)[-1]
+    first, *_, last = failure.strip().splitlines()
+    return f"{first} {last} (line {line} of {file}, in {function}; --traceback shows all of it)"
+
+
+def _is_of_tp(file: str) -> bool:
+    return any(part.startswith("tp_") for part in Path(file).parts)
 
 
 def _verify_cases(program: str, ranks: int, types: Sequence[str]) -> list[VerifyReport]:

@@ -68,7 +68,13 @@ class RunComparison:
             self.near.initial,
             [r.initial for r in self.ranks],
         )
-        for number in range(len(self.exact.steps)):
+        for number, step in enumerate(self.exact.steps):
+            if step.loss is not None and not math.isfinite(step.loss):
+                # Weights of a type with few digits: one device in this type has the same, or the step before
+                # would have been found.
+                reason = f"the loss is {step.loss}, on one device, too"
+                self.unknown[f"step {number + 1} and what follows"] = reason
+                return
             yield from self._step_findings(number)
         for number, exact in self.exact.evaluations.items():
             records = [r.evaluations[number] for r in self.ranks if r.evaluations]
@@ -187,6 +193,15 @@ class RunComparison:
         limit = self.bound.limit(exact, nudged, scale)
         return relate(exact, locals_, shares, limit, reorders=self.reorders)
 
+    def _whole_shares(self, step: int) -> bool:
+        """Return whether each rank has the whole batch."""
+        shares = self._shares(step)
+        return bool(shares) and all(
+            len(one.rows) == one.shape[0] and (one.places is None or len(one.places) == one.shape[1])
+            for share in shares
+            for one in share.values()
+        )
+
     def _shares(self, step: int) -> list[Selections]:
         return [r.shares[max(0, step - 1)] for r in self.ranks if r.shares]
 
@@ -205,9 +220,12 @@ class RunComparison:
         else:
             mean = sum(loss / len(known) for loss in losses)
         self.count("losses")
-        # A rank has the loss of its share, or each rank that of the whole batch.
+        # A rank has the loss of its share, or each rank that of the whole batch. So ranks with the same
+        # share have the same loss.
         errors = [abs(loss - exact.loss) for loss in losses]
-        if losses and (abs(mean - exact.loss) <= limit or all(error <= limit for error in errors)):
+        if losses and all(error <= limit for error in errors):
+            return None
+        if losses and abs(mean - exact.loss) <= limit and not self._whole_shares(step):
             return None
         listed = ", ".join(f"{loss:.6g}" for loss in losses)
         difference = f"ranks have {listed}, {mean:.6g} in the mean; one device {exact.loss:.6g}"

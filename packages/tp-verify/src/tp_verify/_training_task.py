@@ -1,6 +1,8 @@
 """Training on one process, with a record of everything that is compared."""
 
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,9 +24,10 @@ from tp_core.compare import (
     nudged,
 )
 from tp_core.errors import ModelError
-from tp_core.random import seed_torch
+from tp_core.random import capture_rng_state, seed_everything, seed_torch
 from tp_core.tensors import is_dtensor
 
+from tp_verify._dropout_masks import DropoutCall, DropoutRecording
 from tp_verify._strategy import (
     MakeOptimizer,
     Step,
@@ -34,6 +37,9 @@ from tp_verify._strategy import (
     repeat_first_row,
     rows_of,
 )
+
+_WATCHED_SEEDS = 3  # whose masks are recorded; some hundred elements tell masks apart
+_UNSAVED_SEED = 2**31 - 1  # of generators before a checkpoint is loaded; no checkpoint has their states
 
 
 @dataclass
@@ -57,7 +63,9 @@ class RunRecord:
     """What one process has seen of a training, and afterwards: ``draws`` are losses and weights by seed.
 
     Evaluations have the numbers of their batches. On one device ``idle_lines`` are the lines of the modules'
-    own forward that did not run, and ``dtypes`` the types in which it computed.
+    own forward that did not run, and ``dtypes`` the types in which it computed. ``generators`` are the states
+    of random numbers that a checkpoint could save. Of dropout there are the tensors that it drops from, the
+    ``masks`` of the first seeds, and the modules whose masks the backward pass draws otherwise.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -68,6 +76,10 @@ class RunRecord:
     shares: list[dict[str, BatchSelection]] = field(default_factory=list)
     idle_lines: tuple[str, ...] = ()
     dtypes: frozenset[torch.dtype] = frozenset()
+    generators: dict[str, str] = field(default_factory=dict)
+    dropped_from: dict[DropoutCall, Tensor] = field(default_factory=dict)
+    masks: list[dict[DropoutCall, Tensor]] = field(default_factory=list)
+    redrawn: list[str] = field(default_factory=list)
 
 
 class Followed(NamedTuple):
@@ -194,34 +206,65 @@ def run_task(task: TrainingTask, strategy: Strategy, *, seed: int = 0) -> RunRec
         with torch.no_grad():
             record.generated = {n: copy_of(t) for n, t in named_tensors(task.generate(model, share))}
     if task.folder:
+        _seed_generators(strategy)
+        record.generators = _generators()
         strategy.save(model, optimizer, task.folder)
-    record.draws = _draws(task, strategy, model)
+    if task.seeds:
+        _record_draws(record, task, strategy, model)
     strategy.close()
     return record
 
 
-def load_task(task: TrainingTask, strategy: Strategy) -> StepRecord:
-    """Load the checkpoint into a new model, and return what it holds then."""
+def load_task(task: TrainingTask, strategy: Strategy) -> tuple[StepRecord, dict[str, str]]:
+    """Load the checkpoint into a new model, and return what it and the generators hold then."""
     model, optimizer = strategy.prepare(build_model(task), task.make_optimizer)
+    seed_everything(_UNSAVED_SEED)
     strategy.load(model, optimizer, task.folder)
+    generators = _generators()
     seen = StepRecord()
     _record_state(seen, strategy, model, optimizer)
     strategy.close()
-    return seen
+    return seen, generators
 
 
-def _draws(task: TrainingTask, strategy: Strategy, model: nn.Module) -> list[tuple[float, float]]:
-    """Return the loss with dropout, and its weight, for each seed; all rows of the batch are equal."""
-    draws = []
+def _seed_generators(strategy: Strategy) -> None:
+    """Seed torch's generator as the strategy does, and Python's and numpy's by the seed that it took."""
+    strategy.seed(0)
+    seed = torch.initial_seed()
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _generators() -> dict[str, str]:
+    """Return the states of Python's, numpy's and torch's generators."""
+    states = capture_rng_state(())
+    return {kind: str(states[kind]) for kind in ("python", "numpy", "torch") if kind in states}
+
+
+def _record_draws(record: RunRecord, task: TrainingTask, strategy: Strategy, model: nn.Module) -> None:
+    """Record the loss with dropout, and its weight, for each seed; all rows of the batch are equal."""
     model.train()
-    share = strategy.share(repeat_first_row(cast(task.batches[0], task.dtype)))
+    batch = cast(task.batches[0], task.dtype)
+    # Of rows that differ, so that it shows which ranks have the same activations.
+    watching = DropoutRecording(model, strategy.plain_name)
+    with WithoutDropout(model), watching:
+        strategy.backward(model, task.step, [strategy.share(batch)])
+    model.zero_grad()
+    record.dropped_from = watching.inputs
+    share = strategy.share(repeat_first_row(batch))
     for number in range(task.seeds):
         seen = StepRecord()
         strategy.seed(number)
-        loss = float(strategy.backward(model, _noting(task.step, seen), [share]))
-        draws.append((loss, seen.weight))
+        drawing = DropoutRecording(model, strategy.plain_name)
+        with drawing if number < _WATCHED_SEEDS else nullcontext():
+            loss = float(strategy.backward(model, _noting(task.step, seen), [share]))
+        record.draws.append((loss, seen.weight))
+        if number < _WATCHED_SEEDS:
+            record.masks.append(drawing.masks)
+            record.redrawn += drawing.redrawn()
         model.zero_grad()
-    return draws
 
 
 def _put(model: nn.Module, values: dict[str, Tensor], place: Callable[[nn.Parameter], Tensor | None]) -> None:

@@ -19,7 +19,13 @@ from tp_core.errors import ConfigError, ModelError, RankFailedError
 from tp_core.random import preserve_rng_state
 from tp_core.ranks import RankPool
 
-from tp_verify._after import compare_draws, compare_generated, compare_loaded
+from tp_verify._after import (
+    compare_draws,
+    compare_generated,
+    compare_generators,
+    compare_loaded,
+    compare_masks,
+)
 from tp_verify._compare import RunComparison
 from tp_verify._own_batches import OwnBatches, own_batches
 from tp_verify._report import Finding, VerifyReport
@@ -86,9 +92,11 @@ def verify(
         generate: ``generate(model, batch)`` returns what has to be equal element by element: tokens, say. It
             runs after the training, on the first batch.
         reload_on: The number of processes that load the checkpoint of the trained model, or a pool of them.
-            Weights, states and buffers have to be equal bit by bit.
+            Weights, states and buffers have to be equal bit by bit. Where as many load, ranks continue with
+            their own random numbers, or the checkpoint has none.
         dropout: The number of seeds with which the loss is drawn with dropout: its mean and variance are
-            compared, and whether ranks draw the same masks. 100 show what is worth a training.
+            compared, whether ranks draw the same masks, and whether what is computed again has the masks of
+            the forward pass. 100 show what is worth a training.
         vary: Whether batches of the kind of the first follow, one or more, for three steps in all: with other
             values of tokens and numbers, another length and padding, as far as the plain model takes them,
             and the ranks. Set it to ``False`` where only your own batches are right.
@@ -125,7 +133,6 @@ def verify(
         # The reference in float64, and one with the roundings of the type in which the ranks compute.
         exact = runs.exact
         near = exact
-        draws = exact.draws
         computed = coarsest([kept, *exact.dtypes])
         if computed != torch.float64:
             # Each step begins with the ranks' weights and updates with their gradients: by rounding alone
@@ -153,8 +160,10 @@ def verify(
     finding = (
         finding
         or compare_generated(comparison)
-        or compare_loaded(comparison, runs.loaded)
-        or compare_draws(comparison, draws)
+        or compare_loaded(comparison, [seen for seen, _ in runs.loaded])
+        or compare_generators(comparison, [generators for _, generators in runs.loaded])
+        or compare_masks(comparison, runs.exact)
+        or compare_draws(comparison, runs.exact.draws)
     )
     reproduction = ""
     if finding is not None and reproduce is not None:
@@ -221,14 +230,14 @@ class _Runs:
         task: The task, with the batches that the ranks took.
         exact: The record of one device in float64.
         records: Those of the ranks.
-        loaded: What they loaded.
+        loaded: What they loaded, and the states of their generators.
         refused: A batch that the ranks did not take, and why; may be empty.
     """
 
     task: TrainingTask
     exact: RunRecord
     records: list[RunRecord]
-    loaded: list[StepRecord]
+    loaded: list[tuple[StepRecord, dict[str, str]]]
     refused: str = ""
 
 
@@ -403,7 +412,8 @@ def _proven(
         lines.append("what is generated from the first batch")
     if runs.loaded:
         plural = "s" if len(runs.loaded) > 1 else ""
-        lines.append(f"a checkpoint that {len(runs.loaded)} rank{plural} loaded")
+        numbers = ", with its random numbers" if "states of random numbers" in comparison.compared else ""
+        lines.append(f"a checkpoint that {len(runs.loaded)} rank{plural} loaded{numbers}")
     if comparison.compared.get("seeds of dropout"):
         lines.append(f"dropout, in distribution over {comparison.compared['seeds of dropout']} seeds")
     return lines

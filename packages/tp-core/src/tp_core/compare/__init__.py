@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tp_core.compare._trial_runs import dropout_rates as dropout_rates
     from tp_core.compare._trial_runs import functions_named as functions_named
     from tp_core.compare._trial_runs import idle_lines_in_words as idle_lines_in_words
+    from tp_core.compare._trial_runs import in_backward_pass as in_backward_pass
     from tp_core.compare._trial_runs import named_tensors as named_tensors
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -95,6 +96,7 @@ else:
                 "dropout_rates",
                 "functions_named",
                 "idle_lines_in_words",
+                "in_backward_pass",
                 "named_tensors",
             ],
         },

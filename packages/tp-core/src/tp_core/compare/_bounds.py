@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tp_core.compare._trial_runs import named_tensors
+from tp_core.compare._trial_runs import in_backward_pass, named_tensors
 
 Depth = Literal["sum", "pass", "training"]
 """What lies between two numbers: one reduction, a forward and backward pass, or the steps of a training."""
@@ -278,9 +278,8 @@ def nudged(model: nn.Module, dtype: torch.dtype, *, seed: int = 0) -> Iterator[N
         if threading.get_ident() == mine:
             return True
         # On an accelerator autograd has a thread for each device, which repeats the forwards of checkpoints:
-        # they must save the tensors that they saved before. Private, as in `Recording`.
-        repeats = torch._C._current_graph_task_id() != -1
-        return repeats and device.type != "cpu" and device in devices
+        # they must save the tensors that they saved before.
+        return in_backward_pass() and device.type != "cpu" and device in devices
 
     def move(value: Any) -> Any:
         if type(value) in (tuple, list):

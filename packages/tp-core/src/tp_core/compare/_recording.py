@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from tp_core.compare._trial_runs import named_tensors
+from tp_core.compare._trial_runs import in_backward_pass, named_tensors
 from tp_core.modules._parameters import is_dtensor
 from tp_core.random import device_rng_state, preserve_rng_state, set_device_rng_state
 
@@ -155,9 +155,7 @@ class Recording:
     def _is_left_out(self) -> bool:
         if threading.get_ident() != self._thread:
             return True
-        # Private: no public function says that autograd runs this, to recompute what a checkpoint dropped.
-        # `test_what_a_checkpoint_computes_again_is_recorded_once` notices its loss.
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward_pass():
             return True
         first = next(self.model.parameters(), None)
         return type(first).__name__ == "FakeTensor"  # torch has no public name for it

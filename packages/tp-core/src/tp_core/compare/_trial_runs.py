@@ -32,6 +32,13 @@ def functions_named(names: str) -> frozenset[Any]:
     return frozenset(getattr(home, name) for home in homes for name in names.split() if hasattr(home, name))
 
 
+def in_backward_pass() -> bool:
+    """Return whether autograd runs the caller, as it does to recompute what a checkpoint dropped."""
+    # Private: no public function says so. `test_what_a_checkpoint_computes_again_is_recorded_once` notices
+    # its loss.
+    return torch._C._current_graph_task_id() != -1
+
+
 def dropout_rates(module: nn.Module) -> list[str]:
     is_dropout = "Dropout" in type(module).__name__
     rates = [key for key, value in vars(module).items() if type(value) is float and value]
@@ -61,9 +68,12 @@ class WithoutDropout(TorchFunctionMode):
     Args:
         model: A model to set to rates of 0 in the block, for code with a mode that draws before this one is
             asked; by default none.
+
+    Attributes:
+        DROPOUTS: The functions of torch that it leaves out.
     """
 
-    _DROPOUTS = functions_named(
+    DROPOUTS = functions_named(
         "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout "
         "feature_dropout_ feature_alpha_dropout feature_alpha_dropout_"
     )
@@ -88,7 +98,7 @@ class WithoutDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in self._DROPOUTS:
+        if func in self.DROPOUTS:
             return args[0] if args else kwargs["input"]
         return call_without_attention_dropout(func, args, kwargs)
 

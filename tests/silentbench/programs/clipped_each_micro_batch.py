@@ -1,0 +1,48 @@
+"""The gradients so far are clipped after each micro-batch."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tp_verify import strategies
+
+
+def build():
+    return nn.Sequential(nn.Embedding(24, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 24))
+
+
+def step(model, batch):
+    return F.cross_entropy(model(batch).flatten(0, 1), (5 * batch + 1).flatten() % 24)
+
+
+class Training(strategies.DDP):
+    def __init__(self, right):
+        super().__init__()
+        self.right = right
+
+    def backward(self, model, step, parts):
+        mean = 0.0
+        for part in parts:
+            loss = step(model, part) / len(parts)
+            loss.backward()
+            mean += loss.detach()
+            if not self.right:
+                self.clip(model, 0.3)
+        return mean
+
+
+def batch(seed):
+    return torch.randint(24, (8, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.2)
+
+
+def case(right):
+    made = {"build": build, "batches": [batch(0), batch(1)], "step": step, "optimizer": sgd}
+    return made | {"parallel": Training(right), "max_norm": 0.3, "micro": 2}
+
+
+faulty, right = partial(case, False), partial(case, True)
