@@ -398,10 +398,8 @@ class MasksDrawnAgain(strategies.DDP):
     def parallelize(self, model):
         from torch.utils.checkpoint import checkpoint
 
-        drop = model.blocks[1].drop.forward
-        model.blocks[1].drop.forward = lambda x: checkpoint(
-            drop, x, use_reentrant=False, preserve_rng_state=False
-        )
+        forward, options = model.blocks[1].forward, {"use_reentrant": False, "preserve_rng_state": False}
+        model.blocks[1].forward = lambda x: checkpoint(forward, x, **options)
         return super().parallelize(model)
 
 

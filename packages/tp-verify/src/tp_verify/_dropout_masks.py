@@ -93,14 +93,12 @@ class DropoutRecording(TorchFunctionMode):
 
     def redrawn(self) -> list[str]:
         """Return the modules that draw otherwise where the backward pass computes them again."""
-        modules = []
-        for module, again in self._draws.again:
-            if any(torch.equal(again, mask) for mask in self._draws.drawn):
-                continue
-            # A checkpoint of a function calls no module: then it is the first that draws such a mask.
-            drawing = [call.module for call, mask in self.masks.items() if mask.shape == again.shape]
-            modules.append(module or next(iter(drawing), ""))
-        return modules
+        drawn = self._draws.drawn
+        return [
+            module
+            for module, again in self._draws.again
+            if not any(torch.equal(again, mask) for mask in drawn)
+        ]
 
 
 class _Draws(TorchDispatchMode):
