@@ -110,11 +110,23 @@ def test_a_scheduler_looks_at_what_was_named(monitor, value):
     assert scheduler.values == [value(record) for record in history]
 
 
-def test_a_scheduler_that_looks_at_nothing_says_so():
+@pytest.mark.parametrize(
+    ("monitor", "loaders", "words"),
+    [
+        (None, several(), "'val_loss', which is none of the metrics of the run: val_few/auroc"),
+        ("val_aurok", None, "'val_aurok', which is none of the metrics of the run: val_auroc, val_loss"),
+        ("los", None, "'los', which is none of the metrics of the run: loss"),
+    ],
+)
+def test_a_scheduler_that_looks_at_nothing_says_so_before_the_second_step(monitor, loaders, words):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="the scheduler looks at 'val_loss', which is none of the metrics"):
-        fit(model=model, optimizer=optimizer, scheduler=Told(optimizer), loaders=several())
+    made = []
+    optimizer.register_step_post_hook(lambda *_: made.append(1))
+    scheduler = SchedulerOptions(Told(optimizer), monitor=monitor)
+    with pytest.raises(ConfigError, match=f"the scheduler looks at {words}"):
+        fit(model=model, optimizer=optimizer, scheduler=scheduler, loaders=loaders)
+    assert made == []
 
 
 def test_a_resumed_run_has_the_same_metrics(tmp_path):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from tp_core.errors import TpError
+from tp_trainer import Trainer
 
 SCRIPT = """
 import os, sys, torch
@@ -65,6 +67,16 @@ def test_an_error_in_a_step_shows_the_frames_of_the_script_alone(tmp_path):
     whole = run(tmp_path, TP_TRACEBACK="full")
     assert len(frames(whole.stderr)) > 10
     assert "TP_TRACEBACK" not in whole.stderr
+
+
+def test_a_wrong_argument_of_a_trainer_shows_the_line_of_the_script_alone(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for arguments in ({"strategy": "ddp"}, {"seed": "1"}, {"backend": "dpp"}, {"devices": "gpu"}):
+        with pytest.raises(TpError) as caught:
+            Trainer(**arguments)
+        sys.excepthook(caught.type, caught.value, caught.tb)
+        shown = capsys.readouterr().err
+        assert functions(shown) == ["test_a_wrong_argument_of_a_trainer_shows_the_line_of_the_script_alone"]
 
 
 @pytest.mark.slow

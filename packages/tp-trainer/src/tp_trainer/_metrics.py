@@ -551,14 +551,29 @@ def metric_for_scheduler(
     Without a name it is the validation loss, or in a run without validation the training loss.
     """
     known = {**train, **{f"val_{key}": value for key, value in val.items()}}
-    wanted = name or ("val_loss" if validates else "loss")
-    if wanted not in known:
+    wanted = scheduler_metric(name, validates=validates)
+    check_scheduler_metric(wanted, known)
+    return known[wanted]
+
+
+def scheduler_metric(name: str | None, *, validates: bool) -> str:
+    """Return the name of the metric that a scheduler looks at."""
+    return name or ("val_loss" if validates else "loss")
+
+
+def check_scheduler_metric(name: str, known: Iterable[str]) -> None:
+    """Check that the metrics of a run have the one that the scheduler looks at.
+
+    Raises:
+        ConfigError: None of them has its name.
+    """
+    known = list(known)
+    if name not in known:
         msg = (
-            f"the scheduler looks at {wanted!r}, which is none of the metrics of the run: "
+            f"the scheduler looks at {name!r}, which is none of the metrics of the run: "
             f"{', '.join(known) or 'none'}; name one of them: SchedulerOptions(scheduler, monitor=...)"
         )
         raise ConfigError(msg)
-    return known[wanted]
 
 
 # -- Predictions for the samples of a loader ------------------------------------------------------

@@ -37,7 +37,7 @@ from tp_trainer._checks import (
     recognize_fit,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
-from tp_trainer._opening._uncaught import show_uncaught_briefly
+from tp_trainer._opening._uncaught import with_brief_errors
 from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES, BY_VALUE
 from tp_trainer._preparation import Preparation
 from tp_trainer._steps._mistakes import explain_mistake
@@ -135,6 +135,7 @@ class Trainer:
         >>> trainer.fit(model, optimizer, loader, step=step, epochs=3)  # doctest: +SKIP
     """
 
+    @with_brief_errors
     @explain_arguments(
         "Trainer(seed=0), and then trainer.fit(model, optimizer, loader, step=step)",
         instead=ARGUMENTS,
@@ -155,7 +156,6 @@ class Trainer:
         progress: Progress = "auto",
         plugins: PluginRegistry = registry,
     ) -> None:
-        show_uncaught_briefly()
         if seed is not None and (not isinstance(seed, int) or seed < 0):
             msg = f"seed must be None or a whole number from 0, got {seed!r}"
             raise ConfigError(msg)

@@ -5,14 +5,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from tp_core.discovery import FIRST_PARTY
 from tp_core.errors import DisagreementError, TpError
 from tp_core.launching import LOST_RANK, tells_of_lost_rank
 from tp_core.output import print_to_stderr
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _TRIMMED = {"runpy", "torch", *(name.replace("-", "_") for name in FIRST_PARTY)}
 """The packages whose frames are left out; others that begin with "tp" are their users' own."""
@@ -21,6 +25,17 @@ _HINT = "(TP_TRACEBACK=full shows the frames of tp and torch, too)"
 
 _GRACE_S = 15.0  # for a failed process to end by itself
 _STDERR = 2
+
+
+def with_brief_errors(method: Callable[P, R]) -> Callable[P, R]:
+    """Have uncaught exceptions shown briefly from a call of a method on, those of its arguments included."""
+
+    @wraps(method)
+    def brief(*args: P.args, **kwargs: P.kwargs) -> R:
+        show_uncaught_briefly()
+        return method(*args, **kwargs)
+
+    return brief
 
 
 def show_uncaught_briefly() -> None:
@@ -72,7 +87,10 @@ class UncaughtHook:
         whole = [(each, each.__traceback__) for each in _chain(error)]
         try:
             for each, its_trace in whole:
-                each.__traceback__ = trimmed(its_trace, error=each)
+                is_inner = each is not error and isinstance(error, TpError)
+                # Of what tp itself has caught, and raises anew with a sentence, the message is enough.
+                is_message = is_inner and all(map(_is_trimmed, _frames(its_trace)))
+                each.__traceback__ = None if is_message else trimmed(its_trace, error=each)
             if isinstance(error, DisagreementError) and os.environ.get("LOCAL_RANK", "0") != "0":
                 error.__traceback__ = None
             self._show(kind, error, error.__traceback__)

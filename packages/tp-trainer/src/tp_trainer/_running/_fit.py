@@ -1,6 +1,6 @@
 """One call of ``fit``: from its settings over the prepared objects to the steps, on top of the loop."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,13 @@ from tp_core.plugins import RunView
 
 from tp_trainer._checks import check_no_others, check_owner
 from tp_trainer._memory import StepParts
-from tp_trainer._metrics import Evaluator, metric_for_scheduler, without_metrics
+from tp_trainer._metrics import (
+    Evaluator,
+    check_scheduler_metric,
+    metric_for_scheduler,
+    scheduler_metric,
+    without_metrics,
+)
 from tp_trainer._opening._boundaries import StepBoundaries
 from tp_trainer._preparation import Preparation
 from tp_trainer._running._build import build_loop
@@ -119,6 +125,14 @@ class FitHooks(LoopHooks):
             options.scheduler.step(metric)
         else:
             options.scheduler.step()
+
+    def metric_checks(self) -> dict[str, Callable[[Iterable[str]], None]]:
+        """Return the check of the metric that the scheduler looks at, if it looks at one."""
+        options = self.settings.scheduler
+        if options is None or not isinstance(options.scheduler, ReduceLROnPlateau):
+            return {}
+        name = scheduler_metric(options.monitor, validates=bool(self._evaluator.loaders))
+        return {name: partial(check_scheduler_metric, name)}
 
     def facts(self) -> dict[str, object]:
         return self.settings.facts()

@@ -79,6 +79,10 @@ class LoopHooks:
     def step_schedulers(self, train: Mapping[str, float], val: Mapping[str, float]) -> None:
         """Step the schedulers that step once per epoch, given the means of training and validation."""
 
+    def metric_checks(self) -> dict[str, Callable[[Iterable[str]], None]]:
+        """Return the checks of metrics that decide something, each by the name among those that are known."""
+        return {}
+
     def facts(self) -> dict[str, object]:
         """Return what all ranks must have been given equal, beside the facts of the loop."""
         return {}
@@ -374,9 +378,8 @@ class Loop:
         """Return the names of the metrics that decide something, and the check of each among those known."""
         # Not of subclasses, which may look at numbers of their own.
         stoppings = [one for one in self._settings.events.callbacks if type(one) is EarlyStopping]
-        checks: dict[str, Callable[[Iterable[str]], None]] = {
-            one.metric: one._check_known for one in stoppings
-        }
+        checks = self._hooks.metric_checks()
+        checks |= {one.metric: one._check_known for one in stoppings}
         saving = self._saving
         if saving is not None and saving.checkpointer.settings.best is not None:
             checks[saving.checkpointer.settings.best] = saving.check_best
