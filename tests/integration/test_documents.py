@@ -15,11 +15,12 @@ DOCUMENTS = [
     *sorted(
         p for p in ROOT.glob("packages/*/README.md") if p.parent.name not in {"tp-runner", "tp-simulator"}
     ),
-    # Examples of plugins have libraries of their own, and tests of their own. So has the tutorial.
+    # Examples of plugins have libraries of their own, and tests of their own. So have the tutorial
+    # and the page for those who come from torchrun.
     *sorted(
         p
         for p in ROOT.glob("docs/**/*.md")
-        if not {"_build", "examples", "runner", "tutorial", "simulator.md"} & set(p.parts)
+        if not {"_build", "examples", "runner", "tutorial", "simulator.md", "torchrun.md"} & set(p.parts)
     ),
 ]
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)

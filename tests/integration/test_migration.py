@@ -1,4 +1,4 @@
-"""The lines of code in the guide for those who come from other trainers are those of its programs."""
+"""Programs of the pages for those who come from elsewhere run, and their lines of code are counted."""
 
 import os
 import re
@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = re.compile(r"^```py\n# ([^\n]+)\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
-PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "jobs.md"
 PROGRAM = re.compile(r"^### ([^\n]+)\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
-ROW = re.compile(r"^\| (.+) \| (\d+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ([^|]+) \| (\d+) \|$", re.MULTILINE)
 
 
 def lines_of_code(source):
@@ -59,8 +60,8 @@ def test_a_program_of_another_library_runs_and_goes_on_with_what_it_has_saved(so
 
 
 def programs():
-    """Yield each program of the pages beside this one: its command, its source, and what it prints."""
-    for page in sorted(PAGE.parent.glob("migration-*.md")):
+    """Yield each program of the pages that move: its command, its source, and what it prints."""
+    for page in (DOCS / "migration.md", DOCS / "runner" / "pools.md"):
         for number, found in enumerate(PROGRAMS.findall(page.read_text()), 1):
             yield pytest.param(*found, marks=needs_of(found[1]), id=f"{page.stem} {number}")
 

@@ -15,7 +15,7 @@ from tests.integration.test_migration import lines_of_code
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "docs" / "examples" / "jobs"
-PAGE = ROOT / "docs" / "migration-jobs.md"
+PAGE = ROOT / "docs" / "jobs.md"
 ROW = re.compile(r"^\| \[[^\]]+\]\(#job-(\w+)\) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
 SECTION = re.compile(r"^\(job-(\w+)\)=\n## .*?^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"^\w+ -?\d+(?:\.\d+)?$", re.MULTILINE)

@@ -19,7 +19,6 @@ from tp_trainer import Callback, Loop, Trainer, callbacks, loggers, tuning
 from tests.tp_commands import COMMANDS, options
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration-names.md"
-OLDER = PAGE.with_name("migration.md")
 OF_FIT = {*inspect.signature(Trainer.fit).parameters}
 # What the examples call theirs: a value that the reader has.
 THEIRS = {

@@ -1,11 +1,14 @@
 """The loops of Accelerate's documents, with its ``Accelerator`` and with tp's: the same numbers."""
 
+import contextlib
 import importlib
+import re
 import types
 from pathlib import Path
 
 import accelerate
 import pytest
+import safetensors.torch
 import torch
 import tp_accelerate
 from accelerate.state import AcceleratorState, GradientState
@@ -126,7 +129,38 @@ def split_batches(library, folder):
     return weights(accelerator, model), scheduler.get_last_lr(), found
 
 
-EXAMPLES = [quick_tour, accumulation, checkpoints, split_batches]
+def synchronization(library, folder):
+    """The loop of "Gradient synchronization": gradients of all batches, reduced in the last."""
+    accelerator = library.Accelerator(cpu=True)
+    model, optimizer, loader, _ = accelerator.prepare(*parts())
+    for number, (inputs, targets) in enumerate(loader):
+        is_last = number == len(loader) - 1
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+            accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+    optimizer.step()
+    return weights(accelerator, model)
+
+
+def early_stopping(library, folder):
+    """The loop of "Deferring Executions": a process has all of them stop; then the model is saved."""
+    accelerator = library.Accelerator(cpu=True)
+    model, optimizer, loader, _ = accelerator.prepare(*parts())
+    for seen, (inputs, targets) in enumerate(loader, 1):
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        if seen == 3 and accelerator.is_main_process:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    accelerator.save_model(model, folder)
+    accelerator.wait_for_everyone()
+    saved = safetensors.torch.load_file(Path(folder, "model.safetensors"))
+    return weights(accelerator, model), seen, {name: value.tolist() for name, value in saved.items()}
+
+
+EXAMPLES = [quick_tour, accumulation, synchronization, checkpoints, early_stopping, split_batches]
+PAGE = Path(__file__).parents[2] / "docs" / "accelerate.md"
 
 
 def run(name, example, folder):
@@ -146,6 +180,12 @@ def test_the_loops_of_accelerates_documents_come_to_its_numbers_on_one_rank(exam
 def test_and_on_two(example, tmp_path):
     theirs = run_ranks(run, 2, "accelerate", example, tmp_path / "accelerate")
     assert run_ranks(run, 2, "tp", example, tmp_path / "tp") == theirs
+
+
+def test_the_page_has_each_of_the_loops():
+    rows = re.findall(r"^\| (?!loop|--)([^|]+) \|", PAGE.read_text(), re.MULTILINE)
+    titles = [re.findall('"([^"]+)"', example.__doc__) for example in EXAMPLES]
+    assert [re.findall('"([^"]+)"', row) for row in rows] == titles
 
 
 def test_every_name_of_theirs_is_here_or_answered():
