@@ -29,9 +29,7 @@ class ModuleAttributes:
         """Yield the tensors that the modules had then."""
         for _, _, copies in self._before:
             for value, _ in copies.values():
-                for leaf in tree_leaves(value):
-                    if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
-                        yield leaf
+                yield from filter(_has_numbers, tree_leaves(value))
 
     def changed(self, is_kept: Callable[[Tensor], bool], is_written: Callable[[Tensor], bool]) -> list[str]:
         """Return the names of the attributes that have changed since.
@@ -48,7 +46,7 @@ class ModuleAttributes:
                     value, copied = copies[key]
                     is_changed = _has_changed(value, copied, now, is_kept, is_written)
                 else:
-                    is_changed = any(is_kept(leaf) for leaf in tree_leaves(now) if isinstance(leaf, Tensor))
+                    is_changed = any(map(is_kept, filter(_has_numbers, tree_leaves(now))))
                 if is_changed:
                     found.append(f"{prefix}.{key}".lstrip("."))
         return found
@@ -68,11 +66,16 @@ def _attributes_of(module: nn.Module) -> Iterable[tuple[str, Any]]:
     return [(key, value) for key, value in vars(module).items() if key not in _OF_TORCH]
 
 
+def _has_numbers(value: Any) -> bool:
+    """Return whether a value is a tensor with memory of its own: no parameter, as in a list of an LSTM."""
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return False
+    return value.layout is torch.strided and not value.is_meta
+
+
 def _copy_of(value: Any) -> Any:
     """Return what shows a change within a value, and undoes it; ``None`` where nothing is looked into."""
-    if isinstance(value, nn.Parameter):  # in a list of a recurrent layer, say
-        return None
-    if isinstance(value, Tensor):
+    if _has_numbers(value):
         return value.detach().clone()
     if isinstance(value, torch.Generator):
         return value.get_state()
@@ -112,9 +115,9 @@ def _has_changed(
     is_written: Callable[[Tensor], bool],
 ) -> bool:
     """Return whether a value, of which there is a copy, has another one in its place or in it now."""
-    if isinstance(now, nn.Parameter):
-        return False
     if isinstance(now, Tensor):
+        if not _has_numbers(now):
+            return False
         return is_written(now) if now is value else is_kept(now)
     if isinstance(now, torch.Generator):
         return now is not value or not torch.equal(now.get_state(), copied)
@@ -124,7 +127,7 @@ def _has_changed(
     elif isinstance(now, dict) and isinstance(value, dict):
         before, items = copied, now
     else:
-        tensors = [leaf for leaf in tree_leaves(now) if isinstance(leaf, Tensor)]
+        tensors = filter(_has_numbers, tree_leaves(now))
         is_plain = isinstance(now, bool | int | float | str)
         return any(map(is_kept, tensors)) or (is_plain and isinstance(value, type(now)) and now != value)
     if before.keys() - items.keys():
