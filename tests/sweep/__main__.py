@@ -22,8 +22,8 @@ ENGINES = ["forkserver", "spawn", "fork", "thread", "inline", "ray"]
 # As the folder below has it.
 FORMS = {
     "script": ["program.py"],
-    "-c": ["-c", PROGRAM.read_text()],
-    "-m": ["-m", "package.program"],
+    "text": ["-c", PROGRAM.read_text()],
+    "module": ["-m", "package.program"],
     "notebook": ["notebook.py"],
     "pytest": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_program.py"],
     "import": ["-c", "import imported; imported.main()"],
