@@ -113,9 +113,10 @@ def shapes(model, parts, **options):
 
 PARTS = torch.ones(2, 5), torch.ones(1, 5)
 TUPLE = {
-    "recursive_cuda: .cuda with its keywords, on lists, tuples and dicts": (
+    # Its one keyword is non_blocking, which does not go to the CPU: nobody would wait for the copy.
+    "recursive_cuda: .cuda, on lists, tuples and dicts": (
         lambda: tp_tuple.recursive_cuda({"a": [HasCuda()], "b": ("x",)}, "cpu", non_blocking=True),
-        {"a": [("cuda", "cpu", {"non_blocking": True})], "b": ("x",)},
+        {"a": [("cuda", torch.device("cpu"), {})], "b": ("x",)},
     ),
     "if val has no .cuda then .to": (lambda: tp_tuple.recursive_cuda([HasTo()], "cpu"), ["to"]),
     # The current CUDA device, where there is one; here the error says that there is none.
@@ -125,8 +126,8 @@ TUPLE = {
         [[1, 2, 3], [4, 5]],
     ),
     "default_collate(ndevices)": (
-        lambda: [[x.tolist() for x in part] for part in tp_tuple.default_collate(2)([(1, 2.0), (3, 4.0)])],
-        [[[1], [2.0]], [[3], [4.0]]],
+        lambda: [[x.tolist() for x in value] for value in tp_tuple.default_collate(2)([(1, 2.0), (3, 4.0)])],
+        [[[1], [3]], [[2.0], [4.0]]],
     ),
     # As the document writes it, without a number of devices: an error that says what to write.
     "DataLoader(collate_fn=default_collate)": (
