@@ -281,6 +281,7 @@ if __name__ == '__main__':
     parser.add_argument('--synch', '-s', action='store_true')
     args, unknown = parser.parse_known_args()
     trainer = Parallel_Trainer(args.synch, Config())
+    torch.manual_seed(0)
     model = trainer.model_parallel(torch.nn.Linear(2, 1))
     print(args.synch, type(model).__name__, flush=True)
 """
