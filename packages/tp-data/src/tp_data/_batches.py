@@ -77,6 +77,9 @@ class WholeSamples(Sequence[SampleRow]):
     def __init__(self, positions: range) -> None:
         self.positions = positions
 
+    def __reduce__(self) -> tuple[type["WholeSamples"], tuple[range]]:
+        return WholeSamples, (self.positions,)  # quickly: one goes to a worker for each batch
+
     def __len__(self) -> int:
         return len(self.positions)
 

@@ -38,6 +38,8 @@ class DrawWatch:
         self._noted: _States | None = None
         self._without_spare = b""  # numpy's words that were seen last to have no second normal number
         self._reads_words: bool | None = None  # of Python's generator; found out at the first look
+        self._numpy: Any = None  # numpy's generator that was seen last, and where its words are
+        self._address = 0
 
     def __reduce__(self) -> tuple[type["DrawWatch"], tuple[()]]:
         return DrawWatch, ()  # another process has other generators
@@ -87,7 +89,16 @@ class DrawWatch:
         python: Any = _words_in_memory() if self._reads_words else random.getstate()
         state = torch.default_generator.get_state().numpy().tobytes()
         spare = random._inst.gauss_next  # type: ignore[attr-defined]  # private: of the module's functions
-        return _States(python, spare, _words_of_numpy(), state)
+        return _States(python, spare, self._words_of_numpy(), state)
+
+    def _words_of_numpy(self) -> bytes:
+        """Return the words of numpy's generator, and the place in them; get_state() takes 40 us for it."""
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined] # public; numpy's stubs lack it
+        if generator is not self._numpy:
+            self._numpy, self._address = generator, 0
+            if isinstance(generator, np.random.MT19937):
+                self._address = generator.ctypes.state_address
+        return ctypes.string_at(self._address, 4 * (_WORDS + 1)) if self._address else b""
 
 
 def _words_in_memory() -> bytes:
@@ -105,11 +116,3 @@ def _words_of_python() -> tuple[int, ...] | None:
         return None
     place, *key = np.frombuffer(_words_in_memory(), np.uint32).tolist()
     return (*key, place)
-
-
-def _words_of_numpy() -> bytes:
-    """Return the words of numpy's generator, and the place in them; get_state() takes 40 us for it."""
-    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined] # public; numpy's stubs lack it
-    if not isinstance(generator, np.random.MT19937):
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, 4 * (_WORDS + 1))

@@ -130,6 +130,9 @@ class _LoadResult:
     drew: bool = False  # random numbers: the workers of the next epoch are told
     error: BaseException | None = None
 
+    def __reduce__(self) -> tuple[type["_LoadResult"], tuple[Any, ...]]:
+        return _LoadResult, (self.batch, self.measured, self.skipped, self.drew, self.error)
+
     def pin_memory(self) -> "_LoadResult":
         """Return the same with the batch in page-locked memory; torch's loader calls it."""
         return replace(self, batch=Envelope(self.batch, 0).pin_memory().batch)

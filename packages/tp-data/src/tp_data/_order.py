@@ -63,9 +63,13 @@ def key_of(*parts: object) -> int:
 
 def _mixed(x: Numbers) -> Numbers:
     """Return well mixed bits of each number (the finalizer of SplitMix64, Steele et al. 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed = x >> np.uint64(30)
+    mixed ^= x
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
 
 
 def _numbers(values: object) -> Numbers:
