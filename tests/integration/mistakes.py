@@ -649,6 +649,261 @@ MISTAKES = {
         lambda: Trainer(fp16=False),
         "Trainer() has no argument 'fp16'; for False leave it out",
     ),
+    "a loss that is a number": (
+        fit_step(lambda net, batch: step(net, batch).item()),
+        "which has no gradients; return the tensor, without .item(), float() or .numpy()",
+    ),
+    "a loss that is an array": (
+        fit_step(lambda net, batch: step(net, batch).detach().numpy()),
+        "which has no gradients; return the tensor, without .item(), float() or .numpy()",
+    ),
+    "a number as the loss of a dict": (
+        fit_step(lambda net, batch: {"loss": 0.5}),
+        "it returned a dict whose 'loss' is 0.5, which has no gradients; return the tensor",
+    ),
+    "rows as the loss of a dict": (
+        fit_step(lambda net, batch: {"loss": net(batch[0])}),
+        "must be a scalar, got shape (4, 1); return its mean over the samples (loss.mean())",
+    ),
+    "a metric for each row": (
+        fit_step(lambda net, batch: {"loss": step(net, batch), "acc": torch.ones(4)}),
+        "the step's 'acc' must be a number or a scalar tensor, of which means are made, got Tensor",
+    ),
+    "a list with the loss": (
+        fit_step(lambda net, batch: [step(net, batch)]),
+        "it returned a list of 1; return one value: {'loss': loss} with the numbers to log",
+    ),
+    "parameters for the optimizer": (
+        lambda: fit(optimizer=model().parameters()),
+        "got generator: <generator object Module.parameters at",
+    ),
+    "a learning rate for the optimizer": (
+        lambda: fit(optimizer=0.01),
+        "got float: 0.01; write torch.optim.AdamW(model.parameters(), lr=1e-3)",
+    ),
+    "a scheduler for the optimizer": (
+        lambda: fit(optimizer=schedule(torch.optim.SGD(model().parameters(), lr=0.1))),
+        "optimizer must be a torch.optim.Optimizer, got StepLR",
+    ),
+    "several optimizers": (
+        lambda: fit(optimizer=[torch.optim.SGD(model().parameters(), lr=0.1)]),
+        "takes one optimizer, got a list of 1 (SGD); give one with several parameter groups",
+    ),
+    "a loss class for the reduction": (
+        lambda: trainer(loss=nn.MSELoss()),
+        "loss must be one of 'mean', 'sum', got MSELoss()",
+    ),
+    "a loss class for the step": (
+        lambda: fit(step=nn.MSELoss()),
+        "step must be a function step(model, batch) that returns the loss, got MSELoss",
+    ),
+    "a model for the trainer": (
+        lambda: Trainer(model()),
+        "too many positional arguments; write Trainer(seed=0), and then trainer.fit(model, optimizer",
+    ),
+    "a model alone": (
+        lambda: trainer().fit(model()),
+        "missing a required argument: 'optimizer'; write fit(model, optimizer, loader, step=step)",
+    ),
+    "inputs and targets for the loader": (
+        lambda: fit(train_loader=(DATA.tensors[0], DATA.tensors[1])),
+        "of which each would be a batch; give DataLoader(TensorDataset(inputs, targets), batch_size=32)",
+    ),
+    "inputs and targets to validate on": (
+        lambda: fit(validation=(DATA.tensors[0], DATA.tensors[1])),
+        "of which each would be a batch; give DataLoader(TensorDataset(inputs, targets), batch_size=32)",
+    ),
+    "a tensor for the loader": (
+        lambda: fit(train_loader=ROWS),
+        "train_loader must be a DataLoader or another iterable of batches, got Tensor",
+    ),
+    "an array for the loader": (
+        lambda: fit(train_loader=ROWS.numpy()),
+        "train_loader must be a DataLoader or another iterable of batches, got ndarray",
+    ),
+    "a dataset to validate on": (
+        lambda: fit(validation=DATA),
+        "validation must yield batches, got a dataset, TensorDataset",
+    ),
+    "metrics as a list of names": (
+        lambda: fit(validation=Validation(loader(), metrics=["accuracy"])),
+        "metrics must be a dict of metrics by name, got list: ['accuracy']",
+    ),
+    "a callback without a list": (
+        lambda: fit(callbacks=callbacks.EarlyStopping("loss")),
+        "callbacks must be a list of callbacks or names, got EarlyStopping",
+    ),
+    "a mode of Keras": (
+        lambda: callbacks.EarlyStopping("val_loss", mode="minimum"),
+        "EarlyStopping(mode=...) must be 'min' or 'max', got 'minimum'",
+    ),
+    "patience as text": (
+        lambda: callbacks.EarlyStopping("val_loss", patience="3"),
+        "patience must be a whole number from 1, got '3'",
+    ),
+    "checkpoint is a truth": (
+        lambda: fit(checkpoint=True),
+        "checkpoint must be a folder or Checkpoints(folder, ...), got True",
+    ),
+    "checkpoints without a folder": (
+        Checkpoints,
+        "missing a required argument: 'folder'; write Checkpoints(...)",
+    ),
+    "checkpoints every so many as text": (
+        lambda: Checkpoints("run", every_steps="100"),
+        "Checkpoints(every_steps=...) must be a whole number from 1, got '100'",
+    ),
+    "the best by an option of Lightning": (
+        lambda: Checkpoints("run", monitor="val_loss"),
+        'Checkpoints() has no argument \'monitor\'; write Checkpoints("run", best="val_loss")',
+    ),
+    "so many of the best": (
+        lambda: Checkpoints("run", save_top_k=3),
+        "Checkpoints() has no argument 'save_top_k'; write Checkpoints(\"run\", keep=3)",
+    ),
+    "best is a truth": (
+        lambda: Checkpoints("run", best=True),
+        "Checkpoints(best=...) must be the name of a metric, as 'val_loss', got True",
+    ),
+    "resume is a number": (
+        lambda: fit(checkpoint="run", resume=3),
+        "resume must be 'auto' or the path of a checkpoint, got 3",
+    ),
+    "log is a truth": (
+        lambda: fit(log=True),
+        "log= takes names of loggers and loggers, as 'csv' or CsvLogger('run'); got True",
+    ),
+    "log is a folder": (
+        lambda: fit(log="logs/"),
+        "there is no logger 'logs/'; those there are: 'csv', 'jsonl'",
+    ),
+    "several schedulers": (
+        lambda: fit(scheduler=[schedule(torch.optim.SGD(model().parameters(), lr=0.1))] * 2),
+        "join several with SequentialLR or ChainedScheduler of torch.optim.lr_scheduler",
+    ),
+    "an optimizer for the scheduler": (
+        lambda: SchedulerOptions(torch.optim.SGD(model().parameters(), lr=0.1)),
+        "scheduler must move a learning rate, got an optimizer, SGD",
+    ),
+    "an interval of Lightning": (
+        lambda: SchedulerOptions(None, interval="step"),
+        "no argument 'interval'; write SchedulerOptions(scheduler, every=\"step\")",
+    ),
+    "a scheduler for each batch": (
+        lambda: SchedulerOptions(schedule(torch.optim.SGD(model().parameters(), lr=0.1)), every="batch"),
+        "SchedulerOptions(every=...) must be 'epoch' or 'step', got 'batch'",
+    ),
+    "seed is half": (lambda: trainer(seed=1.5), "None or a whole number from 0, got 1.5"),
+    "seed is a truth": (lambda: trainer(seed=True), "None or a whole number from 0, got True"),
+    "devices by numbers": (
+        lambda: Trainer(devices=[100, 101]),
+        "asks for the accelerator with index 100, which does not exist",
+    ),
+    "precision by a dtype": (
+        lambda: trainer(precision=torch.bfloat16),
+        "one of 'fp32', 'bf16-mixed', 'fp16-mixed', 'bf16-true', got torch.bfloat16",
+    ),
+    "precision float16": (lambda: trainer(precision="float16"), "precision='float16' is 'fp16-mixed' here"),
+    "accumulate as text": (
+        lambda: trainer(accumulate="2"),
+        "accumulate must be a whole number from 1, got '2'",
+    ),
+    "progress by tqdm": (
+        lambda: Trainer(progress="tqdm"),
+        "progress must be True, False or 'auto' (on a terminal or in a notebook), got 'tqdm'",
+    ),
+    "prepare a dict": (
+        lambda: trainer().prepare({"model": model()}),
+        "prepare() takes its objects one by one, as in prepare(*objects), got a dict of 1 (Linear)",
+    ),
+    "prepare a dataset": (
+        lambda: trainer().prepare(DATA),
+        "prepare() takes models, optimizers, loaders and schedulers, got TensorDataset",
+    ),
+    "prepare a class": (
+        lambda: trainer().prepare(nn.Linear),
+        "prepare() takes models, optimizers, loaders and schedulers, got type",
+    ),
+    "run with the model first": (
+        lambda: trainer().run(model(), step, DATA[:]),
+        "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)",
+    ),
+    "run of a result": (
+        lambda: trainer().run(step(model(), DATA[:])),
+        "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)",
+    ),
+    "evaluate with the loader first": (
+        lambda: trainer().evaluate(loader(), model(), step=step),
+        "evaluate() takes a model, a torch.nn.Module, got DataLoader",
+    ),
+    "predict a tensor": (
+        lambda: trainer().predict(model(), ROWS, step),
+        "loader must be a DataLoader or another iterable of batches, got Tensor",
+    ),
+    "export with the path first": (
+        lambda: trainer().export("m.safetensors", model()),
+        "export() takes the model first, and then the path, got str: 'm.safetensors'; write export(",
+    ),
+    "export of a state": (
+        lambda: trainer().export(model().state_dict(), "m.safetensors"),
+        "export() takes the model first, and then the path, got OrderedDict; write export(model, path)",
+    ),
+    "load with the path first": (
+        lambda: trainer().load_model("m.pt", model()),
+        "load_model() takes the model first, and then the path, got str: 'm.pt'",
+    ),
+    "save with the path first": (
+        lambda: trainer().save_model("m.pt", model()),
+        "save_model() takes the model first, and then the path, got str: 'm.pt'",
+    ),
+    "a loop without a loader": (
+        lambda: trainer().loop(epochs=3),
+        "missing a required argument: 'batches'; write loop(loader, epochs=5)",
+    ),
+    "a loop with a step": (
+        lambda: trainer().loop(loader(), step=step, epochs=1),
+        "loop() has no argument 'step', which belongs to fit()",
+    ),
+    "launch of a path": (
+        lambda: launch("train.py", 2),
+        "launch() takes a function, the number of processes and its arguments, got 'train.py'",
+    ),
+    "a time below 0": (
+        lambda: Limits(max_time=-1),
+        "max_time must be a number of seconds above 0, or text such as '1h30m'",
+    ),
+    "rows of the log by a short name": (
+        lambda: LogOptions("csv", every=10),
+        "LogOptions() has no argument 'every'; did you mean 'every_steps'?",
+    ),
+    "a metric by its name": (
+        lambda: FunctionMetric("accuracy"),
+        "a FunctionMetric needs a function of all samples, got str: 'accuracy'",
+    ),
+    "the metric of a validation": (
+        lambda: Validation(loader(), metric=1),
+        "Validation() has no argument 'metric'; did you mean 'metrics'?",
+    ),
+    "clip as text": (
+        lambda: fit(clip_norm="1"),
+        "clip_norm must be None or a number greater than 0, got '1'",
+    ),
+    "runner: items first": (
+        lambda: run([1, 2], abs),
+        "map() takes a function, and then the items, got list: [1, 2]",
+    ),
+    "runner: workers of DataLoader": (
+        lambda: run(abs, [1], num_workers=2),
+        "unknown option 'num_workers' of engine 'inline'; did you mean 'n_workers'?",
+    ),
+    "data: no sources": (
+        lambda: tp_data.Stream({}),
+        "a stream needs sources, by names that are texts, got []",
+    ),
+    "data: a batch of DataLoader": (
+        lambda: tp_data.Loader(samples(), batch_size=4),
+        "Loader() has no argument 'batch_size'; did you mean 'batch'?",
+    ),
     "step with an index": (
         lambda: fit(step=lambda net, batch, index: net(batch)),
         "<lambda>(net, batch, index) cannot be called with these two: missing a required argument: 'index'",
@@ -917,6 +1172,29 @@ def move(net, batch):
     return step(net, [part.cuda() for part in batch])
 
 
+class Ragged(Samples):
+    """A dataset of which each sample has another length."""
+
+    def __getitem__(self, index):
+        return torch.ones(index + 1, 3), torch.ones(1)
+
+
+def tokens():
+    return nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(4, 1))
+
+
+def normed():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def first(net, batch):
+    return net(batch).mean()
+
+
+def binary(net, batch):
+    return nn.functional.binary_cross_entropy(net(batch[0]).abs() + 2, batch[1])
+
+
 # Each: the call, and words of the note that an error of torch or Python then has.
 EXPLAINED = {
     "arrays of numpy": (
@@ -930,6 +1208,46 @@ EXPLAINED = {
     "None for a batch": (
         lambda: fit(step=step, train_loader=batches(1.0, lambda rows: None)),
         "the loader yielded None for a batch; look at what its collate_fn returns",
+    ),
+    "numbers of numpy": (
+        lambda: fit(step=step, train_loader=batches((ROWS[0].double(), torch.ones(1)))),
+        "in float64, as arrays of numpy are, and the other one is not; write inputs.float()",
+    ),
+    "rows of another size": (
+        lambda: fit(step=step, train_loader=batches((torch.ones(4), torch.ones(1)))),
+        "a row has another size than the in_features of a Linear",
+    ),
+    "a class that is not there": (
+        lambda: fit(step=classify, train_loader=batches((ROWS[0], 7))),
+        "classes count from 0, and the last layer has one output for each",
+    ),
+    "a class in a row of its own": (
+        lambda: fit(step=classify, train_loader=batches((ROWS[0], torch.tensor([1])))),
+        "cross_entropy takes one class for each row, of shape (rows,); write targets.squeeze(1)",
+    ),
+    "a token that is not there": (
+        lambda: fit(model=tokens(), step=first, train_loader=batches(torch.tensor([99]))),
+        "an index is beyond the rows of an Embedding; compare tokens.max() with its num_embeddings",
+    ),
+    "tokens that are fractions": (
+        lambda: fit(model=tokens(), step=first, train_loader=batches(torch.tensor([0.5]))),
+        "an Embedding takes whole numbers, of dtype torch.int64; write tokens.long()",
+    ),
+    "scores for probabilities": (
+        lambda: fit(step=binary, train_loader=batches((ROWS[0] * 1e6, torch.ones(1)))),
+        "takes probabilities; write binary_cross_entropy_with_logits(scores, targets)",
+    ),
+    "samples of several sizes": (
+        lambda: fit(step=step, train_loader=DataLoader(Ragged(0), batch_size=4)),
+        "the samples of a batch have different shapes; pad them in a collate_fn",
+    ),
+    "a batch norm of one row": (
+        lambda: fit(model=normed(), step=step, train_loader=DataLoader(DATA, batch_size=1)),
+        "a batch norm needs more than one row; give the DataLoader drop_last=True",
+    ),
+    "a batch that was not taken apart": (
+        lambda: fit(step=lambda net, batch: net(batch).mean()),
+        "take it apart first: inputs, targets = batch",
     ),
     "targets that are no classes": (
         lambda: fit(step=classify, train_loader=batches((ROWS[0], torch.tensor(1.0)))),

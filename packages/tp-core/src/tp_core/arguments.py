@@ -79,6 +79,9 @@ def _answer(call: str, given: Mapping[str, object], reason: str, answers: _Answe
         return f"{here}() has no argument {name!r}; for {given[name]!r} {advice}"
     if name in instead:
         return f"{here}() has no argument {name!r}; write {instead[name]}"
+    begun = next((own_name for own_name in own if own_name.startswith(name)), None)
+    if begun is not None:
+        return f"{here}() has no argument {name!r}; did you mean {begun!r}? It has: {', '.join(own)}"
     others = [other for other, known in _explained.items() if name in known.parameters]
     others.sort(key=lambda other: other.endswith("(...)"))  # settings after methods
     if others:

@@ -157,7 +157,10 @@ def check_optimizer(method: str, optimizer: object) -> None:
     elif isinstance(optimizer, type):
         msg = f"optimizer must be made first: {optimizer.__name__}(model.parameters(), lr=...)"
     else:
-        msg = f"optimizer must be a torch.optim.Optimizer, got {_described(optimizer)}"
+        msg = (
+            f"optimizer must be a torch.optim.Optimizer, got {_described(optimizer)}; write "
+            "torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        )
     raise ConfigError(msg)
 
 
@@ -188,7 +191,12 @@ def _needs_closure(step: Callable[..., object]) -> bool:
 
 
 def check_loader(what: str, loader: object) -> None:
-    if isinstance(loader, Mapping) or (
+    if isinstance(loader, tuple) and loader and all(hasattr(o, "shape") for o in loader):
+        msg = (
+            f"{what} must yield batches, got {_described(loader)}, of which each would be a batch; give "
+            "DataLoader(TensorDataset(inputs, targets), batch_size=32)"
+        )
+    elif isinstance(loader, Mapping) or (
         isinstance(loader, list | tuple) and any(isinstance(o, DataLoader | PreparedLoader) for o in loader)
     ):
         how = (
@@ -199,8 +207,10 @@ def check_loader(what: str, loader: object) -> None:
         msg = f"{what} must be one loader, got {_described(loader)}; {how}"
     elif isinstance(loader, Dataset) and not isinstance(loader, Iterable):
         msg = f"{what} must yield batches, got a dataset, {_described(loader)}; give DataLoader(dataset, ...)"
-    elif isinstance(loader, str | bytes | os.PathLike | Tensor | nn.Module) or not isinstance(
-        loader, Iterable
+    elif (
+        isinstance(loader, str | bytes | os.PathLike | Tensor | nn.Module)
+        or type(loader).__name__ == "ndarray"
+        or not isinstance(loader, Iterable)
     ):
         msg = f"{what} must be a DataLoader or another iterable of batches, got {_described(loader)}"
     else:

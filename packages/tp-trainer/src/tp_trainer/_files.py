@@ -11,6 +11,14 @@ from tp_trainer._checkpoint._model_files import export_model, load_model, save_m
 from tp_trainer._preparation import Preparation
 
 
+def _check_first(method: str, model: object) -> None:
+    """Make sure that the first argument is the model, and not the path or the model's state."""
+    if not isinstance(model, nn.Module):
+        given = f"{type(model).__name__}: {model!r}" if isinstance(model, str) else type(model).__name__
+        msg = f"{method}() takes the model first, and then the path, got {given}; write {method}(model, path)"
+        raise ConfigError(msg)
+
+
 class ModelFiles:
     """Writes prepared models to files, and loads them.
 
@@ -23,11 +31,13 @@ class ModelFiles:
 
     def save(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Write a model's state; see `Trainer.save_model`."""
+        _check_first("save_model", model)
         prepared = self._preparation.prepare_model(model)
         save_model(self._preparation.session, prepared, path)
 
     def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str | None) -> None:
         """Load a model's state, or an adapter's; see `Trainer.load_model`."""
+        _check_first("load_model", model)
         prepared = self._preparation.prepare_model(model)
         session = self._preparation.session
         if is_adapter(Path(path)):
@@ -45,6 +55,7 @@ class ModelFiles:
         max_file_nbytes: int | None,
     ) -> None:
         """Write weights for programs without tp; see `Trainer.export`."""
+        _check_first("export", model)
         if adapter and (merged or max_file_nbytes is not None):
             other = "merged=True" if merged else "max_file_nbytes"
             msg = f"export() takes adapter=True or {other}: adapters are written alone, in one file each"

@@ -12,12 +12,16 @@ ARGUMENTS = {
     "accumulate_grad_batches": "Trainer(accumulate=4)",
     "amp": 'Trainer(precision="bf16-mixed")',
     "bf16": 'Trainer(precision="bf16-mixed")',
+    "batch_size": "DataLoader(dataset, batch_size=32)",
     "clip_grad_norm": "fit(clip_norm=1.0)",
     "cpu": 'Trainer(devices="cpu")',
+    "criterion": "fit(step=step), and in the step: return criterion(model(inputs), targets)",
+    "data": "fit(model, optimizer, loader, step=step)",
     "datamodule": "fit(model, optimizer, loader, step=step, validation=loader)",
     "default_root_dir": 'fit(checkpoint="run")',
     "device": 'Trainer(devices="cuda:0")',
     "distributed_backend": 'Trainer(backend="ddp")',
+    "early_stopping": 'fit(callbacks=[EarlyStopping("val_loss")])',
     "enable_progress_bar": "Trainer(progress=False)",
     "eval_dataset": "fit(validation=loader)",
     "fp16": 'Trainer(precision="fp16-mixed")',
@@ -26,11 +30,15 @@ ARGUMENTS = {
     "gradient_clip_val": "fit(clip_norm=1.0)",
     "grad_clip": "fit(clip_norm=1.0)",
     "gpus": "Trainer(devices=2)",
+    "interval": 'SchedulerOptions(scheduler, every="step")',
+    "learning_rate": "torch.optim.AdamW(model.parameters(), lr=1e-3)",
     "limit_train_batches": "fit(limits=Limits(steps_per_epoch=100))",
     "log_every_n_steps": 'fit(log=LogOptions("csv", every_steps=50))',
     "log_with": 'fit(log="tensorboard")',
     "logger": 'fit(log="tensorboard")',
     "loggers": 'fit(log=["csv", "tensorboard"])',
+    "loss_fn": "fit(step=step), and in the step: return loss_fn(model(inputs), targets)",
+    "lr": "torch.optim.AdamW(model.parameters(), lr=1e-3)",
     "max_epochs": "fit(epochs=5)",
     "max_grad_norm": "fit(clip_norm=1.0)",
     "max_time": 'fit(limits=Limits(max_time="1h30m"))',
@@ -41,6 +49,7 @@ ARGUMENTS = {
     "num_epochs": "fit(epochs=5)",
     "num_nodes": "tp launch --nnodes 2 (pip install tp-launch)",
     "num_train_epochs": "fit(epochs=5)",
+    "num_workers": "DataLoader(dataset, num_workers=4)",
     "output_dir": 'fit(checkpoint="run")',
     "profiler": 'fit(callbacks=[Profiler("profile")])',
     "project_dir": 'fit(checkpoint="run")',
@@ -51,9 +60,12 @@ ARGUMENTS = {
     "save_steps": 'fit(checkpoint=Checkpoints("run", every_steps=500))',
     "save_to": 'fit(checkpoint="run")',
     "scheduler_every": 'fit(scheduler=SchedulerOptions(scheduler, every="step"))',
+    "shuffle": "DataLoader(dataset, shuffle=True)",
+    "steps": "fit(max_steps=1000)",
     "steps_per_epoch": "fit(limits=Limits(steps_per_epoch=100))",
     "strategy": 'Trainer(backend="fsdp", options=FsdpOptions(replicas=2))',
     "sync_batchnorm": "Trainer(options=DdpOptions(sync_batchnorm=True))",
+    "test_loader": "trainer.evaluate(model, loader, step=step)",
     "torch_compile": "Trainer(compile=True)",
     "train_dataloader": "fit(model, optimizer, loader, step=step)",
     "train_dataloaders": "fit(model, optimizer, loader, step=step)",
@@ -62,7 +74,9 @@ ARGUMENTS = {
     "val_dataloaders": "fit(validation=loader)",
     "val_every_steps": "fit(validation=Validation(loader, every_steps=500))",
     "val_loader": "fit(validation=loader)",
+    "validation_split": "torch.utils.data.random_split(dataset, [0.9, 0.1]), and fit(validation=loader)",
     "val_step": "fit(validation=Validation(loader, step=step))",
+    "verbose": "Trainer(progress=False)",
     "world_size": "tp launch -n 2 (pip install tp-launch)",
 }
 
@@ -113,14 +127,18 @@ ATTRIBUTES = {
     "gather": "trainer.session.gather(rows)",
     "global_rank": "trainer.rank",
     "global_step": "loop.step",
+    "history": "history = trainer.fit(model, optimizer, loader, step=step)",
     "is_global_zero": "trainer.is_main",
     "is_local_main_process": "trainer.local_rank == 0",
     "is_main_process": "trainer.is_main",
+    "load": 'trainer.load_model(model, "model.safetensors")',
     "load_state": 'fit(checkpoint="run", resume="auto")',
     "local_process_index": "trainer.local_rank",
     "log": 'fit(log="tensorboard")',
     "logger": 'fit(log="tensorboard")',
+    "model": "model, the one that you gave to fit(), which it trains in place",
     "num_processes": "trainer.world_size",
+    "optimizer": "optimizer, the one that you gave to fit()",
     "print": "if trainer.is_main: print(loss)",
     "process_index": "trainer.rank",
     "reduce": 'trainer.session.reduce(tensor, "mean")',
@@ -130,6 +148,7 @@ ATTRIBUTES = {
     "setup": "trainer.prepare(model, optimizer, loader)",
     "strategy": "trainer.session",
     "test": "trainer.evaluate(model, loader, step=step)",
+    "to": 'Trainer(devices="cuda:0")',
     "train": "fit(model, optimizer, loader, step=step)",
     "unwrap_model": "trainer.session.unwrap(model)",
     "validate": "trainer.evaluate(model, loader, step=step)",
@@ -137,6 +156,16 @@ ATTRIBUTES = {
 }
 
 
+# Where a name means something else in the settings of that class.
+_OF_SETTINGS = {
+    "Checkpoints": {
+        "monitor": 'Checkpoints("run", best="val_loss")',
+        "save_best": 'Checkpoints("run", best="val_loss")',
+        "save_top_k": 'Checkpoints("run", keep=3)',
+    }
+}
+
+
 def explain_fields(kind: type[R]) -> type[R]:
     """Have a class of settings answer arguments that it does not have, and those of peers; a decorator."""
-    return explain_init(kind, instead=ARGUMENTS)
+    return explain_init(kind, instead={**ARGUMENTS, **_OF_SETTINGS.get(kind.__name__, {})})

@@ -156,7 +156,7 @@ class Trainer:
         progress: Progress = "auto",
         plugins: PluginRegistry = registry,
     ) -> None:
-        if seed is not None and (not isinstance(seed, int) or seed < 0):
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
             msg = f"seed must be None or a whole number from 0, got {seed!r}"
             raise ConfigError(msg)
         if activation_checkpointing not in (None, "auto"):
@@ -681,7 +681,7 @@ class Trainer:
             ConfigError: There is no model, or no batch after the models.
         """
         *models, batch = models_and_batch or (None,)
-        if not models or isinstance(batch, nn.Module):
+        if not models or isinstance(batch, nn.Module) or not isinstance(models[0], nn.Module):
             msg = "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
             raise ConfigError(msg)
         preparation = self._preparation

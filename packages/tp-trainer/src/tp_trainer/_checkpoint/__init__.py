@@ -70,6 +70,9 @@ class Checkpoints:
         if self.weights not in {"all", "trainable"}:
             msg = f"Checkpoints(weights=...) must be 'all' or 'trainable', got {self.weights!r}"
             raise ConfigError(msg)
+        if self.best is not None and not isinstance(self.best, str):
+            msg = f"Checkpoints(best=...) must be the name of a metric, as 'val_loss', got {self.best!r}"
+            raise ConfigError(msg)
         if self.mode not in {"min", "max"}:
             msg = f"Checkpoints(mode=...) must be 'min' or 'max', got {self.mode!r}"
             raise ConfigError(msg)

@@ -26,6 +26,64 @@ _MISTAKES = (
         "or take a loss for numbers, such as mse_loss",
     ),
     _Mistake(
+        r"must have the same dtype.*Double|double.*(?:float|should be the same)|Float but found Double",
+        "the batch or the model is in float64, as arrays of numpy are, and the other one is not; write "
+        "inputs.float() in the dataset, or model.double()",
+    ),
+    _Mistake(
+        r"shapes cannot be multiplied",
+        "a row has another size than the in_features of a Linear: of (4x8 and 3x1) rows of 8, and "
+        "in_features=3; print the shape of the layer's input, and flatten or correct in_features",
+    ),
+    _Mistake(
+        r"Target -?\d+ is out of bounds",
+        "a target is no class of the model's output: classes count from 0, and the last layer has one output "
+        "for each; correct the targets, or the last layer's out_features",
+    ),
+    _Mistake(
+        r"index out of range in self",
+        "an index is beyond the rows of an Embedding; compare tokens.max() with its num_embeddings",
+    ),
+    _Mistake(
+        r"'indices' to have one of the following scalar types: Long",
+        "an Embedding takes whole numbers, of dtype torch.int64; write tokens.long()",
+    ),
+    _Mistake(
+        r"input should be between 0 and 1",
+        "binary_cross_entropy takes probabilities; write binary_cross_entropy_with_logits(scores, targets)",
+    ),
+    _Mistake(
+        r"result type Float can't be cast to the desired output type Long",
+        "the targets of this loss are numbers like the model's output; write targets.float()",
+    ),
+    _Mistake(
+        r"multi-target not supported",
+        "cross_entropy takes one class for each row, of shape (rows,); write targets.squeeze(1), or "
+        "targets.argmax(1) of one-hot rows",
+    ),
+    _Mistake(
+        r"stack expects each tensor to be equal size",
+        "the samples of a batch have different shapes; pad them in a collate_fn, as by "
+        "torch.nn.utils.rnn.pad_sequence, or cut them to one size in the dataset",
+    ),
+    _Mistake(
+        r"Expected more than 1 value per channel",
+        "a batch norm needs more than one row; give the DataLoader drop_last=True, or a larger batch_size",
+    ),
+    _Mistake(
+        r"must be Tensor, not (?:list|tuple|dict)",
+        "a batch is what the dataset's samples are, joined; take it apart first: inputs, targets = batch",
+    ),
+    _Mistake(
+        r"has no len\(\)",
+        "a dataset has __len__ and __getitem__; write __len__, or make it a torch.utils.data.IterableDataset",
+    ),
+    _Mistake(
+        r"backward through the graph a second time",
+        "a second backward() goes through a graph that the first one has freed; add the losses, or give the "
+        "first trainer.backward(loss, retain_graph=True); detach what is kept from step to step",
+    ),
+    _Mistake(
         r"not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver",
         "here is no GPU, and a batch comes to the step on the model's device; leave .cuda() out, and make "
         "tensors of your own with device=trainer.device",

@@ -5,6 +5,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -46,8 +47,12 @@ def loss_of(output: Any, *, training: bool) -> Tensor:
 
 def _returned(output: Any) -> str:
     """Return what a step returned that is no loss, and what to return instead."""
+    if isinstance(output, Mapping) and "loss" in output:
+        return f"a dict whose 'loss' is {_returned(output['loss'])}"
     if isinstance(output, Mapping):
         return f"a dict with {sorted(map(str, output))}"
+    if isinstance(output, Real) or type(output).__name__ == "ndarray":
+        return f"{output!r}, which has no gradients; return the tensor, without .item(), float() or .numpy()"
     kind = type(output).__name__
     if isinstance(getattr(output, "loss", None), Tensor):
         return f"an object of {kind}; return its loss: output.loss"
