@@ -842,19 +842,19 @@ MISTAKES = {
     ),
     "export with the path first": (
         lambda: trainer().export("m.safetensors", model()),
-        "export() takes the model first, and then the path, got str: 'm.safetensors'; write export(",
+        "export() takes a model first, and then the path, got str: 'm.safetensors'; write export(",
     ),
     "export of a state": (
         lambda: trainer().export(model().state_dict(), "m.safetensors"),
-        "export() takes the model first, and then the path, got OrderedDict; write export(model, path)",
+        "export() takes a model first, and then the path, got OrderedDict; write export(model, path)",
     ),
     "load with the path first": (
         lambda: trainer().load_model("m.pt", model()),
-        "load_model() takes the model first, and then the path, got str: 'm.pt'",
+        "load_model() takes a model first, and then the path, got str: 'm.pt'",
     ),
     "save with the path first": (
         lambda: trainer().save_model("m.pt", model()),
-        "save_model() takes the model first, and then the path, got str: 'm.pt'",
+        "save_model() takes a model first, and then the path, got str: 'm.pt'",
     ),
     "a loop without a loader": (
         lambda: trainer().loop(epochs=3),

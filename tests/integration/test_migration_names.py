@@ -22,7 +22,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "migration-names.md"
 OF_FIT = {*inspect.signature(Trainer.fit).parameters}
 # What the examples call theirs: a value that the reader has.
 THEIRS = {
-    *("batch", "download", "flag", "found", "items", "loader", "loss", "make", "model", "optimizer", "print"),
+    *("batch", "dataset", "download", "flag", "found", "items", "loader", "loss", "make", "model"),
+    *("optimizer", "print"),
     *(
         "metrics",
         "rows",
