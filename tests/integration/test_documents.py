@@ -20,7 +20,8 @@ DOCUMENTS = [
     *sorted(
         p
         for p in ROOT.glob("docs/**/*.md")
-        if not {"_build", "examples", "runner", "tutorial", "simulator.md", "torchrun.md"} & set(p.parts)
+        if not {"_build", "examples", "runner", "tutorial", "simulator", "simulator.md", "torchrun.md"}
+        & set(p.parts)
     ),
 ]
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -130,6 +130,7 @@ OPERATIONS = {
     "a range": lambda x: torch.arange(5, device=x.device) + torch.zeros(5, device=x.device),
     "half precision": lambda x: (x.bfloat16() @ x.bfloat16().T).float(),
     "a smooth loss": lambda x: F.smooth_l1_loss(x, x.flip(0)),
+    "a mean of squares": lambda x: F.mse_loss(x, x.flip(0)),
     "a norm of batches, for evaluation": lambda x: F.batch_norm(x, x[0], x[1].abs()),
     "a norm over groups": lambda x: F.group_norm(x[None].transpose(1, 2), 2),
     "many tensors": lambda x: torch._foreach_add([x, x * 2], 1),

@@ -6,7 +6,9 @@
     _activation     activate(): the devices join torch
     _build          compiles the extension at first use, and keeps it
     _torch_sim      the module torch.sim
+    _group          the process group simccl
     _control        hostile(), watch(), and what a device is made to suffer
+    _pytest_plugin  pytest --device=sim
     _lines          the line of Python that a race was found at
     csrc/           the devices themselves, a file for each concept:
       clocks.h        which work is ordered after which
@@ -15,6 +17,7 @@
       generators.h    random numbers
       tensors.h       making, viewing and resizing tensors
       copies.h        copies from and to the host, and between devices
+      group.h         collectives between processes
       kernels.h       all other operations
       recurrent.h     cells of LSTM and GRU layers
       module.cpp      what torch and Python call

@@ -1,5 +1,6 @@
 """The devices join torch: once for a process, and for those that it starts."""
 
+import atexit
 import os
 
 MOST_DEVICES = 16  # as in csrc/streams.h
@@ -55,10 +56,14 @@ def _join(devices: int) -> None:
     backend_registration.rename_privateuse1_backend("sim")
     native.register_hooks()
 
-    from tp_simulator import _torch_sim
+    from tp_simulator import _group, _torch_sim
 
     # The documented way to add a device's module, private by its name alone.
     torch._register_device_module("sim", _torch_sim)
     backend_registration.generate_methods_for_privateuse1_backend()
+    _group.register()
+    atexit.register(native.end)
+    if seed := os.environ.get("SIM_HOSTILE"):
+        native.be_late(int(seed))
     global _active  # noqa: PLW0603 - torch can be told once in a process
     _active = devices

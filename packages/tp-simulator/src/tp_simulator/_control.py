@@ -87,12 +87,13 @@ def hostile(seed: int = 0) -> Iterator[Report]:
     """
     native = _native()
     native.finish()  # what was launched before is no part of the order that the seed chooses
+    before = native.seed()
     native.be_late(seed)
     try:
         with watch() as report:
             yield report
     finally:
-        native.be_prompt()
+        native.be_prompt() if before is None else native.be_late(before)
 
 
 def limit_memory(nbytes: int, device: "int | str | torch.device | None" = None) -> None:

@@ -39,11 +39,6 @@ inline void note_use(Pinned& memory, Stream& stream, uint64_t time) {
   memory.used[&stream] = time;
 }
 
-inline void report(const std::string& text) {
-  Held held(data);
-  races.push_back(text);
-}
-
 inline void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
   auto& stream = current_stream(to.device().index());
   std::vector<Use> uses;
@@ -65,7 +60,7 @@ inline void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocki
     launch(stream, [target, source, before = bytes_of(source)]() mutable {
       target.copy_(source);
       if (before != bytes_of(source))
-        report("pinned memory was changed before its non_blocking copy to the device was known to be done");
+        add_race("pinned memory was changed before its non_blocking copy to the device was known to be done");
     });
     return;
   }
@@ -95,7 +90,7 @@ inline void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking
   }
   launch(stream, [source, target, poison]() mutable {
     if (!poison.empty() && poison != bytes_of(target))
-      report("host memory was written before a non_blocking copy to it was known to be done");
+      add_race("host memory was written before a non_blocking copy to it was known to be done");
     target.copy_(source);
   });
   if (is_lazy) return;

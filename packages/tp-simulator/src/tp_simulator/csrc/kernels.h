@@ -31,7 +31,7 @@ inline bool has_shapes_of_its_own(const std::string& name) {
   static const std::set<std::string> names{
       "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::native_batch_norm",
       "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_no_training",
-      "aten::_batch_norm_with_update", "aten::_batch_norm_no_update", "aten::smooth_l1_loss"};
+      "aten::_batch_norm_with_update", "aten::_batch_norm_no_update", "aten::smooth_l1_loss", "aten::mse_loss"};
   return names.count(name) > 0;
 }
 

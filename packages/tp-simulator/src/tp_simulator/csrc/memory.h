@@ -269,8 +269,7 @@ inline void enter(Stream& stream, uint64_t time, const std::string& what, std::v
   }
   if (found.empty()) return;
   auto line = python_line();
-  Held held(data);
-  for (auto& text : found) races.push_back(line + text);
+  for (auto& text : found) add_race(line + text);
 }
 
 // -- The allocators -----------------------------------------------------------------------------------------------
@@ -333,7 +332,7 @@ struct Allocator final : c10::DeviceAllocator {
       if (is_recorded) continue;
       for (auto& [key, stream] : streams) {
         if (stream->number == access.stream)
-          races.push_back(
+          add_race(
               "memory of " + home.name() + " is freed while " + access.what + " on " + stream->name() +
               " may yet use it: call record_stream, or have the first stream wait before");
       }

@@ -4,6 +4,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "group.h"
 #include "kernels.h"
 #include "recurrent.h"
 
@@ -75,6 +76,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("be_late", [](uint64_t seed) {
     Held held(data);
     is_late = true;
+    seed_of_order = seed;
     is_uneven = seed != 0;
     dice.seed(seed);
   });
@@ -82,7 +84,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Held held(data);
     is_late = is_uneven = false;
   });
+  m.def("seed", [] {
+    Held held(data);
+    return is_late ? std::optional<uint64_t>(seed_of_order) : std::nullopt;
+  });
   m.def("finish", &finish, without_gil());
+
+  m.def("make_group", [](c10::intrusive_ptr<c10d::Backend> gloo, const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                         int size, std::string name, int64_t timeout) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<Group>(std::move(gloo), store, rank, size, std::move(name), milliseconds(timeout));
+  });
+  m.def("end", [] { is_ending = true; });
 
   m.def("races", [] {
     Held held(data);

@@ -4,6 +4,9 @@
 // the last legal moment: until the host waits for it, or other work does that has to run. A seed other than 0 lets
 // some streams get ahead by some work, so that each is another legal order.
 //
+// Work that waits for other ranks is never run where it is launched: a card's host goes on, and may have to, so that
+// the other ranks come as far. A thread of its group runs it, or whoever has to wait for it.
+//
 // Two locks. `data` guards what is in memory here; it is held briefly, and nothing is called that could take another
 // lock, or Python's. `engine` is held while work runs, one piece at a time; who takes it has let go of Python's lock,
 // since work may be a kernel that somebody wrote in Python.
@@ -18,8 +21,10 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -40,6 +45,7 @@ struct Work {
   std::function<void()> run;
   Stream* after = nullptr;  // runs once this stream has come that far: an event
   uint64_t position = 0;
+  bool waits_for_ranks = false;
 };
 
 struct Stream {
@@ -47,6 +53,7 @@ struct Stream {
   int64_t id;
   size_t number;
   std::deque<Work> queue;
+  bool is_busy = false;  // with work that waits for other ranks
   uint64_t launched = 0;
   uint64_t done = 0;
   Clock clock;
@@ -73,6 +80,7 @@ struct Device {
 // None of these is destroyed: tensors may be freed while a process ends.
 inline auto& data = *new std::recursive_mutex;
 inline auto& engine = *new std::mutex;
+inline auto& work_is_done = *new std::condition_variable;  // with `engine`: a stream is no longer busy
 inline auto& streams = *new std::map<std::pair<int, int64_t>, std::unique_ptr<Stream>>;
 inline auto& devices = *new std::array<Device, MOST_DEVICES>;
 inline auto& host = *new Clock;  // what the host has waited for
@@ -80,6 +88,7 @@ inline auto& counts = *new std::map<std::string, int64_t>;
 inline auto& races = *new std::vector<std::string>;
 inline bool is_late = false;
 inline bool is_uneven = false;  // whether dice let some streams get ahead
+inline uint64_t seed_of_order = 0;
 inline std::mt19937_64 dice;
 inline std::atomic<bool> was_used{false};
 inline std::atomic<bool> in_bad_fork{false};
@@ -87,6 +96,16 @@ inline thread_local int current_device = 0;
 inline thread_local int64_t current_streams[MOST_DEVICES] = {0};
 
 using Held = std::lock_guard<std::recursive_mutex>;
+
+// Adds a race, also to the file that SIM_RACES names: there the races of all processes of a program come together.
+inline void add_race(const std::string& text) {
+  Held held(data);
+  races.push_back(text);
+  const char* path = std::getenv("SIM_RACES");
+  if (!path || !*path) return;
+  std::ofstream file(path, std::ios::app);
+  file << text + "\n" << std::flush;  // one write, which others do not come into
+}
 
 // Lets go of Python's lock, where this thread has it.
 class WithoutGil {
@@ -172,32 +191,50 @@ inline void die(int device, const std::string& why) {
   }
 }
 
-// Runs the work of a stream up to a position, and before it what its waits ask of other streams.
-inline void run_until(Stream& stream, uint64_t position) {
+// Runs the work of a stream up to a position, and before it what its waits ask of other streams. Unless it may wait,
+// it leaves off at work for which other ranks are needed. Returns whether the stream has come so far.
+inline bool run_until(Stream& stream, uint64_t position, bool may_wait = true) {
   WithoutGil no_gil;
   std::unique_lock<std::mutex> running(engine);
   for (;;) {
     Work work;
+    uint64_t number = 0;
     Stream* awaited = nullptr;
     uint64_t awaited_position = 0;
+    bool is_busy = false;
     {
       Held held(data);
-      if (stream.done >= position || stream.queue.empty()) return;
-      auto& front = stream.queue.front();
-      if (front.after && front.after->done < front.position) {
-        awaited = front.after;
-        awaited_position = front.position;
-      } else {
-        work = std::move(front);
-        stream.queue.pop_front();
+      if (stream.done >= position) return true;
+      is_busy = stream.is_busy;
+      if (!is_busy) {
+        if (stream.queue.empty()) return true;
+        auto& front = stream.queue.front();
+        if (front.after && front.after->done < front.position) {
+          awaited = front.after;
+          awaited_position = front.position;
+        } else if (front.waits_for_ranks && !may_wait) {
+          return false;
+        } else {
+          number = stream.launched - stream.queue.size() + 1;
+          work = std::move(front);
+          stream.queue.pop_front();
+          stream.is_busy = work.waits_for_ranks;
+        }
       }
+    }
+    if (is_busy) {
+      if (!may_wait) return false;
+      work_is_done.wait(running);
+      continue;
     }
     if (awaited) {
       running.unlock();
-      run_until(*awaited, awaited_position);
+      if (!run_until(*awaited, awaited_position, may_wait)) return false;
       running.lock();
       continue;
     }
+    // Other streams go on while this one waits for other ranks: they may be what those wait for.
+    if (work.waits_for_ranks) running.unlock();
     std::string failure;
     try {
       Isolated isolated;
@@ -208,8 +245,14 @@ inline void run_until(Stream& stream, uint64_t position) {
       failure = error.what();
     }
     if (!failure.empty()) die(stream.device, failure);
-    Held held(data);
-    if (failure.empty()) stream.done++;
+    if (work.waits_for_ranks) running.lock();
+    {
+      Held held(data);
+      stream.is_busy = false;
+      // A device that died has thrown away what it was given.
+      if (failure.empty()) stream.done = std::max(stream.done, number);
+    }
+    if (work.waits_for_ranks) work_is_done.notify_all();
   }
 }
 
@@ -235,7 +278,7 @@ inline void launch(Stream& stream, std::function<void()> run) {
       if (roll % 4 == 0) position = stream.done + 1 + (roll >> 8) % waiting;
     }
   }
-  if (position) run_until(stream, position);
+  if (position) run_until(stream, position, false);
   if (!is_late) check_usable(stream.device);
 }
 
@@ -307,7 +350,7 @@ inline bool query(Stream& stream, uint64_t position, const Clock& clock) {
     Held held(data);
     next = is_late ? std::min(position, stream.done + 1) : position;
   }
-  run_until(stream, next);
+  run_until(stream, next, false);
   Held held(data);
   if (stream.done < position) return false;
   host.merge(clock);
