@@ -135,12 +135,13 @@ def _deselect_missing(config, items):
     _deselect(config, items, [item for item in items if _missing(item)])
     import torch  # not by the process that only hands tests to others
 
-    if torch.cuda.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != "mps":  # of which there is one, and no process group
         return
     of_gpus = [item for item in items if "gpu" in item.keywords]
     if "gpu" in config.option.markexpr:  # who asks for them gets the reason of each
         for item in of_gpus:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
         return
     _deselect(config, items, of_gpus)
 
@@ -272,14 +273,12 @@ def one_thread_per_operation():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(
-    params=[["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:1"]],
-    ids=["alone", "twice", "beside the CPU", "two"],
-)
+@pytest.fixture(params=["alone", "twice", "beside the CPU", "two"])
 def gpu_devices(request):
     """The devices on which one process has parts of a batch: a card alone, and beside others."""
-    import torch
+    from tests.accelerator import COUNT, GPU, SECOND
 
-    if "cuda:1" in request.param and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    return request.param
+    if request.param == "two" and COUNT < 2:
+        pytest.skip("needs two accelerators")
+    devices = {"alone": [GPU], "twice": [GPU, GPU], "beside the CPU": [GPU, "cpu"], "two": [GPU, SECOND]}
+    return devices[request.param]

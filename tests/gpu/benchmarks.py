@@ -630,7 +630,7 @@ def main(arguments=None):
     parser.add_argument("--list", action="store_true", help="print the names, and their limits in seconds")
     parser.add_argument("name", nargs="?", choices=BENCHMARKS)
     parser.add_argument("out", nargs="?", type=Path)
-    parser.add_argument("--device", default="cuda:0", help="cpu, to try the program out")
+    parser.add_argument("--device", default="cuda:0", help="cpu or sim:0, to try the program out")
     given = parser.parse_args(arguments)
     if given.list:
         for name, (_, _, limit_s) in BENCHMARKS.items():

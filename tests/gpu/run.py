@@ -2,6 +2,11 @@
 
     python tests/gpu/run.py --json out/gpu.json
 
+A machine may be lent for fifteen minutes. What is worth most comes first, each with a limit: that every
+backend computes on the card what it computes on the CPU, then the other tests, then the benchmarks, the
+language model before all others. What does not fit is "not run", which is no failure. ``--device sim``
+rehearses it on simulated devices.
+
 It needs Python, torch, and pytest for the tests; the packages are taken from the sources beside it unless
 they are installed. Each package's tests and each benchmark is a process with a deadline: what fails, hangs
 or crashes is written down, and the rest goes on. The file is written after each of them. The exit status is
@@ -25,7 +30,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-GOOD = {"passed", "skipped"}
+GOOD = {"passed", "skipped", "not run"}
 TRIES = 6
 """How often the tests of one package are begun again after one of them took the process along."""
 
@@ -57,7 +62,7 @@ class Report:
             self.content[section] += entries
             for entry in entries:
                 print(f"{entry['outcome']:<14}{entry['seconds']:>7.1f} s  {entry['name']}", flush=True)
-                if entry["outcome"] not in {"passed", "skipped"}:
+                if entry["outcome"] not in GOOD:
                     print(f"    {str(entry.get('reason', ''))[-1500:]}", flush=True)
             self._save()
 
@@ -150,8 +155,8 @@ try:
 except Exception as error:
     found["error"] = repr(error)
 from importlib import metadata
-ours = [f"tp-{name}" for name in ("context", "core", "tuple", "dp-gather", "shard", "runner", "trainer")]
-for name in ("pytest", "numpy", *ours):
+ours = ("context", "core", "data", "dp-gather", "pipeline", "runner", "shard", "trainer", "tuple", "verify")
+for name in ("pytest", "numpy", *(f"tp-{name}" for name in ours)):
     try:
         found[name] = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -212,13 +217,18 @@ def run(command, environment, *, deadline, is_over=lambda: False, folder=ROOT):
 # -- tests -------------------------------------------------------------------------------------------------
 
 
+WORTH = ("integration", "tp_trainer", "tp_core", "tp_context", "tp_pipeline", "tp_shard")
+"""The packages whose tests begin first: backends beside the CPU, and what has streams of its own."""
+
+
 def groups_of_tests(folder):
-    """Return the files that have gpu tests, by package."""
+    """Return the files that have gpu tests, by package, in order of worth."""
     groups = {}
     for path in sorted(folder.rglob("test_*.py")):
         if "mark.gpu" in path.read_text(errors="replace"):
             groups.setdefault(path.relative_to(folder).parts[0], []).append(path)
-    return groups
+    names = [name for name in WORTH if name in groups]
+    return {name: groups[name] for name in [*names, *(name for name in groups if name not in names)]}
 
 
 def read_record(path):
@@ -232,7 +242,9 @@ def read_record(path):
     return events
 
 
-def run_tests(package, files, *, ini, environment, deadline, limit_s, root=ROOT, add=lambda entries: None):
+def run_tests(
+    package, files, *, ini, environment, deadline, limit_s, root=ROOT, options=(), add=lambda entries: None
+):
     """Run a package's gpu tests, and go on after each that ends the process or takes too long.
 
     Args:
@@ -243,6 +255,7 @@ def run_tests(package, files, *, ini, environment, deadline, limit_s, root=ROOT,
         deadline: When all has to be over.
         limit_s: How long one test may take.
         root: What the names of tests are relative to.
+        options: Further options of pytest.
         add: Called with entries as they are known.
     """
     known = {}  # name -> entry
@@ -255,17 +268,26 @@ def run_tests(package, files, *, ini, environment, deadline, limit_s, root=ROOT,
             running = _running(read_record(record))
             return running is not None and time.time() - running["at"] > limit_s
 
-        command = [sys.executable, str(HERE / "session.py"), str(record), str(ini), str(root), *left]
+        command = [
+            sys.executable,
+            str(HERE / "session.py"),
+            str(record),
+            str(ini),
+            str(root),
+            *options,
+            *left,
+        ]
         output, status = run(command, environment, deadline=deadline, is_over=is_stuck, folder=root)
         events = read_record(record)
         ids, fresh = _entries(events, package)
         fresh = {name: entry for name, entry in fresh.items() if name not in known}
         running = _running(events)
         if running is not None:
-            outcome = "timeout" if status is None else "crashed"
-            reason = (
-                output[-3000:] if status is not None else f"not over after {limit_s:.0f} s, or out of time"
-            )
+            outcome, reason = "crashed", output[-3000:]
+            if status is None:
+                outcome, reason = "timeout", f"not over after {limit_s:.0f} s"
+                if now() >= deadline:
+                    outcome, reason = "not run", "out of time"
             fresh[running["id"]] = _entry(running["id"], package, outcome, reason=reason)
         known |= fresh
         add(list(fresh.values()))
@@ -324,6 +346,8 @@ def _entry(name, package, outcome, *, seconds=0.0, **more):
     return {"name": name, "package": package, "outcome": outcome, "seconds": seconds, **more}
 
 
+LEAST_S = 10.0  # in less, no benchmark would come to its first figure
+
 # -- benchmarks --------------------------------------------------------------------------------------------
 
 
@@ -333,15 +357,19 @@ def benchmark_limits(environment):
     return {name: float(limit_s) for name, limit_s in map(str.split, output.splitlines())}
 
 
-def run_benchmark(name, *, folder, environment, deadline):
-    """Run one benchmark in a process of its own; return its entry."""
+def run_benchmark(name, *, folder, environment, limit_s, end, device="cuda:0"):
+    """Run one benchmark in a process of its own, until its limit or the end of all; return its entry."""
     began = now()
+    if end - began < LEAST_S:
+        return _entry(name, "benchmarks", "not run", reason="out of time")
     path = folder / f"{name}.json"
-    command = [sys.executable, str(HERE / "benchmarks.py"), name, str(path)]
-    output, status = run(command, environment, deadline=deadline)
+    command = [sys.executable, str(HERE / "benchmarks.py"), name, str(path), "--device", device]
+    output, status = run(command, environment, deadline=min(end, began + limit_s))
     seconds = round(now() - began, 1)
     if not path.exists():
         outcome = "timeout" if status is None else "crashed"
+        if status is None and now() >= end:
+            outcome = "not run"
         reason = output[-3000:] or "out of time"
         return _entry(name, "benchmarks", outcome, seconds=seconds, reason=reason)
     found = json.loads(path.read_text())
@@ -357,7 +385,8 @@ def main(arguments=None):
     parser.add_argument("--json", type=Path, help="where to write what was found")
     parser.add_argument("--list", action="store_true", help="print the names of the tests and benchmarks")
     parser.add_argument("--only", choices=["tests", "benchmarks"], help="leave out the others")
-    parser.add_argument("--budget-s", type=float, default=470.0, help="seconds for all of it (470)")
+    parser.add_argument("--device", choices=["cuda", "sim"], default="cuda", help="sim, to rehearse it")
+    parser.add_argument("--budget-s", type=float, default=900.0, help="seconds for all of it (900)")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for one test (120)")
     parser.add_argument("--jobs", type=int, help="packages that are tested at once")
     given = parser.parse_args(arguments)
@@ -375,6 +404,8 @@ def main(arguments=None):
             deadline = end if given.only else end - 0.4 * given.budget_s
             jobs = given.jobs or max(1, min(7, (os.cpu_count() or 1) // 2))
             options = {"ini": ini, "environment": environment, "deadline": deadline, "limit_s": given.limit_s}
+            if given.device == "sim":
+                options["options"] = ["--device=sim"]
             with ThreadPoolExecutor(jobs) as pool:
                 runs = [
                     pool.submit(
@@ -385,10 +416,11 @@ def main(arguments=None):
             for one in runs:
                 one.result()
         if given.only != "tests":
+            if given.device == "sim":
+                environment["SIM_DEVICES"] = "2"
+            options = {"folder": folder, "environment": environment, "device": f"{given.device}:0"}
             for benchmark, limit_s in benchmark_limits(environment).items():
-                options = {"folder": folder, "environment": environment}
-                deadline = min(end, now() + limit_s)
-                report.add("benchmarks", [run_benchmark(benchmark, **options, deadline=deadline)])
+                report.add("benchmarks", [run_benchmark(benchmark, limit_s=limit_s, end=end, **options)])
     print(json.dumps(report.content["summary"]), flush=True)
     return 0 if report.is_good else 1
 

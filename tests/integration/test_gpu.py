@@ -1,14 +1,13 @@
-"""Training through the registry on a CUDA device that is named twice."""
+"""Training through the registry on an accelerator that is named twice."""
 
 import pytest
 from tp_testing import TrainingConformance
 
+from tests.accelerator import GPU
 from tests.installed import backend_class
 
 GatherBackend = backend_class("dp-gather")
 TupleBackend = backend_class("tuple")
-
-GPU = "cuda:0"
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""DataParallel and its backend on a CUDA device, alone, twice, and beside the CPU."""
+"""DataParallel and its backend on an accelerator, alone, twice, and beside the CPU."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ from torch import nn
 from tp_dp_gather import DataParallel, gather, parallel_apply, replicate, scatter
 from tp_testing import BackendConformance, GpuWrapperConformance
 
+from tests.accelerator import GPU
 from tests.installed import backend_class
 
 GatherBackend = backend_class("dp-gather")
 
-GPU = "cuda:0"
 pytestmark = pytest.mark.gpu
 
 

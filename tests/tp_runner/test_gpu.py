@@ -1,4 +1,4 @@
-"""Workers on a CUDA device: tensors in and out, the current device, and forks."""
+"""Workers on an accelerator: tensors in and out, the current device, and forks."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import tp_runner
 from tp_core.errors import ConfigError
 from tp_runner import OrderedRunner
 
-GPU = "cuda:0"
+from tests.accelerator import GPU, SECOND, needs_two
 
 pytestmark = pytest.mark.gpu
 
@@ -55,9 +55,12 @@ def test_two_workers_share_one_card(engine):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("engine", ["process", "thread", "inline"])
-def test_the_workers_device_is_the_current_one(engine):
-    with Tells([GPU], engine=engine) as runner:
-        assert list(runner.stream([0])) == [(GPU, GPU)]
+@pytest.mark.parametrize("device", [GPU, pytest.param(SECOND, marks=needs_two)])
+def test_the_workers_device_is_the_current_one(engine, device):
+    before = torch.accelerator.current_device_index()
+    with Tells([device], engine=engine) as runner:
+        assert list(runner.stream([0])) == [(device, device)]
+    assert torch.accelerator.current_device_index() == before
 
 
 @pytest.mark.timeout(120)
@@ -80,7 +83,7 @@ def test_tensors_of_the_card_cross_processes():
 @pytest.mark.timeout(120)
 def test_a_fork_of_a_process_that_knows_the_card_is_refused():
     with (
-        pytest.raises(ConfigError, match="'fork' cannot have CUDA devices"),
+        pytest.raises(ConfigError, match="'fork' cannot have .* devices"),
         Scales([GPU], start_method="fork") as runner,
     ):
         list(runner.stream([torch.zeros(4)]))

@@ -1,4 +1,4 @@
-"""Sharded layers on a CUDA device: one rank over NCCL, and two ranks on one card over gloo."""
+"""Sharded layers on an accelerator: one rank, and two ranks, of which each has a card if there are two."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch.distributed as dist
 import tp_shard as ts
 from torch import nn
 from torch.nn import functional as F
+from tp_core import LaunchEnvironment
 from tp_shard.nn.functional import (
     parallel_cross_entropy,
     parallel_margin_cross_entropy,
@@ -13,14 +14,13 @@ from tp_shard.nn.functional import (
 )
 from tp_testing import run_ranks
 
-GPU = "cuda:0"
+from tests.accelerator import COLLECTIVES, GPU, group_of_two
 
 pytestmark = pytest.mark.gpu
 
 
 def join(process_group, device):
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
+    torch.accelerator.set_device_index(torch.device(device))
     dist.init_process_group(process_group)
     ts.distributed.init_process_group()
 
@@ -65,7 +65,7 @@ def split_features_drop_apart_and_whole_ones_alike(process_group, device):
     torch.manual_seed(3)
     for _ in range(2):
         model(x).sum().backward()
-    numbers = torch.cat([x.grad.flatten().cpu(), torch.rand(3, device=device).cpu(), torch.rand(3)])
+    numbers = torch.cat([x.grad.flatten(), torch.rand(3, device=device), torch.rand(3).to(device)])
     everyones = ts.distributed.gather(numbers.unsqueeze(0), 0)
     assert torch.equal(everyones, everyones[:1].expand_as(everyones))
     leave()
@@ -143,16 +143,20 @@ CHECKS = pytest.mark.parametrize(
 )
 
 
-@CHECKS
-@pytest.mark.timeout(120)
-def test_one_rank_over_nccl(check):
-    run_ranks(check, 1, "nccl", GPU, timeout_s=90)
+def on_each_rank(check, process_group, devices):
+    check(process_group, devices[LaunchEnvironment.read().rank])
 
 
 @CHECKS
 @pytest.mark.timeout(120)
-def test_two_ranks_on_one_card_over_gloo(check):
-    run_ranks(check, 2, "gloo", GPU, timeout_s=90)
+def test_one_rank(check):
+    run_ranks(on_each_rank, 1, check, COLLECTIVES, (GPU,), timeout_s=90)
+
+
+@CHECKS
+@pytest.mark.timeout(120)
+def test_two_ranks(check):
+    run_ranks(on_each_rank, 2, check, *group_of_two(), timeout_s=90)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -1,4 +1,4 @@
-"""The trainer on a CUDA device: alone, with NCCL and one rank, with gloo and two ranks on one card."""
+"""The trainer on an accelerator: alone, with one rank, and with two, each with a card where there are two."""
 
 import functools
 
@@ -11,7 +11,9 @@ from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job
 from tp_testing import BackendConformance, TrainingConformance, run_ranks
 from tp_trainer import Checkpoints, Trainer
+from tp_trainer._checkpoint._checkpointer import Writer  # private: how often a save waits
 
+from tests.accelerator import COLLECTIVES, GPU, group_of_two
 from tests.installed import backend_class
 from tests.models import perceptron
 from tests.reference_training import rows_and_sums, squared_error
@@ -19,9 +21,6 @@ from tests.reference_training import rows_and_sums, squared_error
 DdpBackend = backend_class("ddp")
 FsdpBackend = backend_class("fsdp")
 SingleBackend = backend_class("single")
-
-GPU = "cuda:0"
-NCCL = "nccl"
 
 pytestmark = pytest.mark.gpu
 
@@ -119,13 +118,13 @@ def one_rank(device, backend, options, process_group):
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
-        (DdpBackend(), {"process_group": NCCL}),
+        (DdpBackend(), {"process_group": COLLECTIVES}),
         (FsdpBackend(), {"units": nn.Linear}),
         (FsdpBackend(), {"units": nn.Linear, "offload": True, "activation_checkpointing": True}),
     ],
 )
-def test_one_rank_over_nccl_takes_the_steps_of_one_device(backend, options):
-    (found,) = run_ranks(one_rank, 1, GPU, backend, options, NCCL, timeout_s=90)
+def test_one_rank_takes_the_steps_of_one_device(backend, options):
+    (found,) = run_ranks(one_rank, 1, GPU, backend, options, COLLECTIVES, timeout_s=90)
     model = make_model().to(GPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -138,16 +137,32 @@ def test_one_rank_over_nccl_takes_the_steps_of_one_device(backend, options):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def fit_on_ranks(device, processes):
-    options = {"backend": "ddp", "options": {"ddp": {"process_group": "gloo"}}}
-    return fit([device] * processes, **options)
+def fit_on_ranks(process_group, devices):
+    return fit(list(devices), backend="ddp", options={"ddp": {"process_group": process_group}})
 
 
 @pytest.mark.timeout(120)
-def test_two_ranks_on_one_card_over_gloo_take_the_steps_of_one_device():
-    found = run_ranks(fit_on_ranks, 2, GPU, 2, timeout_s=110)
+def test_two_ranks_take_the_steps_of_one_device():
+    found = run_ranks(fit_on_ranks, 2, *group_of_two(), timeout_s=110)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     torch.testing.assert_close(found[0], fit(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.sync_budget(2)
+def test_all_tensors_of_a_save_come_in_one_wait_and_into_the_same_memory(tmp_path):
+    tensors = {f"{i}": torch.full((i, 3), float(i), device=GPU) for i in range(20)}
+    tensors["columns"] = torch.arange(12.0, device=GPU).reshape(3, 4).T
+    tensors["half"] = torch.ones(5, dtype=torch.bfloat16, device=GPU)
+    writer = Writer(Checkpoints(tmp_path), None)
+    first, second = writer.copied(tensors), writer.copied(tensors)
+    for name, copy in second.items():
+        assert copy.data_ptr() == first[name].data_ptr()
+        assert copy.is_pinned() == (copy.numel() > 0)
+        assert copy.untyped_storage().nbytes() == copy.nbytes
+        assert copy.stride() == tensors[name].stride()
+    assert all(second[f"{i}"].eq(i).all() for i in range(20))
+    assert torch.equal(second["columns"], torch.arange(12.0).reshape(3, 4).T)
+    assert second["half"].eq(1).all()
 
 
 class TestSingle(BackendConformance):

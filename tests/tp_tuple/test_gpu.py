@@ -1,4 +1,4 @@
-"""TupleParallel and its backend on a CUDA device, alone, twice, and beside the CPU."""
+"""TupleParallel and its backend on an accelerator, alone, twice, and beside the CPU."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ from tp_testing import BackendConformance, GpuWrapperConformance
 from tp_tuple import Batch, TupleParallel, cat, recursive_cuda, tp_collate
 from tp_tuple._balance import Stopwatch, free_memory  # private: times and bytes of one device
 
+from tests.accelerator import GPU, on_a_card
 from tests.installed import backend_class
 
 TupleBackend = backend_class("tuple")
 
-GPU = "cuda:0"
 pytestmark = pytest.mark.gpu
 
 
@@ -46,15 +46,16 @@ def test_objects_move_to_the_current_device_without_a_name():
 
 def test_memory_that_the_allocator_holds_unused_counts_as_free():
     device = torch.device(GPU)
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     before = free_memory([device])[0]
-    block = torch.empty(2**30, dtype=torch.uint8, device=device)
+    nbytes = on_a_card(2**30, 2**24)
+    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
     used = free_memory([device])[0]
     del block
     after = free_memory([device])[0]
-    assert before - used >= 0.9 * 2**30
-    assert after - used >= 0.9 * 2**30
-    torch.cuda.empty_cache()
+    assert before - used >= 0.9 * nbytes
+    assert after - used >= 0.9 * nbytes
+    torch.accelerator.empty_cache()
 
 
 def test_the_shares_of_one_card_named_twice_are_even():
@@ -64,7 +65,8 @@ def test_the_shares_of_one_card_named_twice_are_even():
 
 def test_a_measurement_leaves_out_what_was_queued_before():
     device = torch.device(GPU)
-    x = torch.randn(4096, 4096, device=device)
+    size = on_a_card(4096, 128)
+    x = torch.randn(size, size, device=device)
     (x @ x).sum().item()
     short = Stopwatch(device)
     x @ x

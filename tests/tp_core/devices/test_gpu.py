@@ -1,4 +1,4 @@
-"""Devices and transfer on a CUDA device."""
+"""Devices and transfer on an accelerator."""
 
 import gc
 
@@ -7,20 +7,20 @@ import torch
 from tp_core import as_device, available_devices, device_loads, recursive_pin, recursive_to, resolve_devices
 from tp_core.errors import DeviceError
 
-GPU = "cuda:0"
+from tests.accelerator import COUNT, GPU, KIND
 
 pytestmark = pytest.mark.gpu
 
 
 def test_the_real_machine_has_the_devices_that_torch_counts():
-    expected = tuple(torch.device("cuda", i) for i in range(torch.cuda.device_count()))
+    expected = tuple(torch.device(KIND, i) for i in range(COUNT))
     assert available_devices() == resolve_devices(None) == expected
 
 
-def test_numbers_and_names_mean_cuda_devices():
-    assert as_device(0) == resolve_devices([0])[0] == resolve_devices(["cuda:0"])[0] == torch.device(GPU)
+def test_numbers_and_names_mean_accelerators():
+    assert as_device(0) == resolve_devices([0])[0] == resolve_devices([GPU])[0] == torch.device(GPU)
     with pytest.raises(DeviceError, match="99"):
-        resolve_devices(["cuda:99"])
+        resolve_devices([f"{KIND}:99"])
 
 
 def test_the_load_of_each_device_is_told():
@@ -44,11 +44,11 @@ def test_a_moved_batch_is_freed_without_the_garbage_collector():
     gc.disable()
     try:
         batch = {"x": [torch.ones(2**20)], "y": (torch.ones(2**18), {"z": torch.ones(2**18)})}
-        before = torch.cuda.memory_allocated(GPU)
+        before = torch.accelerator.memory_allocated(GPU)
         for _ in range(4):
             moved = recursive_to(batch, GPU)
             del moved
-            assert torch.cuda.memory_allocated(GPU) == before
+            assert torch.accelerator.memory_allocated(GPU) == before
     finally:
         gc.enable()
 

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from tp_core.replicas import Replicas
 
+from tests.accelerator import GPU, SECOND, needs_two
+
 NAMES = ["mlp", "conv", "lstm", "transformer", "graphs"]
 
 
@@ -35,12 +37,9 @@ def test_twenty_steps_are_those_of_the_module_by_itself(zoo, name, count, force_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cpu"]])
+@pytest.mark.parametrize("devices", [[GPU], [GPU, GPU], [GPU, "cpu"]])
 @pytest.mark.parametrize("name", NAMES)
 def test_twenty_steps_with_a_gpu_are_those_of_the_module_by_itself(zoo, name, devices):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
     def forward(model):
         replicas = Replicas(model, devices)
         return lambda inputs: replicas.run(
@@ -48,15 +47,14 @@ def test_twenty_steps_with_a_gpu_are_those_of_the_module_by_itself(zoo, name, de
             list(zip(inputs, devices, strict=True)),
         )
 
-    zoo.check_equal_training(name, len(devices), forward, device="cuda:0")
+    zoo.check_equal_training(name, len(devices), forward, device=GPU)
 
 
 @pytest.mark.gpu
+@needs_two
 @pytest.mark.parametrize("name", NAMES)
 def test_twenty_steps_on_two_gpus_are_those_of_the_module_by_itself(zoo, name):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    devices = ["cuda:0", "cuda:1"]
+    devices = [GPU, SECOND]
 
     def forward(model):
         replicas = Replicas(model, devices)
@@ -65,7 +63,7 @@ def test_twenty_steps_on_two_gpus_are_those_of_the_module_by_itself(zoo, name):
             list(zip(inputs, devices, strict=True)),
         )
 
-    zoo.check_equal_training(name, 2, forward, device="cuda:0")
+    zoo.check_equal_training(name, 2, forward, device=GPU)
 
 
 @pytest.mark.parametrize("force_copies", [False, True, "flat"], ids=["shared", "copied", "flat"])

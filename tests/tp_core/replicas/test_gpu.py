@@ -1,4 +1,4 @@
-"""Replicas on a CUDA device, alone, twice, and beside the CPU."""
+"""Replicas on an accelerator, alone, twice, and beside the CPU."""
 
 import gc
 import warnings
@@ -9,7 +9,8 @@ from torch import nn
 from tp_core import recursive_to
 from tp_core.replicas import Replicas
 
-GPU = "cuda:0"
+from tests.accelerator import GPU, needs_cuda, on_a_card
+
 BESIDE_THE_CPU, TWICE = [GPU, "cpu"], [GPU, GPU]
 PAIRS = pytest.mark.parametrize("devices", [BESIDE_THE_CPU, TWICE], ids=["beside the CPU", "twice"])
 COPIES = pytest.mark.parametrize("force_copies", [False, True, "flat"], ids=["shared", "copied", "flat"])
@@ -88,17 +89,18 @@ def test_gradients_have_the_layout_of_their_parameters(devices, force_copies, se
 def test_a_step_in_the_callers_side_stream_sees_what_was_written_there(devices, force_copies):
     model = nn.Linear(256, 256, bias=False, dtype=torch.double).to(GPU)
     replicas = Replicas(model, devices, force_copies=force_copies)
-    square = torch.full((2048, 2048), 1 / 2048, dtype=torch.double, device=GPU)
+    size = on_a_card(2048, 64)
+    square = torch.full((size, size), 1 / size, dtype=torch.double, device=GPU)
     run(replicas, [torch.zeros(1, 256, dtype=torch.double, device=GPU)] * 2)
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream(GPU)
+    torch.accelerator.synchronize()
+    side = torch.Stream(device=GPU)
     for step in range(20):
         model.zero_grad()
-        with torch.cuda.stream(side):
+        with side:
             busy = square
             for _ in range(20):  # what is written after it comes late
                 busy = busy @ square
-            x = torch.full((4, 256), float(step), dtype=torch.double, device=GPU) * busy.sum() / 2048
+            x = torch.full((4, 256), float(step), dtype=torch.double, device=GPU) * busy.sum() / size
             run(replicas, x.tensor_split(2)).sum().backward()
         side.synchronize()
         expected = torch.full_like(model.weight, 4.0 * step)
@@ -119,7 +121,7 @@ def test_a_step_leaves_no_memory_behind_without_the_garbage_collector(devices, f
             run(replicas, x.tensor_split(2)).square().mean().backward()
             model.zero_grad()
             del x
-            held.append(torch.cuda.memory_allocated(GPU))
+            held.append(torch.accelerator.memory_allocated(GPU))
     finally:
         gc.enable()
     assert held[2] == held[3] == held[4]
@@ -164,6 +166,7 @@ def test_autocast_holds_in_every_replica(devices):
     assert outputs[0].dtype == torch.bfloat16
 
 
+@needs_cuda
 @COPIES
 def test_a_wrapper_goes_through_torch_compile(force_copies):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(GPU)
@@ -173,6 +176,7 @@ def test_a_wrapper_goes_through_torch_compile(force_copies):
     torch.testing.assert_close(compiled(x), model(x))
 
 
+@needs_cuda
 def test_one_device_can_be_captured_in_a_graph():
     model = nn.Linear(8, 8).to(GPU)
     replicas = Replicas(model, [GPU])

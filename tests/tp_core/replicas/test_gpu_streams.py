@@ -10,16 +10,17 @@ from tp_core.replicas import Replicas
 # private: which device draws in order cannot be seen
 from tp_core.replicas._random import SerializedRng, Streams
 
+from tests.accelerator import COUNT, GPU, SECOND, keep_busy, needs_cuda
+
 pytestmark = pytest.mark.gpu
 
-PAIRS = [["cuda:0", "cpu"], ["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]]
-LONG = 200_000_000  # clock cycles, about a tenth of a second
+PAIRS = [[GPU, "cpu"], [GPU, GPU], [GPU, SECOND]]
 
 
 @pytest.fixture(params=PAIRS, ids=["+".join(p) for p in PAIRS])
 def devices(request):
-    if "cuda:1" in request.param and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
+    if SECOND in request.param and COUNT < 2:
+        pytest.skip("needs two accelerators")
     return request.param
 
 
@@ -30,13 +31,13 @@ def move_and_call(replica, part):
 
 def train_on_a_side_stream(model, forward, *, steps):
     """Train on inputs that are written late, on a side stream, and return all gradients."""
-    side, found = torch.cuda.Stream(), []
-    x = torch.zeros(8, 64, device="cuda:0")
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    side, found = torch.Stream(device=GPU), []
+    x = torch.zeros(8, 64, device=GPU)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
         for step in range(steps):
             x.zero_()
-            torch.cuda._sleep(LONG)
+            keep_busy()
             x.copy_(torch.full((8, 64), 1.0 + step))
             model.zero_grad()
             forward(x).backward()
@@ -44,7 +45,7 @@ def train_on_a_side_stream(model, forward, *, steps):
             with torch.no_grad():
                 for p in model.parameters():
                     p.sub_(0.1 * p.grad)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return found
 
 
@@ -53,13 +54,13 @@ def train_on_a_side_stream(model, forward, *, steps):
 @pytest.mark.parametrize("force_copies", [False, True])
 def test_a_step_on_a_side_stream_waits_for_its_input_and_its_gradients(devices, force_copies):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).cuda()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(GPU)
     plain = copy.deepcopy(model)
     replicas = Replicas(model, devices, force_copies=force_copies)
 
     def forward(x):
         outputs = replicas.run(move_and_call, list(zip(x.split([5, 3]), devices, strict=True)))
-        return torch.cat([y.to("cuda:0") for y in outputs]).square().mean()
+        return torch.cat([y.to(GPU) for y in outputs]).square().mean()
 
     found = train_on_a_side_stream(model, forward, steps=5)
     expected = train_on_a_side_stream(plain, lambda x: plain(x).square().mean(), steps=5)
@@ -67,18 +68,19 @@ def test_a_step_on_a_side_stream_waits_for_its_input_and_its_gradients(devices, 
 
 
 def test_no_replica_waits_for_a_turn_to_draw_whose_generator_is_its_own():
-    home, cpu = torch.device("cuda:0"), torch.device("cpu")
+    home, cpu = torch.device(GPU), torch.device("cpu")
     streams = Streams((home, cpu))
     assert not isinstance(streams.of(0), SerializedRng)
     assert isinstance(streams.of(1), SerializedRng)
     assert isinstance(Streams((home, home)).of(0), SerializedRng)
 
 
+@needs_cuda
 @pytest.mark.parametrize("force_copies", [False, True])
 def test_a_call_can_be_captured_in_a_graph(force_copies):
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)).cuda().eval()
-    replicas = Replicas(model, ["cuda:0", "cuda:0"], force_copies=force_copies)
-    x = torch.zeros(4, 16, device="cuda:0")
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)).to(GPU).eval()
+    replicas = Replicas(model, [GPU, GPU], force_copies=force_copies)
+    x = torch.zeros(4, 16, device=GPU)
 
     def call():
         with torch.no_grad():
@@ -101,21 +103,21 @@ def test_a_call_can_be_captured_in_a_graph(force_copies):
 
 
 def test_memory_does_not_grow_with_nested_batches(memory):
-    model = nn.Linear(256, 256).cuda()
-    devices = ["cuda:0", "cuda:0"]
+    model = nn.Linear(256, 256).to(GPU)
+    devices = [GPU, GPU]
     replicas = Replicas(model, devices)
 
     def step():
-        batch = {"x": [torch.ones(2**14, 256, device="cuda:0")]}  # 16 MiB
+        batch = {"x": [torch.ones(2**14, 256, device=GPU)]}  # 16 MiB
         replicas.run(lambda r, p: r(p["x"][0]), [batch, batch])[1].sum().backward()
         model.zero_grad()
 
     with memory.without_collector():
         step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
         step()
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.accelerator.max_memory_allocated()
         for _ in range(20):
             step()
-        assert torch.cuda.max_memory_allocated() <= 1.1 * peak
+        assert torch.accelerator.max_memory_allocated() <= 1.1 * peak

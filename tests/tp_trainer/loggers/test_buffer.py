@@ -9,6 +9,8 @@ from tp_core.errors import ConfigError
 from tp_core.plugins import Logger
 from tp_trainer._running._log import RunLog  # private: which numbers wait is not to be seen
 
+from tests.accelerator import GPU, KIND
+
 
 def log_of(*loggers):
     """Return the log of a run of one rank."""
@@ -152,17 +154,19 @@ def test_what_is_no_number_is_refused_by_name(value, words):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.sync_budget(2)  # before and after
 def test_adding_numbers_of_a_gpu_does_not_wait_for_it():
     logger = Listed()
     buffer = log_of(logger)
-    values = torch.arange(4.0, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    values = torch.arange(4.0, device=GPU)
+    torch.accelerator.synchronize()
+    if KIND == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(3):
             buffer.add({"a": values[step], "b": values[step + 1]}, step=step, epoch=1)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        if KIND == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
     buffer.flush()
     assert logger.calls == [(s, 1, {"a": float(s), "b": s + 1.0}) for s in range(3)]

@@ -17,6 +17,8 @@ from tp_core.errors import ConfigError, DeviceError, LaunchEnvironmentError, Mod
 from tp_testing import free_port, run_ranks
 from tp_trainer import Parallel_Trainer, ParallelTrainer
 
+from tests.accelerator import KIND
+
 CPU = {"n_gpus": 2, "device": "cpu"}
 
 MAIN = """
@@ -142,9 +144,9 @@ def test_a_device_that_is_none_is_refused():
 
 
 @pytest.mark.gpu
-def test_a_cuda_device_that_does_not_exist_is_refused():
+def test_an_accelerator_that_does_not_exist_is_refused():
     with pytest.raises(DeviceError, match="99"):
-        make(config={"n_gpus": 1, "device": "cuda:99"})
+        make(config={"n_gpus": 1, "device": f"{KIND}:99"})
 
 
 def test_synch_without_a_launcher_says_how_to_start():
