@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import warnings
 
 import pytest
 import torch
@@ -242,3 +243,12 @@ def test_a_host_value_is_read_at_the_launch():
 def test_a_wrong_shape_is_refused_at_the_launch():
     with tp_simulator.hostile(), pytest.raises(RuntimeError, match="size of tensor a"):
         torch.ones(2, device="sim:0") + torch.ones(3, device="sim:0")
+
+
+def test_means_of_losses_are_made_without_a_warning_of_torchs():
+    x = torch.arange(12.0, device="sim:0").reshape(3, 4).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for loss in (F.mse_loss, F.smooth_l1_loss):
+            loss(x, x.detach().flip(0)).backward()
+            assert loss(x, x.detach().flip(0), reduction="none").shape == x.shape
