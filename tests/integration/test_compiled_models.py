@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import run_ranks
 from tp_trainer import ParallelTrainer, Trainer
 
+from tests.cases import first_fast
 from tests.models import perceptron
 from tests.reference_training import squared_error
 
@@ -67,7 +68,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", first_fast(WAYS, 3))
 @pytest.mark.parametrize("backend", PLACES)
 def test_names_are_plain_in_every_file(tmp_path, way, backend):
     name, names, same = train_save_and_load(way, tmp_path, **PLACES[backend])

@@ -211,6 +211,7 @@ def assert_same(found, expected):
         torch.testing.assert_close(found[3], expected[3], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_a_decoder_on_slices_equals_one_device(two_ranks):
     def trained(backend):
         model = make(Decoder)

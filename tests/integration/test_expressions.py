@@ -37,6 +37,7 @@ def _patterns():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("char", first_fast("a-. 1"))
 def test_no_expression_takes_long_for_a_long_text(char):
     # A quadratic one takes hours, and the time limit of the test ends it.

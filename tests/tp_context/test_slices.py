@@ -19,6 +19,7 @@ from tp_core.errors import ConfigError, StepError
 from tp_core.plugins import Job
 from tp_trainer import Trainer
 
+from tests.cases import first_fast
 from tests.installed import backend_class
 from tests.tp_context.cuts import activate
 
@@ -62,7 +63,7 @@ def computed(cut, mask, algorithm):
     return sum((b.last - b.first) * (b.end - b.begin) for b in blocks)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", first_fast([2, 4], 3))
 @pytest.mark.parametrize("name", WORK)
 def test_ranks_have_equal_work_where_documents_and_windows_hide_keys(name, size):
     batch, windows = WORK[name]

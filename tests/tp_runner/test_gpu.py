@@ -83,7 +83,7 @@ def test_tensors_of_the_card_cross_processes():
 @pytest.mark.timeout(120)
 def test_a_fork_of_a_process_that_knows_the_card_is_refused():
     with (
-        pytest.raises(ConfigError, match="'fork' cannot have .* devices"),
+        pytest.raises(ConfigError, match=r"'fork' cannot have .* devices"),
         Scales([GPU], start_method="fork") as runner,
     ):
         list(runner.stream([torch.zeros(4)]))

@@ -129,6 +129,7 @@ def refuses(output):
     raise ValueError(f"compiled for {m.LENGTH} places, got {output.size(1)}")
 
 
+@pytest.mark.slow
 def test_a_fault_at_another_length_is_found_unless_it_is_left_out(ranks):
     options = {"parallel": OfOneLength(torch.neg), "step": m.step, "ranks": ranks}
     assert verify(m.build, m.EVEN[:1], vary=False, **options).ok

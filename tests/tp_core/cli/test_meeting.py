@@ -39,6 +39,7 @@ def test_the_page_says_that_they_met(capsys):
     assert "Ranks: 2 on 1 host(s) met and added up a number (cpu" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_cloudpickle_and_without_a_fork_server_they_meet_too(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(

@@ -7,6 +7,8 @@ import pytest
 from torch.utils.data import DataLoader
 from tp_core.data import PreparedLoader
 
+from tests.cases import first_fast
+
 pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
 
 
@@ -31,7 +33,7 @@ def prepared(loader, **options):
     return found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", first_fast([0, 2]))
 def test_each_row_is_on_one_rank_and_in_one_worker(workers):
     seen = []
     for rank in range(2):

@@ -244,6 +244,7 @@ class Own(nn.Module):
         return self.second(self.dropout(self.first(x)))
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # as above
@@ -279,6 +280,7 @@ def test_replicas_of_torchs_own_class_are_compiled(force_copies):
     assert len(graphs) >= 2
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # as above

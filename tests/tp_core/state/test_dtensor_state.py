@@ -97,6 +97,7 @@ def a_sum_is_refused():
         collect_state(model, None, cut=uncut)
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_yet_to_be_made_is_refused():
     # In a process of its own: torch keeps the group in a cache, and a fork that empties it would crash.
     run_ranks(a_sum_is_refused, 1)

@@ -40,6 +40,7 @@ def _listed() -> dict[str, dict[str, object]]:
     return {job.name: job.to_dict() for job in list_jobs()}
 
 
+@pytest.mark.slow
 def test_a_detached_job_is_followed_to_its_end(tp, here):
     script = tp.script(_WAITS)
     job_id = tp("launch", "-n", "1", "--detach", "--name", "ab", script, "3", "-f").stdout.strip()

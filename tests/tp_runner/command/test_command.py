@@ -75,6 +75,7 @@ def call(folder, name, *arguments):
     return done, rows
 
 
+@pytest.mark.slow
 def test_json_lines_of_several_files_become_json_lines(folder):
     for name, texts in {"a": ["x", "yy"], "b": ["zzz"]}.items():
         lines = "\n".join(json.dumps({"text": text}) for text in texts)

@@ -10,6 +10,7 @@ import pytest
 import tp_runner
 from tp_runner import ItemTimeoutError, OrderedRunner, RunCancelledError, WorkerDiedError
 
+from tests.cases import first_fast
 from tests.tp_runner.obedient import ENGINES, IDS, Ordered, Unordered
 
 # -- deaths ------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ def test_a_worker_that_exits_is_dead_too():
     assert e.value.exitcode == 7
 
 
-@pytest.mark.parametrize("kind", [Ordered, Unordered])
+@pytest.mark.parametrize("kind", first_fast([Ordered, Unordered]))
 def test_with_restart_no_item_is_lost_or_doubled(kind, tmp_path):
     items = [("kill-once", str(tmp_path / str(i))) if i % 40 == 11 else i for i in range(200)]
     with kind(2, max_restarts=10) as runner:
@@ -98,6 +99,7 @@ def test_a_death_is_noticed_although_a_child_of_the_worker_lives_on(tmp_path):
 # -- time --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_item_that_takes_too_long_is_ended_and_its_worker_replaced():
     with Ordered(2, timeout_s=6) as runner:
         with pytest.raises(ItemTimeoutError, match=r"item 2 .* took longer than timeout_s=6") as e:

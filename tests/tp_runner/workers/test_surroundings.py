@@ -183,6 +183,7 @@ def _state(path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_time_zone_umask_and_decimal_context_are_those_of_the_program(method, tmp_path, monkeypatch):
     list(tp_runner.map(abs, [1], n_workers=1))  # a fork server exists from here on

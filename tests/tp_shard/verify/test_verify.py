@@ -16,6 +16,7 @@ from tp_core.errors import ConfigError, DisagreementError, ModelError
 from tp_shard._verify._report import ModuleReport, PlanReport  # private: verify alone makes them
 from tp_shard._verify._simulate import SimulatedError, simulate  # private: ranks that fall out of step
 
+from tests.cases import first_fast
 from tests.run_tp import run
 
 Column, Row, Vocab, Local, Replicated, Sequence = (
@@ -78,7 +79,7 @@ def batch():
     return torch.randn(2, 5, 16)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", first_fast([1, 2, 3, 4], 2))
 def test_a_right_plan_is_equal_in_every_number(ranks):
     torch.manual_seed(0)
     report = ts.verify(Block(), PLAN, batch(), ranks=ranks)
@@ -180,6 +181,7 @@ class Hidden(nn.Module):
         return self.down(hidden if self.left else hidden / mask[:, :1, None])
 
 
+@pytest.mark.slow
 def test_a_batch_of_its_own_and_three_steps_find_what_the_given_one_hides():
     plan = {"": Local(heads=4, query=("heads",)), "o": Row(heads=4)}
     plan |= dict.fromkeys("qkv", Column(heads=4))
@@ -448,6 +450,7 @@ def the_mesh_of_the_groups_stays():
     assert ts.collect_state_dict(block, block.state_dict(), to="rank0")
 
 
+@pytest.mark.slow
 def test_verifying_leaves_the_mesh_of_the_groups(on_ranks):
     on_ranks(2, the_mesh_of_the_groups_stays, fresh=True)  # it forms groups of its own
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from tp_core.errors import StepError
 from tp_trainer import Checkpoints, Trainer
 
+from tests.cases import first_fast
 from tests.reference_training import rows_and_sums
 
 
@@ -124,7 +125,7 @@ def _writing(write, *, in_a_unit):
     return None
 
 
-@pytest.mark.parametrize("in_a_unit", [False, True])
+@pytest.mark.parametrize("in_a_unit", first_fast([False, True]))
 def test_a_forward_pass_that_writes_weights_is_refused(two_ranks, in_a_unit):
     name = "'linear.weight' of the model's Writes" if in_a_unit else "'0.linear.weight' of the model's Seq"
     for write in (in_place, data_replaced, data_written, data_written_late):

@@ -16,6 +16,7 @@ from tp_testing import RankPool, run_ranks
 from tp_trainer import Callback, FsdpOptions, GradientRules, Trainer
 from tp_trainer.callbacks import ExponentialMovingAverage
 
+from tests.cases import first_fast
 from tests.models import Block, BlockNet
 from tests.reference_training import rows_and_sums, squared_error, train
 
@@ -600,7 +601,7 @@ def test_an_optimizer_from_before_the_preparation_that_was_not_given_to_it_is_re
         assert all("AdamW was made before the model was prepared" in message for message in found)
 
 
-@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("reshards", first_fast([True, False]))
 def test_forward_passes_without_a_backward_pass_change_nothing(two_ranks, reshards):
     expected = looked_between("single")
     for runs in (True, False):

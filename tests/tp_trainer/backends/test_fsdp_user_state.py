@@ -152,7 +152,7 @@ def step_with_hooks(*, each):
     return hooked
 
 
-@pytest.mark.parametrize("each", [True, False], ids=["in each step", "once"])
+@pytest.mark.parametrize("each", first_fast([True, False]), ids=["in each step", "once"])
 def test_gradient_hooks_that_a_step_puts_on_see_the_gradient_over_all_ranks(two_ranks, each):
     alone = trained("single", step=step_with_hooks(each=each))
     for found in two_ranks.run(hooked_in_the_step, each):
@@ -283,14 +283,17 @@ def with_a_hook_that_assigns(parameters):
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [
-        ({"callback": AssignsTrained}, "student.2.weight"),
-        ({"callback": AssignsFrozen}, "teacher.0.linear.weight"),
-        ({"callback": AssignsAtTheEnd}, "student.2.weight"),
-        ({"callback": AssignsInABlock}, "student.1.linear.weight"),
-        ({"make_optimizer": AssigningSgd}, "student.0.linear.weight"),
-        ({"make_optimizer": with_a_hook_that_assigns}, "student.2.bias"),
-    ],
+    first_fast(
+        [
+            ({"callback": AssignsTrained}, "student.2.weight"),
+            ({"callback": AssignsFrozen}, "teacher.0.linear.weight"),
+            ({"callback": AssignsAtTheEnd}, "student.2.weight"),
+            ({"callback": AssignsInABlock}, "student.1.linear.weight"),
+            ({"make_optimizer": AssigningSgd}, "student.0.linear.weight"),
+            ({"make_optimizer": with_a_hook_that_assigns}, "student.2.bias"),
+        ],
+        2,
+    ),
 )
 def test_data_that_is_replaced_between_steps_is_refused(two_ranks, arguments, name):
     for found in two_ranks.run(partial(error_of, trained, "fsdp", **arguments)):

@@ -66,6 +66,7 @@ def on_a_rank(folder):
     return norms("ddp"), [sorted(numbers) for _, numbers in spy.logged]
 
 
+@pytest.mark.slow
 def test_monitors_on_ranks(two_ranks, tmp_path):
     for found, logged in two_ranks.run(on_a_rank, tmp_path):
         assert found == pytest.approx(norms("single"), rel=1e-9)

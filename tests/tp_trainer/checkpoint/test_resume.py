@@ -19,6 +19,7 @@ from torch.utils.data import (
 from tp_core.errors import LoaderError
 from tp_trainer import Checkpoints, SchedulerOptions, Trainer
 
+from tests.cases import first_fast
 from tests.reference_training import StoppedError, rows_and_sums
 
 
@@ -115,7 +116,7 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", first_fast(SCHEDULERS, 2))
 def test_every_kind_of_scheduler_goes_on(tmp_path, name):
     assert_resumed_is_uninterrupted(tmp_path, 8, make_scheduler=SCHEDULERS[name])
 

@@ -94,6 +94,7 @@ def test_layouts_of_one_device_are_those_of_one_process(made):
     assert "one process" in table.left_out["ddp"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_comes_last_with_what_it_needs(made, table):
     states = 3.9 * of(table, "ddp", "data 4").memory.weights
     less = estimate(**made, step=step, devices=4, memory=int(states))
@@ -105,6 +106,7 @@ def test_what_does_not_fit_comes_last_with_what_it_needs(made, table):
     assert "less is needed with" in text
 
 
+@pytest.mark.slow
 def test_less_memory_has_more_computed_again(made, table):
     ddp = of(table, "ddp", "data 4")
     assert ddp.recomputation == "nothing"

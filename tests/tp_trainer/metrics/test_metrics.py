@@ -130,6 +130,7 @@ def check(trainer, loader, right, given):
     assert torch.equal(torch.cat(given["order"].seen), data()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", BACKENDS)
 def test_metrics_are_those_of_scikit_learn_on_the_whole_set(options):
     with Trainer(**options, seed=0, progress=False) as trainer:

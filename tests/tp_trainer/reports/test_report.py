@@ -126,6 +126,7 @@ def test_what_a_run_says_is_text_and_not_part_of_the_page(tmp_path):
     assert "<script" not in page_of(folder)
 
 
+@pytest.mark.slow
 def test_a_name_with_dollars_is_no_formula(tmp_path):
     name, folder = "$\\frac{x$", tmp_path / "$\\frac{run$"
     folder.mkdir()

@@ -130,6 +130,7 @@ def test_the_folder_of_a_history_is_that_of_the_run_wherever_the_program_goes(tm
     assert history == History(history.epochs)  # wherever the same numbers were made
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_a_table_and_curves_in_colors_of_its_own():
     shown = HISTORY._repr_html_()
     assert shown.count("<tr>") == 3

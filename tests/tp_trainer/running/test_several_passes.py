@@ -12,6 +12,7 @@ from tp_core.errors import StepError
 from tp_testing import run_ranks
 from tp_trainer import Checkpoints, Trainer
 
+from tests.cases import first_fast
 from tests.reference_training import train
 
 IN_ONE_PROCESS = [
@@ -154,7 +155,7 @@ def lbfgs(*, devices="cpu", backend="auto", folder=None, max_steps=None):
         return numbers_of(model), losses
 
 
-@pytest.mark.parametrize("max_steps", [1, 3, 4])
+@pytest.mark.parametrize("max_steps", first_fast([1, 3, 4], 2))
 @pytest.mark.parametrize(("devices", "backend"), IN_ONE_PROCESS)
 def test_lbfgs_is_resumed_bit_for_bit(tmp_path, max_steps, devices, backend):
     arguments = {"devices": devices, "backend": backend}

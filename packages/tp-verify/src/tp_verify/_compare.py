@@ -68,11 +68,11 @@ class RunComparison:
             self.near.initial,
             [r.initial for r in self.ranks],
         )
-        for number, step in enumerate(self.exact.steps):
-            if step.loss is not None and not math.isfinite(step.loss):
+        for number, record in enumerate(self.exact.steps):
+            if record.loss is not None and not math.isfinite(record.loss):
                 # Weights of a type with few digits: one device in this type has the same, or the step before
                 # would have been found.
-                reason = f"the loss is {step.loss}, on one device, too"
+                reason = f"the loss is {record.loss}, on one device, too"
                 self.unknown[f"step {number + 1} and what follows"] = reason
                 return
             yield from self._step_findings(number)
