@@ -23,6 +23,10 @@ ELSEWHERE = {
         "typing_extensions": "type checkers alone read it, and bring it",
     },
     "tp-shard": {"typer": "its command is loaded by tp alone, which cannot start without it"},
+    "tp-simulator": {
+        "_pytest": "pytest alone loads its plugin",
+        "pytest": "as above",
+    },
     "tp-verify": {
         "accelerate": "whoever verifies it has it",
         "tp_trainer": "the built-in script runs as a user's does, and says so where it is missing",

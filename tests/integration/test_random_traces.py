@@ -21,6 +21,7 @@ ELSEWHERE = {
     "tp_data/_stream.py": "a sample that draws: the loader has the block, or it is a worker process",
     "tp_pipeline/_batch_run.py": "a step of the session, which has the block",
     "tp_runner/_workers/_item.py": "a worker process, or a thread for which `_thread.py` has the block",
+    "tp_runner/_workers/_thread.py": "the stack of blocks around an inline worker has it",
     "tp_runner/_workers/_work.py": "the items of a worker, as for `_item.py`",
     "tp_shard/_groups/_random.py": "a fork of a tracker, whose end restores the generator",
     "tp_shard/_verify/_simulate.py": "a simulated rank, of which the caller has the block",

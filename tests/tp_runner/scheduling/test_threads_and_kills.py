@@ -28,8 +28,6 @@ from tp_runner._scheduling._run import Assignments, PassState  # private: the mo
 from tp_runner._workers import _start  # private: a server's limit for an answer is five minutes
 from tp_runner._workers._processes import WorkerHandle  # private: the moment after a send cannot be had
 
-from tests.cases import first_fast
-
 DEADLINE_S = 100.0
 FORK = {"start_method": "fork"}
 THREAD = {"engine": "thread"}
@@ -880,6 +878,6 @@ TABLE = [
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc, and kills processes")
-@pytest.mark.parametrize("kind", first_fast(TABLE, 8))
+@pytest.mark.parametrize("kind", TABLE)
 def test_nothing_is_lost_or_silent(kind, tmp_path):
     {**FAST, **SLOW, **NIGHTLY}[kind](tmp_path)

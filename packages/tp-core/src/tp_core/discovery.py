@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core._first_party import FIRST_PARTY as FIRST_PARTY
     from tp_core.plugins._hooks import CONTRACT_VERSION as CONTRACT_VERSION
-    from tp_core.plugins._hooks import FIRST_PARTY as FIRST_PARTY
     from tp_core.plugins._hooks import OWN_COMMANDS as OWN_COMMANDS
     from tp_core.plugins._hooks import BrokenPlugin as BrokenPlugin
     from tp_core.plugins._hooks import Contribution as Contribution
@@ -24,9 +24,9 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "tp_core._first_party": ["FIRST_PARTY"],
             "tp_core.plugins._hooks": [
                 "CONTRACT_VERSION",
-                "FIRST_PARTY",
                 "OWN_COMMANDS",
                 "BrokenPlugin",
                 "Contribution",

@@ -1,12 +1,11 @@
 """A line for hooks of users that see this rank's part of a tensor, and the whole on one device."""
 
-import functools
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from tp_core.discovery import FIRST_PARTY
+from tp_core.modules import is_users_hook
 
 from tp_shard._shards import ParallelLayer, holds_shard
 from tp_shard.nn import ParallelLinear
@@ -15,8 +14,6 @@ log = logging.getLogger("tp_shard")
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where torch keeps the hooks of a module; there is no public list."""
-_OWN = {"torch", *(name.replace("-", "_") for name in FIRST_PARTY)}
-"""The packages whose hooks know of parts."""
 
 
 class PartHooks:
@@ -62,12 +59,4 @@ def _passes_parts(layer: nn.Module) -> bool:
 
 
 def _has_users(hooks: Mapping[int, Any] | None) -> bool:
-    return any(map(_is_users, (hooks or {}).values()))
-
-
-def _is_users(hook: Any) -> bool:
-    """Return whether a hook is the user's, and not of torch or of tp."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return module.partition(".")[0] not in _OWN
+    return any(map(is_users_hook, (hooks or {}).values()))

@@ -11,6 +11,7 @@ import typer
 
 from tp_core._contracts._job import Job
 from tp_core._devices import device_loads, resolve_devices
+from tp_core._first_party import FIRST_PARTY
 from tp_core._launch._environment import LaunchEnvironment, check_process_count
 from tp_core.cli._plain import platform_notes
 from tp_core.device_types import library_versions
@@ -18,7 +19,7 @@ from tp_core.discovery import CONTRACT_VERSION, PluginRegistry
 from tp_core.errors import LaunchEnvironmentError, TpError
 from tp_core.output import output_console
 from tp_core.plugins import registry
-from tp_core.plugins._hooks import DISABLE_VARIABLE, FIRST_PARTY, describe, stdout_to_stderr
+from tp_core.plugins._hooks import DISABLE_VARIABLE, describe, stdout_to_stderr
 from tp_core.plugins._registry import ENTRY_POINT_GROUP, KEYWORD, find_forgotten
 from tp_core.plugins._select import Selection, select
 

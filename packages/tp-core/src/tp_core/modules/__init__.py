@@ -1,4 +1,4 @@
-"""Parts of a user's model: its repeated blocks, and classes that are mixed into a module's own."""
+"""Parts of a user's model: its repeated blocks, its hooks, and classes mixed into a module's own."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,7 @@ from tp_core._lazy import lazy_exports
 if TYPE_CHECKING:
     from tp_core.modules._blocks import repeated_blocks as repeated_blocks
     from tp_core.modules._blocks import without_cache as without_cache
+    from tp_core.modules._hooks import is_users_hook as is_users_hook
     from tp_core.modules._mixins import Mixin as Mixin
     from tp_core.modules._mixins import mix_in as mix_in
 else:
@@ -14,6 +15,7 @@ else:
         __name__,
         {
             "tp_core.modules._blocks": ["repeated_blocks", "without_cache"],
+            "tp_core.modules._hooks": ["is_users_hook"],
             "tp_core.modules._mixins": ["Mixin", "mix_in"],
         },
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar, cast
 
 import pluggy
 
+from tp_core._first_party import FIRST_PARTY
 from tp_core.arguments import check_call
 from tp_core.errors import ContractError
 from tp_core.output import print_to_stderr
@@ -40,28 +41,6 @@ hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 
 # -- The hooks of plugins, the kinds of contributions, and their checks ---------------------------
 
-
-FIRST_PARTY = frozenset(
-    {
-        "tp-accelerate",
-        "tp-context",
-        "tp-core",
-        "tp-data",
-        "tp-dp-gather",
-        "tp-launch",
-        "tp-lightning",
-        "tp-pipeline",
-        "tp-ray",
-        "tp-runner",
-        "tp-shard",
-        "tp-simulator",
-        "tp-testing",
-        "tp-trainer",
-        "tp-tuple",
-        "tp-verify",
-    }
-)
-"""The distributions of this project: where names collide, theirs win."""
 
 DISABLE_VARIABLE = "TP_DISABLE_PLUGINS"
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 
+from tp_core._first_party import FIRST_PARTY
 from tp_core.errors import ContractError, DuplicateNameError, PluginError
 from tp_core.plugins._hooks import (
     DISABLE_VARIABLE,
-    FIRST_PARTY,
     HOOKS,
     OWN_COMMANDS,
     PROJECT_NAME,

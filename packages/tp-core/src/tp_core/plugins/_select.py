@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from tp_core._contracts._backend import Backend, Verdict
 from tp_core._contracts._job import Job, MemoryNeed
+from tp_core._first_party import FIRST_PARTY
 from tp_core.errors import ContractError, PluginError, SelectionError
-from tp_core.plugins._hooks import FIRST_PARTY, Contribution, PluginInfo, call, describe
+from tp_core.plugins._hooks import Contribution, PluginInfo, call, describe
 
 BACKEND_VARIABLE = "TP_BACKEND"
 

@@ -5,7 +5,6 @@ import warnings
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any, TypeVar
@@ -18,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from tp_core._transfer import to_device
 from tp_core._trees import tree_leaves
 from tp_core.device_types import packs_recurrent_weights
-from tp_core.discovery import FIRST_PARTY
 from tp_core.errors import ModelError
 from tp_core.modules._compiler import compile_in_place
+from tp_core.modules._hooks import is_users_hook
 from tp_core.modules._parameters import is_sharded
 from tp_core.replicas._mirror import Contents, OriginalBuffers, OwnBuffers, same_objects
 
@@ -140,7 +139,7 @@ class Structure:
 
     def has_users_hooks(self) -> bool:
         """Return whether a forward hook is the program's own, or of a library that is not known here."""
-        return any(_is_users(hook) for hooks in self._hooks for hook in hooks.values())
+        return any(is_users_hook(hook) for hooks in self._hooks for hook in hooks.values())
 
     def _read_rows(self) -> list[dict[str, Any]]:
         """Return the dictionaries to compare by identity: a module may get a new one."""
@@ -156,17 +155,6 @@ class Structure:
                 self._parameters = found
             self._slots.read()
         return self._parameters
-
-
-_OWN = {"torch", *(name.replace("-", "_") for name in FIRST_PARTY)}
-"""The packages whose forward hooks keep nothing that parts share."""
-
-
-def _is_users(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    package = getattr(hook, "__module__", None) or type(hook).__module__
-    return package.partition(".")[0] not in _OWN
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
