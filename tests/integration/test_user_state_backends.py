@@ -66,6 +66,9 @@ class TestShard(UserStateConformance):
             f"{TEST}[gradient hooks before]",
             f"{TEST}[gradient hooks in on_setup]",
             f"{TEST}[gradient hooks and a count in a group]",
+            f"{TEST}[gradient hooks and two optimizers]",
+            f"{TEST}[gradient hooks and clipping]",
+            f"{TEST}[gradient hooks, resumed]",
         ],
         "the parameter of a split layer is this rank's shard, and so is the gradient that a hook sees",
     )
