@@ -689,15 +689,21 @@ class Trainer:
         if watchdog is not None:  # in the validation of a loop, whose own batches do not count there
             watchdog.note_step()
         try:
-            prepared = [preparation.prepare_model(model) for model in models]
+            if self._step_state is None:
+                self._step_state = StepStateWatch(self.session)
+            watch = self._step_state
             if len(models) == 1:
                 if self._run_step is None:
                     self._run_step = preparation.run_step()
-                run_step, model = self._run_step, prepared[0]
-                output = self._watched(lambda step: run_step(step, model, batch), step, prepared)
+                run_step, model = self._run_step, preparation.prepare_model(models[0])
+                if watch.looks:
+                    output = watch.run(lambda own: run_step(own, model, batch), step, [model], own=step)
+                else:
+                    output = run_step(step, model, batch)
             else:
                 run = in_precision(self.session.run_several, preparation.precision, self.device)
-                output = self._watched(lambda step: run(step, prepared, batch), step, prepared)
+                prepared = [preparation.prepare_model(model) for model in models]
+                output = watch.run(lambda own: run(own, prepared, batch), step, prepared, own=step)
         except Exception as error:
             explain_mistake(error, batch)
             preparation.explain(error)
@@ -705,19 +711,6 @@ class Trainer:
         if preparation.shares is not None and torch.is_grad_enabled():
             preparation.shares.note_loss(output, batch)
         return output  # type: ignore[return-value]  # a backend returns what it gets, or the same of parts
-
-    def _watched(
-        self,
-        run: Callable[[Callable[..., Any]], StepOutput],
-        step: Callable[..., Any],
-        models: list[nn.Module],
-    ) -> StepOutput:
-        """Return ``run(step)``; look whether the step changes what it keeps, where it runs several times."""
-        if self._step_state is None:
-            self._step_state = StepStateWatch(self.session)
-        if not self._step_state.looks:
-            return run(step)
-        return self._step_state.run(run, step, models, own=step)
 
     def backward(
         self,
