@@ -6,5 +6,11 @@ import pytest
 def first_fast(cases, count=1):
     """Return cases for ``parametrize``, with all but the first ``count`` marked slow."""
     cases = list(cases)
-    others = (case if isinstance(case, tuple) else (case,) for case in cases[count:])
-    return [*cases[:count], *(pytest.param(*case, marks=pytest.mark.slow) for case in others)]
+    return [*cases[:count], *map(_slow, cases[count:])]
+
+
+def _slow(case):
+    if hasattr(case, "marks"):  # it is a pytest.param already
+        return pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow], id=case.id)
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -65,7 +65,10 @@ class LocalMixin(PartialMixin):
         return super().forward(*positional, **kwargs)
 
     def _local_heads(self, name: str, value: Any) -> Any:
-        """Return this rank's heads of a tensor with all heads, or one for all; what is no tensor as it is.
+        """Return this rank's heads of a tensor with all heads; what is no tensor as it is.
+
+        So is a tensor with one head for all, and one that another split block has made, which has this rank's
+        heads: T5's layers hand on the biases of positions.
 
         Raises:
             ModelError: The tensor has other heads.
@@ -74,8 +77,12 @@ class LocalMixin(PartialMixin):
             return value
         count = self.head_counts.query
         start, stop = self.head_counts.query_bounds(self.group.rank)
+        own = stop - start
         is_alone = value.dim() == 4  # (batch, heads, ...), or (batch, 1, ...) for all heads
-        if is_alone and value.size(1) == 1:
+        if is_alone and value.size(1) in {1, own}:
+            return value
+        is_folded = value.dim() not in {0, 4}
+        if is_folded and value.size(0) % count and value.size(0) % own == 0:
             return value
         if value.dim() == 0 or (value.size(1) != count if is_alone else value.size(0) % count):
             msg = (
