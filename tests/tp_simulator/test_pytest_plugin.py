@@ -111,7 +111,11 @@ def test_the_readme_finds_its_fault_and_an_option_of_the_suite_is_kept(tmp_path)
     shown = re.search(r"^\$ pytest .*?\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)[1]
     for line in shown.splitlines():
         assert line.strip("= ") in done.stdout, done.stdout
-    passed = _pytest(tmp_path, "--device=cpu")
+    suite = """
+        def test_the_option_is_the_suites(request, device):
+            assert request.config.getoption("--device") == device.type == "cpu"
+    """
+    passed = _pytest(tmp_path, "--device=cpu", test_loop=suite)
     assert "1 passed" in passed.stdout
     assert "simulated devices" not in passed.stdout
 

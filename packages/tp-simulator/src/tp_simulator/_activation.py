@@ -31,6 +31,8 @@ def activate(devices: int = 2) -> None:
     if not 1 <= devices <= MOST_DEVICES:
         msg = f"there can be 1 to {MOST_DEVICES} simulated devices, and not {devices}"
         raise ValueError(msg)
+    import torch  # noqa: F401 - the first import calls this function where SIM_DEVICES says so
+
     if _active:
         if _active != devices:
             msg = f"this process has {_active} simulated devices already, and cannot have {devices}"
