@@ -76,8 +76,8 @@ def an_input_with_other_heads_than_declared_is_named():
     for heads in (1, 5):
         mask = torch.randn(2, heads, 3, 3)
         torch.testing.assert_close(split(x, mask), whole(x, mask))
-    with pytest.raises(ModelError, match=r"'mask' of Attention has shape \(2, 3, 3, 3\), .* it has 5 heads"):
-        split(x, torch.randn(2, 3, 3, 3))
+    with pytest.raises(ModelError, match=r"'mask' of Attention has shape \(2, 4, 3, 3\), .* it has 5 heads"):
+        split(x, torch.randn(2, 4, 3, 3))
     with pytest.raises(ModelError, match=r"'mask' of Attention has shape \(3, 3\)"):
         split(x, torch.randn(3, 3))
 

@@ -77,12 +77,8 @@ class LocalMixin(PartialMixin):
             return value
         count = self.head_counts.query
         start, stop = self.head_counts.query_bounds(self.group.rank)
-        own = stop - start
         is_alone = value.dim() == 4  # (batch, heads, ...), or (batch, 1, ...) for all heads
-        if is_alone and value.size(1) in {1, own}:
-            return value
-        is_folded = value.dim() not in {0, 4}
-        if is_folded and value.size(0) % count and value.size(0) % own == 0:
+        if is_alone and value.size(1) in {1, stop - start}:
             return value
         if value.dim() == 0 or (value.size(1) != count if is_alone else value.size(0) % count):
             msg = (
