@@ -9,7 +9,7 @@ DECIDES = "tp_core/_transfer.py"
 REPEATS = "tp_tuple/_batch.py"
 
 # The copies of a save, all into pinned memory: it waits once for all of them.
-WAITS = "tp_trainer/_checkpoint/_checkpointer.py"
+WAITS = "tp_trainer/_checkpoint/_host_copies.py"
 
 
 def names_in(node):

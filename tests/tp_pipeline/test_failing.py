@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import StepError
 from tp_testing import rank_outcomes
-from tp_trainer import Trainer
+from tp_trainer import Callback, Trainer
 
 RANKS, FAULTY = 4, 2
 
@@ -99,3 +100,45 @@ def test_a_fault_in_the_middle_of_a_batch_ends_all_with_its_cause(body, said, tm
         assert outcome.error is not None, str(outcome)
         assert said in outcome.error
         assert float((tmp_path / str(rank)).read_text()) - began < 15
+
+
+class AveragesByHand(Callback):
+    """Keeps whole weights of before the first step, and adds the parameters of now."""
+
+    def __init__(self, model):
+        self.averages = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def on_step_end(self, run):
+        for average, parameter in zip(self.averages, run.model.parameters(), strict=True):
+            average.mul_(0.9).add_(parameter.detach())
+
+
+class LooksUpAWrongName(Callback):
+    def __init__(self, model):
+        del model
+
+    def on_step_end(self, run):
+        nothing_yet = torch.empty(0)
+        {"sum": nothing_yet}["mean"]
+
+
+def error_in_callback(make_callback):
+    """Return the error of a run in two stages with a callback that fails."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    loader = DataLoader(TensorDataset(torch.randn(4, 4), torch.randn(4, 4)), batch_size=4)
+    with Trainer(backend="pipeline", devices="cpu", progress=False) as trainer:
+        optimizer, callbacks = torch.optim.SGD(model.parameters(), lr=0.1), [make_callback(model)]
+        try:
+            trainer.fit(model, optimizer, loader, step=step, callbacks=callbacks)
+        except (StepError, KeyError) as error:
+            return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.slow
+def test_code_that_computes_with_parameters_of_other_stages_is_told_of_them_and_no_other(pair):
+    kinds = pair.run(error_in_callback, AveragesByHand)
+    assert {kind for kind, _ in kinds} == {"StepError"}
+    assert all("parameters that this rank does not have, such as '" in text for _, text in kinds)
+    # An error of another kind has its own cause, whatever empty tensors lie about.
+    assert [kind for kind, _ in pair.run(error_in_callback, LooksUpAWrongName)] == ["KeyError"] * 2

@@ -295,7 +295,7 @@ def lines_of_kept(how, options=None):
         train(partial(Remembers, partial(Keeps, how)), options=options)
     finally:
         logging.getLogger("tp_pipeline").removeHandler(handler)
-    return [line for line in lines if line.startswith("forward keeps")], found[1]
+    return [line for line in lines if line.startswith("forward sets the module attributes")], found[1]
 
 
 @pytest.mark.slow
@@ -305,7 +305,7 @@ def test_what_forward_keeps_on_modules_is_named_once_and_the_dry_run_leaves_no_t
     begins = Keeps(how).kept
     for lines, kept in pair.run(lines_of_kept, how):
         assert len(lines) == 1
-        assert f"forward keeps 'layers.0.{name}', 'layers.1.{name}'" in lines[0]
+        assert f"attributes 'layers.0.{name}', 'layers.1.{name}'" in lines[0]
         assert str(kept) == str(begins)  # as the first micro-batch finds it
 
 

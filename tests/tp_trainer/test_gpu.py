@@ -11,7 +11,7 @@ from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.plugins import Job
 from tp_testing import BackendConformance, TrainingConformance, run_ranks
 from tp_trainer import Checkpoints, Trainer
-from tp_trainer._checkpoint._checkpointer import Writer  # private: how often a save waits
+from tp_trainer._checkpoint._host_copies import HostCopies  # private: how often a save waits
 
 from tests.accelerator import COLLECTIVES, GPU, group_of_two
 from tests.installed import backend_class
@@ -149,12 +149,12 @@ def test_two_ranks_take_the_steps_of_one_device():
 
 
 @pytest.mark.sync_budget(2)
-def test_all_tensors_of_a_save_come_in_one_wait_and_into_the_same_memory(tmp_path):
+def test_all_tensors_of_a_save_come_in_one_wait_and_into_the_same_memory():
     tensors = {f"{i}": torch.full((i, 3), float(i), device=GPU) for i in range(20)}
     tensors["columns"] = torch.arange(12.0, device=GPU).reshape(3, 4).T
     tensors["half"] = torch.ones(5, dtype=torch.bfloat16, device=GPU)
-    writer = Writer(Checkpoints(tmp_path), None)
-    first, second = writer.copied(tensors), writer.copied(tensors)
+    copies = HostCopies()
+    first, second = copies.take(tensors), copies.take(tensors)
     for name, copy in second.items():
         assert copy.data_ptr() == first[name].data_ptr()
         assert copy.is_pinned() == (copy.numel() > 0)

@@ -369,6 +369,13 @@ class SameMasks(strategies.DDP):
         torch.manual_seed(number)
 
 
+class MasksOfTwoSeeds(strategies.DDP):
+    """As where ranks are seeded by their number on a host with two devices."""
+
+    def seed(self, number):
+        torch.manual_seed(2 * number + torch.distributed.get_rank() % 2)
+
+
 class MoreDropout(strategies.DDP):
     def parallelize(self, model):
         for block in model.blocks:
@@ -439,6 +446,13 @@ def test_a_fault_after_the_training_is_named(strategy, more, said, ranks):
     more = {key: ranks if key == "reload_on" else value for key, value in more.items()}
     report = verify(m.build, m.EVEN[:1], parallel=strategy, step=m.step, ranks=ranks, **more)
     assert re.search(said, str(report.finding)), str(report)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_no_neighbors_may_not_share_masks():
+    batch = {name: rows[:3] for name, rows in m.EVEN[0].items()}
+    report = verify(m.build, [batch], parallel=MasksOfTwoSeeds(), step=m.step, ranks=3, dropout=4)
+    assert "ranks 0 and 2 have their own rows, and the same masks" in str(report.finding), str(report)
 
 
 def doubled(model):

@@ -443,7 +443,7 @@ class _DrawWatch(TorchDispatchMode):
         devices = {torch.device("cpu"), *(parameter.device for parameter in model.parameters())}
         self._devices = sorted(devices, key=str)
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._running: list[str] = []
+        self._running = [""]  # the names of the modules that run: the model, the innermost last
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -460,8 +460,7 @@ class _DrawWatch(TorchDispatchMode):
             handle.remove()
 
     def _begin(self, module: nn.Module, _args: Any) -> None:
-        around = self._running[-1] if self._running else ""
-        self._running.append(self._names.get(id(module), around))
+        self._running.append(self._names.get(id(module), self._running[-1]))
 
     def _end(self, *_: object) -> None:
         self._running.pop()
@@ -477,7 +476,7 @@ class _DrawWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.states() != before:  # not attention, which has the tag, and no dropout here
             shapes = [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            self.draws.append(_Draw(self._running[-1] if self._running else "", shapes))
+            self.draws.append(_Draw(self._running[-1], shapes))
         return result
 
 
@@ -578,7 +577,9 @@ def _drawing(whole: _StepRun, part: _StepRun) -> str | None:
         if one != other:
             module: str = (one or other).module
             return module
-    return None if whole.generators == part.generators else ""
+    if whole.generators == part.generators:
+        return None
+    return ""
 
 
 def _cause(
@@ -602,8 +603,9 @@ def _cause(
         around = cause.rpartition(".")[0]
         while around and around not in calls:
             around = around.rpartition(".")[0]
-        argument = "" if other.tensor[:1].isdecimal() else f" as {other.tensor!r}"
-        where = f", in what it passes to {cause.removeprefix(f'{around}.')!r}{argument}"
+        where = f", in what it passes to {cause.removeprefix(f'{around}.')!r}"
+        if not other.tensor[:1].isdecimal():  # it has the name of an argument
+            where += f" as {other.tensor!r}"
         cause, call = around, 0
         if calls[around] > 1:  # which of them it was is not known
             break

@@ -182,7 +182,9 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     ones = input.new_ones([cut.length if d == dim else input.size(d) for d in order])
     ones = ones.permute([order.index(d) for d in range(input.dim())])
     mask = cut.take(_plain_dropout(ones, p), dim)
-    return input.mul_(mask) if inplace else input * mask
+    if inplace:
+        return input.mul_(mask)
+    return input * mask
 
 
 def _dropped_slice(input: Tensor, cuts: Cuts) -> tuple[int, Cut] | None:

@@ -6,6 +6,7 @@ from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from tp_core._first_party import FIRST_PARTY as FIRST_PARTY
+    from tp_core._first_party import OWN_PACKAGES as OWN_PACKAGES
     from tp_core.plugins._hooks import CONTRACT_VERSION as CONTRACT_VERSION
     from tp_core.plugins._hooks import OWN_COMMANDS as OWN_COMMANDS
     from tp_core.plugins._hooks import BrokenPlugin as BrokenPlugin
@@ -24,7 +25,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "tp_core._first_party": ["FIRST_PARTY"],
+            "tp_core._first_party": ["FIRST_PARTY", "OWN_PACKAGES"],
             "tp_core.plugins._hooks": [
                 "CONTRACT_VERSION",
                 "OWN_COMMANDS",

@@ -98,7 +98,9 @@ class DrawWatch:
             self._numpy, self._address = generator, 0
             if isinstance(generator, np.random.MT19937):
                 self._address = generator.ctypes.state_address
-        return ctypes.string_at(self._address, 4 * (_WORDS + 1)) if self._address else b""
+        if not self._address:
+            return b""
+        return ctypes.string_at(self._address, 4 * (_WORDS + 1))
 
 
 def _words_in_memory() -> bytes:

@@ -584,8 +584,8 @@ class _ArrowRows:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._batches: list[Any] | None = None  # of the table on the disk
-        self._ends: list[int] = []
+        self._batches: list[Any] = []  # of the table on the disk, once they are asked for
+        self._begins = [0]  # the rows with which these begin, and the end of the last one
 
     @classmethod
     def of(cls, dataset: Any) -> "_ArrowRows | None":
@@ -598,32 +598,31 @@ class _ArrowRows:
         return cls(dataset.with_format("arrow", None if form["output_all_columns"] else form["columns"]))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_batches": None}
+        return self.__dict__ | {"_batches": []}
 
     def take(self, indices: Sequence[int]) -> list[Any]:
         """Return several rows."""
-        if self._batches is None:
-            table, columns = self._dataset.data.table, self._dataset.format["columns"]
-            table = table.select([name for name in table.column_names if name in columns])
-            self._batches = table.to_batches()
-            self._ends = list(accumulate(map(len, self._batches)))
         if self._dataset._indices is None:  # private: rows are those of the table, in its order
-            table = self._gathered(self._batches, indices)
+            table = self._gathered(indices)
         else:
             table = self._dataset[indices]
         rows: list[Any] = table.combine_chunks().to_pylist()  # of chunks it is slow
         return rows
 
-    def _gathered(self, batches: list[Any], indices: Sequence[int]) -> Any:
+    def _gathered(self, indices: Sequence[int]) -> Any:
         """Return a table of rows. The table's own method would join all batches first."""
         from pyarrow import Table
 
-        parts = []
+        if not self._batches:
+            table, columns = self._dataset.data.table, self._dataset.format["columns"]
+            table = table.select([name for name in table.column_names if name in columns])
+            self._batches = table.to_batches()
+            self._begins = [0, *accumulate(map(len, self._batches))]
+        rows = []
         for index in indices:
-            number = bisect_right(self._ends, index)
-            first = self._ends[number - 1] if number else 0
-            parts.append(batches[number].slice(index - first, 1))
-        return Table.from_batches(parts)
+            number = bisect_right(self._begins, index) - 1
+            rows.append(self._batches[number].slice(index - self._begins[number], 1))
+        return Table.from_batches(rows)
 
 
 def _whole(dataset: Any, _shard: int) -> Any:

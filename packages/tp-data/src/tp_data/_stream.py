@@ -181,7 +181,9 @@ class Stream:
             LoaderError: A sample cannot be loaded.
         """
         order, sources, transform = self.order(epoch), list(self.sources.values()), self._transform
-        seeded_epoch = epoch if seeds and self.draws else None
+        seeded_epoch = None
+        if seeds and self.draws:
+            seeded_epoch = epoch
         loaded: dict[int, Any] = {}
         if seeded_epoch is None:
             with suppress(Exception):  # one by one, the sample at fault is found

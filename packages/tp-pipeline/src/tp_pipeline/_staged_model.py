@@ -382,10 +382,10 @@ class StagedModel:
         if names:
             self._named.update(names)
             log.warning(
-                "forward keeps %s on modules, and on backend 'pipeline' it runs for each micro-batch, on the "
-                "ranks of its stage alone: a hidden state is that of the micro-batch before, a count counts "
-                "micro-batches, and other ranks and checkpoints of rank 0 have neither. Return it from "
-                "forward, take a backend that runs forward once (ddp, fsdp), or accept this: "
+                "forward sets the module attributes %s. Backend 'pipeline' runs forward once for each "
+                "micro-batch, and only on the ranks of its stage: a hidden state is that of the previous "
+                "micro-batch, a counter counts micro-batches, and other ranks have neither. Return such "
+                "values from forward, take a backend that runs forward once (ddp, fsdp), or accept this: "
                 "PipelineOptions(statistics='microbatch')",
                 ", ".join(map(repr, names)),
             )

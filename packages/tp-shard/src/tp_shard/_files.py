@@ -252,8 +252,8 @@ def load_pretrained(
     """Fill a split model from safetensors files of the whole one; each rank reads its own slices.
 
     The model may be on the meta device, so that no rank ever holds all of it: its tensors there get memory
-    for this rank's shards. A file is mapped into memory for one tensor at a time, in pages that the system
-    can reclaim. The model's types are kept.
+    for this rank's shards. Of a file at most 32 MiB, or one tensor, are mapped into memory at a time, in
+    pages that the system can reclaim. The model's types are kept.
 
     Buffers that are not part of the state, such as tables of positions, must already hold values. Models of
     transformers compute theirs again.

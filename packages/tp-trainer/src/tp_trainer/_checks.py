@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
-from tp_core.data import PreparedLoader
+from tp_core.data import PreparedLoader, is_array
 from tp_core.errors import ConfigError, ModelError
 from tp_core.messages import did_you_mean
 from tp_core.tensors import check_initialized
@@ -194,7 +194,7 @@ def check_loader(what: str, loader: object) -> None:
     if isinstance(loader, tuple) and loader and all(hasattr(o, "shape") for o in loader):
         msg = (
             f"{what} must yield batches, got {_described(loader)}, of which each would be a batch; give "
-            "DataLoader(TensorDataset(inputs, targets), batch_size=32)"
+            "DataLoader(TensorDataset(inputs, targets), batch_size=32), or a list of batches"
         )
     elif isinstance(loader, Mapping) or (
         isinstance(loader, list | tuple) and any(isinstance(o, DataLoader | PreparedLoader) for o in loader)
@@ -209,7 +209,7 @@ def check_loader(what: str, loader: object) -> None:
         msg = f"{what} must yield batches, got a dataset, {_described(loader)}; give DataLoader(dataset, ...)"
     elif (
         isinstance(loader, str | bytes | os.PathLike | Tensor | nn.Module)
-        or type(loader).__name__ == "ndarray"
+        or is_array(loader)
         or not isinstance(loader, Iterable)
     ):
         msg = f"{what} must be a DataLoader or another iterable of batches, got {_described(loader)}"

@@ -106,7 +106,7 @@ def compare_masks(comparison: RunComparison, exact: RunRecord) -> Finding | None
     for call, whole in exact.dropped_from.items():
         parts = [one.dropped_from[call] for one in ranks if call in one.dropped_from]
         if len(parts) == len(ranks) and _is_laid_out(comparison, whole, parts):
-            for a, b in itertools.pairwise(range(len(ranks))):
+            for a, b in itertools.combinations(range(len(ranks)), 2):
                 finding = _compare_pair(comparison, call, a, b)
                 if finding is not None:
                     return finding

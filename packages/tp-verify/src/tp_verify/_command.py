@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from tp_core.discovery import OWN_PACKAGES
 from tp_core.errors import ConfigError, RankFailedError
 from typer.core import TyperCommand
 
@@ -134,7 +135,7 @@ def _in_short(failure: str) -> str:
 
 
 def _is_of_tp(file: str) -> bool:
-    return any(part.startswith("tp_") for part in Path(file).parts)
+    return not OWN_PACKAGES.isdisjoint(Path(file).parts)
 
 
 def _verify_cases(program: str, ranks: int, types: Sequence[str]) -> list[VerifyReport]:

@@ -220,7 +220,7 @@ class RunComparison:
         else:
             mean = sum(loss / len(known) for loss in losses)
         self.count("losses")
-        # A rank has the loss of its share, or each rank that of the whole batch. So ranks with the same
+        # Each rank has the loss of its share, or all have that of the whole batch. So ranks with the same
         # share have the same loss.
         errors = [abs(loss - exact.loss) for loss in losses]
         if losses and all(error <= limit for error in errors):

@@ -48,7 +48,7 @@ class DropoutRecording(TorchFunctionMode):
         self.masks: dict[DropoutCall, Tensor] = {}
         self._model, self._plain_name = model, plain_name
         self._handles: list[Any] = []
-        self._running: list[str] = []  # names of modules, the innermost last
+        self._running = [""]  # the names of the modules that run: the model, the innermost last
         self._calls: Counter[str] = Counter()
         self._draws = _Draws(self._running)
 
@@ -86,7 +86,7 @@ class DropoutRecording(TorchFunctionMode):
         given = args[0] if args else kwargs["input"]
         if is_dtensor(given) or not given.numel():  # a DTensor has a generator of its own
             return
-        module = self._running[-1] if self._running else ""
+        module = self._running[-1]
         call = DropoutCall(module, self._calls[module])
         self._calls[module] += 1
         self.inputs[call], self.masks[call] = given.detach().clone(), _mask(func, given, args, kwargs)
@@ -126,7 +126,7 @@ class _Draws(TorchDispatchMode):
         if func.overloadpacket in self._DRAWS:
             mask = result[1] if isinstance(result, tuple) else result
             if in_backward_pass():
-                self.again.append((self._running[-1] if self._running else "", mask.detach().clone()))
+                self.again.append((self._running[-1], mask.detach().clone()))
             else:
                 self.drawn.append(mask.detach().clone())
         return result

@@ -239,6 +239,11 @@ class Session:
             and loader.batch_sampler is not None
             and not iterates_itself(loader)
         )
+        collate, move = None, None
+        if is_counted:
+            collate = CountingCollate
+        if is_counted or self.device.type != "cpu":
+            move = self.move_batch
         return PreparedLoader(
             loader,
             seed=self.job.seed,
@@ -246,13 +251,13 @@ class Session:
             size=self.data_size,
             training=training,
             shard=shard,
-            move=self.move_batch if is_counted or self.device.type != "cpu" else None,
+            move=move,
             agree=self.check_agreement if self.data_size > 1 else None,
             any_rank=self._any_rank
             if self.evaluates_together and not training and self.data_size > 1
             else None,
             gather=self._gather_from_data_ranks if self.data_size > 1 else None,
-            collate=CountingCollate if is_counted else None,
+            collate=collate,
         )
 
     def _gather_from_data_ranks(self, value: T) -> list[T]:

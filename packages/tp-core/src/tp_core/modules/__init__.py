@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 from tp_core._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_core._first_party import is_users_hook as is_users_hook
     from tp_core.modules._blocks import repeated_blocks as repeated_blocks
     from tp_core.modules._blocks import without_cache as without_cache
-    from tp_core.modules._hooks import is_users_hook as is_users_hook
     from tp_core.modules._mixins import Mixin as Mixin
     from tp_core.modules._mixins import mix_in as mix_in
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "tp_core._first_party": ["is_users_hook"],
             "tp_core.modules._blocks": ["repeated_blocks", "without_cache"],
-            "tp_core.modules._hooks": ["is_users_hook"],
             "tp_core.modules._mixins": ["Mixin", "mix_in"],
         },
     )

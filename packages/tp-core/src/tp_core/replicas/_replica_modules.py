@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from tp_core._first_party import is_users_hook
 from tp_core._transfer import to_device
 from tp_core._trees import tree_leaves
 from tp_core.device_types import packs_recurrent_weights
 from tp_core.errors import ModelError
 from tp_core.modules._compiler import compile_in_place
-from tp_core.modules._hooks import is_users_hook
 from tp_core.modules._parameters import is_sharded
 from tp_core.replicas._mirror import Contents, OriginalBuffers, OwnBuffers, same_objects
 

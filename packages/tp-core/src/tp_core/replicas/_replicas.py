@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -558,8 +558,9 @@ class Replicas:
         # A mode belongs to the caller's thread: other threads would run outside of it, and one mode object is
         # not made for several threads at once. Hooks of users fill dicts that all parts share.
         self.runs_in_turn = caller.has_modes or self._cache.has_users_hooks()
-        looks = grad and not caller.has_modes  # a mode would see the look, too
-        watching = self._watch.watching(count) if looks else nullcontext()
+        watching: AbstractContextManager[None] = nullcontext()
+        if grad and not caller.has_modes:  # a mode would see the look, too
+            watching = self._watch.watching(count)
         try:
             with watching:
                 outcomes = self._threads.run(run_first, tasks, in_turn=self.runs_in_turn)

@@ -78,9 +78,13 @@ class LocalMixin(PartialMixin):
         count = self.head_counts.query
         start, stop = self.head_counts.query_bounds(self.group.rank)
         is_alone = value.dim() == 4  # (batch, heads, ...), or (batch, 1, ...) for all heads
-        if is_alone and value.size(1) in {1, stop - start}:
-            return value
-        if value.dim() == 0 or (value.size(1) != count if is_alone else value.size(0) % count):
+        if is_alone:
+            if value.size(1) in {1, stop - start}:
+                return value
+            has_all = value.size(1) == count
+        else:
+            has_all = value.dim() > 0 and value.size(0) % count == 0
+        if not has_all:
             msg = (
                 f"{name!r} of {type(self).__bases__[1].__name__} has shape {tuple(value.shape)}, and "
                 f"Local(inputs=({name!r},)) says that it has {count} heads: in the second of four "

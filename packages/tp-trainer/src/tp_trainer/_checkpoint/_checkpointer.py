@@ -13,11 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
-from tp_core.device_types import uses_pinned_memory
 from tp_core.errors import ConfigError, StateError
 from tp_core.files import Ownership
 from tp_core.launching import write_exit_report
@@ -37,6 +34,7 @@ from tp_trainer._checkpoint._folder import (
     verify,
     write_json,
 )
+from tp_trainer._checkpoint._host_copies import HostCopies
 
 log = logging.getLogger("tp_trainer")
 
@@ -59,6 +57,7 @@ class Checkpointer:
         self.settings = settings
         self._session = session
         self._writer = Writer(settings, session)
+        self._host_copies = HostCopies()  # of what the training changes while a thread writes
         self._folder = self._writer.folder
         self._saved_at = time.monotonic()
         self._saved_step = -1
@@ -149,7 +148,7 @@ class Checkpointer:
             if self.settings.background:
                 if is_split:
                     self._writer.join_group()
-                copies = self._writer.copied(tensors)
+                copies = self._host_copies.take(tensors)
                 # A daemon: a thread that waits for ranks that are gone must not keep the process alive.
                 self._writing = threading.Thread(
                     target=write, args=(copies,), name="tp-checkpoint", daemon=True
@@ -293,27 +292,6 @@ class _LostRankError(StateError):
     """Raised when a rank is gone that writes together with this one: no further collective can work."""
 
 
-_ALIGNMENT = 64  # bytes, of each tensor in pinned memory: torch's own on the host
-
-
-def _has_room(buffer: Tensor, tensor: Tensor) -> bool:
-    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
-
-
-def _rounded(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _pinned_bytes(nbytes: int) -> torch.UntypedStorage | None:
-    """Return page-locked memory, which a device copies to without help of the host; None if there is none."""
-    if not nbytes:
-        return None
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
-    except RuntimeError:  # the system limits it, or has no more: the copies wait one by one
-        return None
-
-
 class Writer:
     """Writes into the folder of a run, and keeps a failure until the next exchange between ranks.
 
@@ -329,7 +307,6 @@ class Writer:
         self._settings = settings
         self._session = session
         self._lock: Ownership | None = None
-        self._host: dict[tuple[Any, ...], Tensor] = {}
         self._group: dist.ProcessGroup | None = None  # of the threads that write state together
         # Between `give_up` and `_complete`: an abandoned thread must not commit into another run's folder,
         # as test_a_thread_that_was_given_up_touches_nothing_of_the_next_run shows.
@@ -422,57 +399,6 @@ class Writer:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
-
-    def copied(self, tensors: Mapping[str, Tensor | TensorSlice]) -> dict[str, Tensor | TensorSlice]:
-        """Copy tensors to the host, into the buffers of the last copy: new pages cost more than the copy."""
-        parts: dict[tuple[Any, ...], Tensor] = {}
-        for name, value in tensors.items():
-            if isinstance(value, TensorSlice):
-                parts |= {(name, *start): part for start, part in value.parts}
-            else:
-                parts[name,] = value
-        self._make_room(parts)
-        devices = set()
-        for key, part in parts.items():
-            old = self._host.get(key)
-            if old is None or not _has_room(old, part):
-                self._host[key] = part.to("cpu", copy=True)
-            elif part.device.type != "cpu" and old.is_pinned():
-                old.copy_(part, non_blocking=True)
-                devices.add(part.device)
-            else:
-                old.copy_(part)
-        # Once for all copies. They come after the work of the steps before, and nobody reads them yet.
-        for device in devices:
-            torch.accelerator.current_stream(device).synchronize()
-        copies: dict[str, Tensor | TensorSlice] = {}
-        for name, value in tensors.items():
-            if isinstance(value, TensorSlice):
-                own = [(start, self._host[name, *start]) for start, _ in value.parts]
-                copies[name] = TensorSlice(value.shape, own)
-            else:
-                copies[name] = self._host[name,]
-        return copies
-
-    def _make_room(self, parts: Mapping[tuple[Any, ...], Tensor]) -> None:
-        """Make buffers for tensors of devices that have none that fits, in one piece of pinned memory."""
-        missing = {}
-        for key, part in parts.items():
-            old = self._host.get(key)
-            is_plain = type(part) in (Tensor, Parameter) and part.layout is torch.strided
-            is_away = part.nbytes > 0 and uses_pinned_memory(part.device.type)
-            if is_plain and is_away and (old is None or not _has_room(old, part)):
-                missing[key] = part
-        storage = _pinned_bytes(sum(_rounded(part) for part in missing.values()))
-        if storage is None:
-            return
-        begin = 0
-        for key, part in missing.items():
-            # A storage of its own for each: writers of files take a part of one for a view, and copy it.
-            own = storage[begin : begin + part.nbytes]
-            stride = torch.empty_like(part, device="meta").stride()
-            self._host[key] = torch.empty(0, dtype=part.dtype).set_(own, 0, part.shape, stride)
-            begin += _rounded(part)
 
     def write(
         self,

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from tp_core.discovery import FIRST_PARTY
+from tp_core.discovery import OWN_PACKAGES
 from tp_core.errors import DisagreementError, TpError
 from tp_core.launching import LOST_RANK, tells_of_lost_rank
 from tp_core.output import print_to_stderr
@@ -18,8 +18,8 @@ from tp_core.output import print_to_stderr
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_TRIMMED = {"runpy", "torch", *(name.replace("-", "_") for name in FIRST_PARTY)}
-"""The packages whose frames are left out; others that begin with "tp" are their users' own."""
+_TRIMMED = {"runpy", "torch", *OWN_PACKAGES}
+"""The packages whose frames are left out."""
 _COMMAND = "tp_trainer._train"
 _HINT = "(TP_TRACEBACK=full shows the frames of tp and torch, too)"
 

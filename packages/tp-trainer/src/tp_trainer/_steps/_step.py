@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from tp_core import tree_map
-from tp_core.data import CountedBatch, Parts, StepOutput
+from tp_core.data import CountedBatch, Parts, StepOutput, is_array
 from tp_core.errors import ConfigError, StepError
 from tp_core.jobs import Precision
 from tp_core.plugins import Session
@@ -51,7 +51,7 @@ def _returned(output: Any) -> str:
         return f"a dict whose 'loss' is {_returned(output['loss'])}"
     if isinstance(output, Mapping):
         return f"a dict with {sorted(map(str, output))}"
-    if isinstance(output, Real) or type(output).__name__ == "ndarray":
+    if isinstance(output, Real) or is_array(output):
         return f"{output!r}, which has no gradients; return the tensor, without .item(), float() or .numpy()"
     kind = type(output).__name__
     if isinstance(getattr(output, "loss", None), Tensor):
