@@ -42,6 +42,13 @@ def scripts():
     return found
 
 
+def test_an_environment_that_is_made_first_leaves_the_place_of_the_default_one():
+    """Beside pyproject.toml, virtualenv makes `.venv` a file that names the first one (PEP 832)."""
+    environments = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]
+    paths = {settings["path"] for settings in environments.values() if "path" in settings}
+    assert {path for path in paths if "/" not in path} == {".venv"}
+
+
 def commands(path):
     return [step["run"] for job in load(path)["jobs"].values() for step in job["steps"] if "run" in step]
 
