@@ -111,7 +111,7 @@ def test_views_find_each_other(capsys):
 
 
 @pytest.mark.takes(60)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of transformers' own
 def test_answers_are_learned_from_packed_chats(tmp_path, capsys):
     program, base = load("fine_tune"), tmp_path / "small"

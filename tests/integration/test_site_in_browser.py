@@ -3,7 +3,6 @@
 import functools
 import http.server
 import os
-import re
 import shutil
 import threading
 from importlib.util import find_spec
@@ -21,7 +20,6 @@ FLAGS = """
     --headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
     --disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars
 """
-ENTRY = re.compile(r"/api/(\w+)/")  # of the reference: the page of one class
 WIDE, NARROW = (1280, 900, False), (375, 812, True)
 
 # Of one whole document: the wait of the driver can end before a large page has been read to its end.
@@ -155,16 +153,11 @@ def opened(browser, page):
 
 
 @pytest.mark.takes(200)
-@pytest.mark.parametrize("entries", ["some", pytest.param("all", marks=pytest.mark.nightly)])
-def test_every_page_is_whole_wide_and_narrow_light_and_dark(browser, site, address, entries):
-    """One walk over all pages: what is wrong with any of them is told together.
-
-    Some entries of the reference stand for the others, which one template makes: the first that is met of
-    each module.
-    """
+@pytest.mark.nightly
+def test_every_page_is_whole_wide_and_narrow_light_and_dark(browser, site, address):
+    """One walk over all pages: what is wrong with any of them is told together."""
     wanted: dict[str, set[tuple[str, str]]] = {}  # the fragments of a page, and who links to them
     waiting, ids, wrong = [f"{address}/index.html"], {}, []
-    met = set()  # the modules of which an entry was met
     while waiting:
         page = waiting.pop()
         resize(browser, *WIDE)
@@ -177,10 +170,8 @@ def test_every_page_is_whole_wide_and_narrow_light_and_dark(browser, site, addre
             if not target.startswith(address):
                 continue
             if target not in wanted and target not in ids and target not in waiting:
-                module = ENTRY.match(target.removeprefix(address))
-                if target.endswith(".html") and (entries == "all" or not module or module[1] not in met):
+                if target.endswith(".html"):
                     waiting.append(target)
-                    met |= {module[1]} if module else set()
                 elif not (site / unquote(target.removeprefix(f"{address}/"))).is_file():
                     wrong.append(f"{name} links to {target}, which is not there")
             wanted.setdefault(target, set()).add((unquote(fragment), name))

@@ -517,7 +517,7 @@ def test_two_writers_at_once_are_refused_or_separate(tmp_path, name):
     [
         *((name, 1) for name in WRITERS if name not in FEW and not name.startswith("tp run")),
         # Each kill starts up to five programs, with workers of their own: the nightly part has them.
-        ("tp run into out.parquet", 0),
+        ("tp run into out.jsonl", 0),
         *(pytest.param(name, 4, marks=pytest.mark.nightly) for name in WRITERS),
     ],
 )

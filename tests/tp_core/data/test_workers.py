@@ -93,7 +93,7 @@ def wait_until_gone(*pids):
     [
         ("fork", False),
         ("spawn", True),
-        ("forkserver", False),
+        pytest.param("forkserver", False, marks=pytest.mark.nightly),
         pytest.param("fork", True, marks=pytest.mark.nightly),
         pytest.param("spawn", False, marks=pytest.mark.nightly),
         pytest.param("forkserver", True, marks=pytest.mark.nightly),
@@ -140,7 +140,14 @@ def test_what_a_worker_init_fn_listens_to_is_heard(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly), "forkserver"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("fork", marks=pytest.mark.nightly),
+        pytest.param("spawn", marks=pytest.mark.nightly),
+        "forkserver",
+    ],
+)
 def test_workers_that_hang_after_a_signal_end_with_the_process_that_was_killed(start, method):
     process = start(
         """
@@ -159,7 +166,7 @@ def test_workers_that_hang_after_a_signal_end_with_the_process_that_was_killed(s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_workers_of_a_fork_server_and_the_server_end_with_the_program_that_was_killed(start, persistent):
     process = start(
         """

@@ -366,7 +366,7 @@ def test_a_process_forked_inside_of_forward_does_not_wait_for_threads_that_it_la
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("count", [pytest.param(10), pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [pytest.param(10), pytest.param(300, marks=pytest.mark.nightly)])
 def test_processes_forked_beside_running_replicas_train_like_their_parent(count):
     """Where two threads are the first to use torch's engine after a fork, some children end by a signal."""
 

@@ -88,13 +88,13 @@ def command(*launcher):
                 "main.py",
                 "--synch",
             ),
-            marks=pytest.mark.nightly,  # the next two set the same variables
+            marks=pytest.mark.nightly,  # the next one sets the same variables
         ),
         pytest.param(
             command("-m", "torch.distributed.launch", *OLD_STYLE, "main.py", "-s"), marks=pytest.mark.slow
         ),
         pytest.param(
-            command("-m", "tp_core.cli", "launch", "-n", "2", "main.py", "--synch"), marks=pytest.mark.slow
+            command("-m", "tp_core.cli", "launch", "-n", "2", "main.py", "--synch"), marks=pytest.mark.nightly
         ),
     ],
     ids=["python", "torchrun", "torch.distributed.launch", "tp launch"],
