@@ -258,9 +258,18 @@ class Pooled(Decoder):
         return self.dropout(vector), self.head(self.dropout(vector))
 
 
-def pooled(backend):
+class PooledByRows(Pooled):
+    """Drops vectors of each sequence, too, of which there are as many as a slice has tokens."""
+
+    def forward(self, tokens):
+        vector, scores = super().forward(tokens)
+        vectors = self.dropout(vector[:, None] + self.mixing.weight[:WIDTH])
+        return vectors.mean(1), scores
+
+
+def pooled(backend, model_class):
     torch.set_num_threads(1)
-    model, loader = make(Pooled, 0.4), DataLoader(Samples(2 * WIDTH), batch_size=ROWS)
+    model, loader = make(model_class, 0.4), DataLoader(Samples(2 * WIDTH), batch_size=ROWS)
 
     def step(model, batch):
         vector, scores = model(batch["tokens"])
@@ -277,10 +286,11 @@ def pooled(backend):
         return record.train["loss"], vectors, trainer.session.model_state(model)
 
 
-def test_a_width_as_long_as_a_slice_is_not_taken_for_one(two_ranks):
-    expected = pooled("single")
+@pytest.mark.parametrize("model_class", [Pooled, PooledByRows])
+def test_a_width_as_long_as_a_slice_is_not_taken_for_one(two_ranks, model_class):
+    expected = pooled("single", model_class)
     assert expected[1].shape == (6, WIDTH)
-    for found in two_ranks.run(pooled, "context"):
+    for found in two_ranks.run(pooled, "context", model_class):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
@@ -291,30 +301,51 @@ class Described(Decoder):
         return super().forward(tokens) * features.mean(1)[:, None, None]
 
 
-def described(backend):
+class Crossing(Decoder):
+    """Attends from its tokens to frames, which are a sequence of their own."""
+
+    def forward(self, tokens, features):
+        x = self.embedding(tokens) + self.places(self.number(tokens))
+        keys = self.mixing(features.mean(-1, keepdim=True).expand(-1, -1, WIDTH))[:, None, :, :WIDTH]
+        return self.head(x + attention(x[:, None], keys, keys).squeeze(1))
+
+
+def described(backend, model_class, shapes):
     """Train on sequences of which the second are as long as there are features."""
     torch.set_num_threads(1)
-    model = make(Described)
+    model = make(model_class)
 
     def step(model, batch):
         logits = model(batch["tokens"], batch["features"])
         return {"loss": loss_of(logits, batch["labels"]), "weight": (batch["labels"] != -100).sum()}
 
     batches = []
-    for tokens in (TOKENS, WIDTH):
+    for tokens, shape in zip((TOKENS, WIDTH), shapes, strict=True):
         rows = torch.utils.data.default_collate(Samples(tokens).rows[:ROWS])
-        features = torch.arange(ROWS * WIDTH).double().unflatten(0, (ROWS, WIDTH))
+        features = torch.arange(ROWS * math.prod(shape)).double().reshape(ROWS, *shape).sin() + 2
         batches.append({"tokens": rows["tokens"], "labels": rows["labels"], "features": features})
     with Trainer(backend=backend, devices="cpu", seed=3, progress=False) as trainer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        (record,) = trainer.fit(model, optimizer, batches, step=step, epochs=1)
+        try:
+            (record,) = trainer.fit(model, optimizer, batches, step=step, epochs=1)
+        except ModelError as error:
+            return str(error)
         return record.train["loss"], trainer.session.model_state(model)
 
 
-def test_features_as_many_as_a_later_batch_has_tokens_are_not_cut(two_ranks):
-    expected = described("single")
-    for found in two_ranks.run(described, "context"):
+@pytest.mark.parametrize(
+    ("model_class", "shapes"),
+    [(Described, [(WIDTH,), (WIDTH,)]), (Crossing, [(TOKENS, WIDTH), (TOKENS - 2, WIDTH)])],
+)
+def test_features_as_many_as_a_later_batch_has_tokens_are_not_cut(two_ranks, model_class, shapes):
+    expected = described("single", model_class, shapes)
+    for found in two_ranks.run(described, "context", model_class, shapes):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_features_as_many_as_the_first_batch_has_tokens_are_named(two_ranks):
+    for said in two_ranks.run(described, "context", Described, [(TOKENS,), (TOKENS,)]):
+        assert "split because they are as long as the tokens ('features'): if one is no sequence" in said
 
 
 class WithinTokens(Decoder):
@@ -706,6 +737,21 @@ class DrawingRarely(Decoder):
         return mixed * (torch.rand_like(mixed) < 1 - 1e-12)
 
 
+class Crowding(Decoder):
+    """Leaves out the tokens beyond a capacity, as experts do, which only longer sequences have."""
+
+    def attend(self, x):
+        mixed = super().attend(x)
+        return mixed * ((mixed.detach() > 0).cumsum(1) < 1000)
+
+
+class Summing(Decoder):
+    """Counts on over the features of each token."""
+
+    def attend(self, x):
+        return super().attend(x).cumsum(-1)
+
+
 class DrawingOnce(Decoder):
     """Draws one number for all tokens, as dropout of layers does."""
 
@@ -731,6 +777,7 @@ FAULTS = {
     "gradients of keys not summed": (Detaching, step, "the gradient of .* differs from the whole"),
     "dropout unlike": (Dropping, step, f"{BY_HAND}: .* or draws random numbers"),
     "numbers that rarely count": (DrawingRarely, step, r"'the model' \(DrawingRarely\) draws random numbers"),
+    "a capacity": (Crowding, step, r"'the model' \(Crowding\) counts on over the tokens of a slice"),
     "the mask of another slice": (SeeingOthers, step, BY_HAND),
     "a document mixed with its neighbor": (Mixed, step, BY_HAND),
     "a norm over the slice": (Scaling, step, BY_HAND),
@@ -787,7 +834,7 @@ def test_what_crosses_the_slices_outside_of_attention_is_refused_by_name(two_ran
 
 @pytest.mark.slow
 def test_planted_faults_are_found_and_what_is_right_trains(two_ranks):
-    right = [(m, step) for m in (Decoder, OwnAttention, Seeing, Documents, DrawingOnce)]
+    right = [(m, step) for m in (Decoder, OwnAttention, Seeing, Documents, DrawingOnce, Summing)]
     said = two_ranks.run(refusals, [(m, s) for m, s, _ in FAULTS.values()] + right)
     assert said[0] == said[1]
     for (fault, (_, _, pattern)), (kind, text) in zip(FAULTS.items(), said[0], strict=False):

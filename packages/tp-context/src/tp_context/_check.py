@@ -130,6 +130,20 @@ class _Draw(NamedTuple):
     shapes: list[torch.Size]
 
 
+class _Scan(NamedTuple):
+    """One call that counts on over a dimension, as a cumulative sum does.
+
+    Attributes:
+        module: The name of the module that runs.
+        function: The name of the function.
+        size: The size of the dimension.
+    """
+
+    module: str
+    function: str
+    size: int
+
+
 class _StepRun(NamedTuple):
     """The results of a step.
 
@@ -143,6 +157,7 @@ class _StepRun(NamedTuple):
         dropout_shapes: Those of what dropout gets, in the order of calls.
         other_sizes: Those of what might have been a slice, and was none.
         draws: The calls that draw random numbers, beside dropout.
+        scans: The calls that count on over a dimension.
         generators: The states of generators at its end.
     """
 
@@ -155,6 +170,7 @@ class _StepRun(NamedTuple):
     other_sizes: frozenset[int] = frozenset()
     inputs: Mapping[TensorPlace, Tensor] = {}
     draws: Sequence[_Draw] = ()
+    scans: Sequence[_Scan] = ()
     generators: Mapping[str, Any] = {}
 
 
@@ -169,8 +185,8 @@ class SliceProof(NamedTuple):
     """
 
     scheme: InputScheme
-    dims_of_dropout: Mapping[int, int | None]
-    dims_of_outputs: Mapping[tuple[str, int], int | None]
+    dims_of_dropout: Mapping[int, Sequence[int]]
+    dims_of_outputs: Mapping[tuple[str, int], Sequence[int]]
     others: OtherSizes
 
     def mark(self, cuts: Cuts) -> None:
@@ -287,7 +303,8 @@ def _try(
     try:
         with splitting(model, cuts, scheme), _announced(model, cuts):
             part = run(slices, join_slices)
-        cuts.dims_of_dropout = _dims_of_dropout(whole.dropout_shapes, part.dropout_shapes)
+        cuts.dims_of_dropout, others = _dims_of_dropout(whole.dropout_shapes, part.dropout_shapes)
+        part = part._replace(other_sizes=part.other_sizes | others)
         verdict = _compare(model, whole, near, part, cuts)
     except _OthersEndedError as error:
         return _verdict(error.args[0])
@@ -329,24 +346,32 @@ def _shapes(output: Any) -> dict[tuple[str, int], torch.Size]:
 
 def _dims_of_outputs(
     whole: Mapping[tuple[str, int], torch.Size], part: Mapping[tuple[str, int], torch.Size]
-) -> dict[tuple[str, int], int | None]:
-    """Return the dimension of the sequence in each tensor that a step returns."""
+) -> dict[tuple[str, int], Sequence[int]]:
+    """Return the dimension of the sequence in each tensor that a step returns, if it has one."""
     both = [key for key in whole if key in part and len(whole[key]) == len(part[key])]
-    return {key: differing_dim(whole[key], part[key]) for key in both}
+    dims = {key: differing_dim(whole[key], part[key]) for key in both}
+    return {key: () if dim is None else (dim,) for key, dim in dims.items()}
 
 
-def _dims_of_dropout(whole: Sequence[torch.Size], part: Sequence[torch.Size]) -> dict[int, int | None]:
-    """Return the dimension of the sequence in what dropout gets, by the number of dimensions.
+def _dims_of_dropout(
+    whole: Sequence[torch.Size], part: Sequence[torch.Size]
+) -> tuple[dict[int, Sequence[int]], set[int]]:
+    """Return the dimensions of the sequence in what dropout gets, by the number of dimensions.
 
-    Tensors of as many dimensions may have it in several, and the runs may call dropout differently: then
-    nothing is said.
+    Also the sizes by which another tensor of as many dimensions might be taken for a slice. Nothing is said
+    of tensors of which the runs have other numbers: attention has no weights on slices.
     """
-    if [len(shape) for shape in whole] != [len(shape) for shape in part]:
-        return {}
-    seen: dict[int, set[int | None]] = {}
-    for one, other in zip(whole, part, strict=True):
-        seen.setdefault(len(one), set()).add(differing_dim(one, other))
-    return {count: dims.pop() for count, dims in seen.items() if len(dims) == 1}
+    dims: dict[int, Sequence[int]] = {}
+    others: set[int] = set()
+    for count in {len(shape) for shape in whole}:
+        ones, slices = ([shape for shape in run if len(shape) == count] for run in (whole, part))
+        if len(ones) != len(slices):
+            continue
+        seen = [differing_dim(one, other) for one, other in zip(ones, slices, strict=True)]
+        dims[count] = sorted({dim for dim in seen if dim is not None})
+        for shape, own in zip(ones, seen, strict=True):
+            others.update(shape[dim] for dim in dims[count] if dim != own)
+    return dims, others
 
 
 @contextmanager
@@ -393,7 +418,7 @@ def _run(
         with Recording(model, inputs=True) as recording, ComputedTypes() as computed:
             with (
                 split_states.changed(dropout_shapes=dropout_shapes, other_sizes=other_sizes),
-                _DrawWatch(model) as watch,
+                _CallWatch(model) as watch,
             ):
                 raw = step(model, batch)
             generators = watch.states()
@@ -424,15 +449,20 @@ def _run(
         other_sizes=frozenset(other_sizes),
         inputs=inputs,
         draws=watch.draws,
+        scans=watch.scans,
         generators=generators,
     )
 
 
-class _DrawWatch(TorchDispatchMode):
-    """Notes what is drawn at random while a model runs, and in which of its modules.
+_SCANS = {"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
+
+
+class _CallWatch(TorchDispatchMode):
+    """Notes what is drawn at random and what counts on while a model runs, and in which of its modules.
 
     Attributes:
         draws: The calls that draw, in their order.
+        scans: The calls that count on over a dimension, in their order.
     """
 
     supports_higher_order_operators = True  # such as flex_attention, which is passed on
@@ -440,6 +470,7 @@ class _DrawWatch(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
         self.draws: list[_Draw] = []
+        self.scans: list[_Scan] = []
         devices = {torch.device("cpu"), *(parameter.device for parameter in model.parameters())}
         self._devices = sorted(devices, key=str)
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -470,6 +501,10 @@ class _DrawWatch(TorchDispatchMode):
         return capture_rng_state(self._devices)
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = func.name().partition("::")[2].partition(".")[0].rstrip("_")
+        if function in _SCANS:
+            dim = args[1] if len(args) > 1 else (kwargs or {})["dim"]
+            self.scans.append(_Scan(self._running[-1], function, args[0].size(dim)))
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **(kwargs or {}))
         before = self.states()
@@ -541,7 +576,7 @@ def _compare(
     drawing = _drawing(whole, part)
     if not is_off and not any(error_of(place) for place in whole.outputs if not place.module):
         if drawing is None:
-            return 0, ""
+            return len(whole.outputs), _counting(whole, part, modules)
         # By chance they make no difference here, as where an expert is drawn among those that are near.
         return len(whole.outputs), (
             f"{drawing or 'the model'!r} ({type(modules[drawing]).__name__}) draws random numbers, which are "
@@ -579,6 +614,25 @@ def _drawing(whole: _StepRun, part: _StepRun) -> str | None:
             return module
     if whole.generators == part.generators:
         return None
+    return ""
+
+
+def _counting(whole: _StepRun, part: _StepRun, modules: Mapping[str, nn.Module]) -> str:
+    """Return the sentence of a module that counts on over the tokens of a slice, or an empty one.
+
+    Experts with a capacity leave out the tokens beyond it: in longer sequences than those of the check.
+    """
+    for name, module in modules.items():
+        scans, of_part = ([scan for scan in run.scans if scan.module == name] for run in (whole, part))
+        if len(scans) != len(of_part):  # in a call of the model's own hooks
+            continue
+        for one, other in zip(scans, of_part, strict=True):
+            if one.size != other.size:
+                return (
+                    f"{name or 'the model'!r} ({type(module).__name__}) counts on over the tokens of a slice "
+                    f"({one.function}), which makes no difference in the {one.size} of the check, and may in "
+                    "longer sequences, as the capacity of experts does"
+                )
     return ""
 
 
@@ -723,10 +777,18 @@ def _mask_ends(batch: Any) -> None:
         labels[:, 0] = counted[0]
 
 
-def refuse(problem: str) -> ModelError:
-    """Return the error of a model that is not proved."""
+def refuse(problem: str, by_size: Sequence[str]) -> ModelError:
+    """Return the error of a model that is not proved, on a batch of which tensors were cut for their size."""
+    names = ", ".join(map(repr, by_size))
+    also = ""
+    if names:
+        also = (
+            f". Tensors of the batch were split because they are as long as the tokens ({names}): if one is "
+            "no sequence, name those that are by the option sequence"
+        )
     return ModelError(
-        f"backend 'context' cannot split the sequences of this model: {problem}. Reach attention by torch's "
-        "or transformers' functions or tp_context.attention(), take positions from tp_context.positions(), "
-        "gather what needs all tokens with tp_context.gather(), or choose another backend"
+        f"backend 'context' cannot split the sequences of this model: {problem}{also}. Reach attention by "
+        "torch's or transformers' functions or tp_context.attention(), take positions from "
+        "tp_context.positions(), gather what needs all tokens with tp_context.gather(), or choose another "
+        "backend"
     )

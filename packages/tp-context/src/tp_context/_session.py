@@ -32,6 +32,7 @@ from tp_context._slices import (
     form_of,
     map_sequences,
     take_slices,
+    taken_by_size,
 )
 
 
@@ -168,11 +169,12 @@ class ContextSession(SessionWrapper):
             )
             raise StepError(msg)
         plain = self.unwrap(models[0])
-        decodes = bool(getattr(getattr(plain, "config", None), "is_encoder_decoder", False))
-        sequences = find_sequences(batch, self.options.sequence, decodes=decodes)
         form = form_of(batch)
         if form in self._dims:
-            sequences = as_before(batch, sequences, self._dims[form])
+            sequences = as_before(batch, self._dims[form])
+        else:
+            decodes = bool(getattr(getattr(plain, "config", None), "is_encoder_decoder", False))
+            sequences = find_sequences(batch, self.options.sequence, decodes=decodes)
         self._check_same_batch(batch, sequences)
         proof = self._proof(step, plain, batch, sequences)
         self._dims.setdefault(form, dims_of(batch, sequences))
@@ -203,22 +205,19 @@ class ContextSession(SessionWrapper):
         names: tuple[str, ...] = ()
         if isinstance(batch, Mapping):
             names = tuple(sorted(map(str, batch)))
-        key: tuple[Any, ...] = (
-            step_identity(step),
-            model.training,
-            torch.is_grad_enabled(),
-            len(sequences.lengths),
-            names,
-        )
+        # A tensor that has its sequence elsewhere, or one of its own, is not the one that was compared.
+        form = names, tuple(dims_of(batch, sequences)), len(sequences.lengths)
+        key: tuple[Any, ...] = step_identity(step), model.training, torch.is_grad_enabled(), form
         proofs = self._proofs.setdefault(model, {})
         if self.inner.cuts_models:  # so training is compared for evaluation, too
-            key = step_identity(step, unwraps=True), len(sequences.lengths), names
-            of_same_batches = next((known for known in proofs if known[1:] == key[1:]), None)
+            key = step_identity(step, unwraps=True), form
+            of_same_batches = next((known for known in proofs if known[1] == form), None)
             if proofs and of_same_batches is None:
+                first = next(iter(proofs))[1]
                 msg = (
                     "backend 'context' compares slices with the whole model before the first step, and with "
-                    f"weights={self.options.weights!r} no rank has it later: give batches with the names of "
-                    f"the first one, {sorted(known[2] for known in proofs)}, got {names}"
+                    f"weights={self.options.weights!r} no rank has it later: give batches like the first, "
+                    f"with {_described(first)}, got {_described(form)}"
                 )
                 raise StepError(msg)
             if of_same_batches is not None:
@@ -243,7 +242,8 @@ class ContextSession(SessionWrapper):
             outcomes = self.gather_objects(proved, where="proofs of a model") if hears else [proved]
             for other in outcomes:
                 if isinstance(other, str):
-                    raise refuse(other)
+                    guessed = taken_by_size(batch, sequences) if self.options.sequence is None else []
+                    raise refuse(other, guessed)
             proof = proofs[key] = cast("SliceProof", proved)  # it is among those looked at above
         return proof
 
@@ -525,6 +525,14 @@ def _as_returned(output: StepOutput) -> StepOutput:
         loss: Tensor = output["loss"]
         return loss
     return {name: value for name, value in output.items() if name not in {"weight", _UNWEIGHED}}
+
+
+def _described(form: tuple[tuple[str, ...], tuple[int | None, ...], int]) -> str:
+    """Return what says that batches are alike: names, the dimension of each tensor's sequence, lengths."""
+    names, dims, lengths = form
+    return (
+        f"the names {list(names)}, sequences in the dimensions {list(dims)} and {lengths} length(s) of them"
+    )
 
 
 def _number(value: Any) -> float:

@@ -355,8 +355,8 @@ class Cuts:
         packed: For models of transformers that pack documents into a row: the whole position numbers, and the
             number of the document at each position, both (batch, tokens). ``None`` for one document a row.
         attention: The algorithm of attention, as `ContextOptions.attention` names it.
-        dims_of_dropout: The dimension of the sequence in what dropout gets, by the number of its dimensions,
-            as the check has seen it; ``None`` for what has none.
+        dims_of_dropout: The dimensions in which what dropout gets has a sequence, by the number of its
+            dimensions, as the check has seen them: none, one, or several for tensors of several kinds.
         dims_of_outputs: The same of what the step returns, by name and the number of the value under it.
         other_sizes: Those of what the check has asked for on slices, and what is no slice.
     """
@@ -369,8 +369,8 @@ class Cuts:
         self._by_length = {cut.length: cut for cut in cuts}
         self.loss = Loss()
         self.packed: tuple[Tensor, Tensor] | None = None
-        self.dims_of_dropout: Mapping[int, int | None] = {}
-        self.dims_of_outputs: Mapping[tuple[str, int], int | None] = {}
+        self.dims_of_dropout: Mapping[int, Sequence[int]] = {}
+        self.dims_of_outputs: Mapping[tuple[str, int], Sequence[int]] = {}
         self.other_sizes: frozenset[int] = frozenset()
         # Of several runs before one backward pass: an error only for what is recomputed in it.
         # The same on all ranks, though on this one slices may differ in length.
@@ -408,7 +408,7 @@ class Cuts:
         return self._by_length.get(length)
 
 
-def find_slice(tensor: Tensor, cuts: Cuts, dims: Mapping[K, int | None], key: K) -> tuple[int, Cut] | None:
+def find_slice(tensor: Tensor, cuts: Cuts, dims: Mapping[K, Sequence[int]], key: K) -> tuple[int, Cut] | None:
     """Return the dimension of a tensor that has this rank's slice, and its cut; ``None`` if there is none.
 
     A dimension of another meaning may be as long as a slice. So what the check has seen counts, and the
@@ -417,14 +417,11 @@ def find_slice(tensor: Tensor, cuts: Cuts, dims: Mapping[K, int | None], key: K)
     Args:
         tensor: The tensor.
         cuts: The cuts of the batch.
-        dims: The dimensions that the check has seen.
-        key: The tensor's key there.
+        dims: The dimensions that the check has seen, by kinds of tensors.
+        key: The tensor's kind.
     """
-    places: Sequence[int] = (1, *range(2, tensor.dim()), 0)
-    if key in dims:
-        seen = dims[key]
-        places = () if seen is None else (seen,)
-    for dim in places:
+    by_length: Sequence[int] = (1, *range(2, tensor.dim()), 0)
+    for dim in dims.get(key, by_length):
         cut = cuts.of_slice(tensor.size(dim)) if dim < tensor.dim() else None
         if cut is not None:
             return dim, cut
@@ -442,6 +439,10 @@ def differing_dim(whole: torch.Size, part: torch.Size) -> int | None:
 
 _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "tokens")
 """Names of tensors (batch, tokens, ...) that say how long the sequences are."""
+
+
+_KNOWN = {*_TOKENS, "labels", "position_ids", "token_type_ids", "attention_mask", "decoder_attention_mask"}
+"""Names that say what a tensor is, beside its size."""
 
 
 class BatchSequences(NamedTuple):
@@ -506,22 +507,25 @@ def dims_of(batch: Any, sequences: BatchSequences) -> list[int | None]:
     return [sequences.dims.get(id(tensor)) for _, tensor in _named_tensors(batch)]
 
 
-def as_before(batch: Any, sequences: BatchSequences, dims: Sequence[int | None]) -> BatchSequences:
-    """Return the sequences of a batch without what was none in an earlier one of the same form.
+def as_before(batch: Any, dims: Sequence[int | None]) -> BatchSequences:
+    """Return the sequences of a batch, in the dimensions of an earlier one of the same form.
 
-    Features may be as many as the tokens of this batch.
+    Those were proved. In this batch something else may be as long as the tokens, and a sequence longer.
     """
-    kept: dict[int, int] = {}
+    dim_by_id: dict[int, int] = {}
     lengths: set[int] = set()
-    for (_, tensor), before in zip(_named_tensors(batch), dims, strict=True):
-        dim = sequences.dims.get(id(tensor))
-        if dim is None or before is None:
-            continue
-        if tensor.size(before) in sequences.lengths:
-            dim = before
-        kept[id(tensor)] = dim
-        lengths.add(tensor.size(dim))
-    return BatchSequences(kept, tuple(sorted(lengths)))
+    for (_, tensor), dim in zip(_named_tensors(batch), dims, strict=True):
+        if dim is not None:
+            dim_by_id[id(tensor)] = dim
+            lengths.add(tensor.size(dim))
+    return BatchSequences(dim_by_id, tuple(sorted(lengths)))
+
+
+def taken_by_size(batch: Any, sequences: BatchSequences) -> list[str]:
+    """Return the names of a batch's tensors that are cut for their size alone."""
+    return [
+        name for name, tensor in _named_tensors(batch) if id(tensor) in sequences.dims and name not in _KNOWN
+    ]
 
 
 def _named_sequences(named: list[tuple[str, Tensor]], dims: Mapping[str, int]) -> BatchSequences:
