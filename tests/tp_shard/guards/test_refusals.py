@@ -247,6 +247,41 @@ def right_steps_of_split_outputs_are_no_fault():
             session.run(lambda model, x, name=name: values_of(model, x)[name], whole, X)
 
 
+def penalized(model, x):
+    return model(x).square().mean() + model.body.up.weight.square().sum()
+
+
+def gated(model, x):
+    return (model(x) * F.linear(x, model.body.up.weight[:1]).sigmoid()).mean()
+
+
+def multiplied(model, x):
+    return torch.einsum("bi,oi->bo", x, model.body.up.weight).tanh().mean() + model(x).mean()
+
+
+def noted(model, x):
+    model.body.norm.seen = model.body.norm.seen / 2 + model.body.down.weight.detach().norm()
+    return model(x).mean()
+
+
+def code_that_computes_with_a_shard_of_a_weight_is_named_before_the_first_step():
+    functions = {penalized: "loss.*sum", gated: "loss.*__getitem__", multiplied: "loss.*einsum"}
+    with opened() as session:
+        for step, words in (functions | {noted: "buffer body.norm.seen.*norm"}).items():
+            split = classifier(gather_output=True)
+            split.body.norm.register_buffer("seen", torch.zeros(()))
+            model = session.prepare_model(split)
+            with pytest.raises(
+                ModelError, match=f"{words} computes with 'body.*weight' outside of its layer"
+            ):
+                session.run(step, model, X)
+
+        def joined(model, x):
+            return model(x).mean() + ts.distributed.reduce(model.body.up.weight.square().sum())
+
+        session.run(joined, session.prepare_model(classifier(gather_output=True)), X)
+
+
 CHECKS = [
     optimizers_of_whole_matrices_are_refused_before_their_first_step,
     torchs_own_clipping_is_refused,
@@ -259,6 +294,7 @@ CHECKS = [
     parameters_that_come_later_are_checked_as_well,
     functions_that_take_a_part_of_the_features_for_all_are_named_before_the_first_step,
     right_steps_of_split_outputs_are_no_fault,
+    code_that_computes_with_a_shard_of_a_weight_is_named_before_the_first_step,
 ]
 
 

@@ -5,12 +5,15 @@ loss, a softmax or an argmax does, then computes a number of this rank's own, an
 functions that meet such an output are noted while a step runs for the first time, and its results are
 compared. Where they differ, the first of these functions is named, before the optimizer has made a step.
 
+A shard of a weight is such a part, too, where code outside of its layer computes with it. The buffers of the
+model that are written by what was computed from a part are compared like results.
+
 A step that joins the numbers of the ranks itself meets the same functions, and returns the same on all ranks.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from numbers import Real
@@ -42,15 +45,17 @@ class _SplitOutput(NamedTuple):
 
     Attributes:
         dim: The dimension, counted from the end.
-        layer: The name of the layer that has computed it; empty for a function of tp-shard.
+        layer: The name of the layer that has computed it, or of the weight; empty for a function of tp-shard.
         width: Its size on this rank.
         size: Its size over all ranks; ``None`` if it is not known.
+        is_weight: Whether it is of a layer's weight or bias.
     """
 
     dim: int
     layer: str
     width: int
     size: int | None
+    is_weight: bool = False
 
 
 class _Meeting(NamedTuple):
@@ -145,13 +150,17 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 class _OwnNumbers(TorchFunctionMode):
     """A mode that follows split outputs through functions, and what is computed from this rank's part alone.
 
+    Args:
+        weights: The split weights of layers, by identity.
+
     Attributes:
         first: The first function that went over a split dimension, and what it met; ``None`` so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Mapping[int, _SplitOutput]) -> None:
         super().__init__()
         self.first: _Meeting | None = None
+        self._weights = weights
 
     @not_compiled_alone
     def __torch_function__(
@@ -162,10 +171,13 @@ class _OwnNumbers(TorchFunctionMode):
         if torch.compiler.is_compiling() or not isinstance(result, Tensor | tuple | list):
             return result
         made = list(_plain_tensors([result]))
-        for tensor in _plain_tensors((*args, *kwargs.values())):
-            origin = _origin(tensor)
+        for tensor in _plain_tensors((*args, *kwargs.values()), self._weights):
+            origin = self._weights.get(id(tensor)) or _origin(tensor)
             met = getattr(tensor, _OWN, None)
             goes_over = origin is not None and _goes_over(func, args, kwargs, tensor, origin.dim)
+            if origin is not None and origin.is_weight and not goes_over:
+                # A product, or a part of the rows: another number than the whole weight's.
+                goes_over = any(_dim_after(tensor, origin.dim, value) is None for value in made)
             if met is None and origin is not None and goes_over and not _is_called_here():
                 met = _Meeting(getattr(func, "__name__", str(func)), origin)
                 self.first = self.first or met
@@ -186,16 +198,15 @@ def _is_called_here() -> bool:
     return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "tp_shard"
 
 
-def _plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among some values and in the tuples and lists among them.
+def _plain_tensors(values: Iterable[Any], more: Collection[int] = ()) -> Iterator[Tensor]:
+    """Yield the tensors among some values and in the tuples and lists among them, and ``more`` by identity.
 
-    Without parameters, which keep their attributes, and tensors of other classes.
+    Without other parameters, which keep their attributes, and tensors of other classes.
     """
     for value in values:
-        if type(value) is Tensor:
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from (inner for inner in value if type(inner) is Tensor)
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if type(each) is Tensor or id(each) in more:
+                yield each
 
 
 def _origin(tensor: Tensor) -> _SplitOutput | None:
@@ -246,15 +257,15 @@ class StepOutputs:
             return step
 
         def run(*arguments: Any) -> StepOutput:
-            with _noted_outputs(arguments), _OwnNumbers() as mode:
+            with _noted_outputs(arguments), _OwnNumbers(_split_weights(models)) as mode:
                 output = step(*arguments)
-            self._compare(output, mode.first)
+            self._compare(_values(output) | _own_buffers(models), mode.first)
             compared.add(key)
             return output
 
         return run
 
-    def _compare(self, output: StepOutput, first: _Meeting | None) -> None:
+    def _compare(self, results: Mapping[str, list[Any]], first: _Meeting | None) -> None:
         """Raise if the ranks return different values, computed from a rank's part of a split output.
 
         Raises:
@@ -262,7 +273,7 @@ class StepOutputs:
 
         Collective: an all-gather of a few numbers.
         """
-        values = list(_values(output).items())[:_MOST]
+        values = list(results.items())[:_MOST]
         met = [_meeting(name, leaves, first) for name, leaves in values]
         sent = torch.zeros(2, _MOST, dtype=torch.float64)
         for at, (_, leaves) in enumerate(values):
@@ -292,6 +303,26 @@ def _noted_outputs(arguments: tuple[Any, ...]) -> Iterator[None]:
                     hook = module.register_forward_hook(partial(_note_output, name))
                     stack.callback(hook.remove)
         yield
+
+
+def _split_weights(models: Sequence[nn.Module]) -> dict[int, _SplitOutput]:
+    """Return where the weights and biases of parallel layers are split, by identity."""
+    weights = {}
+    for model in models:
+        for path, layer in model.named_modules():
+            for name, split in layer.splits.items() if isinstance(layer, ParallelLayer) else ():
+                shard = layer._parameters.get(name)
+                if type(shard) is nn.Parameter:
+                    dim = split.dim - shard.dim()
+                    place = f"{path}.{name}" if path else name
+                    weights[id(shard)] = _SplitOutput(dim, place, shard.size(dim), split.size, is_weight=True)
+    return weights
+
+
+def _own_buffers(models: Sequence[nn.Module]) -> dict[str, list[Any]]:
+    """Return the buffers that have a rank's own numbers."""
+    named = (pair for model in models for pair in model.named_buffers())
+    return {f"buffer {name}": [buffer] for name, buffer in named if hasattr(buffer, _OWN)}
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -350,8 +381,14 @@ def _difference(name: str, by_rank: Sequence[float], met: _Meeting | None) -> st
     what = f"the ranks that hold a model together return different values of {name!r} ({values}): "
     if met is None:
         return what + "another rank names the function that takes its part of a split output for the whole"
-    _, layer, width, size = met.output
+    _, layer, width, size, is_weight = met.output
     of = "" if size is None else f" of {size}"
+    if is_weight:
+        return what + (
+            f"{met.function} computes with {layer!r} outside of its layer, and takes the {width}{of} rows or "
+            "columns of this rank for all of them. Call the layer, join the results with "
+            "ts.distributed.reduce() or gather(), or leave the layer whole"
+        )
     output = f"the output of {layer!r}" if layer else "an output"
     return what + (
         f"{met.function} has {output}, which is split, and takes the {width}{of} features of this rank for "
