@@ -10,6 +10,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -146,6 +147,22 @@ def test_closing_twice_does_nothing(pool):
 
 
 @pytest.mark.slow
+def test_ctrl_c_while_a_rank_starts_leaves_none(monkeypatch):
+    read, started = forkserver.read_signed, []
+
+    def interrupted(fd):  # where the id of a process that runs already is read
+        os.kill(os.getpid(), signal.SIGINT)
+        started.append(read(fd))
+        return started[-1]
+
+    monkeypatch.setattr(forkserver, "read_signed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(time.sleep, 2, 600)
+    (pid,) = started
+    assert not psutil.pid_exists(pid)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_program_needs_no_guard_of_its_main(tmp_path):
     program = "import os\nfrom tp_testing import run_ranks\nprint(run_ranks(lambda: os.environ['RANK'], 2))\n"
     (tmp_path / "program.py").write_text(program)

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
-from pathlib import Path
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
 from tp_core._launch._safe_path import safe_module_path
@@ -43,7 +42,7 @@ __all__ = [
 _LOWEST = 10_000
 _BLOCK = 64
 """The number of ports that each process tries in turn before it uses the first one again."""
-_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 
 _calls = count()
 
@@ -82,8 +81,10 @@ def free_port() -> int:
 
 
 def _first_of_the_system() -> int:
+    from pathlib import Path  # here: those who take pickles alone from this module start without it
+
     try:
-        return int(_RANGE.read_text().split()[0])
+        return int(Path(_RANGE).read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return 32_768  # Linux's default; other systems begin higher
 
@@ -214,7 +215,7 @@ def start_ranks(
     kwargs: Mapping[str, Any],
 ) -> "list[tuple[Any, Pipe]]":
     """Start processes that call ``target(pipe, variables, *args, **kwargs)``; return each with its pipe."""
-    import multiprocessing  # here, and below: those who take pickles alone from this module start without it
+    import multiprocessing  # here, and below, as in `_first_of_the_system`
 
     # A fork server: its children have torch imported, and none of this process's threads or groups.
     # Windows has none: there each rank imports for itself.
@@ -225,27 +226,66 @@ def start_ranks(
         ours = sorted(name for name in list(sys.modules) if name.startswith("tp_") and "." in name)
         context.set_forkserver_preload([safe_module_path.__module__, *_PRELOAD, *ours])
     port = str(free_port())
-    ranks = []
-    for rank in range(processes):
-        mine, theirs = context.Pipe()
-        variables = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(processes),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            **(environ or {}),
-        }
-        process = context.Process(
-            target=target, args=(theirs, variables, *args), kwargs=dict(kwargs), daemon=True
-        )
-        with _asking, _without_main(), safe_module_path(), _flushing_safely():
-            process.start()
-        theirs.close()  # else the pipe would not report the end of a rank that died
-        ranks.append((process, mine))
+    ranks: list[tuple[Any, Pipe]] = []
+    try:
+        for rank in range(processes):
+            mine, theirs = context.Pipe()
+            variables = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                **(environ or {}),
+            }
+            process = context.Process(
+                target=target, args=(theirs, variables, *args), kwargs=dict(kwargs), daemon=True
+            )
+            with _delayed_signals(), _asking, _without_main(), safe_module_path(), _flushing_safely():
+                process.start()
+                ranks.append((process, mine))
+            theirs.close()  # else the pipe would not report the end of a rank that died
+    except BaseException:
+        _end([process for process, _ in ranks])
+        raise
     return ranks
+
+
+@contextlib.contextmanager
+def _delayed_signals() -> Iterator[None]:
+    """Let handlers of Ctrl-C and SIGTERM, which may raise, run at the end of the block.
+
+    multiprocessing reads the id of a new process last. An error before that leaves a process that nobody
+    knows: it would hang on with this one's output, and the fork server with it
+    (test_ctrl_c_while_a_rank_starts_leaves_none). A second signal is not delayed: the server may hang.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {}
+
+    def delay(number: int, frame: FrameType | None) -> None:
+        restore()
+        came.append((number, frame))
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    try:
+        for which in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(which)
+            if callable(handler):  # neither ignored, nor the system's own
+                handlers[which] = handler
+                signal.signal(which, delay)
+        yield
+    finally:
+        restore()
+        for number, frame in came:
+            handlers[number](number, frame)
 
 
 @contextlib.contextmanager
