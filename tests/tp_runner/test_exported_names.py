@@ -54,12 +54,16 @@ def test_every_error_says_so_by_its_name_and_is_a_builtin_too():
 
 def test_neither_parent_nor_worker_imports_torch_when_nothing_uses_it():
     code = """
-import sys, tp_runner
+import sys
+before = set(sys.modules)
+import tp_runner
 def loaded(_):
     import sys
     return "".join(["tor", "ch"]) in sys.modules  # a word that the fork server looks for
 for method in ("spawn", "forkserver", "fork"):
     assert list(tp_runner.map(loaded, range(3), devices=2, start_method=method)) == [False] * 3
-assert "torch" not in sys.modules
+assert not {"torch", "pathlib"} & set(sys.modules) - before
+# What programs of `__main__` need is imported once for all workers.
+assert list(tp_runner.map(eval, ["'cloudpickle' in __import__('sys').modules"], devices=1)) == [True]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=800)

@@ -3,9 +3,12 @@
 import importlib.util
 import traceback
 from collections.abc import Iterable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tp_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path  # every worker process of tp-runner would wait for its import
 
 __all__ = ["check_installed", "closest", "did_you_mean", "file_meant", "raised_where", "those_known"]
 
@@ -22,7 +25,7 @@ def those_known(given: str, known: Iterable[str]) -> str:
     return f"{f'{meant} It' if meant else '; it'} has: {', '.join(known) or 'none'}"
 
 
-def file_meant(path: Path) -> str:
+def file_meant(path: "Path") -> str:
     """Return ``"; did you mean 'file'?"`` with the file beside ``path`` that is most like it, or ``""``."""
     try:
         names = [child.name for child in path.parent.iterdir() if child.suffix == path.suffix]

@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tp_core.errors import ConfigError
@@ -285,6 +284,8 @@ _PAUSE_HARD = 2  # omp_pause_hard of OpenMP 5.0
 
 def _loaded_libraries(name: str) -> set[str]:
     """Return the files of the shared libraries of a name that this process has loaded, where it knows."""
+    from pathlib import Path  # each start without torch is the shorter for it
+
     try:
         lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -519,7 +520,8 @@ os.register_at_fork(
 
 def serve(fd: int, preload: Sequence[str], module: str, function: str) -> None:
     """Run the server: fork workers, which run a function, on request until the parent closes its side."""
-    for name in preload:
+    # Most programs are of `__main__`: their pickles need cloudpickle, which each worker would import.
+    for name in ("cloudpickle", *preload):
         # Whatever it raises: the worker that needs it reports it with its traceback.
         with contextlib.suppress(Exception), unpickling:
             importlib.import_module(name)
@@ -618,13 +620,15 @@ def _refuse_accelerators(devices: tuple[str, ...]) -> None:
         raise ConfigError(msg)
 
 
-_PROC = Path("/proc")
+_PROC = "/proc"
 
 
 def private_memory(pid: int) -> int | None:
     """Return how many bytes a process shares with nobody; ``None`` where the system does not say."""
+    from pathlib import Path
+
     try:
-        lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+        lines = Path(_PROC, str(pid), "smaps_rollup").read_text().splitlines()
     except OSError:
         return None
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
