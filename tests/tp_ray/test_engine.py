@@ -44,5 +44,5 @@ def test_to_find_the_engine_loads_neither_ray_nor_torch():
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(type(registry), "engines", lambda _: [])
-    with pytest.raises(ConfigError, match=r"engine 'ray' is in a .*; pip install tp-runner\[ray\]"):
+    with pytest.raises(ConfigError, match=r"engine 'ray' is in a .*; pip install 'tp-runner\[ray\]'"):
         tp_runner.map(abs, [1], n_workers=1, engine="ray")

@@ -180,7 +180,7 @@ def test_an_output_of_no_known_kind_is_refused(tmp_path, monkeypatch, output, me
 def test_files_of_a_missing_extra_say_which(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     (tmp_path / "in.parquet").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"pip install tp-runner\[files\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'tp-runner\[files\]'"):
         find_inputs([str(tmp_path / "in.parquet")], "auto", outputs=[tmp_path / "out"])
 
 

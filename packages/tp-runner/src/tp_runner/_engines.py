@@ -165,7 +165,7 @@ def find_engine(name: str) -> Engine:
             return engine
     registry.require(name)
     if name == "ray":
-        msg = "engine 'ray' is in a distribution of its own; pip install tp-runner[ray]"
+        msg = "engine 'ray' is in a distribution of its own; pip install 'tp-runner[ray]'"
         raise ConfigError(msg)
     known = ", ".join(repr(contribution.item.name) for contribution in registry.engines())
     msg = f"no engine is called {name!r}; installed: {known or 'none'}"

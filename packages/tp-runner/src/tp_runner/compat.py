@@ -156,7 +156,7 @@ def _import_yaml() -> Any:
     try:
         return importlib.import_module("yaml")
     except ImportError as error:
-        msg = "configurations in YAML need PyYAML; pip install tp-runner[yaml]"
+        msg = "configurations in YAML need PyYAML; pip install 'tp-runner[yaml]'"
         raise ConfigError(msg) from error
 
 

@@ -211,5 +211,5 @@ def import_extra(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        msg = f"this kind of file needs {name.partition('.')[0]}; pip install tp-runner[files]"
+        msg = f"this kind of file needs {name.partition('.')[0]}; pip install 'tp-runner[files]'"
         raise ConfigError(msg) from error
