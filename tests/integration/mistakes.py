@@ -20,9 +20,11 @@ from tp_lightning import Trainer as LightningTrainer
 from tp_trainer import (
     Checkpoints,
     DdpOptions,
+    EpochRecord,
     FsdpOptions,
     FunctionMetric,
     GradientRules,
+    History,
     Limits,
     LogOptions,
     SchedulerOptions,
@@ -88,7 +90,7 @@ class OwnSteps(nn.Linear):
     def __init__(self):
         super().__init__(3, 1)
 
-    def training_step(self, batch):
+    def training_step(self, batch, batch_idx):
         raise NotImplementedError
 
     def configure_optimizers(self):
@@ -106,6 +108,14 @@ def generator(net, batch):
 def loop_without_with():
     for _ in trainer().loop(loader(), epochs=1):
         pass
+
+
+def in_loop(use):
+    with trainer() as own, own.loop(loader(), epochs=1) as loop:
+        use(own, loop)
+
+
+HISTORY = History((EpochRecord(1, 2, 8, 0.5, 0.1, {"loss": 2.0}),))
 
 
 def left_epoch():
@@ -868,6 +878,10 @@ MISTAKES = {
         lambda: launch("train.py", 2),
         "launch() takes a function, the number of processes and its arguments, got 'train.py'",
     ),
+    "launch by an option of others": (
+        lambda: launch(step, nprocs=2),
+        "the number of processes is the second argument of launch(): launch(step, 2, ...)",
+    ),
     "a time below 0": (
         lambda: Limits(max_time=-1),
         "max_time must be a number of seconds above 0, or text such as '1h30m'",
@@ -931,6 +945,166 @@ MISTAKES = {
     "a dataset of samples": (
         lambda: fit(train_loader=DATA),
         "must yield batches, got a dataset, TensorDataset",
+    ),
+    "numbers of a loop by place": (
+        lambda: in_loop(lambda own, loop: loop.log("loss", 1.0)),
+        "loop.log() takes its numbers by name, got str: 'loss'; write loop.log(loss=loss)",
+    ),
+    "numbers of a loop in a dict": (
+        lambda: in_loop(lambda own, loop: loop.log({"loss": 1.0})),
+        "loop.log() takes its numbers by name, got a dict; write loop.log(**numbers)",
+    ),
+    "a loop's step by another name": (
+        lambda: in_loop(lambda own, loop: loop.global_step),
+        "a Loop has no 'global_step'; write loop.step",
+    ),
+    "a model for the loop": (
+        lambda: trainer().loop(loader(), model=model()),
+        "loop() has no argument 'model'; write loop(loader, state={\"model\": model})",
+    ),
+    "clipping in a loop": (
+        lambda: trainer().loop(loader(), clip_norm=1.0),
+        "no argument 'clip_norm'; write trainer.update(model, optimizer, clip_norm=1.0) in the loop",
+    ),
+    "a model by name": (
+        lambda: trainer().run(step, model=model()),
+        "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)",
+    ),
+    "a column of the history": (
+        lambda: HISTORY["loss"],
+        "its epochs by number, got 'loss'; write history.to_dict()['loss'] for the values of all epochs",
+    ),
+    "the history of Keras": (
+        lambda: HISTORY.history["loss"],
+        "a History has no 'history'; write history.to_dict() for the values of all epochs",
+    ),
+    "a mean of the history": (
+        lambda: HISTORY.loss,
+        "a History has no 'loss'; write history.to_dict()['loss']",
+    ),
+    "a mean of an epoch": (
+        lambda: HISTORY[-1].loss,
+        "an EpochRecord has its means by name; write record.metrics['loss']",
+    ),
+    "the index of one device": (
+        lambda: Trainer(devices="0"),
+        "a count from 1 on, 'auto' for all devices, or [0] for the accelerator with index 0",
+    ),
+    "all devices of Lightning": (
+        lambda: Trainer(devices=-1),
+        "a count from 1 on, 'auto' for all devices, or [0] for the accelerator with index 0",
+    ),
+    "no backend": (
+        lambda: trainer(backend=None),
+        "backend must be the name of a backend, or 'auto' for the best one that fits, got None",
+    ),
+    "options for the backend": (
+        lambda: trainer(backend=DdpOptions()),
+        "backend must be the name of a backend, or 'auto' for the best one that fits, got DdpOptions(",
+    ),
+    "prepare nothing": (
+        lambda: trainer().prepare(),
+        "got nothing; write model, optimizer, loader = trainer.prepare(model, optimizer, loader)",
+    ),
+    "prepare by names": (
+        lambda: trainer().prepare(model=model()),
+        "takes its objects by place, got model by name; write model, optimizer, loader = trainer.prepare(",
+    ),
+    "build a model that is built": (
+        lambda: trainer().build(model()),
+        "a function that makes the model, got Linear; write trainer.build(lambda: Model(config))",
+    ),
+    "two arguments of backward": (
+        lambda: trainer().backward(ROWS.mean(), None),
+        "backward(): too many positional arguments; write backward(loss)",
+    ),
+    "update without a model": (
+        lambda: trainer().update(torch.optim.SGD(model().parameters())),
+        "missing a required argument: 'optimizer'; write update(model, optimizer)",
+    ),
+    "the parameters for clipping": (
+        lambda: trainer().clip_grad_norm(model().parameters(), 1.0),
+        "takes a model, a torch.nn.Module, got generator",
+    ),
+    "export for torch.load": (
+        lambda: trainer().export(model(), "m.pt"),
+        "the name ends in .safetensors, got 'm.pt'; write 'm.safetensors'",
+    ),
+    "export into the current folder": (
+        lambda: trainer().export(model(), "."),
+        "the name ends in .safetensors, got '.'; write 'model.safetensors'",
+    ),
+    "export of shards for torch.load": (
+        lambda: ts.export(model(), "m.pt"),
+        "the name ends in .safetensors, got 'm.pt'; write 'm.safetensors'",
+    ),
+    "an adapter in one file": (
+        lambda: trainer().export(model(), "adapter.safetensors", adapter=True),
+        "adapters are written into a folder, got 'adapter.safetensors', the name of a file",
+    ),
+    "safetensors by save_model": (
+        lambda: trainer().save_model(model(), "m.safetensors"),
+        "would be read as safetensors; write export(model, path), or another name",
+    ),
+    "the best checkpoint": (
+        lambda: fit(checkpoint="run", resume="best"),
+        "trainer.load_model(model, find_checkpoint('run', best='val_loss'))",
+    ),
+    "the run's folder for a checkpoint": (
+        lambda: fit(checkpoint="run", resume="run"),
+        "resume='run' is the folder of the run, and no checkpoint; the newest one in run is resume='auto'",
+    ),
+    "a step of Lightning": (
+        lambda: fit(step=OwnSteps().training_step),
+        "training_step of a LightningModule gets a batch and its number; write step=lambda model, batch:",
+    ),
+    "a step with the batch first": (
+        lambda: fit(step=lambda batch, model: model(batch)),
+        "step(batch, model) names these two the other way round",
+    ),
+    "the best weights of Keras": (
+        lambda: callbacks.EarlyStopping(restore_best_weights=True),
+        'after it trainer.load_model(model, find_checkpoint("run", best="val_loss"))',
+    ),
+    "a file for the checkpoints": (
+        lambda: fit(checkpoint="model.pt"),
+        "checkpoint='model.pt' is the name of a file, and the checkpoints of a run are a folder; write",
+    ),
+    "a model in no file": (
+        lambda: trainer().save_model(model(), "."),
+        ". is a folder; give the name of a file in it",
+    ),
+    "a model in a folder that is not there": (
+        lambda: trainer().save_model(model(), "no/such/m.pt"),
+        "there is no folder no/such in which m.pt could be written",
+    ),
+    "a checkpoint of now into a place": (
+        lambda: in_loop(lambda own, loop: loop.save("now")),
+        "loop.save(): too many positional arguments; write loop.save()",
+    ),
+    "an end without a reason": (
+        lambda: in_loop(lambda own, loop: loop.stop()),
+        "missing a required argument: 'reason'; write loop.stop(\"a reason\")",
+    ),
+    "a scheduler of Keras by its name": (
+        lambda: fit(scheduler="plateau"),
+        "must be made first: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), got 'plateau'",
+    ),
+    "runner: workers of Pool": (
+        lambda: run(abs, [1], processes=2),
+        "unknown option 'processes' of engine 'inline'; it is 'n_workers' here",
+    ),
+    "runner: chunks of Pool": (
+        lambda: run(abs, [1], chunksize=2),
+        "leave it out: how many items travel together follows from how long they take",
+    ),
+    "runner: workers of an executor": (
+        lambda: tp_runner.Executor(n_workers=2),
+        "an Executor has no n_workers: write Executor(2), or max_workers=2",
+    ),
+    "the folder of Lightning": (
+        lambda: Checkpoints(dirpath="run"),
+        "Checkpoints() has no argument 'dirpath'; write Checkpoints(\"run\")",
     ),
     "a backend of others": (lambda: fit_on("deepspeed"), "backend 'deepspeed' (asked for) is not installed"),
     "shards on one device": (
@@ -1179,6 +1353,13 @@ class Ragged(Samples):
         return torch.ones(index + 1, 3), torch.ones(1)
 
 
+class Fewer(Samples):
+    """A dataset that says that it has 8 samples, and has 6."""
+
+    def __getitem__(self, index):
+        return DATA[:6][0][index], DATA[:6][1][index]
+
+
 def tokens():
     return nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(4, 1))
 
@@ -1240,6 +1421,18 @@ EXPLAINED = {
     "samples of several sizes": (
         lambda: fit(step=step, train_loader=DataLoader(Ragged(0), batch_size=4)),
         "the samples of a batch have different shapes; pad them in a collate_fn",
+    ),
+    "a model in float16": (
+        lambda: fit(model=model().half(), step=step),
+        "leave .half() out, and write Trainer(precision='fp16-mixed')",
+    ),
+    "a model without values": (
+        lambda: fit(model=nn.Linear(3, 1, device="meta"), step=step),
+        "the model is on the meta device, and has no values yet; write trainer.build(lambda: Model(config))",
+    ),
+    "fewer samples than the dataset says": (
+        lambda: fit(step=step, train_loader=DataLoader(Fewer(0), batch_size=4)),
+        "the dataset's __getitem__ raised it for an index below its __len__; return the number of",
     ),
     "a batch norm of one row": (
         lambda: fit(model=normed(), step=step, train_loader=DataLoader(DATA, batch_size=1)),

@@ -396,7 +396,8 @@ def _entry(entry: Any, spec: object) -> tuple[torch.device, ...]:
 
 def _first(count: int, spec: object) -> tuple[torch.device, ...]:
     if count < 1:
-        raise _refusal(spec, "asks for less than one device", "write a count from 1 on, or 'auto'")
+        remedy = "write a count from 1 on, 'auto' for all devices, or [0] for the accelerator with index 0"
+        raise _refusal(spec, "asks for less than one device", remedy)
     accelerators = _accelerators()
     if not accelerators:
         return (_CPU,) * count

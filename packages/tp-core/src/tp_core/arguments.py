@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -49,15 +49,27 @@ def explain_arguments(
         @wraps(method)
         def explained(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                known = None if recognize is None else recognize(*args, **kwargs)
-                raise ConfigError(known or _answer(call, kwargs, str(error), words)) from None
-            return method(*args, **kwargs)
+                return method(*args, **kwargs)
+            except TypeError:
+                # Only now: to bind the arguments of each call takes longer than many a method.
+                problem = _misfit(signature, args, kwargs)
+                if problem is None:
+                    raise
+            known = None if recognize is None else recognize(*args, **kwargs)
+            raise ConfigError(known or _answer(call, kwargs, problem, words))
 
         return explained
 
     return decorate
+
+
+def _misfit(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
+    """Return why a call does not fit a signature; ``None`` if it does."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 class _Answers(NamedTuple):

@@ -1,13 +1,14 @@
 """``launch()``: calls a function on ranks, from a program or a notebook; each rank runs this module."""
 
 import contextlib
+import inspect
 import io
 import os
 import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -42,7 +43,8 @@ def launch(
         The results by rank; they must be picklable.
 
     Raises:
-        ConfigError: There is no function; it or an argument cannot be pickled; or this process is a rank.
+        ConfigError: There is no function, or it does not take its arguments; it or one of them cannot be
+            pickled; or this process is a rank.
         RankFailedError: A rank raised, with its traceback, or died.
         KeyboardInterrupt: Ctrl-C was pressed; the ranks had time to save.
 
@@ -60,6 +62,7 @@ def launch(
     if not callable(function):
         msg = f"launch() takes a function, the number of processes and its arguments, got {function!r:.80}"
         raise ConfigError(msg)
+    _check_arguments(function, args, kwargs)
     from tp_launch._launch_plan import LaunchRequest, make_plan
     from tp_launch._local_run import execute
 
@@ -77,6 +80,23 @@ def launch(
         if outcome.status:
             raise RankFailedError(str(outcome.failure or outcome.message))
         return [_result(folder, rank) for rank in range(count)]
+
+
+def _check_arguments(function: Callable[..., object], args: Sequence[object], kwargs: dict[str, Any]) -> None:
+    """Make sure that the function takes its arguments, before any process starts."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables that are not written in Python have no signature
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        msg = (
+            f"launch() calls {name}{signature}, which does not take these arguments: {error}; the number of "
+            f"processes is the second argument of launch(): launch({name}, 2, ...)"
+        )
+        raise ConfigError(msg) from None
 
 
 def _result_path(folder: Path, rank: int) -> Path:

@@ -69,6 +69,9 @@ class Executor(concurrent.futures.Executor):
             if options.get(name) is not None:
                 msg = f"an Executor has no use for {name}={options.get(name)!r}: it makes single calls"
                 raise ConfigError(msg)
+        if "n_workers" in options:  # type checkers refuse it
+            msg = "an Executor has no n_workers: write Executor(2), or max_workers=2"
+            raise ConfigError(msg)
         if isinstance(max_workers, int) and max_workers < 1:
             msg = f"max_workers must be greater than 0, got {max_workers!r}"
             raise DeviceError(msg)

@@ -327,6 +327,7 @@ class RunnerOptions(ItemOptions, total=False):
 
 
 _NAMES_ELSEWHERE = {
+    **dict.fromkeys(("max_workers", "n_jobs", "nprocs", "processes", "workers"), "n_workers"),
     **dict.fromkeys(("maxtasksperchild", "max_tasks_per_child", "worker_lifespan"), "max_items_per_worker"),
     "cpu_ids": "cpus",
     "mp_context": "start_method",
@@ -442,6 +443,8 @@ def _hint_of_option(name: str) -> str:
     """Return what an unknown option is called here, or which ones there are."""
     if name in _NAMES_ELSEWHERE:
         return f"; it is {_NAMES_ELSEWHERE[name]!r} here"
+    if name in ("chunk_size", "chunksize"):
+        return "; leave it out: how many items travel together follows from how long they take"
     hint = did_you_mean(name, (*OPTIONS, *_ARGUMENTS))
     return hint or f"; there are: {', '.join(OPTIONS)}"
 

@@ -18,6 +18,7 @@ from tp_core.state import (
     FileRecord,
     SafetensorsFiles,
     TensorInfo,
+    check_weights_name,
     collect_state,
     open_tensors,
     plain_name,
@@ -196,10 +197,11 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
 
     Args:
         model: The model; call it on every rank.
-        path: The file.
+        path: The file, which ends in ".safetensors".
         prefix: A prefix for every name.
 
     Raises:
+        ConfigError: It does not.
         StateError: A tensor has a type that the format does not have.
         OSError: The file cannot be written; on every rank.
 
@@ -208,6 +210,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "") 
     model = unwrap(model)
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     path = Path(path)
+    check_weights_name(path)
     infos = _whole_infos(model, state, prefix)
     tensors = ((prefix + plain_name(name), tensor) for name, tensor in stream(model, state, to="rank0"))
     failure: OSError | None = None

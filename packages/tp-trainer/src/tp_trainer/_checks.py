@@ -53,6 +53,9 @@ def metrics_hint(name: str, known: Iterable[str]) -> str:
     return f"which are {', '.join(known) or 'none'}{hint}"
 
 
+_MODEL_NAMES = ("model", "net", "network", "module")
+
+
 def check_callable(what: str, value: object) -> None:
     wanted = f"{what} must be a function {what}(model, batch) that returns the loss"
     if not callable(value) or isinstance(value, nn.Module):
@@ -68,9 +71,22 @@ def check_callable(what: str, value: object) -> None:
         name = getattr(value, "__name__", type(value).__name__)
         msg = f"{wanted}, and {name}{signature} cannot be called with these two: {error}"
         raise ConfigError(msg) from None
+    owner = getattr(value, "__self__", None)
+    if isinstance(owner, nn.Module) and hasattr(owner, "training_step"):
+        method = getattr(value, "__name__", "training_step")
+        msg = (
+            f"{wanted}, and {method} of a LightningModule gets a batch and its number; write {what}=lambda "
+            f"model, batch: model.{method}(batch, 0), or give the module to tp_lightning.Trainer()"
+        )
+        raise ConfigError(msg)
+    first, second, *_ = [*signature.parameters, "", ""]
+    if second in _MODEL_NAMES and first not in _MODEL_NAMES:
+        msg = f"{wanted}, and {what}{signature} names these two the other way round"
+        raise ConfigError(msg)
 
 
 _NEWEST = ("last", "latest", "newest")  # other trainers' names of "auto"
+_OF_FILES = (".bin", ".ckpt", ".h5", ".keras", ".pt", ".pth", ".safetensors")
 
 
 def as_checkpoints(
@@ -82,14 +98,18 @@ def as_checkpoints(
     if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
         msg = f"checkpoint must be a folder or Checkpoints(folder, ...), got {checkpoint!r}"
         raise ConfigError(msg)
+    if checkpoint is not None and Path(checkpoint.folder).suffix in _OF_FILES:
+        folder = Path(checkpoint.folder)
+        msg = (
+            f"checkpoint={str(folder)!r} is the name of a file, and the checkpoints of a run are a folder; "
+            f"write {str(folder.with_suffix(''))!r}, and trainer.export(model, ...) after the run for a file"
+        )
+        raise ConfigError(msg)
     if resume is not None and not isinstance(resume, str | os.PathLike):
         msg = f"resume must be 'auto' or the path of a checkpoint, got {resume!r}"
         raise ConfigError(msg)
-    if resume in _NEWEST and checkpoint is not None:
-        folder = Path(checkpoint.folder)
-        if not Path(resume).exists() and not (folder / resume).exists():
-            msg = f"resume={resume!r} is no checkpoint; the newest one in {folder} is resume='auto'"
-            raise ConfigError(msg)
+    if resume is not None and resume != "auto" and checkpoint is not None:
+        _check_resume(resume, checkpoint)
     if resume is not None and checkpoint is None:
         msg = f"resume={resume!r} needs to know where the checkpoints are: checkpoint=folder"
         raise ConfigError(msg)
@@ -97,6 +117,30 @@ def as_checkpoints(
         msg = f"best={checkpoint.best!r} comes from a validation, and there is none: give validation="
         raise ConfigError(msg)
     return checkpoint
+
+
+def _check_resume(resume: str | os.PathLike[str], checkpoint: Checkpoints) -> None:
+    """Refuse what other trainers call a checkpoint: a word for one, the run's folder, a name in it."""
+    folder, path = Path(checkpoint.folder), Path(resume)
+    newest = f"the newest one in {folder} is resume='auto'"
+    inside = folder / path
+    if path.absolute() == folder.absolute():
+        msg = f"resume={str(path)!r} is the folder of the run, and no checkpoint; {newest}"
+    elif path.exists():
+        return
+    elif not path.is_absolute() and inside.exists():
+        msg = f"resume={str(path)!r} is no path from here; write resume={str(inside)!r}"
+    elif path.name == str(path) and path.name in _NEWEST:
+        msg = f"resume={str(path)!r} is no checkpoint; {newest}"
+    elif str(path) == "best":
+        metric = checkpoint.best or "val_loss"
+        msg = (
+            f"resume='best' is no checkpoint; {newest}, and the best one's weights are loaded by "
+            f"trainer.load_model(model, find_checkpoint({str(folder)!r}, best={metric!r}))"
+        )
+    else:
+        return
+    raise ConfigError(msg)
 
 
 # -- Models, optimizers, loaders, schedulers -----------------------------------------------------
@@ -141,6 +185,32 @@ def recognize_fit(
             "fit(model, torch.optim.AdamW(model.parameters()), loader, step=step)"
         )
     return None
+
+
+def recognize_prepare(trainer: object = None, *_: object, **named: object) -> str | None:  # noqa: ARG001
+    """Return a sentence on a call of ``prepare`` that gives its objects by names."""
+    if not any(isinstance(value, nn.Module | Optimizer | Iterable) for value in named.values()):
+        return None
+    return (
+        f"prepare() takes its objects by place, got {', '.join(named)} by name; write model, optimizer, "
+        "loader = trainer.prepare(model, optimizer, loader)"
+    )
+
+
+def recognize_run(*_: object, **__: object) -> str:
+    """Return a sentence on a call of ``run`` without a step, a model or a batch in its place."""
+    return "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
+
+
+def recognize_log(loop: object = None, *given: object, **_: object) -> str | None:  # noqa: ARG001
+    """Return a sentence on a call of ``loop.log`` that gives its numbers by place."""
+    if not given:
+        return None
+    first = given[0]
+    if isinstance(first, Mapping):
+        return "loop.log() takes its numbers by name, got a dict; write loop.log(**numbers)"
+    name = first if isinstance(first, str) and first.isidentifier() else "loss"
+    return f"loop.log() takes its numbers by name, got {_described(first)}; write loop.log({name}={name})"
 
 
 def check_optimizer(method: str, optimizer: object) -> None:
@@ -368,7 +438,11 @@ def check_scheduler(scheduler: object) -> None:
         )
         raise ConfigError(msg)
     if isinstance(scheduler, str):
-        named = {"cosine": "CosineAnnealingLR(optimizer, T_max=epochs)", "step": "StepLR(optimizer, 30)"}
+        named = {
+            "cosine": "CosineAnnealingLR(optimizer, T_max=epochs)",
+            "plateau": "ReduceLROnPlateau(optimizer)",
+            "step": "StepLR(optimizer, 30)",
+        }
         example = named.get(scheduler, "LinearLR(optimizer)")
         msg = f"scheduler must be made first: torch.optim.lr_scheduler.{example}, got {scheduler!r}"
         raise ConfigError(msg)

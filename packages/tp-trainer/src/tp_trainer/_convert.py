@@ -15,6 +15,7 @@ from tp_core.state import (
     SafetensorsFiles,
     StoredTensors,
     TensorInfo,
+    check_weights_name,
     is_safetensors,
     load_state,
     open_tensors,
@@ -136,9 +137,7 @@ def convert(
     """
     out = Path(path)
     place = out / "model.safetensors" if out.is_dir() or out.suffix == "" else out
-    if place.suffix != ".safetensors":
-        msg = f"what is written are safetensors: the name ends in .safetensors, got {str(out)!r}"
-        raise ConfigError(msg)
+    check_weights_name(place)
     limit = parse_nbytes(max_file_nbytes) if isinstance(max_file_nbytes, str) else max_file_nbytes
     stored = open_model(find_checkpoint(checkpoint), name=model)
     patterns = (f"{place.stem}.safetensors*", f"{place.stem}-*-of-*.safetensors")

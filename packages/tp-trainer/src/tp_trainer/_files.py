@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import nn
 from tp_core.errors import ConfigError
+from tp_core.state import check_weights_name
 
 from tp_trainer._checkpoint._adapters import export_adapters, export_merged, is_adapter, load_adapter
 from tp_trainer._checkpoint._model_files import export_model, load_model, save_model
@@ -32,6 +33,12 @@ class ModelFiles:
     def save(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Write a model's state; see `Trainer.save_model`."""
         _check_first("save_model", model)
+        if Path(path).suffix == ".safetensors":
+            msg = (
+                f"save_model() writes what torch.load reads, and {os.fspath(path)!r} would be read as "
+                "safetensors; write export(model, path), or another name"
+            )
+            raise ConfigError(msg)
         prepared = self._preparation.prepare_model(model)
         save_model(self._preparation.session, prepared, path)
 
@@ -60,11 +67,17 @@ class ModelFiles:
             other = "merged=True" if merged else "max_file_nbytes"
             msg = f"export() takes adapter=True or {other}: adapters are written alone, in one file each"
             raise ConfigError(msg)
+        place = Path(path)
+        if not adapter:
+            check_weights_name(place)
+        elif place.suffix == ".safetensors":
+            msg = f"adapters are written into a folder, got {os.fspath(path)!r}, the name of a file"
+            raise ConfigError(msg)
         prepared = self._preparation.prepare_model(model)
         session = self._preparation.session
         if adapter:
-            export_adapters(session, prepared, Path(path))
+            export_adapters(session, prepared, place)
         elif merged:
-            export_merged(session, prepared, Path(path), max_file_nbytes=max_file_nbytes)
+            export_merged(session, prepared, place, max_file_nbytes=max_file_nbytes)
         else:
-            export_model(session, prepared, path, max_file_nbytes=max_file_nbytes)
+            export_model(session, prepared, place, max_file_nbytes=max_file_nbytes)

@@ -80,6 +80,15 @@ ARGUMENTS = {
     "world_size": "tp launch -n 2 (pip install tp-launch)",
 }
 
+# Where a loop of one's own has another answer than `fit`.
+LOOP_ARGUMENTS = {
+    **ARGUMENTS,
+    "clip_norm": "trainer.update(model, optimizer, clip_norm=1.0) in the loop",
+    "model": 'loop(loader, state={"model": model})',
+    "optimizer": 'loop(loader, state={"optimizer": optimizer})',
+    "scheduler": 'loop(loader, state={"scheduler": scheduler}), and scheduler.step() in the loop',
+}
+
 _LEAVE_OUT = "leave it out"
 _SEVERAL = "tp launch -n 2 script.py trains on two (pip install tp-launch)"
 _DEVICES = f"leave it out, as the devices that are there are taken, and {_SEVERAL}"
@@ -121,48 +130,91 @@ ATTRIBUTES = {
     "accumulate": "Trainer(accumulate=4)",
     "all_reduce": 'trainer.session.reduce(tensor, "mean")',
     "barrier": "trainer.session.barrier()",
+    "callback_metrics": "history[-1].metrics",
     "clip_grad_norm_": "trainer.clip_grad_norm(model, 1.0)",
     "clip_gradients": "trainer.clip_grad_norm(model, 1.0)",
+    "compile": "Trainer(compile=True)",
     "current_epoch": "loop.epoch",
+    "free_memory": "trainer.close()",
     "gather": "trainer.session.gather(rows)",
     "global_rank": "trainer.rank",
     "global_step": "loop.step",
     "history": "history = trainer.fit(model, optimizer, loader, step=step)",
+    "init_trackers": 'fit(log="tensorboard")',
     "is_global_zero": "trainer.is_main",
+    "is_last_process": "trainer.rank == trainer.world_size - 1",
     "is_local_main_process": "trainer.local_rank == 0",
     "is_main_process": "trainer.is_main",
+    "launch": "tp launch -n 2 script.py (pip install tp-launch)",
     "load": 'trainer.load_model(model, "model.safetensors")',
     "load_state": 'fit(checkpoint="run", resume="auto")',
     "local_process_index": "trainer.local_rank",
     "log": 'fit(log="tensorboard")',
+    "log_dict": "loop.log(**numbers) in trainer.loop",
     "logger": 'fit(log="tensorboard")',
+    "main_process_first": "if trainer.local_rank == 0: download(), and then trainer.session.barrier()",
     "model": "model, the one that you gave to fit(), which it trains in place",
     "num_processes": "trainer.world_size",
+    "on_main_process": "if trainer.is_main: print(loss)",
     "optimizer": "optimizer, the one that you gave to fit()",
     "print": "if trainer.is_main: print(loss)",
     "process_index": "trainer.rank",
     "reduce": 'trainer.session.reduce(tensor, "mean")',
+    "register_for_checkpointing": 'fit(state={"sampler": sampler})',
     "save": 'trainer.export(model, "model.safetensors")',
     "save_checkpoint": 'fit(checkpoint="run")',
     "save_state": 'fit(checkpoint="run")',
     "setup": "trainer.prepare(model, optimizer, loader)",
+    "skip_first_batches": 'fit(checkpoint="run", resume="auto")',
+    "split_between_processes": "items[trainer.rank :: trainer.world_size]",
     "strategy": "trainer.session",
+    "sync_gradients": "loop.ends_step",
     "test": "trainer.evaluate(model, loader, step=step)",
     "to": 'Trainer(devices="cuda:0")',
     "train": "fit(model, optimizer, loader, step=step)",
+    "tune": "tp_trainer.tuning.largest_batch_size(trainer, model, optimizer, loader, step=step)",
     "unwrap_model": "trainer.session.unwrap(model)",
     "validate": "trainer.evaluate(model, loader, step=step)",
     "wait_for_everyone": "trainer.session.barrier()",
+}
+
+# Of what `trainer.loop` returns, and callbacks get.
+LOOP_ATTRIBUTES = {
+    "callback_metrics": "loop.metrics",
+    "current_epoch": "loop.epoch",
+    "global_rank": "loop.rank",
+    "global_step": "loop.step",
+    "is_global_zero": "loop.is_main",
+    "log_dict": "loop.log(**numbers)",
+    "logged_metrics": "loop.metrics",
+    "max_epochs": "loop.epochs",
+    "max_steps": "fit(max_steps=1000)",
+    "num_training_batches": "loop.steps_per_epoch",
+    "should_stop": 'loop.stop("a reason")',
+    "train_dataloader": "loop.loader",
 }
 
 
 # Where a name means something else in the settings of that class.
 _OF_SETTINGS = {
     "Checkpoints": {
+        "dirpath": 'Checkpoints("run")',
+        "every_n_epochs": 'Checkpoints("run", every_epochs=5)',
+        "every_n_train_steps": 'Checkpoints("run", every_steps=500)',
+        "filepath": 'Checkpoints("run")',
         "monitor": 'Checkpoints("run", best="val_loss")',
         "save_best": 'Checkpoints("run", best="val_loss")',
+        "save_last": 'Checkpoints("run"), which always keeps the newest',
+        "save_best_only": 'Checkpoints("run", best="val_loss")',
         "save_top_k": 'Checkpoints("run", keep=3)',
-    }
+        "save_weights_only": 'trainer.export(model, "model.safetensors") after the run',
+    },
+    "EarlyStopping": {
+        "restore_best_weights": (
+            'fit(checkpoint=Checkpoints("run", best="val_loss")), and after it trainer.load_model(model, '
+            'find_checkpoint("run", best="val_loss"))'
+        ),
+    },
 }
 
 

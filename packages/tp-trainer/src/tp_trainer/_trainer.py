@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import torch
@@ -35,10 +36,12 @@ from tp_trainer._checks import (
     check_preparable,
     check_schedule,
     recognize_fit,
+    recognize_prepare,
+    recognize_run,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._opening._uncaught import with_brief_errors
-from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES, BY_VALUE
+from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES, BY_VALUE, LOOP_ARGUMENTS
 from tp_trainer._preparation import Preparation
 from tp_trainer._steps._mistakes import explain_mistake
 from tp_trainer._steps._step import (
@@ -156,8 +159,16 @@ class Trainer:
         progress: Progress = "auto",
         plugins: PluginRegistry = registry,
     ) -> None:
+        if isinstance(seed, Integral) and not isinstance(seed, bool):
+            seed = int(seed)  # of numpy, too
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
             msg = f"seed must be None or a whole number from 0, got {seed!r}"
+            raise ConfigError(msg)
+        if not isinstance(backend, str):
+            msg = (
+                "backend must be the name of a backend, or 'auto' for the best one that fits, got "
+                f"{backend!r}; leave it out for 'auto'"
+            )
             raise ConfigError(msg)
         if activation_checkpointing not in (None, "auto"):
             msg = (
@@ -328,6 +339,7 @@ class Trainer:
     @overload
     def prepare(self, *objects: Any, shard: bool = ..., training: bool = ...) -> Any: ...
 
+    @explain_arguments("prepare(model, optimizer, loader)", recognize=recognize_prepare)
     def prepare(self, *objects: Any, shard: bool = True, training: bool = True) -> Any:
         """Prepare models, optimizers, loaders and schedulers for the backend.
 
@@ -345,7 +357,7 @@ class Trainer:
         Raises:
             ModelError: A model is wrapped already.
             LoaderError: A loader cannot be split over the ranks.
-            ConfigError: An object is none of these, or an optimizer has another model's
+            ConfigError: There is no object, or one is none of these; or an optimizer has another model's
                 parameters.
             SelectionError: No backend fits, or the running session's backend does not fit a model.
 
@@ -358,6 +370,12 @@ class Trainer:
         """
         from tp_trainer._memory import StepParts
 
+        if not objects:
+            msg = (
+                "prepare() takes models, optimizers, loaders and schedulers, got nothing; write model, "
+                "optimizer, loader = trainer.prepare(model, optimizer, loader)"
+            )
+            raise ConfigError(msg)
         for value in objects:
             check_preparable(value)
         models = [o for o in objects if isinstance(o, nn.Module)]
@@ -407,6 +425,13 @@ class Trainer:
         from tp_core.tensors import build_deferred, materialize
 
         preparation = self._preparation
+
+        if not callable(make) or isinstance(make, nn.Module):
+            msg = (
+                f"build() takes a function that makes the model, got {type(make).__name__}; write "
+                "trainer.build(lambda: Model(config)), or give a model that is made to prepare() or fit()"
+            )
+            raise ConfigError(msg)
 
         def build() -> nn.Module:
             made = make()
@@ -565,7 +590,7 @@ class Trainer:
             self._preparation.explain(error)
             raise
 
-    @explain_arguments("loop(loader, epochs=5)", instead=ARGUMENTS)
+    @explain_arguments("loop(loader, epochs=5)", instead=LOOP_ARGUMENTS)
     def loop(
         self,
         batches: Iterable[Any],
@@ -662,6 +687,7 @@ class Trainer:
 
     # -- forward, backward and update in custom loops -------------------------------------------
 
+    @explain_arguments("run(step, model, batch)", recognize=recognize_run)
     def run(self, step: Callable[..., Output], *models_and_batch: Any) -> Output:
         """Run ``step(model, batch)``, or ``step(first, second, ..., batch)``, in a custom loop.
 
@@ -682,8 +708,7 @@ class Trainer:
         """
         *models, batch = models_and_batch or (None,)
         if not models or isinstance(batch, nn.Module) or not isinstance(models[0], nn.Module):
-            msg = "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
-            raise ConfigError(msg)
+            raise ConfigError(recognize_run())
         preparation = self._preparation
         watchdog = self._contexts.current.watchdog
         if watchdog is not None:  # in the validation of a loop, whose own batches do not count there
@@ -712,6 +737,7 @@ class Trainer:
             preparation.shares.note_loss(output, batch)
         return output  # type: ignore[return-value]  # a backend returns what it gets, or the same of parts
 
+    @explain_arguments("backward(loss)")
     def backward(
         self,
         loss: StepOutput,
@@ -831,6 +857,7 @@ class Trainer:
         context = autocast(self._preparation.precision, self.device)
         return nullcontext() if context is None else context()
 
+    @explain_arguments("update(model, optimizer)")
     def update(
         self,
         model: nn.Module,
@@ -877,6 +904,7 @@ class Trainer:
             if events is not None:
                 events.is_sent = False
 
+    @explain_arguments("no_sync(model)")
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate without a reduction over ranks.
 
@@ -893,6 +921,7 @@ class Trainer:
             self._preparation.scaler.keep_while_accumulating(prepared)
         return self.session.no_sync(prepared)
 
+    @explain_arguments("clip_grad_norm(model, 1.0)")
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients to a global norm of at most ``max_norm``; return the norm before.
 
@@ -1035,6 +1064,7 @@ class Trainer:
         A crash during the write leaves the old file unchanged.
 
         Raises:
+            ConfigError: The name ends in ".safetensors", and such files are read in that format.
             OSError: The file cannot be written; on every rank.
 
         Collectives: the backend's gathering of the state, one all-gather of objects.
@@ -1080,7 +1110,7 @@ class Trainer:
 
         Args:
             model: The model.
-            path: The file, ``model.safetensors``; with ``adapter`` a folder.
+            path: The file, which ends in ".safetensors"; with ``adapter`` a folder.
             adapter: Whether to write the adapters of a ``PeftModel`` alone, in peft's format, which
                 ``PeftModel.from_pretrained(base, path)`` loads. Those beside "default" get a folder each.
             merged: Whether to merge the active adapters of a ``PeftModel`` into the weights, and write these
@@ -1089,8 +1119,8 @@ class Trainer:
                 ``model-00001-of-00003.safetensors`` and so on, with an index, as by Hugging Face's libraries.
 
         Raises:
-            ConfigError: There are several files, and ``path`` does not end in ".safetensors"; or adapters are
-                wanted and there are none, or cannot be merged.
+            ConfigError: The file's name does not end in ".safetensors"; or adapters are wanted and there are
+                none, or cannot be merged.
             OSError: A file cannot be written; on every rank.
             StateError: The model's state holds something that is not a tensor.
 

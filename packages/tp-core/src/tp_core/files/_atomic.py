@@ -5,6 +5,7 @@ process that ends last wins.
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -37,6 +38,10 @@ def write_atomically(
 def atomic_part(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Path]:
     """Yield the temporary file that replaces ``path`` after the block; see ``write_atomically``."""
     path = Path(path)
+    if path.is_dir():
+        msg = f"{path} is a folder; give the name of a file in it"
+        raise IsADirectoryError(errno.EISDIR, msg)
+    check_folder_of(path)
     _delete_abandoned(path)
     with _new_part(path, mode) as part:
         try:
@@ -50,6 +55,13 @@ def atomic_part(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[
             part.unlink(missing_ok=True)
             raise
     sync_folder(path.parent)  # without it a power failure could undo the rename
+
+
+def check_folder_of(path: Path) -> None:
+    """Make sure that there is a folder for a file: errors of the system name the temporary file."""
+    if not path.parent.is_dir():
+        msg = f"there is no folder {path.parent} in which {path.name} could be written"
+        raise FileNotFoundError(errno.ENOENT, msg)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tp_core.errors import ConfigError
+from tp_core.files._atomic import check_folder_of
 
 if TYPE_CHECKING:
     from filelock import SoftFileLock
@@ -116,9 +117,8 @@ class Ownership:
             except OSError as error:
                 msg = f"{self._place} cannot be made, or is no folder: {error.strerror}"
                 raise OSError(error.errno, msg) from None
-        elif not self._file.parent.is_dir():
-            msg = f"there is no folder {self._file.parent} in which {self._place.name} could be written"
-            raise FileNotFoundError(errno.ENOENT, msg)
+        else:
+            check_folder_of(self._place)
         self._pid = os.getpid()
         deadline = time.monotonic() + (GRACE_S if self._grace_s is None else self._grace_s)
         while not self._try():

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tp_core.tensors._files import tensor_infos as tensor_infos
     from tp_core.tensors._files import write_tensors as write_tensors
     from tp_core.tensors._safetensors import SafetensorsFiles as SafetensorsFiles
+    from tp_core.tensors._safetensors import check_weights_name as check_weights_name
     from tp_core.tensors._safetensors import is_safetensors as is_safetensors
     from tp_core.tensors._safetensors import safetensors_dtype as safetensors_dtype
     from tp_core.tensors._safetensors import split_over_files as split_over_files
@@ -82,6 +83,7 @@ else:
             "tp_core.tensors._files": ["read_tensors", "tensor_infos", "write_tensors"],
             "tp_core.tensors._safetensors": [
                 "SafetensorsFiles",
+                "check_weights_name",
                 "is_safetensors",
                 "safetensors_dtype",
                 "split_over_files",

@@ -59,14 +59,30 @@ def safetensors_dtype(dtype: torch.dtype) -> str | None:
 # -- writing ---------------------------------------------------------------------------------------
 
 
+def check_weights_name(path: Path) -> None:
+    """Check the name of a file of weights, by which it is read as safetensors; equal on all ranks.
+
+    Raises:
+        ConfigError: It does not end in ".safetensors".
+    """
+    if path.suffix != _SUFFIX:
+        named = path.with_suffix(_SUFFIX) if path.name else path / f"model{_SUFFIX}"
+        msg = (
+            f"weights are written as safetensors: the name ends in {_SUFFIX}, got {str(path)!r}; write "
+            f"{str(named)!r}"
+        )
+        raise ConfigError(msg)
+
+
 def split_over_files(
     infos: Mapping[str, TensorInfo], path: Path, max_file_nbytes: int | None
 ) -> dict[Path, list[str]]:
     """Return the names of each file's tensors: one file, or several with the names of Hugging Face.
 
     Raises:
-        ConfigError: There are several, and ``path`` does not end in ".safetensors".
+        ConfigError: ``path`` does not end in ".safetensors".
     """
+    check_weights_name(path)
     groups: list[list[str]] = [[]]
     size = 0
     for name, info in infos.items():
@@ -77,9 +93,6 @@ def split_over_files(
         size += info.nbytes
     if len(groups) == 1:
         return {path: groups[0]}
-    if path.suffix != _SUFFIX:
-        msg = f"weights in several files need a name that ends in {_SUFFIX}, got {path.name!r}"
-        raise ConfigError(msg)
     total = len(groups)
     return {
         path.with_name(f"{path.stem}-{i:05d}-of-{total:05d}{_SUFFIX}"): names

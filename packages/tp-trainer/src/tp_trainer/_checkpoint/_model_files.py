@@ -96,21 +96,18 @@ def save_model(session: Session, model: nn.Module, path: str | os.PathLike[str])
     write_on_main(session, path, partial(save_atomically, state, path))
 
 
-def export_model(
-    session: Session, model: nn.Module, path: str | os.PathLike[str], *, max_file_nbytes: int | None
-) -> None:
+def export_model(session: Session, model: nn.Module, path: Path, *, max_file_nbytes: int | None) -> None:
     """Write the weights of a prepared model as safetensors files, tensor by tensor; call it on every rank.
 
     Raises:
-        ConfigError: There are several files, and ``path`` does not end in ".safetensors"; or another process
-            writes there; on every rank.
+        ConfigError: Another process writes there; on every rank.
         OSError: A file cannot be written; on every rank.
         StateError: The state holds something that is not a tensor, or of a type that the format lacks; on
             every rank.
 
     Collectives: the backend's gathering of each tensor, one all-gather of objects.
     """
-    write_state(session, session.state_parts(model), Path(path), max_file_nbytes=max_file_nbytes)
+    write_state(session, session.state_parts(model), path, max_file_nbytes=max_file_nbytes)
 
 
 def write_state(

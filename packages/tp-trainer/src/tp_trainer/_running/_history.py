@@ -61,6 +61,14 @@ class EpochRecord:
         """All means by name; validation means are named ``"val_..."``."""
         return {**self.train, **{f"val_{name}": value for name, value in self.val.items()}}
 
+    if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self.__slots__ or name.startswith("_") or name not in self.metrics:
+                return object.__getattribute__(self, name)  # raises the error that led here
+            msg = f"an EpochRecord has its means by name; write record.metrics[{name!r}]"
+            raise AttributeError(msg, name=name, obj=self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by name, as checkpoints store them."""
         # dataclasses.asdict takes ten times as long, and each checkpoint holds the records of all epochs.
@@ -97,7 +105,25 @@ class History:
         return len(self.epochs)
 
     def __getitem__(self, index: int) -> EpochRecord:
+        if isinstance(index, str):
+            msg = (
+                f"a History has its epochs by number, got {index!r}; write history.to_dict()[{index!r}] for "
+                "the values of all epochs"
+            )
+            raise ConfigError(msg)
         return self.epochs[index]
+
+    if not TYPE_CHECKING:  # as in an EpochRecord
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self.__slots__ or name.startswith("_"):
+                return object.__getattribute__(self, name)
+            columns = self.to_dict()
+            if name != "history" and name not in columns:
+                return object.__getattribute__(self, name)
+            wanted = f"[{name!r}]" if name in columns else ""
+            msg = f"a History has no {name!r}; write history.to_dict(){wanted} for the values of all epochs"
+            raise AttributeError(msg, name=name, obj=self)
 
     def __iter__(self) -> Iterator[EpochRecord]:
         return iter(self.epochs)

@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.arguments import explain_arguments
 from tp_core.data import PreparedLoader, Share
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.output import StandardStream
 from tp_core.plugins import RunStatus, RunView, Session
 from tp_core.random import capture_rng_state, preserve_rng_state, restore_rng_state
 
+from tp_trainer._checks import recognize_log
 from tp_trainer._metrics import GatherInterruptedError
 from tp_trainer._opening._agreement import check_same_optimizers
 from tp_trainer._opening._boundaries import Interrupted, StepBoundaries, interrupted
+from tp_trainer._peer_names import LOOP_ATTRIBUTES
 from tp_trainer._running._drift import DriftWatch
 from tp_trainer._running._epoch_timer import EpochTimer
 from tp_trainer._running._history import EpochRecord, History
@@ -290,8 +293,17 @@ class Loop:
         """The reason for which the run ends before its last epoch, or ``None``."""
         return self._ending
 
+    if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in LOOP_ATTRIBUTES:
+                return object.__getattribute__(self, name)  # raises the error that led here
+            msg = f"a Loop has no {name!r}; write {LOOP_ATTRIBUTES[name]}"
+            raise AttributeError(msg, name=name, obj=self)
+
     # -- requests of callbacks and custom loops -------------------------------------------------
 
+    @explain_arguments('loop.stop("a reason")')
     def stop(self, reason: str) -> None:
         """End the run after this step, with a checkpoint if the run writes any; one rank may call it.
 
@@ -300,6 +312,7 @@ class Loop:
         """
         self._requests.stop(reason)
 
+    @explain_arguments("loop.save()")
     def save(self) -> None:
         """Write a checkpoint after this step; one rank may call it.
 
@@ -311,6 +324,7 @@ class Loop:
             raise ConfigError(msg)
         self._requests.save()
 
+    @explain_arguments("loop.log(loss=loss)", recognize=recognize_log)
     def log(self, **numbers: float | Tensor) -> None:
         """Log numbers of this step. Tensors stay on their device, and many are read together.
 

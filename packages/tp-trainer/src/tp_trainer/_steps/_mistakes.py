@@ -1,6 +1,8 @@
 """Errors of torch and Python that a mistake in a step or in its data leads to: a sentence on the cause."""
 
 import re
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 
@@ -29,6 +31,15 @@ _MISTAKES = (
         r"must have the same dtype.*Double|double.*(?:float|should be the same)|Float but found Double",
         "the batch or the model is in float64, as arrays of numpy are, and the other one is not; write "
         "inputs.float() in the dataset, or model.double()",
+    ),
+    _Mistake(
+        r"must have the same dtype.*Half",
+        "the model or the batch is in float16, and the other one is not; leave .half() out, and write "
+        "Trainer(precision='fp16-mixed')",
+    ),
+    _Mistake(
+        r"Cannot copy out of meta tensor",
+        "the model is on the meta device, and has no values yet; write trainer.build(lambda: Model(config))",
     ),
     _Mistake(
         r"shapes cannot be multiplied",
@@ -106,6 +117,27 @@ def explain_mistake(error: BaseException, *batch: Any) -> None:
         if re.search(mistake.words, text):
             _add(error, mistake.note)
             return
+    if _is_of_a_sample(error):
+        _add(
+            error,
+            "the dataset's __getitem__ raised it for an index below its __len__; return the number of its "
+            "samples there, or look at what __getitem__ looks up",
+        )
+
+
+def _is_of_a_sample(error: BaseException) -> bool:
+    """Return whether a dataset did not find the sample of an index, here or in a worker of the loader."""
+    if not isinstance(error, IndexError | KeyError):
+        return False
+    if _FETCH in str(error):  # which has the worker's traceback
+        return isinstance(error, IndexError)
+    if isinstance(error, KeyError) and not isinstance(error.args[0], int):
+        return False  # the name of a column, not the number of a sample
+    files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
+    return any(Path(file).as_posix().endswith(_FETCH) for file in files)
+
+
+_FETCH = "torch/utils/data/_utils/fetch.py"
 
 
 def _add(error: BaseException, note: str) -> None:
