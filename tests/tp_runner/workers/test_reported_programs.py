@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 import zipfile
 
 import pytest
@@ -235,3 +236,126 @@ def test_pools_of_every_kind_work_in_workers(run_script):
         """
     )
     assert out.splitlines() == ["[0, 1, 2]"] * 6
+
+
+def test_results_of_views_and_of_arrays_that_the_work_writes_into_are_right(run_script):
+    # Slices of memory maps were damaged (joblib/joblib#116); arrays came without a right to write into them
+    # (joblib/joblib#1627); a program's own signal handler ran in its workers, which then went on
+    # (SpaceCowMedia/commander-spellbook-backend#1204).
+    out = run_script(
+        """
+        import signal, sys, tempfile
+        import numpy as np
+        import tp_runner
+
+        def look(x):
+            return x.sum(), x.shape
+
+        def fill(x):
+            x += 1
+            return x
+
+        def slow(x):
+            import time
+            time.sleep(0.01)
+            return x
+
+        if __name__ == "__main__":
+            signal.signal(signal.SIGTERM, lambda *_: print("a worker has the program's handler"))
+            file = tempfile.NamedTemporaryFile()
+            mapped = np.memmap(file.name, dtype="float64", mode="w+", shape=(4, 60, 50, 3))
+            mapped[:] = np.arange(mapped.size).reshape(mapped.shape)
+            views = [mapped[i, :, :, c] for i in range(4) for c in range(3)]
+            views += [mapped[:, 5], mapped[::2, ::-1], mapped[..., 1].T]
+            zeros = [np.zeros(n) for n in (10, 100_000)]
+            for method in sys.argv[1:]:
+                options = {"n_workers": 2, "start_method": method}
+                print(list(tp_runner.map(look, views, **options)) == list(map(look, views)))
+                filled = list(tp_runner.map(fill, zeros, **options))
+                filled[1][0] = 5
+                print([x.sum() for x in filled] == [10, 100_004], any(x.any() for x in zeros))
+                with tp_runner.map(slow, range(10_000), **options) as results:
+                    next(results)
+                try:
+                    print(next(results))  # of a pool that has ended: it never came (python/cpython#79810)
+                except (StopIteration, tp_runner.RunnerClosedError) as error:
+                    print(type(error).__name__)
+        """,
+        *METHODS,
+    )
+    assert out.splitlines() == ["True", "True False", "StopIteration"] * 3
+
+
+def test_futures_end_whatever_their_callbacks_and_their_workers_do(run_script):
+    # All calls of a pool shared one error, or none came any more, once a worker had died
+    # (python/cpython#101267, temporalio/sdk-python#245); an executor that was shut down in a callback raised
+    # (python/cpython#131598), one that was collected called none (pyiron/executorlib#213), and cancelled
+    # calls never ended (python/cpython#136655).
+    out = run_script(
+        """
+        import concurrent.futures as futures, os, signal, threading
+        import tp_runner
+
+        def fail(n):
+            if n == 2:
+                raise ValueError(n)
+            return n
+
+        def raise_base(n):
+            raise BaseException(n)
+
+        if __name__ == "__main__":
+            with tp_runner.Executor(1) as executor:
+                died = [executor.submit(os._exit, 1) for _ in range(2)]
+                first, second = (future.exception() for future in died)
+                print(first is not second, isinstance(first, futures.process.BrokenProcessPool))
+                print(executor.submit(abs, -1).result())
+                pid = executor.submit(os.getpid).result()
+                os.kill(pid, signal.SIGKILL)  # of one that waits for its next call (python/cpython#96062)
+                print(executor.submit(abs, -2).result())
+                print(type(executor.submit(raise_base, 3).exception()).__name__)  # python/cpython#101081
+            executor, is_over = tp_runner.Executor(1), threading.Event()
+            future = executor.submit(abs, -3)
+            future.add_done_callback(lambda _: (executor.shutdown(wait=True), is_over.set()))
+            print(is_over.wait(300))
+            called = threading.Event()
+            future = tp_runner.Executor(1).submit(abs, -4)
+            future.add_done_callback(lambda _: called.set())
+            print(future.result(), called.wait(300))
+            ended = 0
+            with tp_runner.Executor(2) as executor:
+                calls = [executor.submit(fail, n) for n in range(100)]
+                for future in futures.as_completed(calls, timeout=300):
+                    ended += 1
+                    if not future.cancelled() and future.exception() is not None:
+                        executor.shutdown(wait=False, cancel_futures=True)
+            print(ended)
+        """
+    )
+    assert out.splitlines() == ["True True", "1", "2", "BaseException", "True", "4 True", "100"]
+
+
+def test_workers_of_a_program_that_was_killed_end_with_it(start_script, is_running):
+    # They stayed for ever (joblib/loky#360).
+    process = start_script(
+        """
+        import os, signal, time
+        import tp_runner
+
+        if __name__ == "__main__":
+            pids = []
+            for method in ("forkserver", "spawn", "fork"):
+                executor = tp_runner.Executor(1, start_method=method)
+                pids.append(executor.submit(os.getpid).result())
+                globals()[method] = executor, executor.submit(time.sleep, 0.5)
+            print(*pids, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    process.wait(800)
+    deadline = time.monotonic() + 300
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+    assert len(pids) == 3
