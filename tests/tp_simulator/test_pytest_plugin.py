@@ -68,6 +68,107 @@ SUITE = """
 """
 
 
+SAYS_CUDA = """
+    import multiprocessing
+    import threading
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+    DEVICE = torch.device("cuda")  # when the file is imported
+
+
+    def test_names():
+        x = torch.ones(2, device="cuda")
+        assert x.is_cuda and not x.cpu().is_cuda
+        assert x.device == torch.device("cuda:0") == torch.device("cuda", 0) != torch.device("cuda:1")
+        assert (x.device.type, str(x.device)) == ("cuda", "cuda:0")
+        assert repr(x.device) == "device(type='cuda', index=0)"
+        assert isinstance(DEVICE, torch.device)
+        assert x.to("cuda") is x.to(0) is x.cuda() is x
+        assert x.cuda(1).device == torch.ones(1, device="cuda:1").device
+        assert torch.get_device_module("cuda").current_device() == 0
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            torch.ones(1, device="cuda:7")
+
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_a_step_in_mixed_precision(dtype):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).to("cuda")
+        optimizer = torch.optim.AdamW(model.cuda().parameters())
+        scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
+        with torch.autocast("cuda", dtype=dtype):
+            y = model(torch.ones(2, 4).cuda(non_blocking=True))
+        assert y.dtype == dtype
+        scaler.scale(y.float().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert not torch.is_autocast_enabled("cuda")
+        assert torch.cuda.max_memory_allocated() > 0
+
+
+    def test_random_numbers():
+        torch.cuda.manual_seed_all(3)
+        first = torch.rand(4, device=DEVICE)
+        with torch.random.fork_rng([0]):
+            torch.rand(4, device=DEVICE)
+        generator = torch.Generator(device="cuda").manual_seed(3)
+        assert torch.equal(first, torch.rand(4, device="cuda", generator=generator))
+
+
+    def test_files(tmp_path):
+        torch.save({"x": torch.ones(2, device="cuda:1")}, tmp_path / "x")
+        assert torch.load(tmp_path / "x")["x"].device == torch.device("cuda:1")
+        assert torch.load(tmp_path / "x", map_location="cuda")["x"].device == torch.device("cuda:0")
+        assert torch.load(tmp_path / "x", map_location={"cuda:1": "cpu"})["x"].device.type == "cpu"
+
+
+    def test_a_default_device():
+        with torch.device("cuda"):
+            assert torch.zeros(1).is_cuda
+        torch.set_default_device("cuda")
+        try:
+            assert nn.Linear(1, 1).weight.is_cuda
+        finally:
+            torch.set_default_device(None)
+
+
+    def test_another_thread():
+        made = []
+        thread = threading.Thread(target=lambda: made.append(torch.ones(1, device="cuda:1")))
+        thread.start()
+        thread.join()
+        assert made[0].is_cuda
+
+
+    def rank_of_one():
+        torch.cuda.set_device("cuda:1")
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1).cuda(), device_ids=[1])
+        model(torch.ones(1, 2, device="cuda")).sum().backward()
+        dist.all_reduce(model.module.weight.grad)
+        dist.destroy_process_group()
+
+
+    def test_another_process_with_a_group():
+        process = multiprocessing.get_context("spawn").Process(target=rank_of_one)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+
+    def test_a_race():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = torch.ones(4, device="cuda")
+        y + 1
+"""
+
+
 def _pytest(folder, *arguments, **files):
     for name, text in files.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text))
@@ -118,6 +219,17 @@ def test_the_readme_finds_its_fault_and_an_option_of_the_suite_is_kept(tmp_path)
     passed = _pytest(tmp_path, "--device=cpu", test_loop=suite)
     assert "1 passed" in passed.stdout
     assert "simulated devices" not in passed.stdout
+
+
+def test_a_suite_that_says_cuda_runs_as_it_is(tmp_path):
+    done = _pytest(tmp_path, "--device=sim", "--sim-as-cuda", test_suite=SAYS_CUDA)
+    assert set(re.findall(r"^FAILED test_suite.py::(\w+)", done.stdout, re.MULTILINE)) == {"test_a_race"}, (
+        done.stdout
+    )
+    assert "1 race:" in done.stdout
+    assert " 8 passed" in done.stdout
+    without = _pytest(tmp_path, "--device=sim")
+    assert "9 skipped" in without.stdout, without.stdout
 
 
 def test_without_the_option_nothing_is_simulated(tmp_path):

@@ -6,6 +6,7 @@
     _activation     activate(): the devices join torch
     _build          compiles the extension at first use, and keeps it
     _torch_sim      the module torch.sim
+    _cuda_names     devices under the name of CUDA's
     _group          the process group simccl
     _control        hostile(), watch(), and what a device is made to suffer
     _pytest_plugin  pytest --device=sim
@@ -20,6 +21,7 @@
       group.h         collectives between processes
       kernels.h       all other operations
       recurrent.h     cells of LSTM and GRU layers
+      cuda_names.h    "cuda" for "sim" in what Python sees
       module.cpp      what torch and Python call
 
 Importing this package changes nothing in torch; :func:`activate` does, or ``SIM_DEVICES`` in the environment.

@@ -67,5 +67,9 @@ def _join(devices: int) -> None:
     atexit.register(native.end)
     if seed := os.environ.get("SIM_HOSTILE"):
         native.be_late(int(seed))
+    if os.environ.get("SIM_AS_CUDA"):
+        from tp_simulator._cuda_names import give_cudas_names
+
+        give_cudas_names()
     global _active  # noqa: PLW0603 - torch can be told once in a process
     _active = devices

@@ -1,5 +1,6 @@
 """``pytest --device=sim``: a suite for GPUs runs on simulated devices, and each test is watched."""
 
+import argparse
 import contextlib
 import os
 import tempfile
@@ -32,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="the order in which simulated devices work; with 0, the default, all is as late as it may be",
     )
+    group.addoption(
+        "--sim-as-cuda",
+        action="store_true",
+        help="have simulated devices be CUDA's for a suite that says `cuda`",
+    )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -41,7 +47,7 @@ def pytest_load_initial_conftests(
     # Before the suite's own files: they may ask torch for devices when they are imported.
     is_simulated = _asked_for(args).partition(":")[0] == "sim"
     if is_simulated:
-        _activate(early_config.known_args_namespace.sim_seed)
+        _activate(early_config.known_args_namespace)
     result = yield
     # Many suites have an option of this name. Theirs is taken, which only now is known.
     _, unknown = parser.parse_known_and_unknown_args(args)
@@ -70,16 +76,18 @@ def _asked_for(args: list[str]) -> str:
     return found
 
 
-def _activate(seed: int) -> None:
+def _activate(options: argparse.Namespace) -> None:
     # Processes that tests start read these: they have devices, too, and these are as late.
-    os.environ["SIM_HOSTILE"] = str(seed)
+    os.environ["SIM_HOSTILE"] = str(options.sim_seed)
+    if options.sim_as_cuda:
+        os.environ["SIM_AS_CUDA"] = "1"
     handle, os.environ["SIM_RACES"] = tempfile.mkstemp(prefix="sim-races-")
     os.close(handle)
     from tp_simulator._activation import activate
     from tp_simulator._build import extension
 
     activate(int(os.environ.get("SIM_DEVICES") or 2))
-    extension().be_late(seed)
+    extension().be_late(options.sim_seed)
 
 
 # -- Fixtures -------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ class DeviceProperties:
     name: str
     total_memory: int
     multi_processor_count: int = 1
+    major: int = 8  # bfloat16 came with it
+    minor: int = 0
 
 
 def is_available() -> bool:
@@ -90,7 +92,8 @@ class device_of(device):  # noqa: N801 - as above
     """The context in which a tensor's device is the current one; of no effect for a tensor elsewhere."""
 
     def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor.device.index if tensor.device.type == "sim" else current_device())
+        is_on_device = tensor.device.type in {"sim", "cuda"}  # as it says, and under the name of CUDA's
+        super().__init__(tensor.device.index if is_on_device else current_device())
 
 
 def get_device_name(device: Device = None) -> str:
@@ -101,6 +104,12 @@ def get_device_name(device: Device = None) -> str:
 def get_device_properties(device: Device = None) -> DeviceProperties:
     """Return the name of a device and how much memory it has."""
     return DeviceProperties("simulated accelerator", int(extension().total_memory(index_of(device))))
+
+
+def get_device_capability(device: Device = None) -> tuple[int, int]:
+    """Return what a device can do, in CUDA's terms: as the first cards with bfloat16."""
+    properties = get_device_properties(device)
+    return properties.major, properties.minor
 
 
 def synchronize(device: Device = None) -> None:
@@ -194,6 +203,10 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
 def empty_cache() -> None:
     """Give back segments in which nothing is used."""
     torch.accelerator.empty_cache()
+
+
+def ipc_collect() -> None:
+    """Do nothing: no memory is shared with other processes."""
 
 
 # -- Random numbers -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "cuda_names.h"
 #include "group.h"
 #include "kernels.h"
 #include "recurrent.h"
@@ -66,6 +67,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using without_gil = py::call_guard<py::gil_scoped_release>;
 
   m.def("register_hooks", [] { at::RegisterPrivateUse1HooksInterface(&hooks); });
+  m.def("say_cuda", [](const py::type& device, const std::vector<py::type>& types) {
+    for (auto& type : types) make_by_name(reinterpret_cast<PyTypeObject*>(type.ptr()));
+    say_cuda(reinterpret_cast<PyTypeObject*>(device.ptr()));
+  });
+
   m.def("device_count", &device_count);
   m.def("current_device", [] { return current_device; });
   m.def("set_device", [](int device) { current_device = device_index(device); });
