@@ -37,7 +37,7 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, labels=None):
         if position_ids is None or not self.uses_positions:
-            position_ids = torch.arange(input_ids.size(1))[None]
+            position_ids = torch.arange(input_ids.size(1), device=input_ids.device)[None]
         hidden = self.tokens(input_ids) + self.places(position_ids)
         if self.around is not None:
             hidden = hidden + self.around(hidden.transpose(1, 2))[..., :-2].transpose(1, 2)

@@ -212,9 +212,13 @@ def ipc_collect() -> None:
 # -- Random numbers -------------------------------------------------------------------------------
 
 
+default_generators: tuple[torch.Generator, ...] = tuple(
+    extension().default_generator(index) for index in range(device_count())
+)
+
+
 def _generator(device: Device) -> torch.Generator:
-    generator: torch.Generator = extension().default_generator(index_of(device))
-    return generator
+    return default_generators[index_of(device)]
 
 
 def manual_seed(seed: int) -> None:

@@ -3,8 +3,8 @@
 // The launch takes the offset, so the numbers do not depend on when the kernel runs.
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Generator.h>
-#include <ATen/ops/empty.h>
 
 #include "streams.h"
 
@@ -28,7 +28,8 @@ class Generator final : public c10::GeneratorImpl {
   uint64_t get_offset() const override { return offset_; }
 
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto state = at::empty({2 * sizeof(uint64_t)}, at::TensorOptions(at::kCPU).dtype(at::kByte));
+    // Whatever mode makes tensors of another kind at present: this one has values.
+    auto state = at::detail::empty_cpu({2 * sizeof(uint64_t)}, at::kByte);
     auto* place = static_cast<uint64_t*>(state.data_ptr());
     place[0] = seed_;
     place[1] = offset_;
