@@ -26,6 +26,7 @@ THEIRS = {
     *("optimizer", "print"),
     *(
         "metrics",
+        "numbers",
         "rows",
         "run",
         "sampler",

@@ -223,7 +223,7 @@ def test_a_damaged_one_that_was_asked_for_by_name_is_an_error(tmp_path):
     alter(newest / "state.json")
     with pytest.raises(StateError, match=r"is damaged: state\.json is not what was written"):
         fit(tmp_path, resume=newest)
-    with pytest.raises(StateError, match="is not a checkpoint"):
+    with pytest.raises(ConfigError, match="is the folder of the run, and no checkpoint"):
         fit(tmp_path, resume=tmp_path)
     with pytest.raises(StateError, match="nowhere is not a checkpoint: it is not there"):
         fit(tmp_path, resume=tmp_path / "nowhere")

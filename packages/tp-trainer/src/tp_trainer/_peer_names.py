@@ -152,7 +152,7 @@ ATTRIBUTES = {
     "log": 'fit(log="tensorboard")',
     "log_dict": "loop.log(**numbers) in trainer.loop",
     "logger": 'fit(log="tensorboard")',
-    "main_process_first": "if trainer.local_rank == 0: download(), and then trainer.session.barrier()",
+    "main_process_first": "download() if trainer.local_rank == 0 else None; trainer.session.barrier()",
     "model": "model, the one that you gave to fit(), which it trains in place",
     "num_processes": "trainer.world_size",
     "on_main_process": "if trainer.is_main: print(loss)",
