@@ -5,17 +5,19 @@ What needs torch is imported once the words of the command are right.
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from tp_core.discovery import OWN_PACKAGES
 from tp_core.errors import ConfigError, RankFailedError
 from typer.core import TyperCommand
 
+from tp_verify._certificates import Certificate
 from tp_verify._report import VerifyReport, as_page
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -45,7 +47,10 @@ def verify_command(
         list[str] | None, typer.Argument(help="The script's own arguments; its options follow --.")
     ] = None,
     *,
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="How many processes.")] = 2,
+    ranks: Annotated[
+        str | None,
+        typer.Option(help="How many processes, 2; with --resume also on how many it resumes: 2,1."),
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="float64, float32 or bfloat16; repeatable.")] = None,
     steps: Annotated[
         int | None, typer.Option(min=2, help="Optimizer steps of each run; by default beyond a short epoch.")
@@ -53,6 +58,18 @@ def verify_command(
     timeout_s: Annotated[
         float, typer.Option(min=1, max=86_400, help="Seconds that each run may take.")
     ] = 600.0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Kill any training command, start it again, and compare.")
+    ] = False,
+    kill_at: Annotated[
+        str | None, typer.Option(help="With --resume: the steps after which it is killed, as 3,7.")
+    ] = None,
+    kill_in_save: Annotated[
+        bool, typer.Option("--kill-in-save", help="With --resume: kill it inside a save, too.")
+    ] = False,
+    sigterm: Annotated[
+        bool, typer.Option("--sigterm", help="With --resume: end it by SIGTERM, and not by SIGKILL.")
+    ] = False,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
     with_traceback: Annotated[
@@ -70,7 +87,38 @@ def verify_command(
 
     Without a program, a small model is trained on every installed backend of tp, wherever on this host it
     fits; then the exit status is 0 only if one could be tried, too.
+
+    With --resume, a command of any library is trained undisturbed, then killed and started again. {folder} in
+    it is the folder of its checkpoints, {ranks} the number of its ranks:
+    tp verify --resume --ranks 2,1 -- torchrun --nproc-per-node {ranks} train.py --out {folder}
     """
+    counts = _numbers("--ranks", ranks)
+    if max(counts, default=1) > 64:
+        msg = f"--ranks is at most 64, got {ranks!r}"
+        raise ConfigError(msg)
+    reports: Sequence[VerifyReport | Certificate]
+    if resume:
+        if program is None:
+            msg = "--resume needs the command after it: tp verify --resume -- python train.py --out {folder}"
+            raise ConfigError(msg)
+        others = {"--dtype": dtype, "--steps": steps, "--html": page}
+        _refuse(others, "is not for --resume: the command trains as it is")
+        from tp_verify._resumed_runs import verify_resume
+
+        reports = verify_resume(
+            [program, *(arguments or [])],
+            ranks=counts,
+            kill_at=_numbers("--kill-at", kill_at),
+            in_save=kill_in_save,
+            by=signal.SIGTERM if sigterm else signal.SIGKILL,
+            timeout_s=timeout_s,
+        )
+        _print_and_exit(reports, "", all(report.ok for report in reports), as_json=as_json)
+    _refuse({"--kill-at": kill_at, "--kill-in-save": kill_in_save, "--sigterm": sigterm}, "is for --resume")
+    if len(counts) > 1:
+        msg = f"--ranks {ranks}: more than one number is for --resume"
+        raise ConfigError(msg)
+    processes = counts[0] if counts else 2
     types = dtype or ["float64"]
     unknown = [name for name in types if name not in _TYPES]
     if unknown:
@@ -89,13 +137,12 @@ def verify_command(
     if arguments and script is None:
         msg = f"{arguments[0]!r} follows a function, which takes no arguments"
         raise ConfigError(msg)
-    reports: Sequence[VerifyReport]
     text = ""
     with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the report
         if program is None:
             from tp_verify._installed_backends import as_table, verify_backends
 
-            tried = verify_backends(ranks=ranks, timeout_s=timeout_s)
+            tried = verify_backends(ranks=processes, timeout_s=timeout_s)
             reports, text = tried, as_table(tried)
         elif script is not None:
             from tp_verify._script_runs import verify_script
@@ -103,7 +150,7 @@ def verify_command(
             reports = verify_script(script, arguments or [], steps=steps, timeout_s=timeout_s)
         else:
             try:
-                reports = _verify_cases(program, ranks, types)
+                reports = _verify_cases(program, processes, types)
             except RankFailedError as error:
                 if with_traceback:
                     raise
@@ -113,6 +160,12 @@ def verify_command(
         ok = ok and any(report.compared for report in reports)
     if page is not None:
         page.write_text(as_page(reports))
+    _print_and_exit(reports, text, ok, as_json=as_json)
+
+
+def _print_and_exit(
+    reports: Sequence[VerifyReport | Certificate], text: str, ok: bool, *, as_json: bool
+) -> NoReturn:
     text = text or "\n\n".join(map(str, reports))
     if as_json:
         facts = {"ok": ok, "text": text, "reports": [r.to_dict() for r in reports]}
@@ -120,6 +173,24 @@ def verify_command(
     else:
         typer.echo(text)
     raise typer.Exit(0 if ok else 1)
+
+
+def _refuse(options: Mapping[str, Any], why: str) -> None:
+    for name, value in options.items():
+        if value:
+            msg = f"{name} {why}"
+            raise ConfigError(msg)
+
+
+def _numbers(option: str, value: str | None) -> list[int]:
+    """Return the numbers of an option that takes several."""
+    if value is None:
+        return []
+    numbers = [int(word) for word in value.split(",") if word.strip().isdecimal()]
+    if len(numbers) != len(value.split(",")) or min(numbers) < 1:
+        msg = f"{option} takes numbers from 1 on, as 2 or 2,1; got {value!r}"
+        raise ConfigError(msg)
+    return numbers
 
 
 def _in_short(failure: str) -> str:
