@@ -1,0 +1,32 @@
+"""What the page of resume certificates says of today's libraries is so."""
+
+import json
+
+import pytest
+
+from tests.certificates.__main__ import FILE, PROGRAMS, certified, rows
+
+MODULES = {"tp-trainer": "tp_trainer"}
+
+
+def test_each_row_has_its_program_and_its_outcome_on_the_page():
+    found = json.loads(FILE.read_text(encoding="utf-8"))
+    assert list(found["rows"]) == [f"{row.stack}, {row.how}" for row in rows()]
+    assert {row.program for row in rows()} == {path.name for path in PROGRAMS.glob("*.py")}
+
+
+@pytest.mark.nightly
+@pytest.mark.takes(60)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row, marks=pytest.mark.needs(MODULES.get(row.stack, row.stack)), id=f"{row.stack}, {row.how}"
+        )
+        for row in rows()
+    ],
+)
+def test_a_program_resumes_as_the_page_says(row):
+    found = json.loads(FILE.read_text(encoding="utf-8"))["rows"][f"{row.stack}, {row.how}"]
+    facts = certified(row)
+    assert [one["ok"] for one in facts["reports"]] == [one["ok"] for one in found["reports"]], facts["text"]
