@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from tp_core.errors import ModelError
 from tp_core.replicas import Replicas, is_random_op
+from tp_core.replicas._random import HiddenGenerator
 
 ONES = torch.ones(2, 200)
 
@@ -55,6 +56,18 @@ def test_one_seed_gives_one_run_and_each_replica_its_own_numbers(replicas, name)
     assert not all(torch.equal(flat[0], y) for y in flat)
     other = drawn(replicas, DRAWS[name], seed=1)
     assert not all(map(torch.equal, first[0] + first[1], other[0] + other[1]))
+
+
+def test_a_device_that_shows_no_generator_has_the_same_numbers(monkeypatch):
+    """As on an accelerator whose module in torch has functions for the state alone."""
+
+    def outputs():
+        return drawn(Replicas(nn.Dropout(0.5), ["cpu"] * 3), lambda r: r(ONES))
+
+    expected = outputs()
+    monkeypatch.setattr("tp_core.replicas._random._generator", HiddenGenerator)
+    for before, now in zip(expected, outputs(), strict=True):
+        assert all(map(torch.equal, before, now))
 
 
 def test_replica_0_draws_what_the_module_by_itself_draws(replicas):

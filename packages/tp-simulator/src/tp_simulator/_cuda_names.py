@@ -33,7 +33,7 @@ def give_cudas_names() -> None:
     for name, value in vars(_torch_sim).items():
         if getattr(value, "__module__", "") == _torch_sim.__name__ and hasattr(torch.cuda, name):
             setattr(torch.cuda, name, value)
-    torch.cuda.default_generators = _torch_sim.default_generators
+    torch.cuda.default_generators = _torch_sim.default_generators  # type: ignore[assignment]
     torch.cuda.Stream, torch.cuda.Event = torch.Stream, torch.Event  # type: ignore[assignment,misc]
     Tensor.cuda = _cuda  # type: ignore[assignment,method-assign]
     Tensor.is_cuda = property(_is_cuda)  # type: ignore[assignment]

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tp_core.device_types import is_capturing
 from tp_core.errors import ModelError
 from tp_core.modules._compiler import not_compiled_alone, untraced
+from tp_core.random import device_rng_state, set_device_rng_state
 
 # -- Torch's functions that draw random numbers ---------------------------------------------------
 
@@ -109,6 +110,22 @@ def _is_random_inside(function: Callable[..., Any]) -> bool:
 _CPU = torch.device("cpu")
 
 
+class HiddenGenerator:
+    """The default generator of a device whose module in torch has functions for its state and no object."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def get_state(self) -> Tensor:
+        return device_rng_state(self.device)
+
+    def set_state(self, state: Tensor) -> None:
+        set_device_rng_state(self.device, state)
+
+    def manual_seed(self, seed: int) -> None:
+        self.set_state(torch.Generator(self.device).manual_seed(seed).get_state())
+
+
 class Streams:
     """The random streams of the replicas during one call.
 
@@ -157,7 +174,7 @@ class Streams:
 class SerializedRng(TorchFunctionMode):
     """A mode that runs random operations one at a time, with the replica's state in a shared generator."""
 
-    def __init__(self, streams: Streams, generator: torch.Generator, number: int) -> None:
+    def __init__(self, streams: Streams, generator: torch.Generator | HiddenGenerator, number: int) -> None:
         super().__init__()
         self._streams = streams
         self._generator = generator
@@ -251,7 +268,7 @@ def _no_checkpoint(device: torch.device) -> str:
 class OwnRng:
     """A context that seeds the generator of a replica that is alone on its accelerator."""
 
-    def __init__(self, streams: Streams, generator: torch.Generator, number: int) -> None:
+    def __init__(self, streams: Streams, generator: torch.Generator | HiddenGenerator, number: int) -> None:
         self._streams = streams
         self._generator = generator
         self._number = number
@@ -286,18 +303,18 @@ def _drawing_lock() -> AbstractContextManager[Any]:
     )
 
 
-def _generator(device: torch.device) -> torch.Generator | None:
-    """Return the default generator of a device, or ``None`` where torch does not expose it.
+def _generator(device: torch.device) -> torch.Generator | HiddenGenerator | None:
+    """Return the default generator of a device; ``None`` on "meta", which draws nothing.
 
-    It does not while a graph is captured: random numbers are then drawn at each replay.
+    ``None`` while a graph is captured, too: random numbers are then drawn at each replay.
     """
     if device == _CPU:  # comparing the types takes several times as long
         return torch.default_generator
-    if is_capturing(device):
+    if device.type == "meta" or is_capturing(device):
         return None
     module = getattr(torch, device.type, None)
     generators: Any = getattr(module, "default_generators", None)
     if not generators or device.index is None:
-        return None
+        return HiddenGenerator(device)
     generator: torch.Generator = generators[device.index]
     return generator
