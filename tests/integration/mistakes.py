@@ -966,10 +966,6 @@ MISTAKES = {
         lambda: trainer().loop(loader(), clip_norm=1.0),
         "no argument 'clip_norm'; write trainer.update(model, optimizer, clip_norm=1.0) in the loop",
     ),
-    "a model by name": (
-        lambda: trainer().run(step, model=model()),
-        "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)",
-    ),
     "a column of the history": (
         lambda: HISTORY["loss"],
         "its epochs by number, got 'loss'; write history.to_dict()['loss'] for the values of all epochs",
@@ -1013,14 +1009,6 @@ MISTAKES = {
     "build a model that is built": (
         lambda: trainer().build(model()),
         "a function that makes the model, got Linear; write trainer.build(lambda: Model(config))",
-    ),
-    "two arguments of backward": (
-        lambda: trainer().backward(ROWS.mean(), None),
-        "backward(): too many positional arguments; write backward(loss)",
-    ),
-    "update without a model": (
-        lambda: trainer().update(torch.optim.SGD(model().parameters())),
-        "missing a required argument: 'optimizer'; write update(model, optimizer)",
     ),
     "the parameters for clipping": (
         lambda: trainer().clip_grad_norm(model().parameters(), 1.0),

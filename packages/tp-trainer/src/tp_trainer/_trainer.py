@@ -687,7 +687,6 @@ class Trainer:
 
     # -- forward, backward and update in custom loops -------------------------------------------
 
-    @explain_arguments("run(step, model, batch)", recognize=recognize_run)
     def run(self, step: Callable[..., Output], *models_and_batch: Any) -> Output:
         """Run ``step(model, batch)``, or ``step(first, second, ..., batch)``, in a custom loop.
 
@@ -737,7 +736,6 @@ class Trainer:
             preparation.shares.note_loss(output, batch)
         return output  # type: ignore[return-value]  # a backend returns what it gets, or the same of parts
 
-    @explain_arguments("backward(loss)")
     def backward(
         self,
         loss: StepOutput,
@@ -857,7 +855,6 @@ class Trainer:
         context = autocast(self._preparation.precision, self.device)
         return nullcontext() if context is None else context()
 
-    @explain_arguments("update(model, optimizer)")
     def update(
         self,
         model: nn.Module,
@@ -904,7 +901,6 @@ class Trainer:
             if events is not None:
                 events.is_sent = False
 
-    @explain_arguments("no_sync(model)")
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate without a reduction over ranks.
 
