@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from tp_core.errors import StepError, TpError
+from tp_core.errors import TpError
 from tp_pipeline import PipelineOptions
 from tp_trainer import Trainer
 
@@ -289,31 +289,6 @@ def test_parameters_that_forward_writes_are_refused(pair):
             )
             assert "in a callback's on_step_end" in message
         assert len(losses) == 2  # a model that writes none is trained
-
-
-def other_losses():
-    """Return what is said of a backward pass from another value than the step's loss."""
-
-    def step(model, batch):
-        output = model(batch)
-        return {"loss": output.square().mean(), "other": output.abs().mean()}
-
-    with Trainer(backend="pipeline", devices="cpu", seed=0, progress=False) as trainer:
-        model, batches = trainer.prepare(
-            Layers(partial(nn.Linear, 4, 4)), DataLoader(torch.ones(8, 4), batch_size=8)
-        )
-        for batch in batches:
-            found = trainer.run(step, model, batch)
-            with pytest.raises(StepError) as caught:
-                trainer.backward(found["other"])
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_backward_pass_from_another_value_than_the_loss_is_refused(pair):
-    for message in pair.run(other_losses):
-        assert message.startswith("backward() was called with a value that has no gradient: on backend 'pip")
-        assert "add the losses in the step" in message
 
 
 @pytest.mark.parametrize(

@@ -470,20 +470,12 @@ class PipelineSession(ProcessGroupSession):
         """Add the gradients of the loss over the whole global batch.
 
         Raises:
-            StepError: The loss is another value than the "loss" that the step has returned.
             DisagreementError: The session that splits tensors finds other gradients on ranks that have the
                 same parameter; on all ranks that hold the model.
 
         Collectives: those of :meth:`run`'s gradients; with split tensors those of that session's checks, and
         an all-gather over the ranks that hold the model.
         """
-        if not loss.requires_grad:
-            msg = (
-                "backward() was called with a value that has no gradient: on backend 'pipeline' the 'loss' "
-                "that a step returns goes back, and nothing else of it; add the losses in the step, or run a "
-                "step for each of them"
-            )
-            raise StepError(msg)
         if self._inner is None:
             super().backward(loss, share, **graph)
             return
