@@ -1100,6 +1100,7 @@ def a_reversed_gradient_whose_scale_grows(start):
 @reported(
     "mit-han-lab/gan-compression 33, pytorch/pytorch 42478",
     refused={"dp-gather": "what a hook or a list of the program has kept"},
+    named={"tuple": "the step changes 'features'"},
 )
 def features_that_hooks_collect(start):
     """Distillation by features that forward hooks of two models leave in a dict of the script."""

@@ -116,42 +116,6 @@ def test_what_a_step_changes_by_itself_is_named(kind, devices, caplog):
     assert [message[: len(start)] for message, start in zip(found, expected, strict=True)] == expected
 
 
-def found(features):
-    return features["out"].square().mean()
-
-
-def found_with_the_last(features):
-    last, features["last"] = features.get("last", torch.zeros(1)), features["out"].detach()
-    return (features["out"] - last.mean()).square().mean()
-
-
-def found_and_counted(features):
-    features["count"] = features.get("count", 0) + 1
-    return features["out"].square().mean()
-
-
-@pytest.mark.parametrize(
-    ("use", "is_named"), [(found, False), (found_with_the_last, True), (found_and_counted, True)]
-)
-def test_what_hooks_leave_to_the_step_is_named_if_a_part_finds_that_of_another(use, is_named, caplog):
-    """With hooks the parts run in turn, so that each finds its own in a dict that all share."""
-    model, x, features = torch.nn.Linear(2, 1), torch.ones(8, 2), {}
-    model.register_forward_hook(lambda module, args, output: features.update({"out": output}))
-
-    def step(model, batch):
-        return loss(model, batch) + use(features)
-
-    loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=4)
-    with (
-        caplog.at_level(logging.WARNING, "tp_trainer"),
-        Trainer(devices=["cpu", "cpu"], progress=False) as trainer,
-    ):
-        trainer.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, step=step, epochs=2)
-    named = [message for message in caplog.messages if message.startswith("the step changes 'features'")]
-    assert len(named) == is_named
-    assert not any(type(value) not in (torch.Tensor, int) for value in features.values())
-
-
 class Inner(torch.nn.Module):
     """Computes its loss itself, so that `dp-gather` calls the step again for each part."""
 

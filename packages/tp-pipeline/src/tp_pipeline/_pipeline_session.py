@@ -481,7 +481,7 @@ class PipelineSession(ProcessGroupSession):
             return
         failure = None
         try:
-            self._reductions.run_backward(partial(self._inner.backward, loss, share, **graph), loss)
+            self._reductions.run_backward(partial(self._inner.backward, loss, share, **graph))
         except DisagreementError as error:
             failure = error
         gather_or_raise(None, failure, group=self._pipeline.model_group, device=self.device)

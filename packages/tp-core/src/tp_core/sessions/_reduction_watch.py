@@ -18,15 +18,10 @@ log = logging.getLogger("tp_core")
 
 _MOST_SHAPES = 3  # in a message
 
-_IN_PARTS = (
-    "a backward pass came again to a parameter whose gradient is not averaged over the ranks yet: the pass "
-    "before left out others of the model, as with losses of several heads, or a reentrant checkpoint uses it "
-    "several times; add the losses and go back once, trainer.backward(first + second), or give the backend's "
-    "option find_unused_parameters=True; checkpoints take use_reentrant=False"
-)
-_STATIC = (
-    "a backward pass came to a parameter with no forward pass of the model since the last one, and with the "
-    "option static_graph=True the ranks average the first alone; leave static_graph out"
+_TWICE = (
+    "a second backward pass came to a parameter within one step of several ranks, which average each "
+    "gradient once; add the losses and go back once, trainer.backward(first + second), or run the step for "
+    "each of them"
 )
 
 
@@ -84,31 +79,32 @@ class ReductionWatch:
         if self._handle is not None:
             self._handle.remove()
 
-    def run_backward(self, run: Callable[[], None], loss: Tensor) -> None:
-        """Run a backward pass from a loss, and have all gradients that it adds averaged.
+    def run_backward(self, run: Callable[[], None]) -> None:
+        """Run a backward pass, and check that it averages all gradients that it adds.
 
-        Collective: DDP's all-reduces in ``run``; those of `SteppingDataParallel.prepare_backward`.
+        Collective: DDP's all-reduces in ``run``; none of its own.
         """
         # Loops and no generators: this runs in every step.
-        models: list[SteppingDataParallel] = []
+        done: list[tuple[SteppingDataParallel, list[tuple[int, int]]]] = []
         for reference in self._models:
             model = reference()
-            if model is not None:
-                models.append(model)
-        before = [model.unaveraged() for model in models]
-        for model in models:
-            model.prepare_backward(loss, is_alone=len(models) == 1)
+            before = None if model is None else model.seen_gradients()
+            if model is not None and before is not None:
+                done.append((model, before))
         try:
             run()
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):  # torch has no class for it
                 raise
-            raise StepError(_IN_PARTS) from error
-        for model, gradients in zip(models, before, strict=True):
-            # torch reports nothing, and each rank adds its own gradients.
-            if gradients is not None and model.unaveraged() != gradients:
-                raise StepError(_STATIC)
-            model.end_backward()
+            raise StepError(_TWICE) from error
+        for model, before in done:
+            # torch reports nothing where all buckets were averaged, and each rank adds its own gradients.
+            if model.seen_gradients() != before:
+                raise StepError(_TWICE)
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                model.note_backward()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if torch.compiler.is_compiling():
