@@ -166,9 +166,9 @@ def test_several_adapters_are_written_beside_each_other(tmp_path):
 
 def test_models_and_files_that_do_not_go_together_are_refused(tmp_path):
     trainer = Trainer(progress=False, devices="cpu")
-    for words in ({"adapter": True}, {"merged": True}):
+    for name, words in (("none", {"adapter": True}), ("none.safetensors", {"merged": True})):
         with pytest.raises(ConfigError, match=r"needs one model with adapters.*Linear has none"):
-            trainer.export(torch.nn.Linear(2, 2), tmp_path / "none.safetensors", **words)
+            trainer.export(torch.nn.Linear(2, 2), tmp_path / name, **words)
     model = make("lora")
     with pytest.raises(ConfigError, match="takes adapter=True or merged=True"):
         trainer.export(model, tmp_path / "both", adapter=True, merged=True)
