@@ -1046,10 +1046,6 @@ MISTAKES = {
         lambda: fit(step=OwnSteps().training_step),
         "training_step of a LightningModule gets a batch and its number; write step=lambda model, batch:",
     ),
-    "a step with the batch first": (
-        lambda: fit(step=lambda batch, model: model(batch)),
-        "step(batch, model) names these two the other way round",
-    ),
     "the best weights of Keras": (
         lambda: callbacks.EarlyStopping(restore_best_weights=True),
         'after it trainer.load_model(model, find_checkpoint("run", best="val_loss"))',

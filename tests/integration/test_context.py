@@ -777,7 +777,7 @@ FAULTS = {
     "gradients of keys not summed": (Detaching, step, "the gradient of .* differs from the whole"),
     "dropout unlike": (Dropping, step, f"{BY_HAND}: .* or draws random numbers"),
     "numbers that rarely count": (DrawingRarely, step, r"'the model' \(DrawingRarely\) draws random numbers"),
-    "a capacity": (Crowding, step, r"'the model' \(Crowding\) counts on over the tokens of a slice"),
+    "a capacity": (Crowding, step, r"'the model' \(Crowding\) accumulates over the tokens of a slice"),
     "the mask of another slice": (SeeingOthers, step, BY_HAND),
     "a document mixed with its neighbor": (Mixed, step, BY_HAND),
     "a norm over the slice": (Scaling, step, BY_HAND),

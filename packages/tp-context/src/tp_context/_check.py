@@ -131,7 +131,7 @@ class _Draw(NamedTuple):
 
 
 class _Scan(NamedTuple):
-    """One call that counts on over a dimension, as a cumulative sum does.
+    """One call that accumulates over a dimension, as a cumulative sum does.
 
     Attributes:
         module: The name of the module that runs.
@@ -157,7 +157,7 @@ class _StepRun(NamedTuple):
         dropout_shapes: Those of what dropout gets, in the order of calls.
         other_sizes: Those of what might have been a slice, and was none.
         draws: The calls that draw random numbers, beside dropout.
-        scans: The calls that count on over a dimension.
+        scans: The calls that accumulate over a dimension.
         generators: The states of generators at its end.
     """
 
@@ -349,8 +349,11 @@ def _dims_of_outputs(
 ) -> dict[tuple[str, int], Sequence[int]]:
     """Return the dimension of the sequence in each tensor that a step returns, if it has one."""
     both = [key for key in whole if key in part and len(whole[key]) == len(part[key])]
-    dims = {key: differing_dim(whole[key], part[key]) for key in both}
-    return {key: () if dim is None else (dim,) for key, dim in dims.items()}
+    dims: dict[tuple[str, int], Sequence[int]] = {}
+    for key in both:
+        dim = differing_dim(whole[key], part[key])
+        dims[key] = [] if dim is None else [dim]
+    return dims
 
 
 def _dims_of_dropout(
@@ -458,11 +461,11 @@ _SCANS = {"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
 
 
 class _CallWatch(TorchDispatchMode):
-    """Notes what is drawn at random and what counts on while a model runs, and in which of its modules.
+    """Notes what is drawn at random and what accumulates while a model runs, and in which of its modules.
 
     Attributes:
         draws: The calls that draw, in their order.
-        scans: The calls that count on over a dimension, in their order.
+        scans: The calls that accumulate over a dimension, in their order.
     """
 
     supports_higher_order_operators = True  # such as flex_attention, which is passed on
@@ -503,7 +506,10 @@ class _CallWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         function = func.name().partition("::")[2].partition(".")[0].rstrip("_")
         if function in _SCANS:
-            dim = args[1] if len(args) > 1 else (kwargs or {})["dim"]
+            if len(args) > 1:
+                dim = args[1]
+            else:
+                dim = kwargs["dim"]
             self.scans.append(_Scan(self._running[-1], function, args[0].size(dim)))
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **(kwargs or {}))
@@ -576,7 +582,7 @@ def _compare(
     drawing = _drawing(whole, part)
     if not is_off and not any(error_of(place) for place in whole.outputs if not place.module):
         if drawing is None:
-            return len(whole.outputs), _counting(whole, part, modules)
+            return len(whole.outputs), _accumulating(whole, part, modules)
         # By chance they make no difference here, as where an expert is drawn among those that are near.
         return len(whole.outputs), (
             f"{drawing or 'the model'!r} ({type(modules[drawing]).__name__}) draws random numbers, which are "
@@ -617,8 +623,8 @@ def _drawing(whole: _StepRun, part: _StepRun) -> str | None:
     return ""
 
 
-def _counting(whole: _StepRun, part: _StepRun, modules: Mapping[str, nn.Module]) -> str:
-    """Return the sentence of a module that counts on over the tokens of a slice, or an empty one.
+def _accumulating(whole: _StepRun, part: _StepRun, modules: Mapping[str, nn.Module]) -> str:
+    """Return the sentence of a module that accumulates over the tokens of a slice, or an empty one.
 
     Experts with a capacity leave out the tokens beyond it: in longer sequences than those of the check.
     """
@@ -629,9 +635,9 @@ def _counting(whole: _StepRun, part: _StepRun, modules: Mapping[str, nn.Module])
         for one, other in zip(scans, of_part, strict=True):
             if one.size != other.size:
                 return (
-                    f"{name or 'the model'!r} ({type(module).__name__}) counts on over the tokens of a slice "
-                    f"({one.function}), which makes no difference in the {one.size} of the check, and may in "
-                    "longer sequences, as the capacity of experts does"
+                    f"{name or 'the model'!r} ({type(module).__name__}) accumulates over the tokens of a "
+                    f"slice ({one.function}), which makes no difference in the {one.size} of the check, and "
+                    "may in longer sequences, as the capacity of experts does"
                 )
     return ""
 

@@ -242,8 +242,10 @@ class ContextSession(SessionWrapper):
             outcomes = self.gather_objects(proved, where="proofs of a model") if hears else [proved]
             for other in outcomes:
                 if isinstance(other, str):
-                    guessed = taken_by_size(batch, sequences) if self.options.sequence is None else []
-                    raise refuse(other, guessed)
+                    by_size = []
+                    if self.options.sequence is None:
+                        by_size = taken_by_size(batch, sequences)
+                    raise refuse(other, by_size)
             proof = proofs[key] = cast("SliceProof", proved)  # it is among those looked at above
         return proof
 
@@ -528,7 +530,7 @@ def _as_returned(output: StepOutput) -> StepOutput:
 
 
 def _described(form: tuple[tuple[str, ...], tuple[int | None, ...], int]) -> str:
-    """Return what says that batches are alike: names, the dimension of each tensor's sequence, lengths."""
+    """Return the form of a batch in words: names, the dimension of each tensor's sequence, lengths."""
     names, dims, lengths = form
     return (
         f"the names {list(names)}, sequences in the dimensions {list(dims)} and {lengths} length(s) of them"

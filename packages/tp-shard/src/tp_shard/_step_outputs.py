@@ -204,7 +204,10 @@ def _plain_tensors(values: Iterable[Any], more: Collection[int] = ()) -> Iterato
     Without other parameters, which keep their attributes, and tensors of other classes.
     """
     for value in values:
-        for each in value if isinstance(value, tuple | list) else (value,):
+        inner = (value,)
+        if isinstance(value, tuple | list):
+            inner = tuple(value)
+        for each in inner:
             if type(each) is Tensor or id(each) in more:
                 yield each
 
@@ -310,11 +313,13 @@ def _split_weights(models: Sequence[nn.Module]) -> dict[int, _SplitOutput]:
     weights = {}
     for model in models:
         for path, layer in model.named_modules():
-            for name, split in layer.splits.items() if isinstance(layer, ParallelLayer) else ():
+            if not isinstance(layer, ParallelLayer):
+                continue
+            for name, split in layer.splits.items():
                 shard = layer._parameters.get(name)
                 if type(shard) is nn.Parameter:
                     dim = split.dim - shard.dim()
-                    place = f"{path}.{name}" if path else name
+                    place = f"{path}.{name}".removeprefix(".")
                     weights[id(shard)] = _SplitOutput(dim, place, shard.size(dim), split.size, is_weight=True)
     return weights
 

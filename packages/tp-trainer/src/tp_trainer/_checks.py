@@ -53,7 +53,7 @@ def metrics_hint(name: str, known: Iterable[str]) -> str:
     return f"which are {', '.join(known) or 'none'}{hint}"
 
 
-_MODEL_NAMES = ("model", "net", "network", "module")
+_STEPS_OF_LIGHTNING = ("training_step", "validation_step", "test_step")
 
 
 def check_callable(what: str, value: object) -> None:
@@ -71,17 +71,12 @@ def check_callable(what: str, value: object) -> None:
         name = getattr(value, "__name__", type(value).__name__)
         msg = f"{wanted}, and {name}{signature} cannot be called with these two: {error}"
         raise ConfigError(msg) from None
-    owner = getattr(value, "__self__", None)
-    if isinstance(owner, nn.Module) and hasattr(owner, "training_step"):
-        method = getattr(value, "__name__", "training_step")
+    method = getattr(value, "__name__", "")
+    if isinstance(getattr(value, "__self__", None), nn.Module) and method in _STEPS_OF_LIGHTNING:
         msg = (
             f"{wanted}, and {method} of a LightningModule gets a batch and its number; write {what}=lambda "
             f"model, batch: model.{method}(batch, 0), or give the module to tp_lightning.Trainer()"
         )
-        raise ConfigError(msg)
-    first, second, *_ = [*signature.parameters, "", ""]
-    if second in _MODEL_NAMES and first not in _MODEL_NAMES:
-        msg = f"{wanted}, and {what}{signature} names these two the other way round"
         raise ConfigError(msg)
 
 
@@ -98,8 +93,8 @@ def as_checkpoints(
     if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
         msg = f"checkpoint must be a folder or Checkpoints(folder, ...), got {checkpoint!r}"
         raise ConfigError(msg)
-    if checkpoint is not None and Path(checkpoint.folder).suffix in _OF_FILES:
-        folder = Path(checkpoint.folder)
+    folder = None if checkpoint is None else Path(checkpoint.folder)
+    if folder is not None and folder.suffix in _OF_FILES and not folder.is_dir():
         msg = (
             f"checkpoint={str(folder)!r} is the name of a file, and the checkpoints of a run are a folder; "
             f"write {str(folder.with_suffix(''))!r}, and trainer.export(model, ...) after the run for a file"
@@ -195,11 +190,6 @@ def recognize_prepare(trainer: object = None, *_: object, **named: object) -> st
         f"prepare() takes its objects by place, got {', '.join(named)} by name; write model, optimizer, "
         "loader = trainer.prepare(model, optimizer, loader)"
     )
-
-
-def recognize_run(*_: object, **__: object) -> str:
-    """Return a sentence on a call of ``run`` without a step, a model or a batch in its place."""
-    return "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
 
 
 def recognize_log(loop: object = None, *given: object, **_: object) -> str | None:  # noqa: ARG001

@@ -37,7 +37,6 @@ from tp_trainer._checks import (
     check_schedule,
     recognize_fit,
     recognize_prepare,
-    recognize_run,
 )
 from tp_trainer._opening._session import LazySession, Options, check_name, options_by_backend
 from tp_trainer._opening._uncaught import with_brief_errors
@@ -707,7 +706,8 @@ class Trainer:
         """
         *models, batch = models_and_batch or (None,)
         if not models or isinstance(batch, nn.Module) or not isinstance(models[0], nn.Module):
-            raise ConfigError(recognize_run())
+            msg = "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
+            raise ConfigError(msg)
         preparation = self._preparation
         watchdog = self._contexts.current.watchdog
         if watchdog is not None:  # in the validation of a loop, whose own batches do not count there

@@ -352,9 +352,18 @@ def _random_numbers() -> dict[str, str]:
     if numpy is not None:
         name, keys, *others = numpy.random.get_state()
         found["numpy"] = _digest(repr((name, keys.tolist(), others)).encode())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for number in range(torch.cuda.device_count()):
-            found[f"cuda:{number}"] = _digest(_bytes_of(torch.cuda.get_rng_state(number)))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return found
+    module = torch.get_device_module(accelerator)
+    if not getattr(module, "is_initialized", module.is_available)():
+        return found  # nothing was drawn there, and to ask would take memory of it
+    count = torch.accelerator.device_count()
+    states = [module.get_rng_state()]  # the only device of some types takes no index
+    if count > 1:
+        states = [module.get_rng_state(number) for number in range(count)]
+    for number, state in enumerate(states):
+        found[f"{accelerator.type}:{number}"] = _digest(_bytes_of(state))
     return found
 
 
@@ -387,9 +396,8 @@ def _watch_torch(recorder: _Recorder) -> None:
 
 
 def _watch_safetensors(recorder: _Recorder) -> None:
-    import safetensors
-
     # Before safetensors.torch takes it by name; it writes without Python.
+    safetensors: Any = sys.modules["safetensors"]
     safetensors.serialize_file = _saving(safetensors.serialize_file, recorder)
 
 
