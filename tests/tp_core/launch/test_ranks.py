@@ -163,6 +163,7 @@ def test_ctrl_c_while_a_rank_starts_leaves_none(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 def test_a_program_needs_no_guard_of_its_main(tmp_path):
     program = "import os\nfrom tp_testing import run_ranks\nprint(run_ranks(lambda: os.environ['RANK'], 2))\n"
     (tmp_path / "program.py").write_text(program)
