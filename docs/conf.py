@@ -85,7 +85,7 @@ nitpick_ignore_regex = [
     # The same, as modules write them that import them for type checkers alone.
     ("py:class", r"DeviceMesh|Figure|Optimizer|Path|ProcessGroup|Tensor|nn\.Module|(np|pd|random)\.[\w.]+"),
     ("py:class", r"object \| ~collections\.abc\..*"),  # a union is cut at its commas
-    ("py:class", r"tp_[\w.]+\.(OptionsT|Output|State|Added|Function|R|T\d?)|P|_pickle\..*"),
+    ("py:class", r"tp_[\w.]+\.(OptionsT|Output|State|Added|Function|R|T\d?)|P|T\d|_pickle\..*"),
 ]
 nitpick_ignore = [
     # What arguments are whose values only other packages of ours make.
