@@ -75,6 +75,31 @@ def fitted(backend, folder=None, *, make_callback=None, hooks=False, dropout=0.0
         trainer.fit(model, optimizer, loader(), step=step, epochs=3, callbacks=callbacks, checkpoint=folder)
 
 
+class Codebook(nn.Module):
+    """Has frozen parameters: one that forward replaces from its rows, one that it moves, one that stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = make_model(), nn.Linear(1, 1)
+        self.stays, self.moves, self.codes = (
+            nn.Parameter(torch.zeros(1), requires_grad=False) for _ in range(3)
+        )
+
+    def forward(self, x):
+        y = self.body(x)
+        with torch.no_grad():
+            self.moves.lerp_(self.head.bias, 0.1)
+            self.codes.data = self.codes * 0.9 + y.detach().mean() * 0.1
+        return self.head(y + self.codes)
+
+
+def fitted_codebook():
+    model = Codebook()
+    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        trainer.fit(model, optimizer, loader(), step=step, epochs=2)
+
+
 def noise_in_a_loop(backend):
     model = make_model()
     with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
@@ -95,6 +120,7 @@ def all_that_drifts(folder):
         lines_of(fitted, "ddp", folder, make_callback=InitializesLayer),
         lines_of(fitted, "ddp", hooks=True),
         lines_of(noise_in_a_loop, "ddp"),
+        lines_of(fitted_codebook),
     ]
 
 
@@ -106,6 +132,7 @@ def test_the_first_parameter_that_ranks_change_by_themselves_is_named_once(two_r
             [f"after step 6 {said} '2.weight'"],
             [f"after step 6 {said} '0.weight'"],
             [f"after step 6 {said} '0.weight'"],
+            [f"after step 6 {said} 'codes'"],
         ]
 
 

@@ -43,7 +43,8 @@ class DriftWatch:
 
     Gradients are averaged, and optimizers are the same on all ranks, so that parameters stay equal. Random
     numbers that a program draws between two steps are not: a layer that a callback initializes anew, noise in
-    a loop of the user's own.
+    a loop of the user's own. Nor is what forward writes from a rank's own rows, as a codebook. Of frozen
+    parameters those that have been written since are looked at: a frozen base is large, and stays as it is.
 
     Args:
         session: The session.
@@ -54,10 +55,15 @@ class DriftWatch:
         self._session = session
         self._models = models if session.job.averages_gradients else {}
         self._warns = True
+        self._frozen: dict[str, tuple[int, int]] = {}  # the versions of frozen parameters at the beginning
+        for model_name, model in self._models.items():
+            for name, parameter in session.unwrap(model).named_parameters():
+                if not parameter.requires_grad:
+                    self._frozen[f"{model_name}.{name}"] = _version_of(parameter)
 
     @torch.no_grad()
     def sums(self) -> dict[Place, ParameterSum]:
-        """Return the sums of the trained parameters, or of the parts of them that this rank has."""
+        """Return the sums of trained and written parameters, or of the parts of them that this rank has."""
         if not self._warns:
             return {}
         places: list[Place] = []
@@ -80,14 +86,18 @@ class DriftWatch:
         }
 
     def _parts(self) -> Iterator[tuple[Place, list[Tensor]]]:
-        """Yield where each trained parameter is, and this rank's parts of it."""
+        """Yield where each trained or written parameter is, and this rank's parts of it."""
         for model_name, model in self._models.items():
             plain = self._session.unwrap(model)
             # Private to torch: a program names there what each rank has for itself.
             own_names = getattr(plain, "_ddp_params_and_buffers_to_ignore", ())
             for name, parameter in plain.named_parameters():
-                if not parameter.requires_grad or parameter.dtype.itemsize == 1:  # torch adds up no float8
+                if parameter.dtype.itemsize == 1:  # torch adds up no float8
                     continue
+                if not parameter.requires_grad:
+                    before = self._frozen.get(f"{model_name}.{name}")
+                    if before is None or before == _version_of(parameter):
+                        continue
                 value = slice_of(self._session.as_slice, parameter, parameter.detach())
                 if isinstance(value, TensorSlice):
                     parts = [(start, part) for start, part in value.parts if part.numel()]
@@ -116,15 +126,21 @@ class DriftWatch:
         log.warning(
             "after step %d the ranks %d and %d hold different values of the parameter %r, which they should "
             "have in common: the program has changed it on each rank in another way, as by random numbers "
-            "that it draws between two steps (noise, a layer that is initialized anew). Draw them in a "
-            "callback's on_optimizer_step, where all ranks draw the same, or with "
-            "generator=torch.Generator().manual_seed(run.step). Checkpoints have the values of rank %d",
+            "that it draws between two steps (noise, a layer that is initialized anew), or by the rank's own "
+            "rows of a batch (a codebook). Draw them in a callback's on_optimizer_step, where all ranks draw "
+            "the same, or with generator=torch.Generator().manual_seed(run.step); gather rows before, as by "
+            "trainer.all_gather. Checkpoints have the values of rank %d",
             step,
             one,
             other,
             name,
             one,
         )
+
+
+def _version_of(parameter: Tensor) -> tuple[int, int]:
+    """Return what shows that a parameter was written in place, or its data replaced."""
+    return parameter._version, parameter.untyped_storage()._cdata
 
 
 def _real(tensor: Tensor) -> Any:
