@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from tp_core.errors import TpError
+from tp_core.errors import StepError, TpError
 from tp_pipeline import PipelineOptions
 from tp_trainer import Trainer
 
@@ -223,6 +223,97 @@ def test_statistics_in_buffers_are_refused(pair, how):
     for message in pair.run(partial(train, partial(Layers, partial(Statistics, how)))):
         assert "forward writes the buffer 'layers.0.mean' (Statistics)" in message
         assert "PipelineOptions(statistics='microbatch')" in message
+
+
+class Normalized(nn.Linear):
+    """Writes its weight in forward, in one of several manners."""
+
+    def __init__(self, how):
+        super().__init__(4, 4)
+        self.how = how
+        self.average = nn.Parameter(self.weight.detach().clone(), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            normal = F.normalize(self.weight, dim=1)
+            if self.how == "in place":
+                self.weight.copy_(normal)
+            if self.how == "data":
+                self.weight.data.div_(self.weight.data.norm(dim=1, keepdim=True))
+            if self.how == "a view":
+                self.weight[0].clamp_(-1, 1)
+            if self.how == "assigned":
+                self.weight.data = normal
+            if self.how == "replaced":
+                self.weight = nn.Parameter(normal)
+            if self.how == "average":
+                self.average.lerp_(self.weight, 0.1)
+            if self.how == "by numbers" and x.sum() > -1e9:
+                self.weight.mul_(0.5)
+            if self.how == "assigned by numbers" and x.sum() > -1e9:
+                self.weight.data = normal
+        return x + super().forward(x)
+
+
+class MovesAnAverage(Layers):
+    """Moves parameters between its blocks."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            first, second = self.layers[0], self.layers[1]
+            first.average.mul_(0.9).add_(second.weight, alpha=0.1)
+        return super().forward(x)
+
+
+class AssignsAnAverage(Layers):
+    def forward(self, x):
+        first = self.layers[0]
+        first.average.data = first.average.data * 0.9
+        return super().forward(x)
+
+
+def refused_writes():
+    hows = ["in place", "data", "a view", "assigned", "replaced", "average", "by numbers"]
+    builds = [partial(Layers, partial(Normalized, how)) for how in [*hows, "assigned by numbers"]]
+    builds += [partial(kind, partial(Normalized, "")) for kind in (MovesAnAverage, AssignsAnAverage)]
+    return [str(train(build)) for build in builds], train(partial(Layers, partial(Normalized, "")))[0]
+
+
+@pytest.mark.slow
+def test_parameters_that_forward_writes_are_refused(pair):
+    for messages, losses in pair.run(refused_writes):
+        names = ["weight"] * 5 + ["average", "weight", "weight", "average", "average"]
+        for message, name in zip(messages, names, strict=True):
+            assert message.startswith(
+                f"forward, or the step, writes the parameter 'layers.0.{name}' (Normalized), and"
+            )
+            assert "in a callback's on_step_end" in message
+        assert len(losses) == 2  # a model that writes none is trained
+
+
+def other_losses():
+    """Return what is said of a backward pass from another value than the step's loss."""
+
+    def step(model, batch):
+        output = model(batch)
+        return {"loss": output.square().mean(), "other": output.abs().mean()}
+
+    with Trainer(backend="pipeline", devices="cpu", seed=0, progress=False) as trainer:
+        model, batches = trainer.prepare(
+            Layers(partial(nn.Linear, 4, 4)), DataLoader(torch.ones(8, 4), batch_size=8)
+        )
+        for batch in batches:
+            found = trainer.run(step, model, batch)
+            with pytest.raises(StepError) as caught:
+                trainer.backward(found["other"])
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_backward_pass_from_another_value_than_the_loss_is_refused(pair):
+    for message in pair.run(other_losses):
+        assert message.startswith("backward() was called with a value that has no gradient: on backend 'pip")
+        assert "add the losses in the step" in message
 
 
 @pytest.mark.parametrize(

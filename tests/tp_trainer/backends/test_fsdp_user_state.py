@@ -539,6 +539,40 @@ def test_writes_into_parts_that_cannot_be_carried_are_refused(two_ranks):
             assert "a view of a leaf Variable that requires grad" in found
 
 
+def writes_by_functions():
+    """Return what is said of writes into parts that functions of torch have made, and the weight's change."""
+
+    def assign(weight):
+        torch.narrow(weight.data, 0, 0, 2)[0] = 1.0
+
+    def augment(weight):
+        part = torch.diagonal(weight)
+        part += 1
+
+    writes = [lambda weight: torch.select(weight, 0, 1).zero_(), assign, augment]
+    messages = []
+    with Trainer(seed=0, devices="cpu", backend="fsdp", progress=False) as trainer:
+        model = trainer.prepare(make_model())
+        weight = trainer.session.unwrap(model).student[1].linear.weight
+        before = whole(weight.detach()).clone()
+        with torch.no_grad():
+            for write in writes:
+                with pytest.raises(StepError) as caught:
+                    write(weight)
+                messages.append(str(caught.value))
+        return messages, torch.equal(whole(weight.detach()), before)
+
+
+def test_writes_into_parts_by_functions_of_torch_are_refused(two_ranks):
+    for messages, is_unchanged in two_ranks.run(writes_by_functions):
+        assert [message.split(" writes a part")[0] for message in messages] == [
+            "zero_",
+            "an assignment",
+            "__iadd__",
+        ]
+        assert is_unchanged
+
+
 def test_parts_are_read_as_before(two_ranks):
     assert two_ranks.run(partial(parts_read, "fsdp")) == [parts_read("single")] * 2
 

@@ -35,14 +35,6 @@ def refused(body, backend):
     return str(caught.value), same
 
 
-def two_passes(trainer, _model, prepared, optimizer, batches):
-    for batch in batches:
-        loss = trainer.run(squared_error, prepared, batch)
-        trainer.backward(loss, retain_graph=True)
-        trainer.backward(0.5 * loss)
-        optimizer.step()
-
-
 def another_type(trainer, model, prepared, optimizer, batches):
     model.float()
     for x, y in batches:
@@ -74,11 +66,6 @@ def one_more_layer(trainer, model, prepared, optimizer, batches):
     for batch in batches:
         trainer.backward(trainer.run(squared_error, prepared, batch))
         optimizer.step()
-
-
-def test_a_second_pass_through_gradients_that_have_been_averaged_is_refused(two_ranks):
-    for message, _ in two_ranks.run(partial(refused, two_passes, "ddp")):
-        assert message.startswith("a second backward pass came to a parameter within one step")
 
 
 def test_a_model_of_another_type_than_when_it_was_prepared_is_refused(two_ranks):

@@ -232,7 +232,7 @@ def test_samples_that_collate_leaves_out_are_told_once(caplog):
     loader = DataLoader(DATA, batch_size=4, collate_fn=leave_out)
     train(loader, epochs=2)
     (message,) = warnings(caplog)
-    assert message.startswith("the first tensor of a batch has 3 rows, and 4 samples were chosen for it")
+    assert message.startswith("a batch has fewer rows than the 4 samples that were chosen for it")
 
 
 def leave_one_out(samples):
@@ -242,7 +242,45 @@ def leave_one_out(samples):
 def test_a_sample_that_collate_leaves_out_of_a_later_batch_is_told(caplog):
     train(DataLoader(DATA, batch_size=4, collate_fn=leave_one_out))
     (message,) = warnings(caplog)
-    assert message.startswith("the first tensor of a batch has 3 rows, and 4 samples were chosen for it")
+    assert message.startswith("a batch has fewer rows than the 4 samples that were chosen for it")
+
+
+class Images(Dataset):
+    """Images of several heights, each with as many boxes as no other."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return torch.ones(3, 5 + i, 5), {"boxes": torch.ones(i, 4), "image": i}
+
+
+def as_lists(samples):
+    return tuple(zip(*samples, strict=True))
+
+
+def as_dict(samples):
+    images, targets = as_lists(samples)
+    return {"images": list(images), "boxes": [target["boxes"] for target in targets]}
+
+
+def with_time_first(samples):
+    return torch.stack([image[:, 0] for image, _ in samples], 1)
+
+
+def without_the_first(samples):
+    return as_lists([sample for sample in samples if sample[1]["image"] != 4])
+
+
+@pytest.mark.parametrize(
+    ("collate", "is_told"),
+    [(as_lists, False), (as_dict, False), (with_time_first, False), (without_the_first, True)],
+)
+def test_what_is_a_sample_in_lists_is_known(collate, is_told, caplog):
+    loader = DataLoader(Images(), batch_size=4, collate_fn=collate)
+    with Trainer(seed=0, progress=False, devices="cpu") as trainer:
+        assert len(list(trainer.prepare(loader))) == 2
+    assert [message[:26] for message in warnings(caplog)] == ["a batch has fewer rows tha"] * is_told
 
 
 def test_what_can_be_gone_through_once_is_an_error_where_it_has_ended(caplog):

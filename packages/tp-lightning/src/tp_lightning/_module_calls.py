@@ -90,15 +90,17 @@ class ModuleCalls:
 
     def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         """Add the gradients of a loss, averaged over ranks."""
-        self._run.hook("on_before_backward", loss)
-        self._run.own.backward(loss, *args, **options)
-        if self._run.session.data_size > 1:
-            # The module runs past DDP, which averages once for each of its own forwards. What was averaged
-            # before is the same on all ranks, and stays as it is.
-            for parameter in (p for optimizer in self._run.optimizers for p in parameters_of(optimizer)):
+        run = self._run
+        run.hook("on_before_backward", loss)
+        # The module runs past DDP, and any loss may leave out parameters of others. So gradients stay on the
+        # ranks here, and are averaged below. What was averaged before is the same on all ranks, and stays.
+        with run.own.no_sync(run.prepared):
+            run.own.backward(loss, *args, **options)
+        if run.session.data_size > 1:
+            for parameter in (p for optimizer in run.optimizers for p in parameters_of(optimizer)):
                 if parameter.grad is not None:
-                    parameter.grad.copy_(self._run.session.reduce(parameter.grad, "mean"))
-        self._run.hook("on_after_backward")
+                    parameter.grad.copy_(run.session.reduce(parameter.grad, "mean"))
+        run.hook("on_after_backward")
 
     def clip_gradients(
         self,

@@ -249,6 +249,7 @@ class PipelineSession(ProcessGroupSession):
             rows=self._rows,
             inner=self._inner,
             accepts_statistics=self.options.statistics == "microbatch",
+            is_split=self.options.microbatches != 1,
         )
 
     def compile_model(self, model: nn.Module) -> None:
@@ -470,18 +471,26 @@ class PipelineSession(ProcessGroupSession):
         """Add the gradients of the loss over the whole global batch.
 
         Raises:
+            StepError: The loss is another value than the "loss" that the step has returned.
             DisagreementError: The session that splits tensors finds other gradients on ranks that have the
                 same parameter; on all ranks that hold the model.
 
         Collectives: those of :meth:`run`'s gradients; with split tensors those of that session's checks, and
         an all-gather over the ranks that hold the model.
         """
+        if not loss.requires_grad:
+            msg = (
+                "backward() was called with a value that has no gradient: on backend 'pipeline' the 'loss' "
+                "that a step returns goes back, and nothing else of it; add the losses in the step, or run a "
+                "step for each of them"
+            )
+            raise StepError(msg)
         if self._inner is None:
             super().backward(loss, share, **graph)
             return
         failure = None
         try:
-            self._reductions.run_backward(partial(self._inner.backward, loss, share, **graph))
+            self._reductions.run_backward(partial(self._inner.backward, loss, share, **graph), loss)
         except DisagreementError as error:
             failure = error
         gather_or_raise(None, failure, group=self._pipeline.model_group, device=self.device)

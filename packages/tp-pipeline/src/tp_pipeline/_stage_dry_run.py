@@ -13,6 +13,7 @@ that a hook has collected within a block is seen wherever it is used.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ _OF_SHAPES = {f"{kind}_like" for kind in ("empty", "full", "ones", "zeros", "ran
 _OF_SHAPES |= {f"new_{kind}" for kind in ("empty", "empty_strided", "full", "ones", "zeros")}
 """Operators that take the shape of their input, and not its numbers."""
 _COPIES = {"_to_copy", "clone"}
+_BOUNDS = {"embedding_renorm_"}
+"""Writes that come to the same however often they run."""
 _BATCH = 0
 """What numbers follow from that are of the micro-batch; no storage has this address."""
 
@@ -244,6 +247,7 @@ class StageDryRun:
             return, and the addresses of buffers and attributes as they were before the run.
         copied: The buffers and attributes whose numbers a storage has as they were, by its address.
         written_buffers: After the run, the names of buffers that it has written, or put others in place of.
+        written_parameters: After the run, the names of parameters that it has written or replaced.
         writes_batch: After the run, whether it has written tensors of the micro-batch in place.
         kept: After the run, the names of attributes of modules that it has changed.
         tracker: Passes origins on.
@@ -268,6 +272,7 @@ class StageDryRun:
             self.follows[_address_of(tensor)] = frozenset([_BATCH])
         self.copied: dict[int, frozenset[int]] = {}
         self.written_buffers: list[str] = []
+        self.written_parameters: list[str] = []
         self.writes_batch = False
         self.kept: list[str] = []
         self._attributes: frozenset[int] = frozenset()  # the addresses of those that are tensors
@@ -284,6 +289,9 @@ class StageDryRun:
         # Random tensors for fake ones by the address of a storage, and fake ones for tensors by identity.
         self._random_of: dict[int, Tensor] = {}
         self._fake_of: dict[int, Any] = {}
+        # What has the place of a parameter, with the address of its storage then, by the parameter's name.
+        self._stand_ins: dict[str, tuple[nn.Parameter, int]] = {}
+        self._replaced: set[int] = set()  # the addresses of those whose data a unit with numbers has replaced
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -310,6 +318,7 @@ class StageDryRun:
                     self.tracker,
                 ):
                     yield
+                self.written_parameters = [name for name in self._stand_ins if self._has_changed(name)]
             self.kept = attributes.changed(self._is_kept, self._has_written)
             self.writes_batch = any(map(self._has_written, self._batch))
             for name, module, key, buffer, address, _ in buffers:
@@ -342,6 +351,17 @@ class StageDryRun:
             return True
         follows = frozenset[int]() if now is None else self.follows.get(_address_of(now), frozenset())
         return _BATCH in follows or address in follows
+
+    def _has_changed(self, name: str) -> bool:
+        """Return whether the run has written a parameter's stand-in, or put another in its place."""
+        stand_in, address = self._stand_ins[name]
+        prefix, _, key = name.rpartition(".")
+        if self.model.get_submodule(prefix)._parameters.get(key) is not stand_in:
+            return True
+        numbers = self._random_of.get(address)  # which glue, and units that decide by numbers, have for it
+        written = [address] if numbers is None else [address, _address_of(numbers)]
+        is_replaced = address in self._replaced or _address_of(stand_in) != address
+        return is_replaced or not self.written.isdisjoint(written)
 
     def _has_written(self, tensor: Tensor) -> bool:
         """Return whether operators have written a tensor in place, or a view of it."""
@@ -385,6 +405,7 @@ class StageDryRun:
             fake = torch.empty(self._shape_of(name), dtype=parameter.dtype, device=self.device)
         stand_in = nn.Parameter(fake, parameter.requires_grad)
         self.note(stand_in, {("param", name)})
+        self._stand_ins[name] = stand_in, _address_of(stand_in)
         return stand_in
 
     def forget(self) -> None:
@@ -392,6 +413,7 @@ class StageDryRun:
         self._alive.clear()
         self._random_of.clear()
         self._fake_of.clear()
+        self._stand_ins.clear()
 
     def note(self, tensor: Tensor, origins: set[Origin] | frozenset[Origin]) -> None:
         """Record the origins of a tensor, and of all that share its memory."""
@@ -479,8 +501,7 @@ class StageDryRun:
         """
         try:
             if type(unit) in self._with_numbers:
-                with swapped(unit, lambda _, p: nn.Parameter(self.numbers_for(p), p.requires_grad)):
-                    return forward(*args, **kwargs)
+                return self._compute_with_numbers(unit, partial(forward, *args, **kwargs))
             self.tracker.is_below = True
             with self._mode, _TrackerAboveFakes(self):
                 return forward(*args, **kwargs)
@@ -490,6 +511,22 @@ class StageDryRun:
             UnsupportedOperatorException,
         ) as error:
             raise NeedsNumbersError(type(unit)) from error
+
+    def _compute_with_numbers(self, unit: nn.Module, compute: Callable[[], Any]) -> Any:
+        made: list[tuple[nn.Parameter, nn.Parameter, int]] = []
+
+        def with_numbers(_: str, fake: nn.Parameter) -> nn.Parameter:
+            parameter = nn.Parameter(self.numbers_for(fake), fake.requires_grad)
+            made.append((fake, parameter, _address_of(parameter)))
+            return parameter
+
+        with swapped(unit, with_numbers):
+            output = compute()
+            present = set(map(id, unit.parameters()))
+        for fake, parameter, address in made:
+            if id(parameter) not in present or _address_of(parameter) != address:
+                self._replaced.add(_address_of(fake))
+        return output
 
     def _inner_recorder(self, call: UnitCall, number: int) -> Callable[[nn.Module, Any, Any], None]:
         """Return a hook that records the calls of modules within a call of a unit."""
@@ -631,7 +668,8 @@ class _OriginTracker(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_of(value):
                     run.note(tensor, origins | run.origins_of(tensor))
-                    run.written.add(_address_of(tensor))
+                    if func._opname not in _BOUNDS:
+                        run.written.add(_address_of(tensor))
 
     def _with_numbers(self, value: Any) -> Any:
         return self._run.numbers_for(value) if isinstance(value, FakeTensor) else value

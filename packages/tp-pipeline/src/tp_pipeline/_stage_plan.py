@@ -78,6 +78,7 @@ class CutRules:
         starts: The calls with which stages begin, if the model is cut already.
         count_of: Returns the number of elements of a whole parameter by its name, the same on all ranks.
         accepts_statistics: Whether forward may write buffers, once for each micro-batch.
+        is_split: Whether a batch may have several micro-batches, for each of which forward runs.
     """
 
     stages: int
@@ -85,6 +86,7 @@ class CutRules:
     starts: Sequence[Start] | None
     count_of: Callable[[str], int]
     accepts_statistics: bool = False
+    is_split: bool = True
 
 
 def make_plan(
@@ -119,6 +121,8 @@ def make_plan(
         try:
             with run.recording():
                 output = step(model, own)
+            if rules.is_split:
+                _check_parameters_kept(run)
             if not rules.accepts_statistics:
                 _check_buffers(run)
             starts, stage_of = _find_stages(run, can_start, rules)
@@ -131,6 +135,26 @@ def make_plan(
             raise cast("ModelError", refused.__cause__) from None
         finally:
             run.forget()
+
+
+def _check_parameters_kept(run: StageDryRun) -> None:
+    """Check that forward, and the step, write no parameter: it runs for each micro-batch, on its stage alone.
+
+    Raises:
+        ModelError: One is written, or replaced.
+    """
+    if not run.written_parameters:
+        return
+    name = run.written_parameters[0]
+    owner = run.model.get_submodule(name.rpartition(".")[0])
+    msg = (
+        f"forward, or the step, writes the parameter {name!r} ({type(owner).__name__}), and on backend "
+        "'pipeline' it runs for each micro-batch, on the ranks of its stage: an average would move as often, "
+        "and other micro-batches are under way. Write it between steps, as in a callback's on_step_end, "
+        "compute the changed weight anew in each forward pass (torch.nn.utils.parametrize), give the option "
+        "microbatches=1, or take ddp, which runs the step once"
+    )
+    raise ModelError(msg)
 
 
 def _check_buffers(run: StageDryRun) -> None:

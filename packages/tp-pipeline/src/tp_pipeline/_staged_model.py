@@ -128,6 +128,7 @@ class StagedModel:
         rows: The rows of parameters that this rank has, where data-parallel ranks shard them.
         inner: The session that has split the model's tensors over ranks, if there is one.
         accepts_statistics: Whether forward may write buffers, once for each micro-batch.
+        is_split: Whether a batch may have several micro-batches.
 
     Attributes:
         model: The plain model.
@@ -153,9 +154,10 @@ class StagedModel:
         rows: RowShards | None = None,
         inner: Session | None = None,
         accepts_statistics: bool = False,
+        is_split: bool = True,
     ) -> None:
         self.model = model
-        self._accepts_statistics = accepts_statistics
+        self._accepts_statistics, self._is_split = accepts_statistics, is_split
         self.units, _ = find_units(model, cuts)
         self.compiled: dict[str, nn.Module] = {}
         self._cuts, self._orders, self._ranks = cuts, orders, ranks
@@ -347,6 +349,7 @@ class StagedModel:
                     starts=self._starts,
                     count_of=lambda name: self.placements[name].whole_shape.numel(),
                     accepts_statistics=self._accepts_statistics,
+                    is_split=self._is_split,
                 ),
                 shape_of=lambda name: self.placements[name].shape,
                 device=self._ranks.device,

@@ -295,25 +295,3 @@ def count_samples(batch: Any) -> int:
         return batch.samples
     lengths = (length_along(leaf) for leaf in tree_leaves(batch) if not is_array(leaf))
     return next((length for length in lengths if length is not None), 1)
-
-
-def has_fewer(batch: Any, samples: int) -> bool:
-    """Return whether a batch has fewer samples than were chosen for it, and log a warning then.
-
-    A collate function that leaves samples out does not report it. The check cannot notice it where one
-    sample is left, or where the batch has no tensor.
-    """
-    if isinstance(batch, Envelope):
-        batch = batch.batch
-    found = count_samples(batch)
-    if not 1 < found < samples:
-        return False
-    log.warning(
-        "the first tensor of a batch has %d rows, and %d samples were chosen for it: if collate_fn leaves "
-        "samples out, the batch counts as %d in means over samples, and in gradients on several ranks and "
-        "where batches are accumulated; return how many it has from the step, as 'weight'",
-        found,
-        samples,
-        samples,
-    )
-    return True

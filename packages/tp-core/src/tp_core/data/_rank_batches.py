@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from tp_core._contracts._batch import Share
-from tp_core.data._batches import EpochBatches, count_samples, has_fewer
+from tp_core.data._batches import EpochBatches, count_samples
+from tp_core.data._scattering import has_fewer
 from tp_core.data._streams import NOTHING, Stream, split_stream
 from tp_core.data._user_loaders import (
     ElasticLoader,

@@ -6,6 +6,7 @@ as there are rows is refused until ``samples`` or ``broadcast`` names it.
 """
 
 import inspect
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -18,11 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from tp_core._contracts._batch import Parts
 from tp_core._trees import containers, tree_leaves
 from tp_core.arguments import as_names
-from tp_core.data._batches import split_evenly
+from tp_core.data._batches import Envelope, split_evenly
 from tp_core.data._rows import is_array, length_along, split_rows
 from tp_core.errors import ConfigError
+
+log = logging.getLogger("tp_core")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -112,6 +116,57 @@ def _has_length(value: Any, length: int) -> bool:
     if is_sequence(value) and len(value) == length:
         return True
     return any(_has_length(child, length) for child in container.children(value))
+
+
+def has_fewer(batch: Any, chosen: int) -> bool:
+    """Return whether a batch has fewer rows than the samples that were chosen for it, and log a warning then.
+
+    A collate function that leaves samples out does not report it. Rows are those of tensors, or the entries
+    of lists: of images, say, whose own rows are channels. So the check is silent where tensors have several
+    lengths, or a list has an entry for each sample; it cannot notice it where one sample is left.
+    """
+    if isinstance(batch, Envelope):
+        batch = batch.batch
+    lengths: set[int | None]
+    if isinstance(batch, Parts):
+        lengths = {sum(batch.counts)}
+    elif _has_list(batch, chosen):
+        return False
+    else:
+        tensors = [leaf for leaf in tree_leaves(batch) if length_along(leaf) is not None]
+        if all(_has_length(tensor, chosen) for tensor in tensors):  # samples may be along another dimension
+            return False
+        lengths = {length_along(tensor) for tensor in tensors}
+        if len(lengths) > 1:
+            lengths = _lengths_of_lists(batch)
+    rows = lengths.pop() if len(lengths) == 1 else None
+    if rows is None or not 1 < rows < chosen:
+        return False
+    log.warning(
+        "a batch has fewer rows than the %d samples that were chosen for it: if collate_fn leaves samples "
+        "out, the batch counts as %d in means over samples, and in gradients on several ranks and where "
+        "batches are accumulated; return how many it has from the step, as 'weight'",
+        chosen,
+        chosen,
+    )
+    return True
+
+
+def _has_list(value: Any, length: int) -> bool:
+    """Return whether a value is a list that is so long, or has one."""
+    container = _CONTAINERS[type(value)]
+    if container is None:
+        return False
+    if is_sequence(value) and len(value) == length:
+        return True
+    return any(_has_list(child, length) for child in container.children(value))
+
+
+def _lengths_of_lists(batch: Any) -> set[int | None]:
+    """Return the lengths of the lists that a batch consists of; none if it has other values, too."""
+    container = _CONTAINERS[type(batch)]
+    children = [] if container is None else list(container.children(batch))
+    return {len(child) for child in children} if all(map(is_sequence, children)) else set()
 
 
 def has_rows(value: Any) -> bool:

@@ -7,7 +7,8 @@ copy, and what is written is lost with that copy, without a word::
     weight[:6] *= 2     the same, times 2: the shards stay as they are
 
 Here each rank writes into the whole tensor, and keeps its own rows of it. It holds for all DTensors that are
-split: parameters, their ``data``, gradients and states of optimizers.
+split: parameters, their ``data``, gradients and states of optimizers. How a function of torch has made a part
+(``torch.select(weight, 0, 1)``) is not known, and a write into that one is refused.
 """
 
 import functools
@@ -42,6 +43,13 @@ _VIEWS = (
 """The methods that gather for a view of a part, and do not refuse it, as ``unbind`` does."""
 _AUGMENTED = frozenset(f"__i{n}__" for n in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))
 _AUGMENTED |= frozenset(f"__i{n}__" for n in ("and", "or", "xor", "lshift", "rshift"))
+_OF_NO_VALUES = {"detach_", "rename_", "requires_grad_", "share_memory_"}
+_WRITES = _AUGMENTED | {
+    name
+    for name in dir(Tensor)
+    if name.endswith("_") and not name.startswith("_") and name not in _OF_NO_VALUES
+}
+"""The methods that write their tensor."""
 
 
 def carry_part_writes() -> None:
@@ -53,6 +61,8 @@ def carry_part_writes() -> None:
         return
     for name in _VIEWS:
         setattr(DTensor, name, _view_method(name))
+    for name in _WRITES:
+        setattr(DTensor, name, _writing_method(name))
     DTensor.__setitem__ = _set_item  # type: ignore[method-assign]
 
 
@@ -106,7 +116,39 @@ def _view_method(name: str) -> Callable[..., Any]:
     return view
 
 
+def _writing_method(name: str) -> Callable[..., Any]:
+    plain = getattr(Tensor, name)
+
+    @functools.wraps(plain)
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_kept(self, name)
+        return plain(self, *args, **kwargs)
+
+    return write
+
+
+def _check_kept(tensor: Any, name: str) -> None:
+    """Check that a tensor is no view of a gathered copy of which it is not known what part it is.
+
+    Raises:
+        StepError: It is, and what is written into it would be lost.
+    """
+    if type(tensor) is PartOfShards or torch.compiler.is_compiling() or not tensor._is_view():
+        return
+    base = tensor._base
+    if torch.is_grad_enabled() and base.requires_grad and base.is_leaf:  # torch refuses it
+        return
+    if isinstance(base, DTensor) and _storage(base) != _storage(tensor):
+        msg = (
+            f"{name} writes a part of a sharded tensor that a function of torch has made (torch.select, "
+            "torch.narrow, torch.diagonal), a view of a gathered copy, and what is written would be lost; "
+            "make it by a method, weight.select(0, 1), or by weight[1]"
+        )
+        raise StepError(msg)
+
+
 def _set_item(self: Any, key: Any, value: Any) -> None:
+    _check_kept(self, "an assignment")
     if type(self) is PartOfShards or not _is_written(self):
         Tensor.__setitem__(self, key, value)
         return

@@ -239,8 +239,10 @@ class Sharding:
         setattr(model, _RUN, _call)
         setattr(model, "__deepcopy__", _refuse_copy)  # noqa: B010 - torch's own error names no remedy
         register_fsdp_forward_method(model, _RUN)
-        model.register_forward_pre_hook(self._reshard_all, prepend=True)  # of a call outside of `run`
-        model.register_forward_hook(self._end)
+        # Of a call outside of `run`: before torch gathers the parameters, after that, and at the end.
+        model.register_forward_pre_hook(self._begin_call, prepend=True)
+        model.register_forward_pre_hook(self._begin_writes)
+        model.register_forward_hook(self._end_call)
         # Private to torch: the types in which parameters are gathered are known after it, and may be changed
         # until the first gathering.
         model._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # of FSDPModule
@@ -318,7 +320,7 @@ class Sharding:
             self._end()
         return output
 
-    def _reshard_all(self, *_: object) -> None:
+    def _reshard_all(self) -> None:
         """Reshard what forward passes without a backward pass have left gathered, unless one is under way.
 
         The weights may have been changed since, by an optimizer or an average of them, and torch would
@@ -328,10 +330,29 @@ class Sharding:
             for model in self._shards:
                 reshard(model)
 
-    def _end(self, *_: object) -> None:
+    def _end(self) -> None:
         """Reshard after a forward pass that no backward pass follows: ``parameters()`` are shards again."""
         if not torch.is_grad_enabled():
             self._reshard_all()
+
+    # -- a call of the model outside of `run`
+
+    def _begin_call(self, model: nn.Module, *_: object) -> None:
+        if not self._running:
+            self._went_back = False
+            self.check_assignments(model)
+        self._reshard_all()
+
+    def _begin_writes(self, model: nn.Module, *_: object) -> None:
+        writes = self._writes.get(model)
+        if writes is not None and not self._running:
+            writes.begin()
+
+    def _end_call(self, model: nn.Module, *_: object) -> None:
+        writes = self._writes.get(model)
+        if writes is not None and not self._running:
+            writes.after()
+        self._end()
 
     @property
     def gathered_type(self) -> torch.dtype | None:

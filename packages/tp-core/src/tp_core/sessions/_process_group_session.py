@@ -325,7 +325,7 @@ class ProcessGroupSession(Session):
         counts nothing, even if it is NaN.
 
         Raises:
-            StepError: A second backward pass of one step reached a parameter.
+            StepError: A parameter was reached again before the gradients of all others were there.
 
         Collective: DDP's bucketed all-reduces, unless inside :meth:`no_sync`.
         """
@@ -341,7 +341,7 @@ class ProcessGroupSession(Session):
             else:
                 zero_backward(loss, lambda of: (of * 0.0).backward(None, retain_graph, create_graph))
 
-        self._reductions.run_backward(run)
+        self._reductions.run_backward(run, loss)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return DDP's own context, in which gradients stay on the ranks."""

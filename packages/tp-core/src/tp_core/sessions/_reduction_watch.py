@@ -18,10 +18,11 @@ log = logging.getLogger("tp_core")
 
 _MOST_SHAPES = 3  # in a message
 
-_TWICE = (
-    "a second backward pass came to a parameter within one step of several ranks, which average each "
-    "gradient once; add the losses and go back once, trainer.backward(first + second), or run the step for "
-    "each of them"
+_IN_PARTS = (
+    "a backward pass came again to a parameter whose gradient is not averaged over the ranks yet: the pass "
+    "before left out others of the model, as with losses of several heads, or a reentrant checkpoint uses it "
+    "several times; add the losses and go back once, trainer.backward(first + second), or give the backend's "
+    "option find_unused_parameters=True; checkpoints take use_reentrant=False"
 )
 
 
@@ -79,32 +80,27 @@ class ReductionWatch:
         if self._handle is not None:
             self._handle.remove()
 
-    def run_backward(self, run: Callable[[], None]) -> None:
-        """Run a backward pass, and check that it averages all gradients that it adds.
+    def run_backward(self, run: Callable[[], None], loss: Tensor) -> None:
+        """Run a backward pass from a loss, and have all gradients that it adds averaged.
 
-        Collective: DDP's all-reduces in ``run``; none of its own.
+        Collective: DDP's all-reduces in ``run``; those of `SteppingDataParallel.begin_backward`.
         """
         # Loops and no generators: this runs in every step.
-        done: list[tuple[SteppingDataParallel, list[tuple[int, int]]]] = []
+        models: list[SteppingDataParallel] = []
         for reference in self._models:
             model = reference()
-            before = None if model is None else model.seen_gradients()
-            if model is not None and before is not None:
-                done.append((model, before))
+            if model is not None:
+                models.append(model)
+        for model in models:
+            model.begin_backward(loss, is_alone=len(models) == 1)
         try:
             run()
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):  # torch has no class for it
                 raise
-            raise StepError(_TWICE) from error
-        for model, before in done:
-            # torch reports nothing where all buckets were averaged, and each rank adds its own gradients.
-            if model.seen_gradients() != before:
-                raise StepError(_TWICE)
-        for reference in self._models:
-            model = reference()
-            if model is not None:
-                model.note_backward()
+            raise StepError(_IN_PARTS) from error
+        for model in models:
+            model.end_backward()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if torch.compiler.is_compiling():

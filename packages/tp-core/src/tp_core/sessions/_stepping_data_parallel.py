@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_core.errors import ModelError, StepError
@@ -13,6 +13,10 @@ from tp_core.errors import ModelError, StepError
 R = TypeVar("R")
 
 _MOST_NAMES = 3  # in a message
+_STATIC = (
+    "a backward pass came to a parameter with no forward pass of the model since the last one, and with the "
+    "option static_graph=True the ranks average the first alone; leave static_graph out"
+)
 _NOT_REDUCED = "Expected to have finished reduction in the prior iteration"  # of torch's reducer.cpp
 
 
@@ -28,15 +32,20 @@ class SteppingDataParallel(DistributedDataParallel):
         self.training = module.training  # torch's wrapper starts in training mode, whatever the module's is
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         self._trained = [(n, p, p.dtype) for n, p in module.named_parameters() if p.requires_grad]
-        # Whether the next backward pass averages: one does for each forward pass; `None` before any.
-        # A list, since nn.Module sets attributes slowly, and this is set in each step.
-        self._is_ready: list[bool | None] = [None]
+        # The forward passes since the last backward pass, and the gradients before one that a static graph
+        # does not average. Lists, since nn.Module sets attributes slowly, and these are set in each step.
+        self._forwards = [0]
+        self._before_static: list[list[tuple[int, int]] | None] = [None]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, or the step, and prepare to average the gradients of one backward pass.
 
-        Collective: DDP's broadcast of buffers in forward, its bucketed all-reduces in backward.
+        Collective: DDP's broadcast of buffers in forward, its bucketed all-reduces in backward. The broadcast
+        is in the first forward pass before a backward pass alone: it writes buffers in place, which the graph
+        of an earlier one may need.
         """
+        if self._forwards[0]:
+            self.require_forward_param_sync = False
         try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         except RuntimeError as error:
@@ -45,25 +54,53 @@ class SteppingDataParallel(DistributedDataParallel):
             # With several passes in one step, check_reduced at the step's end comes too late.
             raise StepError(self._unused(str(error))) from error
         if self.require_backward_grad_sync and torch.is_grad_enabled():
-            self._is_ready[0] = True
+            self._forwards[0] += 1
         return output
 
-    def seen_gradients(self) -> list[tuple[int, int]] | None:
-        """Return gradients' ids and versions if a backward pass now would average nothing, else ``None``."""
-        if self._is_ready[0] is not False or not self.require_backward_grad_sync:
-            return None
-        return [(id(g), g._version) for _, p, _ in self._trained if (g := p.grad) is not None]
+    def begin_backward(self, loss: Tensor, *, is_alone: bool) -> None:
+        """Prepare to average the gradients of a backward pass, whichever forward passes it goes through.
 
-    def note_backward(self) -> None:
-        """Record the end of a backward pass: if it averaged, the next one averages nothing."""
-        if not self._is_ready[0]:
+        A forward pass does so for one. This is for the others: of several losses, through graphs that other
+        backward passes have been between, or through the module itself.
+
+        Args:
+            loss: Where the pass begins.
+            is_alone: Whether the process has no other model that averages gradients.
+
+        Collective: once, after the first backward pass, a broadcast of the order of its gradients.
+        """
+        if (is_alone and self._forwards[0] == 1) or not self.require_backward_grad_sync:
             return
-        # Private to torch: no public call shows whether every bucket was reduced. This one raises if not.
+        if self.static_graph:
+            if self._forwards[0] == 0:
+                self._before_static[0] = self._gradients()
+            return
         try:
-            self.reducer._check_reducer_finalized()
-        except RuntimeError:  # its gradients are still to come
+            # Private to torch, and what its forward does. It raises while some gradients of the last pass are
+            # to come still: this pass may bring them.
+            if self.reducer._rebuild_buckets():
+                self._has_rebuilt_buckets = True
+        except RuntimeError:
             return
-        self._is_ready[0] = False
+        self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+
+    def end_backward(self) -> None:
+        """Record the end of a backward pass.
+
+        Raises:
+            StepError: The pass has added gradients that a static graph does not average.
+        """
+        self._forwards[0] = 0
+        before = self._before_static[0]
+        if before is None:
+            return
+        self._before_static[0] = None
+        if self._gradients() != before:
+            raise StepError(_STATIC)
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Return the gradients' ids and versions, which show whether any has changed."""
+        return [(id(g), g._version) for _, p, _ in self._trained if (g := p.grad) is not None]
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module that is no method, for example ``config``.
