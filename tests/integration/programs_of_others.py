@@ -554,16 +554,24 @@ def detection_ported(trainer):
 
 
 PROGRAMS = {
-    "SAM": Program(sam, sam_ported),
+    "SAM": Program(sam, sam_ported, refused={"fsdp": "the data of the parameter '0.weight' was replaced"}),
     "MoCo": Program(
         moco,
         moco_ported,
-        refused={"dp-gather": "all_gather() was called within the model's forward"},
+        refused={
+            "dp-gather": "all_gather() was called within the model's forward",
+            "fsdp": "the forward pass wrote the parameter 'encoder_k.0.weight'",
+        },
         named={"tuple": "forward, or the step, writes the parameter 'encoder_k.0.weight'"},
     ),
     "DINO": Program(dino, dino_ported, named={"tuple": "the step changes 'dino_loss'"}),
     "GAN": Program(gan, gan_ported, precision="fp16-mixed", within=1e-2),
-    "timm": Program(timm_program, timm_ported, needs=("timm", "torchvision")),
+    "timm": Program(
+        timm_program,
+        timm_ported,
+        needs=("timm", "torchvision"),
+        refused={"fsdp": "a fully sharded model cannot be copied"},
+    ),
     "detection": Program(
         detection,
         detection_ported,

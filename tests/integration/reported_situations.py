@@ -274,6 +274,21 @@ def classes_with_weights(start):
     run.fit(model, optimizer, loader(data), step, epochs=3, validation=loader(data, 3))
 
 
+@reported("pytorch/pytorch 104776")
+def smoothed_labels_of_classes_with_weights(start):
+    weights = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+
+    def step(model, batch):
+        x, target = batch
+        loss = F.cross_entropy(model(x), target, weight=weights, label_smoothing=0.1)
+        return {"loss": loss, "weight": weights[target].sum()}
+
+    data = TensorDataset(drawn(10, 4), torch.arange(10) * 7 % 3)
+    run, model = start(accumulate=2), perceptron(4, 6, 3)
+    optimizer = SGD(model.parameters(), lr=0.3, momentum=0.9)
+    run.fit(model, optimizer, loader(data), step, epochs=3, clip_norm=0.4)
+
+
 @reported("dnouri/nolearn 247, pytorch/pytorch 25162, microsoft/hi-ml 743, mosaicml/composer 2218")
 def a_validation_whose_last_batch_is_small(start):
     run, model = start(), net()
@@ -1054,6 +1069,71 @@ def two_models_with_optimizers_that_take_turns(start):
         run.backward(run.run(generator_step, generator, critic, batch))
         run.update(generator, second)
         run.log(critic=loss)
+
+
+@reported("Lightning-AI/pytorch-lightning 557, 591")
+def gradients_that_a_generator_leaves_to_its_critic(start):
+    """The critic steps with what the generator's pass has left on it, and is zeroed after that."""
+
+    def generator_step(generator, critic, batch):
+        return F.softplus(-critic(generator(batch[0]))).mean()
+
+    def critic_step(critic, generator, batch):
+        fake = generator(batch[0]).detach()
+        return F.softplus(-critic(batch[0])).mean() + F.softplus(critic(fake)).mean()
+
+    run = start()
+    generator, critic, batches = run.prepare(perceptron(4, 6, 4), perceptron(4, 6, 1, seed=2), loader())
+    first, second = SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1, momentum=0.5)
+    state = {"generator": generator, "critic": critic, "first": first, "second": second}
+    for batch in run.loop(batches, epochs=2, state=state):
+        first.zero_grad()
+        run.backward(run.run(generator_step, generator, critic, batch))
+        first.step()
+        run.backward(run.run(critic_step, critic, generator, batch))
+        second.step()
+        second.zero_grad()
+
+
+@reported("pytorch/pytorch 47260")
+def several_forwards_before_their_backwards(start):
+    def step_of(number):
+        return lambda model, batch: (model(batch[0] * number) - batch[1]).square().mean()
+
+    run, model = start(), net()
+    model, batches = run.prepare(model, loader())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for batch in run.loop(batches, epochs=2, state={"model": model, "optimizer": optimizer}):
+        optimizer.zero_grad()
+        losses = [run.run(step_of(number), model, batch) for number in (1, 2, 3)]
+        for loss in losses:
+            run.backward(loss, retain_graph=True)
+        optimizer.step()
+
+
+@reported("WeiChengTseng/Pytorch-PCGrad 2, 5, median-research-group/LibMTL 16")
+def gradients_of_tasks_that_are_projected(start):
+    """Each task goes back through the graph of one forward pass; conflicts are projected away."""
+
+    def step(model, batch):
+        first, second = model(batch[0]).unbind(1)
+        target = batch[1][:, 0]
+        return {"loss": (first - target).square().mean(), "second": (second + target).square().mean()}
+
+    run, model = start(), perceptron(4, 6, 2)
+    model, batches = run.prepare(model, loader())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for batch in run.loop(batches, epochs=2, state={"model": model, "optimizer": optimizer}):
+        losses, gradients = run.run(step, model, batch), []
+        for name in ("loss", "second"):
+            optimizer.zero_grad()
+            run.backward(losses[name], retain_graph=name == "loss")
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        for parameter, one, other in zip(model.parameters(), *gradients, strict=True):
+            dot = (one * other).sum()
+            conflict = torch.where(dot < 0, dot / other.square().sum(), torch.zeros_like(dot))
+            parameter.grad = one + other - conflict * other
+        optimizer.step()
 
 
 class Reversal(torch.autograd.Function):

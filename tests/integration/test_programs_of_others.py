@@ -15,7 +15,7 @@ for _module in ("tp_tuple", "tp_dp_gather", "tp_testing"):
 
 HERE = {name: p for name, p in PROGRAMS.items() if all(map(importlib.util.find_spec, p.needs))}
 """The programs whose libraries are installed: `hatch run programs` installs them."""
-DEVICES = {"single": 1, "tuple": 2, "dp-gather": 2}
+DEVICES = {"single": 1, "tuple": 2, "dp-gather": 2, "ddp": 1, "fsdp": 1}
 
 
 def outcomes_on(backend):
@@ -67,3 +67,10 @@ def check(backend, outcomes):
 @pytest.mark.parametrize("backend", ["single", "tuple", "dp-gather"])
 def test_in_one_process_they_have_the_numbers_of_their_own_loops(backend, one_thread_per_operation):
     check(backend, outcomes_on(backend))
+
+
+@pytest.mark.nightly
+def test_on_two_ranks_they_have_the_numbers_of_their_own_loops(pair, one_thread_per_operation):
+    for backend in ("ddp", "fsdp"):
+        for outcomes in pair.run(outcomes_on, backend):
+            check(backend, outcomes)
