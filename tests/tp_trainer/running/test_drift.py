@@ -1,6 +1,7 @@
 """Parameters that ranks hold in common stay equal, or the program is told which one does not."""
 
 import logging
+import re
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import run_ranks
 from tp_trainer import Callback, Trainer
 
-WORDS = "hold different values of the parameter"
+WORDS = "hold different values of the"
 
 
 def make_model(*, dropout=0.0):
@@ -37,7 +38,7 @@ def lines_of(run, *args, **kwargs):
         run(*args, **kwargs)
     finally:
         logging.getLogger("tp_trainer").removeHandler(handler)
-    return [line.partition(", which they should")[0] for line in lines if WORDS in line]
+    return [re.split(", which they should|: forward writes", line)[0] for line in lines if WORDS in line]
 
 
 class InitializesLayer(Callback):
@@ -100,6 +101,32 @@ def fitted_codebook():
         trainer.fit(model, optimizer, loader(), step=step, epochs=2)
 
 
+class Memory(nn.Module):
+    """Has buffers: one that forward moves by its rows, one that counts, one that is of a rank alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make_model()
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(1), persistent=False)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        y = self.body(x)
+        self.calls += 1
+        self.last = y.detach().mean()
+        self.mean = self.mean * 0.9 + self.last * 0.1
+        return y
+
+
+def fitted_memory(backend):
+    model = Memory()
+    with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        held_back = loader()
+        trainer.fit(model, optimizer, loader(), step=step, epochs=2, validation=held_back)
+
+
 def noise_in_a_loop(backend):
     model = make_model()
     with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
@@ -121,11 +148,13 @@ def all_that_drifts(folder):
         lines_of(fitted, "ddp", hooks=True),
         lines_of(noise_in_a_loop, "ddp"),
         lines_of(fitted_codebook),
+        lines_of(fitted_memory, "ddp"),
+        lines_of(fitted_memory, "fsdp"),
     ]
 
 
 def test_the_first_parameter_that_ranks_change_by_themselves_is_named_once(two_ranks, tmp_path):
-    said = f"the ranks 0 and 1 {WORDS}"
+    said = f"the ranks 0 and 1 {WORDS} parameter"
     for found in two_ranks.run(all_that_drifts, tmp_path / "run"):
         assert found == [
             [f"after step 6 {said} '2.weight'"],
@@ -133,6 +162,8 @@ def test_the_first_parameter_that_ranks_change_by_themselves_is_named_once(two_r
             [f"after step 6 {said} '0.weight'"],
             [f"after step 6 {said} '0.weight'"],
             [f"after step 6 {said} 'codes'"],
+            [f"after step 6 the ranks 0 and 1 {WORDS} buffer 'mean'"],
+            [f"after step 6 the ranks 0 and 1 {WORDS} buffer 'mean'"],
         ]
 
 
@@ -176,7 +207,7 @@ def scaled_lines():
 
 def test_of_a_sharded_model_what_each_rank_has_whole_is_compared(two_ranks):
     for drawn, in_parts in two_ranks.run(scaled_lines):
-        assert drawn == [f"after step 6 the ranks 0 and 1 {WORDS} 'gain'"]
+        assert drawn == [f"after step 6 the ranks 0 and 1 {WORDS} parameter 'gain'"]
         assert in_parts == []
 
 

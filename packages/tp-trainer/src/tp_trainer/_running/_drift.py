@@ -1,4 +1,4 @@
-"""A watch over the parameters that ranks hold in common: they stay equal, or a warning names the first."""
+"""A watch over what ranks hold in common: it stays equal, or a warning names the first that differs."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from tp_core.device_types import wide_float
 from tp_core.plugins import Session
 from tp_core.state import slice_of
@@ -14,11 +15,11 @@ from tp_core.tensors import TensorSlice
 log = logging.getLogger("tp_trainer")
 
 Place = tuple[str, tuple[tuple[int, ...], ...]]
-"""The name of a parameter, and where in the whole a rank's parts begin; nothing for a whole one."""
+"""The name of a tensor, and where in the whole a rank's parts begin; nothing for a whole one."""
 
 
-class ParameterSum(NamedTuple):
-    """What is compared of a parameter.
+class TensorSum(NamedTuple):
+    """What is compared of a parameter or buffer.
 
     Attributes:
         total: The sum of its elements.
@@ -30,7 +31,7 @@ class ParameterSum(NamedTuple):
     norm: float
     tolerance: float
 
-    def differs(self, other: "ParameterSum") -> bool:
+    def differs(self, other: "TensorSum") -> bool:
         # Equal gradients and equal kernels leave equal bits. Processors of several kinds round in their own
         # way, which over many steps stays below the root of the type's precision; random draws do not. NaN
         # has an error of its own.
@@ -39,12 +40,14 @@ class ParameterSum(NamedTuple):
 
 
 class DriftWatch:
-    """Warns once if ranks hold different values of a parameter that they should have in common.
+    """Warns once if ranks hold different values of a tensor that they should have in common.
 
     Gradients are averaged, and optimizers are the same on all ranks, so that parameters stay equal. Random
     numbers that a program draws between two steps are not: a layer that a callback initializes anew, noise in
     a loop of the user's own. Nor is what forward writes from a rank's own rows, as a codebook. Of frozen
-    parameters those that have been written since are looked at: a frozen base is large, and stays as it is.
+    parameters and buffers those that have been written since are looked at: a frozen base is large, and stays
+    as it is. Norms have a warning of their own, and buffers that no checkpoint has are of a rank alone, as
+    what a module keeps for the last length.
 
     Args:
         session: The session.
@@ -55,15 +58,20 @@ class DriftWatch:
         self._session = session
         self._models = models if session.job.averages_gradients else {}
         self._warns = True
-        self._frozen: dict[str, tuple[int, int]] = {}  # the versions of frozen parameters at the beginning
+        # The versions of frozen parameters and of buffers at the beginning.
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._buffers: set[str] = set()  # the names of those that are compared
         for model_name, model in self._models.items():
-            for name, parameter in session.unwrap(model).named_parameters():
+            plain = session.unwrap(model)
+            for name, parameter in plain.named_parameters():
                 if not parameter.requires_grad:
-                    self._frozen[f"{model_name}.{name}"] = _version_of(parameter)
+                    self._versions[f"{model_name}.{name}"] = _version_of(parameter)
+            for name, buffer in _named_buffers(plain):
+                self._versions[f"{model_name}.{name}"] = _version_of(buffer)
 
     @torch.no_grad()
-    def sums(self) -> dict[Place, ParameterSum]:
-        """Return the sums of trained and written parameters, or of the parts of them that this rank has."""
+    def sums(self) -> dict[Place, TensorSum]:
+        """Return the sums of trained parameters and written tensors, or of the parts that this rank has."""
         if not self._warns:
             return {}
         places: list[Place] = []
@@ -81,12 +89,12 @@ class DriftWatch:
         # Read together, so that an accelerator waits once.
         numbers = torch.stack([number.to(self._session.device) for number in found]).view(-1, 2).tolist()
         return {
-            place: ParameterSum(total, norm, tolerance)
+            place: TensorSum(total, norm, tolerance)
             for place, (total, norm), tolerance in zip(places, numbers, tolerances, strict=True)
         }
 
     def _parts(self) -> Iterator[tuple[Place, list[Tensor]]]:
-        """Yield where each trained or written parameter is, and this rank's parts of it."""
+        """Yield where each trained parameter and each written tensor is, and this rank's parts of it."""
         for model_name, model in self._models.items():
             plain = self._session.unwrap(model)
             # Private to torch: a program names there what each rank has for itself.
@@ -94,10 +102,8 @@ class DriftWatch:
             for name, parameter in plain.named_parameters():
                 if parameter.dtype.itemsize == 1:  # torch adds up no float8
                     continue
-                if not parameter.requires_grad:
-                    before = self._frozen.get(f"{model_name}.{name}")
-                    if before is None or before == _version_of(parameter):
-                        continue
+                if not parameter.requires_grad and not self._is_written(f"{model_name}.{name}", parameter):
+                    continue
                 value = slice_of(self._session.as_slice, parameter, parameter.detach())
                 if isinstance(value, TensorSlice):
                     parts = [(start, part) for start, part in value.parts if part.numel()]
@@ -107,13 +113,26 @@ class DriftWatch:
                     parts = [((), value)]
                 if not parts or type(parts[0][1]) is not Tensor:  # another class may have no sum
                     continue
-                full_name = name if len(self._models) == 1 else f"{model_name}.{name}"
                 starts = tuple(tuple(start) for start, _ in parts if start)
-                yield (full_name, starts), [_real(part) for _, part in parts]
+                yield (self._full_name(model_name, name), starts), [_real(part) for _, part in parts]
+            for name, buffer in _named_buffers(plain):
+                if name in own_names or not _has_sum(buffer) or not buffer.numel():
+                    continue
+                if self._is_written(f"{model_name}.{name}", buffer):
+                    full_name = self._full_name(model_name, name)
+                    self._buffers.add(full_name)
+                    yield (full_name, ()), [buffer]
 
-    def compare(self, everyones: Sequence[Mapping[Place, ParameterSum]], *, step: int) -> None:
+    def _is_written(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor that was there at the beginning has been written since."""
+        return self._versions.get(name, _version_of(tensor)) != _version_of(tensor)
+
+    def _full_name(self, model: str, name: str) -> str:
+        return name if len(self._models) == 1 else f"{model}.{name}"
+
+    def compare(self, everyones: Sequence[Mapping[Place, TensorSum]], *, step: int) -> None:
         """Compare the sums of all ranks, which hold the same values where they have the same place."""
-        first: dict[Place, tuple[int, ParameterSum]] = {}
+        first: dict[Place, tuple[int, TensorSum]] = {}
         for rank, sums in enumerate(everyones):
             for place, found in sums.items():
                 holder, expected = first.setdefault(place, (rank, found))
@@ -123,6 +142,19 @@ class DriftWatch:
 
     def _warn(self, name: str, one: int, other: int, step: int) -> None:
         self._warns = False
+        if name in self._buffers:
+            log.warning(
+                "after step %d the ranks %d and %d hold different values of the buffer %r: forward writes it "
+                "on each rank, from its own rows of a batch, and what rank %d has is kept: a queue or a "
+                "running mean has the rows of that one. Gather the rows of all ranks before, as by "
+                "trainer.all_gather in the step",
+                step,
+                one,
+                other,
+                name,
+                one,
+            )
+            return
         log.warning(
             "after step %d the ranks %d and %d hold different values of the parameter %r, which they should "
             "have in common: the program has changed it on each rank in another way, as by random numbers "
@@ -138,9 +170,23 @@ class DriftWatch:
         )
 
 
-def _version_of(parameter: Tensor) -> tuple[int, int]:
-    """Return what shows that a parameter was written in place, or its data replaced."""
-    return parameter._version, parameter.untyped_storage()._cdata
+def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tensor of each buffer that a checkpoint has, but norms'."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            continue
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer
+
+
+def _has_sum(buffer: Tensor) -> bool:
+    return type(buffer) is Tensor and buffer.is_floating_point() and buffer.dtype.itemsize > 1
+
+
+def _version_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what shows that a tensor was written in place, or its data replaced."""
+    return tensor._version, tensor.untyped_storage()._cdata
 
 
 def _real(tensor: Tensor) -> Any:
