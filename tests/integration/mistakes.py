@@ -982,6 +982,10 @@ MISTAKES = {
         lambda: HISTORY[-1].loss,
         "an EpochRecord has its means by name; write record.metrics['loss']",
     ),
+    "an item of an epoch": (
+        lambda: HISTORY[-1]["loss"],
+        "an EpochRecord has no items, got ['loss']; its means are a dict: write record.metrics['loss']",
+    ),
     "the index of one device": (
         lambda: Trainer(devices="0"),
         "a count from 1 on, 'auto' for all devices, or [0] for the accelerator with index 0",

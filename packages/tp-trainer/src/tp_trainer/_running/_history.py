@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tp_core.errors import ConfigError
 from tp_core.output import in_notebook
@@ -68,6 +68,12 @@ class EpochRecord:
                 return object.__getattribute__(self, name)  # raises the error that led here
             msg = f"an EpochRecord has its means by name; write record.metrics[{name!r}]"
             raise AttributeError(msg, name=name, obj=self)
+
+    def __getitem__(self, name: object) -> NoReturn:
+        """Refuse a mean by its name alone: training and validation both have it."""
+        record = f"record.metrics[{name!r}]"
+        msg = f"an EpochRecord has no items, got [{name!r}]; its means are a dict: write {record}"
+        raise ConfigError(msg)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by name, as checkpoints store them."""
