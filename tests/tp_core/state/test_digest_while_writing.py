@@ -1,11 +1,13 @@
 """The digest that is computed while a file is written is that of the file."""
 
+import os
 import tracemalloc
 
 import pytest
 import torch
 import xxhash
 from tp_core.state import FileRecord, record_of, write_whole
+from tp_core.tensors import _digests
 from tp_core.tensors._digests import DigestingFile  # private: who wrote a file cannot be seen in it
 
 PIECE = 16 << 20
@@ -84,3 +86,21 @@ def test_the_digest_is_xxh3_of_the_pieces_digests(tmp_path):
     path.write_bytes(b"x" * PIECE + b"yz")
     pieces = xxhash.xxh3_128_digest(b"x" * PIECE) + xxhash.xxh3_128_digest(b"yz")
     assert record_of(path) == FileRecord(PIECE + 2, xxh3_128=xxhash.xxh3_128_hexdigest(pieces))
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice on files")
+def test_the_system_writes_each_piece_at_once_and_keeps_the_last_ones_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(_digests, "PIECE", 1000)
+    monkeypatch.setattr(_digests, "_CHUNK", 300)
+    advised = []
+
+    def advise(handle, start, length, advice):
+        advised.append((start, start + length, os.fstat(handle).st_size))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    with (tmp_path / "file").open("wb") as file:
+        digesting = DigestingFile(file)
+        for _ in range(3):
+            digesting.write(b"x" * 2100)
+    # All that is advised on has been handed to the system before.
+    assert advised == [(max(0, end - 4000), end, end) for end in range(1000, 6001, 1000)]

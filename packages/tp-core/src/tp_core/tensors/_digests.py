@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ DIGEST_SIZE = 16
 """The length of a manifest's own digest, in bytes."""
 PIECE = 16 << 20
 _CHUNK = 1 << 20
+_IN_MEMORY = 4  # pieces of a file that is written
 _MAX_THREADS = 4  # more would take cores from the training
 
 
@@ -143,7 +144,13 @@ def record_of(path: Path) -> FileRecord:
 
 
 class DigestingFile:
-    """A file that digests bytes as it writes them, so that they need not be read again."""
+    """A file that digests bytes as it writes them, so that they need not be read again.
+
+    It has the system bring each piece to the disk at once, while the next one is made, and forget it a few
+    pieces later. A checkpoint is as large as what fits into memory, and is read after a failure alone: left
+    to itself the system keeps all of it, in the place of files that the training reads, and a save waits for
+    free pages and for the whole at its end.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -154,7 +161,8 @@ class DigestingFile:
     def write(self, data: bytes | memoryview, /) -> int:
         view, start = memoryview(data).cast("B"), 0
         while start < len(view):
-            part = view[start : start + PIECE - self._nbytes % PIECE]
+            # Chunks that stay in the processor's cache between the digest and the write.
+            part = view[start : start + min(_CHUNK, PIECE - self._nbytes % PIECE)]
             self._piece.update(part)
             self._file.write(part)
             self._nbytes += len(part)
@@ -162,7 +170,16 @@ class DigestingFile:
             if self._nbytes % PIECE == 0:
                 self._pieces.append(self._piece.digest())
                 self._piece = _new_digest()
+                self._write_back()
         return len(view)
+
+    def _write_back(self) -> None:
+        """Have the system write the last pieces, and forget those that are written: an advice."""
+        self._file.flush()
+        if hasattr(os, "posix_fadvise"):
+            first = max(0, self._nbytes - _IN_MEMORY * PIECE)
+            with suppress(OSError):  # of file systems that take no advice, and of what is no file
+                os.posix_fadvise(self._file.fileno(), first, self._nbytes - first, os.POSIX_FADV_DONTNEED)
 
     def flush(self) -> None:
         self._file.flush()
