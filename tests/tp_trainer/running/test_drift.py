@@ -3,6 +3,7 @@
 import logging
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_testing import run_ranks
 from tp_trainer import Callback, Trainer
+from tp_trainer._running._drift import DriftWatch  # private: no public name sums
 
 WORDS = "hold different values of the"
 
@@ -262,3 +264,29 @@ def lines_of_types():
 def test_differences_of_rounding_are_none(two_ranks):
     for found in two_ranks.run(lines_of_types):
         assert [len(lines) for lines in found] == [0, 0, 1]
+
+
+def resident(name):
+    """Return what Linux counts of this process's memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def memory_of_sums():
+    """Return how many bytes the sums of a weight of 96 MB need."""
+    torch.manual_seed(1)
+    model = nn.Linear(3000, 8000, bias=False)
+    with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
+        watch = DriftWatch(trainer.session, {"model": trainer.prepare(model)})
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        (found,) = watch.sums().values()
+        needed = resident("VmHWM") - before
+    expected = model.weight.detach().double()
+    torch.testing.assert_close([found.total, found.norm], [expected.sum().item(), expected.norm().item()])
+    return needed
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does")
+def test_sums_of_a_large_weight_need_little_memory(two_ranks):
+    assert max(two_ranks.run(memory_of_sums)) < 100e6

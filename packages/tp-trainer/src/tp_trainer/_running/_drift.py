@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from tp_core.state import slice_of
 from tp_core.tensors import TensorSlice
 
 log = logging.getLogger("tp_trainer")
+
+_MOST_AT_ONCE = 1 << 21  # elements that are summed at once
 
 Place = tuple[str, tuple[tuple[int, ...], ...]]
 """The name of a tensor, and where in the whole a rank's parts begin; nothing for a whole one."""
@@ -79,8 +81,9 @@ class DriftWatch:
         found: list[Tensor] = []
         wide = wide_float(self._session.device)
         for place, parts in self._parts():
-            total = sum(part.sum(dtype=wide) for part in parts)
-            square = sum(torch.linalg.vector_norm(part, dtype=wide).square() for part in parts)
+            pieces = [piece for part in parts for piece in _pieces(part)]
+            total = sum(piece.sum(dtype=wide) for piece in pieces)
+            square = sum(torch.linalg.vector_norm(piece, dtype=wide).square() for piece in pieces)
             found += [torch.as_tensor(total), torch.as_tensor(square).sqrt()]
             places.append(place)
             tolerances.append(torch.finfo(parts[0].dtype).eps ** 0.5)
@@ -189,5 +192,15 @@ def _version_of(tensor: Tensor) -> tuple[int, int]:
     return tensor._version, tensor.untyped_storage()._cdata
 
 
-def _real(tensor: Tensor) -> Any:
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield views of a tensor: on a CPU a sum in a wider type makes a copy of what is summed."""
+    if tensor.numel() <= _MOST_AT_ONCE or not tensor.dim():
+        yield tensor
+        return
+    rows = max(1, _MOST_AT_ONCE * len(tensor) // tensor.numel())
+    for piece in tensor.split(rows):
+        yield from _pieces(piece[0]) if rows == 1 and tensor.dim() > 1 else [piece]
+
+
+def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
