@@ -40,6 +40,7 @@ RING_3 = {"tp_accelerate", "tp_lightning", "tp_ray", "tp_simulator", "tp_testing
 
 
 def pytest_configure(config):
+    _spare_the_disk()
     if not hasattr(config, "workerinput"):
         _gather_temporary_files()
     elif config.args_source is config.ArgsSource.TESTPATHS:
@@ -53,6 +54,15 @@ def pytest_configure(config):
     hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
     if hang_up and (signal.getsignal(hang_up) is signal.SIG_IGN or hasattr(config, "workerinput")):
         signal.signal(hang_up, lambda *_: None)
+
+
+def _spare_the_disk():
+    """Leave what this process writes in the system's memory: tests would wait for the disk 12,000 times.
+
+    It makes a difference after a power failure alone. Tests of what is flushed, and when, look at the calls;
+    ranks and programs that tests start flush as ever.
+    """
+    os.fsync = os.fstat  # which raises for what is not open, too
 
 
 _OF_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", re.MULTILINE)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import threading
 
 import pytest
@@ -23,6 +24,18 @@ def test_a_file_is_replaced_by_a_whole_one(tmp_path):
     write_text(path)
     assert path.read_text() == "new"
     assert names(tmp_path) == ["file"]
+
+
+def test_contents_are_on_the_disk_before_their_name_is_and_then_the_name(tmp_path, monkeypatch):
+    path, flushed = tmp_path / "file", []
+    path.write_text("old")
+
+    def note(handle):
+        flushed.append((stat.S_ISDIR(os.fstat(handle).st_mode), path.read_text()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_text(path)
+    assert flushed == [(False, "old"), (True, "new")]
 
 
 def test_an_error_leaves_the_old_file_alone(tmp_path):

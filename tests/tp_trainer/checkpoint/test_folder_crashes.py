@@ -65,6 +65,25 @@ def test_a_run_that_is_killed_before_some_operation_goes_on(tmp_path, name):
     check_points(tmp_path, name, lambda count: range(3, count, 23))
 
 
+def test_a_checkpoint_is_on_the_disk_before_its_name_is_and_then_the_name(tmp_path, monkeypatch):
+    folder, flushed, missing, usual = tmp_path / "run", set(), [], Path.rename
+
+    def note(handle):
+        flushed.add(os.fstat(handle).st_ino)
+
+    def rename(source, target):
+        paths = [source, *source.rglob("*")]
+        missing.append([path.name for path in paths if path.stat().st_ino not in flushed])
+        usual(source, target)
+        flushed.discard(folder.stat().st_ino)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", rename)
+    train(folder, epochs=1, keep=10)
+    assert missing == [[]] * 5
+    assert folder.stat().st_ino in flushed
+
+
 @pytest.mark.takes(60)
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,5 +1,6 @@
 """Loaders of other numbers of batches than they say, and iterators that end within a user's function."""
 
+import gc
 import logging
 
 import pytest
@@ -127,7 +128,9 @@ class Ends(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_data_that_end_by_mistake_are_an_error_wherever_they_are_read(workers):
+def test_data_that_end_by_mistake_are_an_error_wherever_they_are_read(workers, monkeypatch):
+    # torch asks a worker whose data ended so to end, and waits these seconds, 5, before it ends it.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     loader = DataLoader(Ends(), batch_size=4, num_workers=workers)
     model, match = nn.Linear(1, 1), "ended after 2 of 5 batches, without an error: .* StopIteration"
     with pytest.raises(LoaderError, match=match):
@@ -139,6 +142,7 @@ def test_data_that_end_by_mistake_are_an_error_wherever_they_are_read(workers):
             trainer.predict(model, loader, lambda m, b: m(b)).collect()
         with pytest.raises(LoaderError, match=match):
             list(trainer.prepare(loader))
+    gc.collect()  # errors hold the iterators, and with them the workers, in circles
 
 
 def asks_too_much(*_):
