@@ -49,9 +49,12 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
 
     def estimate_memory(self, job: Job) -> MemoryNeed | None:
         """Return what the fullest rank needs; until the first step, each has the weights of all stages."""
+        options = self.parse_options(job)
+        if job.footprint is None or job.model is None:
+            return None
+        # Here: with it comes torch.distributed.pipelining, which each start of a job would wait for.
         from tp_pipeline._stage_memory import estimate, with_split_tensors
 
-        options = self.parse_options(job)
         weights, inner = self._weights(job)
         split = 1 if weights is None else weights.ranks_per_model(job)
         ranks = options.ranks
@@ -59,7 +62,7 @@ class PipelineBackend(RanksBackend[PipelineOptions]):
             ranks = job.environment.world_size // (split * max(job.ranks_per_sample, 1))
         need = estimate(job, ranks, options, split=split)
         is_plain = job.traits is not None and not job.traits.has_sharded_parameters
-        if need is None or job.footprint is None or weights is None or not is_plain:
+        if need is None or weights is None or not is_plain:
             return need
         # Tensors of a plain model are whole here: the backend that splits them says how much is left.
         of_group = job.footprint.with_batch_of(split * ranks * job.footprint.part)
