@@ -124,7 +124,7 @@ CAUGHT = [
 ]
 
 
-def outcome(altered, kind, monkeypatch, tmp_path):
+def outcome(altered, kind, monkeypatch):
     class Altered(Backend):
         name = "altered"
 
@@ -139,14 +139,14 @@ def outcome(altered, kind, monkeypatch, tmp_path):
         backend = Altered
 
     monkeypatch.setattr(kinds, "KINDS", {kind: kinds.KINDS[kind]})
-    Kit().test_it_is_carried_or_refused(kind, tmp_path)
+    Kit().test_it_is_carried_or_refused(kind)
 
 
 @pytest.mark.parametrize(("altered", "kind"), CAUGHT)
-def test_an_altered_backend_is_caught_by_a_kind(altered, kind, monkeypatch, tmp_path):
+def test_an_altered_backend_is_caught_by_a_kind(altered, kind, monkeypatch):
     with pytest.raises(AssertionError):
-        outcome(altered, kind, monkeypatch, tmp_path)
+        outcome(altered, kind, monkeypatch)
 
 
-def test_a_refusal_passes(monkeypatch, tmp_path):
-    outcome(Refuses, "attributes", monkeypatch, tmp_path)
+def test_a_refusal_passes(monkeypatch):
+    outcome(Refuses, "attributes", monkeypatch)
