@@ -13,9 +13,17 @@ _TRACKER = re.compile(
 )
 # Lines of torch's native log: that a socket is tried again, for example.
 _NATIVE = re.compile(r"^(?:\[rank\d+\]:?)?\[[WIE]\d* .*\n", re.MULTILINE)
+# What Ray says when it starts a cluster on this machine, and a kernel of Jupyter of its sockets.
+_CLUSTER = re.compile(
+    r"^\d{4}-\d\d-\d\d .*\t(?:INFO|WARNING) \w+\.py:\d+ -- .*\n|^.* TqdmWarning: .*\n(?:  .*\n)?",
+    re.MULTILINE,
+)
+_KERNEL = re.compile(r"^\[IPKernelApp\] WARNING .*\n", re.MULTILINE)
 
 
 def own_words(stderr: str) -> str:
-    """Return ``stderr`` without what the standard library's tracker and torch's native log wrote to it."""
+    """Return ``stderr`` without what multiprocessing's tracker, torch's native log, Ray and Jupyter wrote."""
     text = stderr if stderr.endswith("\n") or not stderr else stderr + "\n"
-    return _NATIVE.sub("", _TRACKER.sub("", text))
+    for others in (_TRACKER, _NATIVE, _CLUSTER, _KERNEL):
+        text = others.sub("", text)
+    return text

@@ -21,9 +21,11 @@ TRACEBACK = (
     "KeyError: '/mp-abc'\n"
 )
 NATIVE = "[W1122 12:00:00.1 socket.cpp:755] [c10d] The client socket has failed to connect\n"
+CLUSTER = "2026-01-02 03:04:05,678\tINFO worker.py:2038 -- Started a local Ray instance.\n"
+KERNEL = "[IPKernelApp] WARNING | Kernel is running over TCP without encryption.\n"
 
 
-@pytest.mark.parametrize("noise", [WARNING.format("semaphore"), GONE, TRACEBACK, NATIVE])
+@pytest.mark.parametrize("noise", [WARNING.format("semaphore"), GONE, TRACEBACK, NATIVE, CLUSTER, KERNEL])
 def test_only_the_programs_own_words_are_left(noise):
     assert own_words(noise) == ""
     assert own_words("before\n" + noise + "after") == "before\nafter\n"

@@ -17,6 +17,8 @@ import time
 import uuid
 from pathlib import Path
 
+from tests.own_words import own_words
+
 PROGRAM = Path(__file__).with_name("program.py")
 ENGINES = ["forkserver", "spawn", "fork", "thread", "inline", "ray"]
 # As the folder below has it.
@@ -34,7 +36,8 @@ sys.path.insert(0, {root!r})
 from tests.notebooks import outputs_of
 cells = {{"program": pathlib.Path("program.py").read_text()}}
 for output in outputs_of(cells, pathlib.Path.cwd())["program"]:
-    print(output, file=sys.stderr)
+    if output.output_type == "error" or output.get("name") == "stderr":  # and not the progress of each map
+        print(output.get("text", output), file=sys.stderr)
 """
 _MARK = "SWEEP_MARK"
 _ENDING_S = 10.0  # a killed worker takes a moment
@@ -107,8 +110,8 @@ def run(form: str, engines: list[str]) -> tuple[int, list[str]]:
     # A notebook ends its kernel, and with it its threads, before Python's own end.
     if done.returncode or not checks or (form != "notebook" and checks[-1][0] != "at exit"):
         failed.append(f"it ended with {done.returncode} after {len(checks)} checks: {done.stderr[-2000:]}")
-    elif done.stderr.strip():
-        failed.append(f"it has said: {done.stderr[-2000:]}")
+    elif words := own_words(done.stderr).strip():
+        failed.append(f"it has said: {words[-2000:]}")
     return len(checks), failed
 
 

@@ -42,6 +42,22 @@ def outer(x):
 with tp_runner.map(outer, [1, 2], n_workers=1, start_method="fork", progress=False) as results:
     print(list(results))
 """,
+    "without streams": """
+import sys
+
+class HasWriteAlone:
+    def write(self, text):
+        return len(text)
+
+found, streams = [], (sys.stdout, sys.stderr)
+for stream in (None, HasWriteAlone()):
+    sys.stdout = sys.stderr = stream
+    try:
+        found += tp_runner.map(half, range(3), n_workers=1, engine="thread")
+    finally:
+        sys.stdout, sys.stderr = streams
+print(found)
+""",
     "off": "total = sum(tp_runner.map(half, range(100), n_workers=2, engine='thread', progress=False))",
     "error": "list(tp_runner.map(lambda x: 1 / x, [1, 0], n_workers=1, start_method='fork'))",
 }
@@ -92,6 +108,11 @@ def test_a_pipeline_shows_its_table(outputs):
 def test_workers_of_a_notebook_show_no_progress_of_their_own(outputs):
     (printed,) = outputs["nested"]
     assert printed["text"] == "[[0.0], [0.0, 0.5]]\n"
+
+
+def test_a_stream_goes_on_where_no_output_can_be_shown(outputs):
+    printed = outputs["without streams"][-1]  # the kernel itself flushes both streams before each output
+    assert printed["text"] == "[0.0, 0.5, 1.0, 0.0, 0.5, 1.0]\n"
 
 
 def test_nothing_is_shown_where_nothing_was_asked_for(outputs):

@@ -141,7 +141,8 @@ _MOST_LINES = 200  # each update sends all of them
 class NotebookOutput:
     """One output of a notebook's cell with lines and a bar, updated in place, as HTML and plain text.
 
-    It appears with the first line or the first move of the bar, in the cell that runs then.
+    It appears with the first line or the first move of the bar, in the cell that runs then. No call raises:
+    while a program has streams that cannot be flushed, as ``sys.stdout = None``, it stays as it was.
     """
 
     def __init__(self) -> None:
@@ -182,7 +183,9 @@ class NotebookOutput:
 
         text = "\n".join(self._lines)
         shown = {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>{self._bar}"}
-        if self._handle is None:
-            self._handle = display(shown, raw=True, display_id=True)
-        else:
-            self._handle.update(shown, raw=True)
+        # ipykernel flushes both streams first, and raises what they raise: the output is left as it was.
+        with contextlib.suppress(Exception):
+            if self._handle is None:
+                self._handle = display(shown, raw=True, display_id=True)
+            else:
+                self._handle.update(shown, raw=True)
