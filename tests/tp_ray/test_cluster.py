@@ -1,9 +1,13 @@
 """The same runners on a Ray cluster of two nodes, started here."""
 
+import decimal
 import functools
 import importlib
 import logging
 import os
+import stat
+import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -214,6 +218,32 @@ def test_workers_have_the_variables_that_they_are_given(cluster, monkeypatch):
     env = {"COLOR": "red", "RAY_CLIENT_MODE": None, "SIZE": None}
     results = tp_runner.map(read, [["COLOR", "SIZE", *env]], n_workers=1, engine="ray", env=env)
     assert list(results) == [["red", None, "red", None, None]]
+
+
+def look_around(names):
+    """Return what an actor has of its program; a folder of its path may not exist."""
+    path = Path(tempfile.mkdtemp()) / "file"
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    zone = time.strftime("%Z", time.localtime(0))
+    third = str(decimal.Decimal(1) / 3)
+    return [name in sys.path for name in names], mode, zone, third, hash("text")
+
+
+def test_workers_have_what_is_the_same_on_every_machine(cluster, monkeypatch):
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.syspath_prepend("/nowhere/modules")
+    mask = os.umask(0o077)
+    try:
+        with decimal.localcontext(prec=4):
+            found = list(tp_runner.map(look_around, [["/nowhere/modules"]] * 4, n_workers=2, engine="ray"))
+    finally:
+        os.umask(mask)
+    assert {tuple(each[1:4]) for each in found} == {(0o600, "JST", "0.3333")}
+    assert all(each[0] == [True] for each in found)
+    assert len({each[4] for each in found}) == 1
+    (of_a_process,) = tp_runner.map(hash, ["text"], n_workers=1)
+    assert found[0][4] == of_a_process
 
 
 def test_errors_name_their_item_and_the_runner_stays_usable(cluster):

@@ -1,5 +1,6 @@
 """However a program ends, its workers end with it and leave nothing behind."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -161,6 +162,44 @@ def test_ctrl_c_in_the_terminal_reaches_the_program_once(start_script, is_runnin
     )
     out, err = process.communicate(timeout=800)
     assert out.split() == ["interrupted", "usable"], err
+    assert own_words(err) == ""
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_ctrl_c_while_workers_start_is_the_program_s_alone(start_script, tmp_path, monkeypatch, method):
+    # What an interpreter runs before anything else: it waits in each one that workers have.
+    at_start = """
+import os, pathlib, time
+if "AT_START" in os.environ:
+    pathlib.Path(os.environ["AT_START"]).touch()
+    time.sleep(1)
+"""
+    tmp_path.joinpath("sitecustomize.py").write_text(at_start)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    process = start_script(
+        """
+        import os, pathlib, signal, sys, threading, time
+        import tp_runner
+
+        def interrupt(mark):
+            while not mark.exists():
+                time.sleep(0.01)
+            os.killpg(0, signal.SIGINT)
+
+        if __name__ == "__main__":
+            method, mark = sys.argv[1], pathlib.Path(sys.argv[2])
+            threading.Thread(target=interrupt, args=[mark]).start()
+            try:
+                list(tp_runner.map(abs, [1], n_workers=1, start_method=method, env={"AT_START": str(mark)}))
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            print(list(tp_runner.map(abs, [-2], n_workers=1, start_method=method)), flush=True)
+        """,
+        method,
+        tmp_path / "started",
+    )
+    out, err = process.communicate(timeout=800)
+    assert out.splitlines() == ["interrupted", "[2]"], err
     assert own_words(err) == ""
 
 

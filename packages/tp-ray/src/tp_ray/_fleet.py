@@ -24,6 +24,7 @@ from tp_runner.engines import (
     Ready,
     Settings,
     Setup,
+    Surroundings,
     check_nesting,
     dump_program,
     failure_of_death,
@@ -127,8 +128,9 @@ class RayFleet(Fleet):
         device = f"{kind}:0" if is_counted_by_ray(kind) else self.devices[worker]  # its own are all it sees
         options = actor_options(self._ray, needs, self._group, worker, settings.env)
         actor = self._ray.remote(RayWorker).options(max_concurrency=1, **options)
+        surroundings = Surroundings.for_another_machine(settings.env)
         self._actors[worker] = handle = actor.remote(
-            Setup(self._program, device, worker, self.size, settings)
+            Setup(self._program, device, worker, self.size, settings, surroundings)
         )
         self._starting[handle.ready.remote()] = worker
         self._deadlines[worker] = time.monotonic() + (settings.start_timeout_s or math.inf)

@@ -1,11 +1,13 @@
 """Where actors go: the resources that each takes, the room that a cluster has, a placement group."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tp_core.device_types import is_counted_by_ray
 from tp_core.errors import ConfigError
+from tp_runner.engines import HASH_SEED
 
 Needs = dict[str, float]
 
@@ -31,8 +33,10 @@ def actor_options(
     if group is not None:
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         options["scheduling_strategy"] = strategy(group, placement_group_bundle_index=index)
-    if known := {name: value for name, value in env.items() if value is not None}:
-        options["runtime_env"] = {"env_vars": known}  # prepare_process removes variables that are None
+    # An interpreter reads its hash seed at its start. The program's own seed, if it has one, is before ours.
+    variables = {name: os.environ.get(name, value) for name, value in HASH_SEED.items()}
+    variables |= {name: value for name, value in env.items() if value is not None}
+    options["runtime_env"] = {"env_vars": variables}  # prepare_process removes variables that are None
     return options
 
 

@@ -36,7 +36,9 @@ from tp_runner._workers._fleet import (
 from tp_runner._workers._item import WorkerTask, become_worker, set_current_task
 from tp_runner._workers._pickling import USERS_ERRORS, dump_program, pack_results
 from tp_runner._workers._setup import (
+    HASH_SEED,
     Setup,
+    Surroundings,
     check_nesting,
     handle_records,
     limit_torch,
@@ -47,6 +49,7 @@ from tp_runner._workers._work import end_work, run_chunk
 
 __all__ = [
     "END",
+    "HASH_SEED",
     "INIT",
     "ITEM",
     "RESULT",
@@ -61,6 +64,7 @@ __all__ = [
     "Ready",
     "Settings",
     "Setup",
+    "Surroundings",
     "Timing",
     "WorkerTask",
     "become_worker",

@@ -85,6 +85,7 @@ class Setup:
     worker: int
     count: int  # how many workers there are
     settings: Settings  # how the runner is run
+    surroundings: "Surroundings | None" = None  # for a process on another machine
 
     @property
     def info(self) -> WorkerInfo:
@@ -141,7 +142,22 @@ class Surroundings(NamedTuple):
             None if decimal is None else decimal.getcontext(),
         )
 
+    @classmethod
+    def for_another_machine(cls, env: Mapping[str, str | None]) -> Self:
+        """Return what is the same on every machine: no folder, no key, no variable but the time zone's."""
+        here = cls.of_this_process(env)
+        environment = {name: value for name, value in here.environment.items() if name == "TZ"}
+        return here._replace(folder="", environment=environment, main_file=None, authkey=None)
+
+    def restore_elsewhere(self) -> None:
+        """Take over, on another machine, what is the same on every one."""
+        sys.path += [entry for entry in self.path if entry not in sys.path]  # after what the machine has
+        os.environ.update(self.environment)
+        sys.argv[:] = self.argv
+        self._restore_conventions()
+
     def restore(self) -> None:
+        """Take over everything, on the same machine."""
         sys.path[:] = self.path
         os.environ.clear()
         os.environ.update(self.environment)
@@ -154,6 +170,9 @@ class Surroundings(NamedTuple):
             from multiprocessing import process
 
             process.current_process().authkey = self.authkey
+        self._restore_conventions()
+
+    def _restore_conventions(self) -> None:
         os.umask(self.umask)
         if self.decimals is not None:
             import decimal
@@ -239,6 +258,13 @@ def check_nesting(n_workers: int) -> None:
             raise ConfigError(msg)
 
 
+HASH_SEED = {"PYTHONHASHSEED": str(int.from_bytes(os.urandom(4)))}
+"""The hash of text in all interpreters of a program, for items that are grouped or ordered by it.
+
+Another one than this process's, whose seed nobody can read, unless the program's environment has one.
+"""
+
+
 def changed_environ(env: Mapping[str, str | None]) -> dict[str, str]:
     """Return the environment with some variables changed, and without those that are ``None``."""
     changed = {**os.environ, **env}
@@ -247,6 +273,8 @@ def changed_environ(env: Mapping[str, str | None]) -> dict[str, str]:
 
 def prepare_process(setup: Setup, send_record: Callable[[logging.LogRecord], None]) -> None:
     """Pin this process to its device and cores, limit its threads, send its log records to the parent."""
+    if setup.surroundings is not None:
+        setup.surroundings.restore_elsewhere()
     if setup.settings.cpus is not None:
         os.sched_setaffinity(0, setup.settings.cpus[setup.worker])
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(setup.threads)))

@@ -24,9 +24,10 @@ from tp_core.errors import ConfigError
 from tp_core.output import flush_streams
 
 from tp_runner._options import Settings
-from tp_runner._workers._fleet import watch
-from tp_runner._workers._setup import changed_environ, check_nesting, unpickling
+from tp_runner._workers._fleet import is_program_ending, watch
+from tp_runner._workers._setup import HASH_SEED, changed_environ, check_nesting, unpickling
 from tp_runner._workers._shared_memory import above_standard
+from tp_runner.errors import RunnerClosedError
 
 # -- Inherited and private descriptors --------------------------------------------------------
 #
@@ -219,12 +220,35 @@ class _Child(Process):
         return os.waitstatus_to_exitcode(status) if pid else None
 
 
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Block Ctrl-C in this thread: a process that is started meanwhile inherits that.
+
+    A terminal sends Ctrl-C to workers, too, and the parent decides what it means. One that comes while
+    their interpreter starts would be a traceback of theirs
+    (test_ctrl_c_while_workers_start_is_the_program_s_alone).
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_interrupts() -> None:
+    """Ignore Ctrl-C in a process that was started by this module, whatever has come since its start."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def fork(child: Callable[[], None]) -> Process:
     flush_streams()  # or the copy would write the buffered text a second time
     pause_openmp()
-    pid = os.fork()
-    if not pid:
-        run_and_exit(child)
+    with _interrupts_wait():
+        pid = os.fork()
+        if not pid:
+            ignore_interrupts()
+            run_and_exit(child)
     return _Child(pid)
 
 
@@ -296,21 +320,17 @@ def _loaded_libraries(name: str) -> set[str]:
     return {path for *_, path in fields if Path(path).name.startswith(name)}
 
 
-# Text has one hash in all interpreters of a program: items that are grouped or ordered by it would otherwise
-# depend on their workers. Another one than this process's, whose seed nobody can read.
-_HASH_SEED = {"PYTHONHASHSEED": str(int.from_bytes(os.urandom(4)))}
-
-
 def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) -> Process:
     """Run ``code`` in a new interpreter that shares ``descriptors``, with changes of the environment."""
     import subprocess  # a fork need not wait for it
 
-    process = subprocess.Popen(
-        [sys.executable, *_flags(), "-c", code],
-        pass_fds=tuple(descriptors),
-        stdin=subprocess.DEVNULL,
-        env=_HASH_SEED | changed_environ(env),
-    )
+    with _interrupts_wait():
+        process = subprocess.Popen(
+            [sys.executable, *_flags(), "-c", code],
+            pass_fds=tuple(descriptors),
+            stdin=subprocess.DEVNULL,
+            env=HASH_SEED | changed_environ(env),
+        )
     # This module waits for it: Popen must neither wait, nor warn that it is still running.
     process.returncode = 0
     return _Child(process.pid)
@@ -318,9 +338,13 @@ def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) 
 
 def bootstrap(module: str, function: str, *arguments: Any) -> str:
     """Return code for a new interpreter that finds modules where this one does."""
-    return (
-        f"import sys; sys.path[:] = {sys.path!r}; from {module} import {function}; {function}(*{arguments!r})"
+    # In its first moment, before it imports anything: ignore_interrupts() is in a module of ours.
+    ignore = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])"
     )
+    work = f"from {module} import {function}; {function}(*{arguments!r})"
+    return f"{ignore}; import sys; sys.path[:] = {sys.path!r}; {work}"
 
 
 def _flags() -> list[str]:
@@ -479,8 +503,14 @@ def fork_by_server(
         except TimeoutError:
             msg = f"the fork server, process {server.pid}, does not answer; start_method='spawn' needs none"
             raise ConnectionError(msg) from None
-        except ConnectionError:  # it was killed, and has been stopped: a new one takes its place
-            pass
+        except OSError as error:
+            if is_program_ending() and threading.current_thread().daemon:
+                # The main thread has stopped it just now, and Python is about to stop this one.
+                msg = "the program has come to its end"
+                raise RunnerClosedError(msg) from None
+            if not isinstance(error, ConnectionError):
+                raise
+            # It was killed, and has been stopped: a new one takes its place.
     msg = (
         f"{MOST_SERVERS} fork servers, one in the place of the other, were killed before they had forked a "
         "worker; start_method='spawn' needs none"
@@ -529,8 +559,7 @@ def serve(fd: int, preload: Sequence[str], module: str, function: str) -> None:
             importlib.import_module(name)
     main = getattr(importlib.import_module(module), function)
     gc.freeze()  # the first full collection of a worker would copy all that is imported here: 0.2 s
-    # Ctrl-C reaches every process of the terminal: the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()  # again: a module of the program may have set a handler of its own
     parent = socket.socket(fileno=fd)
     wakeup, wakeup_end = os.pipe()
     os.set_blocking(wakeup_end, False)  # set_wakeup_fd refuses a blocking descriptor

@@ -99,9 +99,6 @@ class WorkerProcess:
         self._replies = ReplyWriter(descriptors.replies, self._memory)
 
     def run(self) -> None:
-        # A terminal sends Ctrl-C to workers, too, and the parent decides what it means
-        # (test_ctrl_c_in_the_terminal_reaches_the_program_once).
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             prepare_process(self._setup, self._replies.record)
             program = self._setup.program
