@@ -1,5 +1,9 @@
-"""Programs of public reports about pools of processes, where each hung, lost something or left something."""
+"""Programs of public reports about pools of processes, where each hung, lost something or left something.
 
+The table of most of them is in `tests/tp_runner/reported.py`; those that need more than a program are here.
+"""
+
+import re
 import subprocess
 import sys
 import time
@@ -8,10 +12,35 @@ import zipfile
 import pytest
 
 from tests.own_words import own_words
+from tests.tp_runner.reported import REPORTS
 
 pytestmark = pytest.mark.slow
 
 METHODS = ["forkserver", "spawn", "fork"]
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_reported_program_is_right_and_leaves_no_process(name, processes_of, wait_until):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.tp_runner.reported", name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=800)
+        assert (process.returncode, out, own_words(err)) == (0, "", ""), (REPORTS[name], out, err)
+        wait_until(lambda: not processes_of(process.pid))
+    finally:
+        process.kill()  # where it hangs
+
+
+def test_each_report_stands_once_in_the_table():
+    places = [place for each in REPORTS.values() for place in each.place.split(", ")]
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", place) for place in places)
+    assert len(set(places)) == len(places)
+    assert all(each.symptom for each in REPORTS.values())
 
 
 def test_a_program_that_waits_for_every_child_takes_no_result_with_it(run_script):
