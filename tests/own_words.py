@@ -15,7 +15,10 @@ _TRACKER = re.compile(
 _NATIVE = re.compile(r"^(?:\[rank\d+\]:?)?\[[WIE]\d* .*\n", re.MULTILINE)
 # What Ray says when it starts a cluster on this machine, and a kernel of Jupyter of its sockets.
 _CLUSTER = re.compile(
-    r"^\d{4}-\d\d-\d\d .*\t(?:INFO|WARNING) \w+\.py:\d+ -- .*\n|^.* TqdmWarning: .*\n(?:  .*\n)?",
+    r"^\d{4}-\d\d-\d\d .*\t(?:INFO|WARNING) \w+\.py:\d+ -- .*\n"
+    r"|^.* TqdmWarning: .*\n(?:  .*\n)?"
+    # Its handler of SIGTERM, with which Jupyter ends a kernel.
+    r"|^\*\*\* SIGTERM received .*\n|^PC: @ .*\n|^ *@ +0x.*\n|^\[\d{4}-.* logging\.cc:\d+: .*\n",
     re.MULTILINE,
 )
 _KERNEL = re.compile(r"^\[IPKernelApp\] WARNING .*\n", re.MULTILINE)
