@@ -1,13 +1,23 @@
 """Programs whose standard streams are missing, closed, or objects of their own: no entry point needs more."""
 
 import io
+import logging
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import tp_runner
 from torch import nn
-from tp_core.output import error_console, flush_streams, output_console, print_to_stderr, shows_progress
+from tp_core.output import (
+    error_console,
+    flush_streams,
+    get_logger,
+    output_console,
+    print_to_stderr,
+    shows_progress,
+)
 from tp_core.plugins import registry
 from tp_core.plugins._hooks import stdout_to_stderr  # private: those of this project print nothing
 from tp_core.ranks import run_ranks
@@ -142,3 +152,38 @@ def test_no_entry_point_needs_more_of_the_streams(entry, kind, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     ENTRY_POINTS[entry]()
     assert sys.stdout is stream
+
+
+PACKAGES = ["tp_context", "tp_core", "tp_data", "tp_pipeline", "tp_runner", "tp_shard", "tp_trainer"]
+
+
+def warn(package, monkeypatch, *handlers):
+    """Log a warning and a note in a program that has set up these handlers alone; pytest has its own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", list(handlers))
+        get_logger(package).warning("a line")
+        get_logger(package).info("a note")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("kind", STREAMS)
+def test_no_warning_needs_more_of_the_streams(package, kind, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", STREAMS[kind]())
+    warn(package, monkeypatch)
+
+
+def test_a_warning_is_printed_where_the_program_has_set_up_no_logging(capsys, monkeypatch):
+    warn("tp_core", monkeypatch)
+    assert capsys.readouterr().err == "a line\n"
+
+
+def test_a_warning_is_left_to_the_handlers_of_the_program(capsys, monkeypatch):
+    lines = io.StringIO()
+    warn("tp_core", monkeypatch, logging.StreamHandler(lines))
+    assert (capsys.readouterr().err, lines.getvalue()) == ("", "a line\n")
+
+
+def test_every_logger_of_the_packages_is_one_of_these():
+    root = Path(__file__).parents[2] / "packages"
+    others = re.compile(r"logging\.getLogger\([\"']tp_")
+    assert [str(path) for path in root.glob("*/src/**/*.py") if others.search(path.read_text())] == []

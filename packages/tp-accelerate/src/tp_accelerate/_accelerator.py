@@ -14,7 +14,6 @@ that is not full each sample counts once, where Accelerate repeats samples to fi
 import contextlib
 import functools
 import inspect
-import logging
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from tp_core import LaunchEnvironment, tree_leaves, tree_map
 from tp_core.errors import ConfigError, StateError
+from tp_core.output import get_logger
 from tp_core.random import capture_rng_state, restore_rng_state
 from tp_core.state import load_state
 from tp_trainer import Trainer
@@ -45,7 +45,7 @@ from tp_accelerate._schedulers import AcceleratedScheduler
 from tp_accelerate._states import STATE_FILE, StateFolders, require_folder, write
 from tp_accelerate._trackers import Trackers
 
-log = logging.getLogger("tp_accelerate")
+log = get_logger("tp_accelerate")
 
 
 class Accelerator:

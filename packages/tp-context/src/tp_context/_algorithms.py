@@ -3,12 +3,12 @@
 All save only this rank's slices for the backward pass. The second backward pass always uses all-gathers.
 """
 
-import logging
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tp_core.errors import StepError
+from tp_core.output import get_logger
 
 from tp_context._all_gather import AllGatherAttention
 from tp_context._attention_inputs import Inputs, QueryKeyCuts, Rules
@@ -17,7 +17,7 @@ from tp_context._ring import RingAttention
 from tp_context._slices import Cut
 from tp_context._ulysses import ulysses
 
-_log = logging.getLogger("tp_context")
+_log = get_logger("tp_context")
 
 
 def attend(inputs: Inputs, rules: Rules, algorithm: str) -> Tensor:

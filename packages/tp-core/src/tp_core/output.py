@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ __all__ = [
     "StandardStream",
     "error_console",
     "flush_streams",
+    "get_logger",
     "in_notebook",
     "output_console",
     "print_to_stderr",
@@ -84,6 +86,40 @@ def print_to_stderr(line: str) -> None:
     stream = StandardStream("stderr")
     stream.write(f"{line}\n")
     stream.flush()
+
+
+class _LastResort(logging.Handler):
+    """Prints warnings on standard error where a program has set up no logging.
+
+    As Python's own last resort, which raises in the call that logs if the stream is closed or has no
+    ``write``.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logging.WARNING)
+        self._logger = logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print ``record``, if no handler of the program gets it."""
+        logger: logging.Logger | None = self._logger
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return
+            logger = logger.parent if logger.propagate else None
+        print_to_stderr(self.format(record))
+
+
+def get_logger(package: str) -> logging.Logger:
+    """Return the logger of a package, whose warnings break nothing, whatever standard error is.
+
+    Example:
+        >>> get_logger("tp_core").name
+        'tp_core'
+    """
+    logger = logging.getLogger(package)
+    if not any(isinstance(handler, _LastResort) for handler in logger.handlers):
+        logger.addHandler(_LastResort(logger))
+    return logger
 
 
 # -- Progress -------------------------------------------------------------------------------------

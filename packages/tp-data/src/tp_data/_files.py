@@ -14,7 +14,6 @@ loader is an error, and no text of it is cut in the middle.
 
 import glob
 import json
-import logging
 import lzma
 import os
 import shutil
@@ -33,11 +32,12 @@ from tp_core.errors import ConfigError, LoaderError
 from tp_core.files import is_absence, is_regular_file, retry_read, write_atomically
 from tp_core.launching import available_cores
 from tp_core.messages import check_installed, file_meant
+from tp_core.output import get_logger
 
 from tp_data._order import key_of
 from tp_data._scans import CHUNK_NBYTES, SCANS, digest_of
 
-log = logging.getLogger("tp_data")
+log = get_logger("tp_data")
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ run ends for it in the middle of an epoch.
 import codecs
 import hashlib
 import json
-import logging
 import os
 import re
 import tarfile
@@ -18,8 +17,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from tp_core.errors import LoaderError
+from tp_core.output import get_logger
 
-log = logging.getLogger("tp_data")
+log = get_logger("tp_data")
 
 CHUNK_NBYTES = 1 << 23  # that are read at once
 _BLOCK_NBYTES = 512  # of a tar

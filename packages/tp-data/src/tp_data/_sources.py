@@ -5,7 +5,6 @@ import hashlib
 import io
 import itertools
 import json
-import logging
 import tarfile
 from bisect import bisect_right
 from collections import OrderedDict
@@ -21,6 +20,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.messages import check_installed
+from tp_core.output import get_logger
 from tp_core.random import preserve_rng_state, seed_everything
 
 from tp_data._files import Access, IndexedFile, find_files, index_files
@@ -35,7 +35,7 @@ _ROW_GROUPS = 4  # that a process holds in memory
 _PROOF = 3  # samples behind a noted state that are compared
 _MOST_READING = 16  # iterators of a source that a process holds, and more of many shards
 
-log = logging.getLogger("tp_data")
+log = get_logger("tp_data")
 
 
 class Source:

@@ -1,13 +1,14 @@
 """The trace of a batch: which rank computed what, and when."""
 
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from tp_core.output import get_logger
+
 from tp_pipeline._schedule import Span, idle_share
 
-log = logging.getLogger("tp_pipeline")
+log = get_logger("tp_pipeline")
 
 _TRACED_BATCH = 3
 """The batch that is traced; earlier ones include warm-up."""

@@ -1,6 +1,5 @@
 """The session of a rank that has some stages of the model."""
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -25,6 +24,7 @@ from tp_core.data import (
 from tp_core.errors import ConfigError, DisagreementError, ModelError, StepError, TpError
 from tp_core.fully_sharded import whole_matrix_optimizer
 from tp_core.jobs import CompileOptions
+from tp_core.output import get_logger
 from tp_core.plugins import Job
 from tp_core.random import preserve_torch_rng_state
 from tp_core.sessions import (
@@ -54,7 +54,7 @@ from tp_pipeline._stage_gradients import (
 from tp_pipeline._stage_units import find_units
 from tp_pipeline._staged_model import ParameterStates, PipelineRanks, StagedModel
 
-log = logging.getLogger("tp_pipeline")
+log = get_logger("tp_pipeline")
 
 KeptStates = Callable[[], AbstractContextManager[ParameterStates]]
 

@@ -7,7 +7,6 @@
     from then on        a rank has the parameters of its stages; the others are empty
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tp_core import tree_leaves, tree_map
 from tp_core.data import step_identity
 from tp_core.errors import DisagreementError, ModelError, StepError
+from tp_core.output import get_logger
 from tp_core.plugins import Session
 from tp_core.state import load_whole_state, plain_state
 from tp_core.tensors import TensorSlice, initial_value, is_deferred, materialize
@@ -37,7 +37,7 @@ from tp_pipeline._stage_units import find_units, swapped
 from tp_pipeline._stand_in import StandIn
 from tp_pipeline._tensor_pieces import TensorPieces, gather_pieces
 
-log = logging.getLogger("tp_pipeline")
+log = get_logger("tp_pipeline")
 
 ParameterStates = Mapping[Tensor, dict[str, Any]]
 """What an optimizer, or something else, keeps of parameters, by name."""

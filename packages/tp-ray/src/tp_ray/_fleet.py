@@ -1,7 +1,6 @@
 """The actors of a runner on a Ray cluster: one for each device, placed by the resources that they need."""
 
 import contextlib
-import logging
 import math
 import pickle
 import threading
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tp_core.device_types import is_counted_by_ray
 from tp_core.errors import ConfigError
+from tp_core.output import get_logger
 from tp_runner.engines import (
     INIT,
     RESULT,
@@ -36,7 +36,7 @@ from tp_ray._actor import Answer, ChunkPlace, Ended, RayWorker, Started, import_
 from tp_ray._placement import actor_options, needs_of, require_room, reserve
 from tp_ray._scaling import Scaling
 
-_log = logging.getLogger("tp_runner")
+_log = get_logger("tp_runner")
 
 GRACE_S = 20.0
 """After so long a start logs that it still waits for actors: others may hold their places."""

@@ -1,16 +1,16 @@
 """A line for hooks of users that see this rank's part of a tensor, and the whole on one device."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from tp_core.modules import is_users_hook
+from tp_core.output import get_logger
 
 from tp_shard._shards import ParallelLayer, holds_shard
 from tp_shard.nn import ParallelLinear
 
-log = logging.getLogger("tp_shard")
+log = get_logger("tp_shard")
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where torch keeps the hooks of a module; there is no public list."""

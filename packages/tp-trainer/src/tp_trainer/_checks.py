@@ -1,7 +1,6 @@
 """Checks of arguments, before anything starts."""
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -15,11 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 from tp_core.data import PreparedLoader, is_array
 from tp_core.errors import ConfigError, ModelError
 from tp_core.messages import did_you_mean
+from tp_core.output import get_logger
 from tp_core.tensors import check_initialized
 
 from tp_trainer._checkpoint import Checkpoints
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 # -- Options -------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """The trainer's evaluations, predictions and gathers over its prepared models and loaders."""
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from tp_core.data import PreparedLoader
+from tp_core.output import get_logger
 
 from tp_trainer._checks import check_callable, check_loader, check_model
 from tp_trainer._metrics import Metric, Predictions, check_metrics, evaluate, named_loaders
@@ -14,7 +14,7 @@ from tp_trainer._running._context import RunContexts
 from tp_trainer._steps._loaders import gather_rows, gather_with_gradients
 from tp_trainer._steps._step import RunStep, Step
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 
 class Evaluation:

@@ -1,6 +1,5 @@
 """From the trainer's settings to an open session, and the models, optimizers and loaders prepared for it."""
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from tp_core.data import PreparedLoader
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
 from tp_core.jobs import CompileOptions, Precision
+from tp_core.output import get_logger
 from tp_core.plugins import Job, Session
 from tp_core.random import seed_everything, seed_of
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tp_trainer._memory import StepParts
     from tp_trainer._steps._loaders import BatchShares, Epochs
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 
 class Preparation:

@@ -1,6 +1,5 @@
 """The trainer: one script for one device, many devices or many machines."""
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +17,7 @@ from tp_core.data import LossReduction, StepOutput, read_weight
 from tp_core.discovery import PluginRegistry, Selection
 from tp_core.errors import ConfigError
 from tp_core.jobs import CompileOptions, Precision
-from tp_core.output import Progress, shows_progress
+from tp_core.output import Progress, get_logger, shows_progress
 from tp_core.plugins import Job, Session, registry
 from tp_core.random import seed_everything
 from tp_core.tensors import is_dtensor
@@ -78,7 +77,7 @@ if TYPE_CHECKING:
     from tp_trainer.loggers._named import LogSpec
 
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")

@@ -1,6 +1,5 @@
 """Batches in parts: `tp_collate`, a loader's collate functions, and the choice of their adapter."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import default_collate as torch_default_collate
 from tp_core.data import Envelope, Parts
 from tp_core.errors import ConfigError, LoaderError, StepError
+from tp_core.output import get_logger
 from tp_core.plugins import CollateAdapter, Verdict
 from tp_core.random import seeded
 
@@ -342,7 +342,7 @@ class _PartCollate:
         return splitter.label(parts, [len(rows) for rows in pieces], order)
 
 
-log = logging.getLogger("tp_tuple")
+log = get_logger("tp_tuple")
 
 
 class PlacedParts(Parts):

@@ -1,7 +1,6 @@
 """The batches of one epoch, in an order that depends on (seed, epoch) only, and one rank's share of each."""
 
 import hashlib
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import accumulate, chain, islice, pairwise
@@ -15,9 +14,10 @@ from tp_core._transfer import recursive_pin
 from tp_core._trees import tree_leaves
 from tp_core.data._rows import is_array, length_along
 from tp_core.errors import LoaderError
+from tp_core.output import get_logger
 from tp_core.random import seed_generators, seeded, seeded_own
 
-log = logging.getLogger("tp_core")
+log = get_logger("tp_core")
 
 
 def split_evenly(length: int, parts: int) -> list[slice]:

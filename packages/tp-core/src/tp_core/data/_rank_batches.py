@@ -5,7 +5,6 @@ epoch's batches in a random state made of the two, which is restored afterwards.
 batches and takes its share of each. No rank has to send its number of samples to another.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -31,8 +30,9 @@ from tp_core.data._user_loaders import (
 )
 from tp_core.data._workers import iterate_seeded
 from tp_core.errors import LoaderError
+from tp_core.output import get_logger
 
-log = logging.getLogger("tp_core")
+log = get_logger("tp_core")
 
 Move = Callable[[Any], Any]
 Collate = Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]]

@@ -16,7 +16,6 @@ An atomic write needs no lock: see :func:`write_atomically`.
 import contextlib
 import errno
 import json
-import logging
 import os
 import socket
 import stat
@@ -29,11 +28,12 @@ from typing import TYPE_CHECKING, Self
 
 from tp_core.errors import ConfigError
 from tp_core.files._atomic import check_folder_of
+from tp_core.output import get_logger
 
 if TYPE_CHECKING:
     from filelock import SoftFileLock
 
-log = logging.getLogger("tp_core")
+log = get_logger("tp_core")
 
 GRACE_S = 3.0  # a killed process takes a moment to free its memory, and only then its files
 _INTERVAL_S = 0.05

@@ -6,14 +6,15 @@ size and its digest do.
 """
 
 import errno
-import logging
 import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-log = logging.getLogger("tp_core")
+from tp_core.output import get_logger
+
+log = get_logger("tp_core")
 
 T = TypeVar("T")
 

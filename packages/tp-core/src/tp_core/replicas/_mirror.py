@@ -1,7 +1,6 @@
 """Copies of a module's parameters and buffers that stay on another device."""
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from tp_core._transfer import to_device
 from tp_core.device_types import can_broadcast, is_capturing
 from tp_core.errors import ModelError
 from tp_core.modules._parameters import is_quantized
+from tp_core.output import get_logger
 
-log = logging.getLogger("tp_core")
+log = get_logger("tp_core")
 
 # -- Comparison of dictionaries by identity -------------------------------------------------------
 

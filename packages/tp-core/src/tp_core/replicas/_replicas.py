@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import logging
 import os
 import threading
 import weakref
@@ -23,6 +22,7 @@ from tp_core.device_types import is_capturing
 from tp_core.errors import ConfigError, ModelError
 from tp_core.modules._compiler import compile_in_place, untraced
 from tp_core.modules._parameters import check_no_max_norm
+from tp_core.output import get_logger
 from tp_core.replicas._caller import Caller, on_device
 from tp_core.replicas._mirror import (
     LINK,
@@ -40,7 +40,7 @@ from tp_core.replicas._random import Streams
 from tp_core.replicas._replica_modules import ReplicaModules, Structure, call_as_replica, is_scripted
 from tp_core.replicas._threads import ReplicaThreads, raise_first
 
-log = logging.getLogger("tp_core")
+log = get_logger("tp_core")
 
 # -- The cache of replicas between calls, and the rules for its renewal ----------------------------
 

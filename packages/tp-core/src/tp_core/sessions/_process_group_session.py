@@ -1,7 +1,6 @@
 """The session of a process in torch's default process group: the base of all backends over groups."""
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,6 +20,7 @@ from tp_core.data._step_outputs import zero_backward
 from tp_core.device_types import binds_process_groups
 from tp_core.errors import ConfigError, DisagreementError, ModelError
 from tp_core.modules._parameters import check_no_max_norm, quantized_parts
+from tp_core.output import get_logger
 from tp_core.sessions._object_exchange import broadcast_object, gather_objects
 from tp_core.sessions._optimizer_draws import share_draws
 from tp_core.sessions._process_group import new_process_group
@@ -28,7 +28,7 @@ from tp_core.sessions._reduction_watch import ReductionWatch
 from tp_core.sessions._stepping_data_parallel import SteppingDataParallel
 from tp_core.state._training import load_whole_state
 
-log = logging.getLogger("tp_core")
+log = get_logger("tp_core")
 
 T = TypeVar("T")
 

@@ -1,6 +1,5 @@
 """A check before each optimizer step that gradients have been averaged over the ranks."""
 
-import logging
 from collections.abc import Callable
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -11,10 +10,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from tp_core.errors import StepError
+from tp_core.output import get_logger
 from tp_core.sessions._stepping_data_parallel import SteppingDataParallel
 from tp_core.state._optimizers import is_inner_step
 
-log = logging.getLogger("tp_core")
+log = get_logger("tp_core")
 
 _MOST_SHAPES = 3  # in a message
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import pickle
@@ -10,6 +9,8 @@ import select
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from tp_core.output import get_logger
 
 from tp_runner._options import Settings
 from tp_runner._workers import _start, _wire
@@ -172,7 +173,7 @@ def _unpickle_failure(blob: Any) -> Any:
         raise _wire.GarbledError from error
 
 
-_log = logging.getLogger("tp_runner")
+_log = get_logger("tp_runner")
 
 
 class ProcessFleet(Fleet):

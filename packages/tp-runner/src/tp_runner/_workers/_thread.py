@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import contextvars
-import logging
 import math
 import queue
 import threading
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+from tp_core.output import get_logger
 from tp_core.random import preserve_rng_state
 
 from tp_runner._options import Settings
@@ -26,7 +26,7 @@ from tp_runner._workers._item import (
 from tp_runner._workers._setup import make_current
 from tp_runner._workers._work import end_work, run_chunk
 
-_log = logging.getLogger("tp_runner")
+_log = get_logger("tp_runner")
 
 SEED_OF_THREADS = (
     "seed=%d reaches tp_runner.item().rng alone, from which this work draws nothing: all threads share the "

@@ -1,6 +1,5 @@
 """The writer of a run's checkpoints, in a thread or not, and the search for the one to resume from."""
 
-import logging
 import math
 import os
 import shutil
@@ -18,6 +17,7 @@ from torch import Tensor
 from tp_core.errors import ConfigError, StateError
 from tp_core.files import Ownership
 from tp_core.launching import write_exit_report
+from tp_core.output import get_logger
 from tp_core.plugins import Session
 from tp_core.sessions import agree_on_failure, new_process_group
 from tp_core.state import TENSORS_FILE, TENSORS_FOLDER, FileRecord, StoredTensors, open_tensors, write_whole
@@ -36,7 +36,7 @@ from tp_trainer._checkpoint._folder import (
 )
 from tp_trainer._checkpoint._host_copies import HostCopies
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 RANKS = "ranks.json"
 

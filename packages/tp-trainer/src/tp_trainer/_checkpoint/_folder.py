@@ -10,7 +10,6 @@ the size and the digest of every file, so truncation and changes are found befor
 """
 
 import contextlib
-import logging
 import math
 import os
 import re
@@ -24,11 +23,12 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from tp_core.errors import StateError
 from tp_core.files import is_absence, is_regular_file, retry_read, sync_folder
+from tp_core.output import get_logger
 from tp_core.plugins import Session
 from tp_core.state import DIGEST_SIZE, FileRecord, digest_of, from_json, record_of, to_json
 from tp_core.tensors import INDEX, read_digests
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -1,6 +1,5 @@
 """The memory of a job, before the choice of a backend."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader
 from tp_core import free_nbytes, tree_leaves
 from tp_core.discovery import Contribution
 from tp_core.jobs import Footprint
+from tp_core.output import get_logger
 from tp_core.plugins import Backend, Job
 from tp_core.random import preserve_rng_state
 
@@ -19,7 +19,7 @@ from tp_trainer._memory._memory_table import MemoryTable, parse_nbytes, resized,
 from tp_trainer._memory._step_footprint import measure_footprint
 from tp_trainer._opening._agreement import agree_at_start
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 LEAST_PART = 0.05
 """The part of the free memory for weights, gradients and optimizer state, below which nothing is measured."""

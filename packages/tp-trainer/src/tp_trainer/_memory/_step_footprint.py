@@ -1,6 +1,5 @@
 """The memory of one training step, measured on fake tensors, which have no memory."""
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -13,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from tp_core.compare import call_without_attention_dropout
 from tp_core.data import StepOutput
 from tp_core.jobs import Footprint, Precision, Recomputation
+from tp_core.output import get_logger
 from tp_core.random import preserve_rng_state
 from tp_core.tensors import is_sharded
 
@@ -20,7 +20,7 @@ from tp_trainer._activations import recompute
 from tp_trainer._memory._fake_tensors import LiveBytes, StandIns, nbytes_of, tensors_in
 from tp_trainer._steps._step import LOWER, in_precision, loss_of
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 
 def measure_footprint(

@@ -15,7 +15,6 @@ Threads vote through the store. No main thread makes a collective until a rank h
 speed are as fast as without this.
 """
 
-import logging
 import os
 import signal
 import subprocess
@@ -32,10 +31,11 @@ from typing import Any, NamedTuple, Self
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch does not say so
 from torch.utils.data import get_worker_info
 from tp_core.launching import discard_closed_terminal, write_exit_report
+from tp_core.output import get_logger
 from tp_core.plugins import Session
 from tp_core.sessions import rendezvous_store
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 _LOOK_S = 0.2  # between two looks at the store, for a reason of another rank
 _RANKS_PER_LOOK_S = 10_000  # queries per second that the store answers with a small part of one core

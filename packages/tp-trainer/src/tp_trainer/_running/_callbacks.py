@@ -1,6 +1,5 @@
 """The callbacks of one run, given, named or self-joining, and the events sent to them."""
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -10,9 +9,10 @@ import torch
 from tp_core.arguments import check_call
 from tp_core.discovery import Contribution, PluginRegistry
 from tp_core.errors import ConfigError
+from tp_core.output import get_logger
 from tp_core.plugins import Callback, NamedCallback, RunView
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 _EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 # Names of events in Keras, Lightning and transformers, and what they are called here.

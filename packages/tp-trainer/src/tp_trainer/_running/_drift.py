@@ -1,6 +1,5 @@
 """A watch over what ranks hold in common: it stays equal, or a warning names the first that differs."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tp_core.device_types import wide_float
+from tp_core.output import get_logger
 from tp_core.plugins import Session
 from tp_core.state import slice_of
 from tp_core.tensors import TensorSlice
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 _MOST_AT_ONCE = 1 << 21  # elements that are summed at once
 

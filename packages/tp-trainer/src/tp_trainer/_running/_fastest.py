@@ -1,7 +1,6 @@
 """The choice of "fastest": the best backends train a few steps each, on copies, and leave no trace."""
 
 import copy
-import logging
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from tp_core.discovery import Selection
 from tp_core.errors import ConfigError, ModelError, StepError
+from tp_core.output import get_logger
 from tp_core.plugins import Job
 from tp_core.random import preserve_rng_state
 
@@ -19,7 +19,7 @@ from tp_trainer._memory import StepParts
 from tp_trainer._preparation import Preparation
 from tp_trainer._steps._step import Step
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 _MOST = 3
 """The backends that are timed: those that fit by memory, and that "auto" would choose first."""

@@ -1,6 +1,5 @@
 """The log of a run, between it and its loggers: it keeps tensors on their devices and reads many at once."""
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from numbers import Real
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from tp_core.errors import ConfigError
+from tp_core.output import get_logger
 from tp_core.plugins import Logger, RunInfo, RunStatus, Session
 
 from tp_trainer._preparation import Preparation
@@ -26,7 +26,7 @@ from tp_trainer.loggers._named import (
     versions,
 )
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 Number = float | Tensor
 

@@ -1,6 +1,5 @@
 """The loop over batches of every run, with everything that happens between two batches."""
 
-import logging
 import math
 import signal
 import time
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from tp_core.arguments import explain_arguments
 from tp_core.data import PreparedLoader, Share
 from tp_core.errors import ConfigError, LoaderError
-from tp_core.output import StandardStream
+from tp_core.output import StandardStream, get_logger
 from tp_core.plugins import RunStatus, RunView, Session
 from tp_core.random import capture_rng_state, preserve_rng_state, restore_rng_state
 
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from tp_trainer._running._watchdog import Watchdog
 
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 LOG_STATE = "run:loggers"
 """The name of the loggers' state in checkpoints; no callback's name has this form."""

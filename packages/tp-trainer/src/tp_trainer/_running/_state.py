@@ -2,7 +2,6 @@
 
 import ctypes
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, StateError
+from tp_core.output import get_logger
 from tp_core.plugins import Session
 from tp_core.random import capture_rng_state, restore_rng_state, seed_device, seed_everything, seed_of
 from tp_core.state import (
@@ -50,7 +50,7 @@ from tp_trainer._steps._meter import Meter, added_states, empty_state
 from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._step import LossScaler
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 Tensors = dict[str, Tensor | TensorSlice]
 Captured = tuple[Tensors, dict[str, Any], dict[str, Any]]

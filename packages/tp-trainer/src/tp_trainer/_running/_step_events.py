@@ -1,19 +1,19 @@
 """The events of optimizer steps, and of the steps that a custom loop's own code makes."""
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from tp_core.output import get_logger
 from tp_core.plugins import RunView, Session
 from tp_core.random import preserve_torch_rng_state, seed_of, seed_torch
 from tp_core.state import hook_steps
 
 from tp_trainer._running._callbacks import Events
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 
 class OptimizerStepEvent:

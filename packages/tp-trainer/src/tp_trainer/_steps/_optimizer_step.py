@@ -1,6 +1,5 @@
 """One step of the optimizer, from the gradients of one or several weighted batches."""
 
-import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.data import Share, near_power_of_two, zero_backward
 from tp_core.errors import ConfigError, NonFiniteLossError
+from tp_core.output import get_logger
 from tp_core.plugins import Session
 
 from tp_trainer._checks import check_limit, check_not_negative
@@ -77,7 +77,7 @@ def counts_as_nothing(session: Session) -> bool:
 # -- The optimizer step, from one or several batches ----------------------------------------------
 
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 NonFinite = Literal["raise", "skip"]
 

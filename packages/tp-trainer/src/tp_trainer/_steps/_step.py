@@ -1,6 +1,5 @@
 """The user's step: its loss, its precision, the modes of its modules, and the checks of its first call."""
 
-import logging
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -16,9 +15,10 @@ from tp_core import tree_map
 from tp_core.data import CountedBatch, Parts, StepOutput, is_array
 from tp_core.errors import ConfigError, StepError
 from tp_core.jobs import Precision
+from tp_core.output import get_logger
 from tp_core.plugins import Session
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 
 def loss_of(output: Any, *, training: bool) -> Tensor:

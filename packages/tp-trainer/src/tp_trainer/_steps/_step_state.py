@@ -3,17 +3,17 @@
 import functools
 import inspect
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from tp_core.output import get_logger
 from tp_core.plugins import Session
 
 from tp_trainer._steps._step import Step
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 Output = TypeVar("Output")
 _MOST_COMPARED = 64  # items of a list or dict

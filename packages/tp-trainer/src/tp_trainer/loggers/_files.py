@@ -1,7 +1,6 @@
 """The files of loggers: their places, their locks for one run, and syncs to the disk."""
 
 import itertools
-import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -12,9 +11,10 @@ from typing import IO, Any
 
 from tp_core.errors import ConfigError
 from tp_core.files import Ownership, lock_file_of, run_in, showing_system_errors
+from tp_core.output import get_logger
 from tp_core.plugins import RunInfo
 
-log = logging.getLogger("tp_trainer")
+log = get_logger("tp_trainer")
 
 _OF_FOLDER = "the run of this folder's checkpoints"
 
