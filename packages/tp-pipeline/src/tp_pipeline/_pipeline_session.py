@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from tp_core import tree_leaves, tree_map
 from tp_core.data import (
@@ -87,6 +88,7 @@ class PipelineSession(ProcessGroupSession):
         inner: ProcessGroupSession | None = None,
     ) -> None:
         self._inner = inner
+        self._timeout_s = options.timeout_s
         if inner is None:
             self._pipeline = self._join(job, options, ranks)
         else:
@@ -123,8 +125,11 @@ class PipelineSession(ProcessGroupSession):
         if options.data == "fsdp" and self._data_group is not None:
             self._rows = RowShards(self._data_group)
         self.evaluates_together = self._rows is not None  # without gradients, too, weights are gathered
+        self._agreeing: dist.ProcessGroup | None = None  # of data-parallel ranks, for what the host has
+        if self._gradient_size > 1:
+            self._agreeing = self._host_group(self._gradient_group)
         self._data_parallel = DataParallelGradients(
-            self._gradient_group, self._gradient_size, self.device, self._rows
+            self._gradient_group, self._agreeing, self._gradient_size, self._rows
         )
         self._syncs = True
 
@@ -193,10 +198,28 @@ class PipelineSession(ProcessGroupSession):
             place=place,
             model_group=model_group,
             places=places,
+            host_group=self._host_group(model_group),
             device=self.device,
             sample_group=self.sample_group,
             sample_size=self.sample_size,
         )
+
+    def _host_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        """Return a group of the same ranks for what the host has; ``None`` stands for all ranks.
+
+        What a rank says through an accelerator's own group it can read only when the device has done all
+        that it was given before. In each step this would undo that work is launched ahead.
+
+        Collective: with an accelerator, the creation of the group.
+        """
+        own = group or dist.group.WORLD
+        if self.device.type != "cpu":
+            ranks = dist.get_process_group_ranks(own)
+            own = new_process_group(ranks, backend="gloo", known_to_all=False, timeout_s=self._timeout_s)
+        if own is None:
+            msg = "torch made no process group for this rank"
+            raise ConfigError(msg)
+        return own
 
     def _mates(self) -> tuple[str, int]:
         """Return a name of the ranks that compute together with this one in its stages, and their number."""
@@ -304,8 +327,9 @@ class PipelineSession(ProcessGroupSession):
             DisagreementError: The ranks find different cuts.
 
         Collectives: sends and receives between neighboring stages; an all-gather of the outputs over the
-        ranks that hold the model. The first time with a form of batch, another one. The first time that data
-        ranks learn, an all-gather over them. Where they share weights, all-gathers of them before the batch.
+        ranks that hold the model, and a broadcast of each of its tensors on an accelerator. The first time
+        with a form of batch, another all-gather. The first time that data ranks learn, an all-gather over
+        them. Where they share weights, all-gathers of them before the batch.
         """
         staged = self._staged.get(model)
         if staged is None:
@@ -358,18 +382,18 @@ class PipelineSession(ProcessGroupSession):
         learns = torch.is_grad_enabled()
         # In evaluation a data rank may have no batch, and does not come here.
         all_come = learns or self._rows is not None
-        agrees = all_come and self._gradient_size > 1 and not staged.is_agreed
+        agreeing = self._agreeing if all_come and not staged.is_agreed else None
         try:
             is_first = learns and not staged.is_planned
             parts = split_batch(batch, self._scattering, self.options, self.orders, is_first=is_first)
             plans = staged.plans_of(step, parts)
         except Exception as error:
-            if agrees:
-                staged.agree(error, self._gradient_group)
+            if agreeing is not None:
+                staged.agree(error, agreeing)
             raise
-        if agrees:
-            staged.agree(None, self._gradient_group)
-        if agrees or not staged.is_cut:
+        if agreeing is not None:
+            staged.agree(None, agreeing)
+        if agreeing is not None or not staged.is_cut:
             with ExitStack() as stack:
                 states: list[ParameterStates] = [optimizer.state for optimizer in self._optimizers]
                 states += [stack.enter_context(kept()) for kept in self._kept]
@@ -419,24 +443,26 @@ class PipelineSession(ProcessGroupSession):
         Raises:
             Exception: A rank has failed: its error, on all that hold the model.
 
-        Collective: an all-gather over the ranks that hold the model.
+        Collectives: an all-gather over the ranks that hold the model; with accelerators a broadcast of each
+        tensor of the output.
         """
         ranks = self._pipeline
         last_place = self.orders.rank_of(self.orders.stages - 1)
         output, failure = None, run.failure
         if ranks.place == last_place and failure is None:
-            outputs = [tree_map(_to_cpu, output) for output in run.outputs]
             try:
-                output = combine_outputs(outputs, parts, loss=self.job.loss, device=torch.device("cpu"))
+                output = combine_outputs(run.outputs, parts, loss=self.job.loss, device=self.device)
             except StepError as error:
                 failure = error
         total = sum(run.weights) if self.job.loss == "mean" else 1.0
-        gathered = staged.gather((names, output, total * (run.factor or 0.0), run.spans()), failure)
+        sent = _SentOutput(output)
+        gathered = staged.gather((names, sent.described, total * (run.factor or 0.0), run.spans()), failure)
         if learns and self._trace is not None:
             self._trace.add(self._spans_of([spans for *_, spans in gathered]))
         reached = {name for names, *_ in gathered for name in names}
-        _, output, total, _ = gathered[ranks.places.index(last_place)]
-        return tree_map(self._to_device, output), reached, total
+        sender = ranks.places.index(last_place)
+        _, described, total, _ = gathered[sender]
+        return sent.receive(described, sender, ranks), reached, total
 
     def _spans_of(self, works: Sequence[Sequence[tuple[StageWork, float, float]]]) -> list[Span]:
         """Return the spans of one rank of each place, by the work of all ranks that hold the model."""
@@ -445,9 +471,6 @@ class PipelineSession(ProcessGroupSession):
         for place, rank in enumerate(dist.get_process_group_ranks(ranks.group)):
             spans += [Span(rank, *work) for work in works[ranks.places.index(place)]]
         return spans
-
-    def _to_device(self, value: Any) -> Any:
-        return value.to(self.device) if isinstance(value, Tensor) else value
 
     # -- the gradients of the whole batch -----------------------------------------------------
 
@@ -461,10 +484,11 @@ class PipelineSession(ProcessGroupSession):
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def _add(self, pending: PendingGradients, anchor: Tensor) -> None:
-        factor = 0.0 if anchor.grad is None else float(anchor.grad)
-        anchor.grad = None
-        if self.job.precision == "fp16-mixed" and 0.0 < factor < math.inf:
-            self._scale = near_power_of_two(factor)
+        factor, anchor.grad = anchor.grad, None
+        if factor is None:
+            factor = torch.zeros((), device=self.device)
+        if self.job.precision == "fp16-mixed" and 0.0 < float(factor) < math.inf:  # the scaler waits, too
+            self._scale = near_power_of_two(float(factor))
         pending.add(factor, self._data_parallel, averages=self._syncs)
 
     def backward(self, loss: Tensor, share: Share | None = None, **graph: bool) -> None:
@@ -493,7 +517,7 @@ class PipelineSession(ProcessGroupSession):
             self._reductions.run_backward(partial(self._inner.backward, loss, share, **graph), loss)
         except DisagreementError as error:
             failure = error
-        gather_or_raise(None, failure, group=self._pipeline.model_group, device=self.device)
+        gather_or_raise(None, failure, group=self._pipeline.host_group)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - contract
         """Return a context in which gradients are not averaged over the data ranks."""
@@ -650,8 +674,54 @@ class _BatchLoss(torch.autograd.Function):
         return grad.sum(), None
 
 
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+class _SentOutput:
+    """The output of a step on its way from the last stage to all ranks that hold the model.
+
+    What the host has goes with what the ranks tell each other anyway. Tensors of an accelerator follow
+    through its own group, so that no host waits until they are computed.
+
+    Args:
+        output: The output on the rank of the last stage; ``None`` on others.
+
+    Attributes:
+        described: The output, with tensors without memory in place of those of an accelerator.
+    """
+
+    def __init__(self, output: Any) -> None:
+        self._tensors: list[Tensor] = []
+        self.described = tree_map(self._describe, output)
+
+    def _describe(self, value: Any) -> Any:
+        if isinstance(value, PackedSequence):
+            return value.cpu()
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            return value
+        self._tensors.append(value.contiguous())
+        return value.to("meta")
+
+    def receive(self, described: Any, sender: int, ranks: PipelineRanks) -> Any:
+        """Return the sender's output, on this rank's device.
+
+        Args:
+            described: The sender's description.
+            sender: Its rank among those that hold the model.
+            ranks: These.
+
+        Collectives: a broadcast of each tensor of an accelerator.
+        """
+        own = iter(self._tensors)
+
+        def receive_leaf(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.is_meta:
+                if dist.get_rank(ranks.model_group) == sender:
+                    tensor = next(own)
+                else:
+                    tensor = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
+                dist.broadcast(tensor, group_src=sender, group=ranks.model_group)
+                return tensor
+            return value.to(ranks.device) if isinstance(value, (Tensor, PackedSequence)) else value
+
+        return tree_map(receive_leaf, described)
 
 
 def _is_of_empty_tensors(error: BaseException) -> bool:

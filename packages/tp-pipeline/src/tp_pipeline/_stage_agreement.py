@@ -27,16 +27,13 @@ class _ReportedError(NamedTuple):
     text: str
 
 
-def gather_or_raise(
-    value: Any, failure: Exception | None, *, group: dist.ProcessGroup | None, device: torch.device
-) -> list[Any]:
+def gather_or_raise(value: Any, failure: Exception | None, *, group: dist.ProcessGroup) -> list[Any]:
     """Return the value of each rank of a group, unless one has failed.
 
     Args:
         value: This rank's value, which is pickled.
         failure: The error of this rank, or ``None``.
-        group: The ranks.
-        device: The device of this rank.
+        group: The ranks, with a backend for memory of the host. So no rank waits for its device.
 
     Raises:
         Exception: A rank has failed: its error, on all of them.
@@ -45,7 +42,7 @@ def gather_or_raise(
     """
     reported = None if failure is None else _describe_failure(failure)
     try:
-        gathered = _all_gather_pickled((value, reported), group, device)
+        gathered = _all_gather_pickled((value, reported), group)
     except RuntimeError as error:
         if failure is not None:
             raise failure from error
@@ -58,7 +55,7 @@ def gather_or_raise(
     rank = min(failures, key=lambda failed: failures[failed].time)
     if failure is not None and rank == dist.get_rank(group):
         raise failure
-    global_rank = rank if group is None else dist.get_global_rank(group, rank)
+    global_rank = dist.get_global_rank(group, rank)
     first = failures[rank]
     if first.pickled is None:
         msg = f"rank {global_rank} has failed in its stages: {first.text}"
@@ -79,7 +76,7 @@ def _describe_failure(error: Exception) -> _ReportedError:
     return _ReportedError(time.time(), pickled, f"{type(error).__name__}: {error}")
 
 
-def _all_gather_pickled(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
+def _all_gather_pickled(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return each rank's value. torch's ``all_gather_object`` always takes two all-gathers.
 
     Collective: an all-gather, and a second one if a value is long.
@@ -91,8 +88,8 @@ def _all_gather_pickled(value: Any, group: dist.ProcessGroup | None, device: tor
     while not rows or nbytes > len(rows[0]):
         padded = torch.zeros(nbytes, dtype=torch.uint8)
         padded[: len(framed)] = torch.frombuffer(framed, dtype=torch.uint8)[:nbytes]
-        received = torch.empty(dist.get_world_size(group), nbytes, dtype=torch.uint8, device=device)
-        all_gather_single(received.view(-1), padded.to(device), group=group)
-        rows = [row.numpy().tobytes() for row in received.cpu()]
+        received = torch.empty(dist.get_world_size(group), nbytes, dtype=torch.uint8)
+        all_gather_single(received.view(-1), padded, group=group)
+        rows = [row.numpy().tobytes() for row in received]
         nbytes = max(8 + int.from_bytes(row[:8], "little") for row in rows)
     return [pickle.loads(row[8:]) for row in rows]

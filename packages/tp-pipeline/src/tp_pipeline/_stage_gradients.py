@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from tp_core.device_types import wide_float
 
 from tp_pipeline._row_shards import RowShards, buckets
 from tp_pipeline._staged_model import PipelineRanks, StagedModel
@@ -37,24 +38,27 @@ class DataParallelGradients:
 
     Args:
         group: These ranks; ``None`` for all.
+        host_group: These ranks, for what the host has; ``None`` if it is one.
         size: Their number.
-        device: The device of this rank.
         rows: The rows of parameters that this rank has, where the ranks shard them.
     """
 
     def __init__(
-        self, group: ProcessGroup | None, size: int, device: torch.device, rows: RowShards | None
+        self,
+        group: ProcessGroup | None,
+        host_group: ProcessGroup | None,
+        size: int,
+        rows: RowShards | None,
     ) -> None:
         self.size = size
-        self._group, self._device, self._rows = group, device, rows
+        self._group, self._host_group, self._rows = group, host_group, rows
 
-    def mean_rows(self, staged: StagedModel, gradients: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-        """Return this rank's rows of the mean gradients of sharded parameters, times ``scale``.
+    def mean_rows(self, staged: StagedModel, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's rows of the mean gradients of sharded parameters.
 
         Args:
             staged: The model.
             gradients: The whole gradients by name, from which those of sharded parameters are removed.
-            scale: The scale.
 
         Collectives: an all-reduce, and reduce-scatters.
         """
@@ -65,7 +69,7 @@ class DataParallelGradients:
         whole = []
         for name in names:
             if name in gradients:
-                whole.append(gradients.pop(name).mul_(scale))
+                whole.append(gradients.pop(name))
             else:
                 whole.append(sharded[name].new_zeros(staged.placements[name].shape))
         return dict(zip(names, self._rows.mean(whole), strict=True))
@@ -91,9 +95,9 @@ class DataParallelGradients:
 
         Collective: an all-reduce.
         """
-        flags = torch.tensor(has_gradient, dtype=torch.float32, device=self._device)
+        flags = torch.tensor(has_gradient, dtype=torch.float32)
         if len(flags):
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._host_group)
         return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
 
     def _average_bucket(self, gradients: list[Tensor]) -> None:
@@ -117,7 +121,7 @@ class PendingGradients:
         self._staged, self._gradients, self._total = staged, gradients, total
 
     @torch.no_grad()
-    def add(self, factor: float, data_parallel: DataParallelGradients, *, averages: bool) -> None:
+    def add(self, factor: Tensor, data_parallel: DataParallelGradients, *, averages: bool) -> None:
         """Add the gradients to the parameters, times the gradient of the batch's loss; a second time nothing.
 
         Args:
@@ -130,29 +134,37 @@ class PendingGradients:
         gradients = self._gradients
         if not gradients and data_parallel.size == 1:
             return
-        scale = factor / self._total if self._total else 0.0
-        if not scale:
-            for gradient in gradients.values():
-                gradient.zero_()  # one that counts nothing may be NaN
+        self._scale_by(factor)
+        gradients |= data_parallel.mean_rows(self._staged, gradients)
         parameters = dict(self._staged.model.named_parameters())
-        for name, rows in data_parallel.mean_rows(self._staged, gradients, scale).items():
-            parameter = parameters[name]
-            if parameter.grad is None:
-                parameter.grad = rows
-            else:
-                parameter.grad.add_(rows)
-        new = [gradient for name, gradient in gradients.items() if parameters[name].grad is None]
-        if new:
-            torch._foreach_mul_(new, scale)  # private, as torch's optimizers use it: one call for all
         for name, gradient in gradients.items():
             parameter = parameters[name]
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
-                parameter.grad.add_(gradient, alpha=scale)
+                parameter.grad.add_(gradient)
         gradients.clear()
         if data_parallel.size > 1 and averages:
             data_parallel.average(self._staged)
+
+    def _scale_by(self, factor: Tensor) -> None:
+        gradients = list(self._gradients.values())
+        if not gradients:
+            return
+        if factor.device.type == "cpu" or not self._total:
+            number = float(factor) / self._total if self._total else 0.0
+            torch._foreach_mul_(gradients, number)  # private, as torch's optimizers use it: one call for all
+            if number:
+                return
+            for gradient in gradients:
+                gradient.zero_()  # one that counts nothing may be NaN
+            return
+        # The host does not wait for the factor of an accelerator, nor ask whether it is zero.
+        scale = factor.to(wide_float(factor.device)) / self._total
+        torch._foreach_mul_(gradients, scale)
+        counts_nothing = scale == 0
+        for gradient in gradients:
+            gradient.masked_fill_(counts_nothing, 0.0)
 
 
 def sum_over_stages(

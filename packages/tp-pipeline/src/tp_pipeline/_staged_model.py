@@ -58,6 +58,7 @@ class PipelineRanks:
         place: The place of this rank.
         model_group: All ranks that hold the model; it is ``group`` where tensors are whole.
         places: The place of each rank of ``model_group``.
+        host_group: The ranks of ``model_group``, for what the host has: its collectives wait for no device.
         device: The device of this rank.
         sample_group: The ranks that compute slices of the same sequences; ``None`` for all, or if it is one.
         sample_size: Their number.
@@ -68,6 +69,7 @@ class PipelineRanks:
     place: int
     model_group: ProcessGroup
     places: Sequence[int]
+    host_group: ProcessGroup
     device: torch.device
     sample_group: ProcessGroup | None = None
     sample_size: int = 1
@@ -413,22 +415,21 @@ class StagedModel:
 
         Collective: an all-gather over the ranks that hold the model.
         """
-        ranks = self._ranks
-        return gather_or_raise(value, failure, group=ranks.model_group, device=ranks.device)
+        return gather_or_raise(value, failure, group=self._ranks.host_group)
 
-    def agree(self, failure: Exception | None, group: ProcessGroup | None) -> None:
+    def agree(self, failure: Exception | None, group: ProcessGroup) -> None:
         """Take what the stages of any data-parallel rank use as used: their steps may call other modules.
 
         Args:
             failure: The error that this rank had when it planned its batch, or ``None``.
-            group: The data-parallel ranks.
+            group: The data-parallel ranks, for what the host has.
 
         Raises:
             Exception: A data-parallel rank has failed: its error, on all of them.
 
         Collective: an all-gather over the data-parallel ranks.
         """
-        for used in gather_or_raise(self._used, failure, group=group, device=self._ranks.device):
+        for used in gather_or_raise(self._used, failure, group=group):
             for name, places in used.items():
                 self._used.setdefault(name, set()).update(places)
         self.is_agreed = True
