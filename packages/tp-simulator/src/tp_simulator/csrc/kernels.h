@@ -11,6 +11,8 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 
+#include <unordered_map>
+
 #include "copies.h"
 #include "generators.h"
 
@@ -77,6 +79,69 @@ inline Tensor empty_for(const Tensor& result) {
     return empty_strided(result.sizes(), result.strides(), result.scalar_type(), {}, device, {});
   return empty(result.sizes(), result.scalar_type(), {}, device, {}, {});
 }
+
+// What a meta kernel said of a call: what it returns, and the sizes of what it writes to. Most of them are written in
+// Python, and take a hundred times as long as a small kernel. A program makes the same calls in every step.
+struct Form {
+  std::optional<Stack> results;  // nothing where the meta kernel cannot know
+  std::vector<std::vector<int64_t>> written;
+};
+inline auto& forms = *new std::unordered_map<std::string, Form>;
+inline auto& forms_lock = *new std::mutex;  // held briefly, and nothing is called meanwhile
+constexpr size_t MOST_FORMS = 100'000;
+
+// All that the answer of a meta kernel depends on, as bytes.
+class FormKey {
+ public:
+  explicit FormKey(const c10::FunctionSchema& schema) {
+    add(reinterpret_cast<intptr_t>(&schema));  // of an operation as long as the process lives
+    add(int64_t(c10::typeMetaToScalarType(c10::get_default_dtype())));
+    add(at::globalContext().deterministicAlgorithms());
+  }
+
+  void add(const IValue& value) {
+    add(int64_t(value.isTensor() ? 't' : value.isList() ? 'l' : value.isDouble() ? 'd' : value.isNone() ? 'n' : 'v'));
+    if (value.isTensor()) return add(value.toTensor());
+    if (value.isList()) {
+      auto values = value.toListRef();
+      add(int64_t(values.size()));
+      for (auto& each : values) add(each);
+    } else if (value.isInt() || value.isBool()) {
+      add(value.isInt() ? value.toInt() : int64_t(value.toBool()));
+    } else if (value.isDouble()) {
+      auto number = value.toDouble();
+      bytes_.append(reinterpret_cast<const char*>(&number), sizeof(number));
+    } else if (value.isString()) {
+      add(int64_t(value.toStringRef().size()));
+      bytes_ += value.toStringRef();
+    } else if (!value.isNone() && !value.isDevice() && !value.isGenerator()) {
+      is_whole_ = false;
+    }
+  }
+
+  // Empty where something cannot be said in bytes.
+  std::string bytes() && { return is_whole_ ? std::move(bytes_) : std::string(); }
+
+ private:
+  void add(int64_t number) { bytes_.append(reinterpret_cast<const char*>(&number), sizeof(number)); }
+
+  void add(const Tensor& tensor) {
+    add(int64_t(tensor.defined()));
+    if (!tensor.defined()) return;
+    bool is_here = is_on_device(tensor);
+    // A meta kernel may look at the values of a tensor of the host.
+    is_whole_ = is_whole_ && (is_here || tensor.dim() == 0);
+    add(int64_t(is_here));
+    add(int64_t(tensor.scalar_type()));
+    add(int64_t(tensor.unsafeGetTensorImpl()->is_wrapped_number()));
+    add(int64_t(tensor.dim()));
+    for (auto numbers : {tensor.sizes(), tensor.strides()})
+      bytes_.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
+  }
+
+  std::string bytes_;
+  bool is_whole_ = true;
+};
 
 // One call of an operation on tensors of a device.
 class Call {
@@ -166,24 +231,66 @@ class Call {
     }
     host_learns_ = host_learns_ || op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output);
     if (!is_plain || host_learns_) return {};
-    std::vector<std::pair<Tensor, Tensor>> written;
-    Isolated isolated;
-    auto stack = arguments_for(at::kMeta, [&](const Tensor& tensor, bool is_written) {
-      auto meta = as_meta(tensor);
-      if (is_written) written.emplace_back(tensor, meta);
-      return meta;
-    });
-    try {
-      op_.callBoxed(&stack);
-    } catch (const std::exception&) {
+    auto form = known_form();
+    if (!form.results.has_value()) {
       // As for a mask among indices; what is an error is one for the CPU's kernel, too. Where the caller brings the
       // target, the shape was known, and nobody waits for it.
       host_learns_ = !brings_target();
       return {};
     }
-    for (auto& [tensor, meta] : written)
-      if (tensor.sizes() != meta.sizes()) resize_(tensor, meta.sizes(), {});
-    return stack;
+    auto sizes = form.written.begin();
+    each_written([&](const Tensor& tensor) {
+      if (tensor.sizes() != c10::IntArrayRef(*sizes)) resize_(tensor, *sizes, {});
+      ++sizes;
+    });
+    return form.results;
+  }
+
+  template <class Function>
+  void each_written(Function function) const {
+    for (size_t i = 0; i < arguments_.size(); i++) {
+      if (!writes(i)) continue;
+      each_tensor(arguments_[i], [&](const Tensor& tensor) {
+        if (is_on_device(tensor)) function(tensor);
+      });
+    }
+  }
+
+  // What the meta kernel says, which is asked once about calls of one form.
+  Form known_form() const {
+    FormKey key(schema_);
+    for (auto& argument : arguments_) key.add(argument);
+    auto bytes = std::move(key).bytes();
+    if (!bytes.empty()) {
+      std::lock_guard<std::mutex> held(forms_lock);
+      auto found = forms.find(bytes);
+      if (found != forms.end()) return found->second;
+    }
+    auto form = ask_meta_kernel();
+    if (!bytes.empty()) {
+      std::lock_guard<std::mutex> held(forms_lock);
+      if (forms.size() >= MOST_FORMS) forms.clear();
+      forms.emplace(std::move(bytes), form);
+    }
+    return form;
+  }
+
+  Form ask_meta_kernel() const {
+    Isolated isolated;
+    std::vector<Tensor> written;
+    auto stack = arguments_for(at::kMeta, [&](const Tensor& tensor, bool is_written) {
+      auto meta = as_meta(tensor);
+      if (is_written) written.push_back(meta);
+      return meta;
+    });
+    try {
+      op_.callBoxed(&stack);
+    } catch (const std::exception&) {
+      return {};
+    }
+    Form form{stack, {}};
+    for (auto& meta : written) form.written.push_back(meta.sizes().vec());
+    return form;
   }
 
   // The argument that a result is, as for `add_`; nothing for a new tensor.
