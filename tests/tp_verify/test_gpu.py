@@ -12,5 +12,5 @@ pytestmark = pytest.mark.gpu
 def test_every_installed_backend_is_tried_on_the_accelerator(capfd):
     status = run(["verify"])
     printed = capfd.readouterr()
-    assert status == 0, printed
+    assert status == 0, printed.out
     assert GPU in printed.out

@@ -53,6 +53,21 @@ def test_several_processes_without_an_address_are_told_how_to_start():
         join_process_group(lost, device=CPU)
 
 
+@pytest.mark.parametrize("binds", [True, False])
+def test_nccl_is_told_its_device_unless_that_is_declined(monkeypatch, binds):
+    told = {}
+
+    def note(*_, device_id=None, **__):
+        told["device"] = device_id
+
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", note)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 1)
+    join_process_group(ALONE, device=card, bind_device=binds)
+    assert told == {"device": card if binds else None}
+
+
 def joined_again_and_again():
     sums = []
     for _ in range(3):

@@ -34,6 +34,8 @@ class ContextOptions:
         find_unused_parameters: For models that do not use every parameter in every step.
         bucket_cap_mb: Size of a communication bucket of gradients in MiB; ``None`` is torch's own choice.
         timeout_s: How many seconds a collective waits for the other ranks.
+        bind_device: Whether a process group of NCCL is told its device, as ``device_id`` of torch's
+            ``init_process_group``. It connects at once then; ``False`` where it hangs with that.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -47,6 +49,7 @@ class ContextOptions:
     find_unused_parameters: bool = False
     bucket_cap_mb: float | None = None
     timeout_s: float = 600.0
+    bind_device: bool = True
 
     def __post_init__(self) -> None:
         check_above_zero(self, "bucket_cap_mb", "timeout_s")

@@ -45,7 +45,12 @@ class WholeWeights(ProcessGroupSession):
     """
 
     def __init__(self, job: Job, options: ContextOptions) -> None:
-        leave = join_process_group(job.environment, device=job.devices[0], timeout_s=options.timeout_s)
+        leave = join_process_group(
+            job.environment,
+            device=job.devices[0],
+            timeout_s=options.timeout_s,
+            bind_device=options.bind_device,
+        )
         super().__init__(job, leave=leave)
         self.options = options
 

@@ -67,6 +67,8 @@ class PipelineOptions:
         trace: A file for the work of all stages in the third batch, for Perfetto (ui.perfetto.dev) and
             chrome://tracing; ``None`` for none. `tp report` draws a ``NAME.trace.json`` in a run's folder.
         timeout_s: How many seconds a rank waits for another one; on accelerators, how many its groups do.
+        bind_device: Whether a process group of NCCL is told its device, as ``device_id`` of torch's
+            ``init_process_group``. It connects at once then; ``False`` where it hangs with that.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -85,6 +87,7 @@ class PipelineOptions:
     statistics: Literal["refuse", "microbatch"] = "refuse"
     trace: str | None = None
     timeout_s: float = 600.0
+    bind_device: bool = True
 
     def __post_init__(self) -> None:
         check_above_zero(self, "timeout_s")

@@ -142,7 +142,12 @@ class PipelineSession(ProcessGroupSession):
 
     def _join(self, job: Job, options: PipelineOptions, ranks: int) -> PipelineRanks:
         """Join the process group, and form the groups of ranks with whole tensors."""
-        leave = join_process_group(job.environment, device=job.devices[0], timeout_s=options.timeout_s)
+        leave = join_process_group(
+            job.environment,
+            device=job.devices[0],
+            timeout_s=options.timeout_s,
+            bind_device=options.bind_device,
+        )
         world, rank = dist.get_world_size(), dist.get_rank()
         copies = world // ranks
         pipeline, data_group = None, None

@@ -197,7 +197,9 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
         options = resolve_options(job, options, ranks=job.environment.world_size // options.replicas)
         device = job.devices[0]
         check_offload(options, job)
-        leave = join_process_group(job.environment, device=device, timeout_s=options.timeout_s)
+        leave = join_process_group(
+            job.environment, device=device, timeout_s=options.timeout_s, bind_device=options.bind_device
+        )
         return FsdpSession(job, options, leave=leave)
 
 

@@ -21,7 +21,11 @@ class DdpSession(ProcessGroupSession):
             msg = "sync_batchnorm=True needs an accelerator: torch's SyncBatchNorm has no CPU form"
             raise ConfigError(msg)
         leave = join_process_group(
-            job.environment, device=device, backend=options.process_group, timeout_s=options.timeout_s
+            job.environment,
+            device=device,
+            backend=options.process_group,
+            timeout_s=options.timeout_s,
+            bind_device=options.bind_device,
         )
         super().__init__(job, leave=leave)
 

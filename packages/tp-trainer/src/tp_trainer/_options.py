@@ -19,6 +19,8 @@ class DdpOptions:
         bucket_cap_mb: Size of a communication bucket in MiB; ``None`` is torch's own choice.
         process_group: torch's name of the communication backend; empty chooses by the device.
         timeout_s: How many seconds a collective waits for the other ranks.
+        bind_device: Whether a process group of NCCL is told its device, as ``device_id`` of torch's
+            ``init_process_group``. It connects at once then; ``False`` where it hangs with that.
 
     Raises:
         ConfigError: A size or a time is not above 0.
@@ -31,6 +33,7 @@ class DdpOptions:
     bucket_cap_mb: float | None = None
     process_group: str = ""
     timeout_s: float = 600.0
+    bind_device: bool = True
 
     def __post_init__(self) -> None:
         check_above_zero(self, "bucket_cap_mb", "timeout_s")
@@ -39,10 +42,12 @@ class DdpOptions:
 @explain_init
 @dataclass(frozen=True, slots=True)
 class FsdpOptions(FullyShardOptions):
-    """The options of the backend ``fsdp``: `tp_core.fully_sharded.FullyShardOptions`, and a timeout.
+    """The options of the backend ``fsdp``: `FullyShardOptions` of tp-core, and the process group's.
 
     Attributes:
         timeout_s: How many seconds a collective waits for the other ranks.
+        bind_device: Whether a process group of NCCL is told its device, as ``device_id`` of torch's
+            ``init_process_group``. It connects at once then; ``False`` where it hangs with that.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -52,6 +57,7 @@ class FsdpOptions(FullyShardOptions):
     """
 
     timeout_s: float = 600.0
+    bind_device: bool = True
 
     def __post_init__(self) -> None:
         FullyShardOptions.__post_init__(self)  # not super(): slots=True makes a new class, and super() fails

@@ -17,7 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
 )
 
 from tp_core._launch._environment import LaunchEnvironment
-from tp_core.device_types import binds_process_groups
+from tp_core.device_types import binds_process_groups, has_process_groups
 from tp_core.errors import LaunchEnvironmentError, RankFailedError
 
 # Names of torch 2.13, which deprecates the only ones that 2.11 has.
@@ -102,6 +102,7 @@ def join_process_group(
     device: torch.device | None = None,
     backend: str = "",
     timeout_s: float = 600.0,
+    bind_device: bool = True,
 ) -> Callable[[], None]:
     """Join torch's default process group, unless this process has done so; return a function to leave it.
 
@@ -113,9 +114,11 @@ def join_process_group(
     Args:
         environment: The launch environment. One process without a launcher is a group of one.
         device: The device of this process. An accelerator becomes the current device and chooses
-            the communication backend; with ``None`` torch takes one for each kind of device.
+            the communication backend; with ``None`` the CPU has one, and the accelerator, if there is one.
         backend: torch's name of the communication backend; empty chooses by the device.
         timeout_s: The seconds that a collective waits for the other ranks.
+        bind_device: Whether a group of NCCL is told its device, as torch's ``device_id``, and connects at
+            once. It was seen to hang with it (pytorch#153960).
 
     Returns:
         A function that leaves the group; calling it again does nothing.
@@ -136,16 +139,16 @@ def join_process_group(
         torch.accelerator.set_device_index(device)
     if dist.is_initialized():
         return lambda: None  # the code that has joined leaves
-    if not backend and device is not None:
-        backend = dist.get_default_backend_for_device(device)
+    if not backend:
+        backend = _backend_of(device)
     dist.init_process_group(
-        backend or None,
+        backend,
         # A prefix for each group: a second group of this process would hang on keys of the first.
         store=PrefixStore(f"tp/group/{next(_joined)}", _store_of_group(environment, timeout_s)),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device is not None and binds_process_groups(device) else None,
+        device_id=device if bind_device and device is not None and binds_process_groups(device) else None,
     )
     group = dist.group.WORLD
     _wait_until_connected(group)
@@ -161,6 +164,19 @@ def join_process_group(
             dist.destroy_process_group()
 
     return leave
+
+
+def _backend_of(device: torch.device | None) -> str:
+    """Return torch's name of the communication backend for a device, or for all kinds that are here."""
+    if device is not None:
+        return dist.get_default_backend_for_device(device)
+    of_cpu = dist.get_default_backend_for_device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not has_process_groups(accelerator.type):
+        return of_cpu
+    # Without a name torch 2.13 makes the accelerator's alone, and the ranks of a job on the CPU need gloo.
+    kind = accelerator.type
+    return f"cpu:{of_cpu},{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 def new_process_group(
