@@ -72,6 +72,7 @@ REASONS = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "attention with its log-sum-exps",
     "torch.ops.aten._to_copy.default": "the operator of autocast's copies of weights",
     "torch.utils.data._utils.worker": "iterators read all samples of a shard in a worker, too",
+    "torch.utils._foreach_utils._get_foreach_kernels_supported_devices": "what optimizers take at once",
     "torch.utils._device.DeviceContext": "a default device is a mode that does not count as one",
     "torch.nn.modules.module._global_forward_hooks": "whether anything collects what a module returns",
     "torch.nn.modules.batchnorm._BatchNorm": "the base of all normalizations with running statistics",

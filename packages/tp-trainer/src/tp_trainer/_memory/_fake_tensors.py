@@ -91,8 +91,10 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         known: Tensors that existed before, and are not counted.
+        block: The bytes of which the device's allocator hands out multiples.
 
     Attributes:
+        block: As given.
         values: The current bytes of values.
         gradients: The current bytes of gradients.
         casts: The bytes of values that are weights in another type.
@@ -105,8 +107,9 @@ class LiveBytes(TorchDispatchMode):
         attentions: The number of these calls.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], *, block: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
+        self.block = block
         self.is_forward = True
         self.keys = self.attentions = 0
         self.values = self.gradients = self.casts = 0
@@ -172,9 +175,10 @@ class LiveBytes(TorchDispatchMode):
         kind = "cast" if is_cast else "value"
         if tuple(sorted(tensor.shape)) in self.gradient_shapes:
             kind = "making"
-        self._sizes[address] = storage.nbytes(), kind
+        nbytes = round_up(storage.nbytes(), self.block)
+        self._sizes[address] = nbytes, kind
         self._references[address] = weakref.ref(storage, lambda _: self._forget(address))
-        self._add(kind, storage.nbytes())
+        self._add(kind, nbytes)
 
     def _forget(self, address: int) -> None:
         size, kind = self._sizes.pop(address, (0, ""))
@@ -206,12 +210,27 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def nbytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of tensors, with a dtype as if those of floats had it; repeated ones count once."""
+def block_of(device: torch.device | None) -> int:
+    """Return the bytes of which the allocator of a device hands out multiples: 512 with accelerators."""
+    return 1 if device is None or device.type == "cpu" else 512
+
+
+def round_up(nbytes: int, block: int) -> int:
+    return -(-nbytes // block) * block
+
+
+def nbytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None, *, block: int = 1) -> int:
+    """Return the bytes of tensors, with a dtype as if those of floats had it; repeated ones count once.
+
+    Args:
+        tensors: The tensors.
+        dtype: The dtype.
+        block: Of how many bytes each one takes multiples.
+    """
     nbytes = 0
     for tensor in {id(t): t for t in tensors}.values():
         size = tensor.element_size()
         if dtype is not None and tensor.is_floating_point():
             size = dtype.itemsize
-        nbytes += tensor.numel() * size
+        nbytes += round_up(tensor.numel() * size, block)
     return nbytes

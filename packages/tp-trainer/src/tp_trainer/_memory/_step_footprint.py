@@ -17,7 +17,7 @@ from tp_core.random import preserve_rng_state
 from tp_core.tensors import is_sharded
 
 from tp_trainer._activations import recompute
-from tp_trainer._memory._fake_tensors import LiveBytes, StandIns, nbytes_of, tensors_in
+from tp_trainer._memory._fake_tensors import LiveBytes, StandIns, block_of, nbytes_of, tensors_in
 from tp_trainer._steps._step import LOWER, in_precision, loss_of
 
 log = get_logger("tp_trainer")
@@ -47,9 +47,10 @@ def measure_footprint(
     If the model cannot be copied, or the step needs values, the reason is in ``unknown``.
     """
     dtype = torch.bfloat16 if precision == "bf16-true" else None
+    block = block_of(device)
     found = Footprint(
-        weights=nbytes_of([*model.parameters(), *model.buffers()], dtype),
-        gradients=nbytes_of([p for p in model.parameters() if p.requires_grad], dtype),
+        weights=nbytes_of([*model.parameters(), *model.buffers()], dtype, block=block),
+        gradients=nbytes_of([p for p in model.parameters() if p.requires_grad], dtype, block=block),
         unknown="no batch and step are known",
     )
     stand_ins = StandIns(_usable(device), dtype=dtype)
@@ -61,7 +62,7 @@ def measure_footprint(
             log.debug("a model could not be copied", exc_info=True)
             return replace(found, unknown=f"the model cannot be copied: {_short(error)}")
         trained = [p for p in copied.parameters() if p.requires_grad]
-        live = LiveBytes([*copied.parameters(), *copied.buffers()])
+        live = LiveBytes([*copied.parameters(), *copied.buffers()], block=block)
         if batch is not None and step is not None:
             try:
                 if any(map(is_sharded, model.parameters())):
@@ -78,8 +79,9 @@ def measure_footprint(
             return found
         try:
             using = stand_ins.of_optimizer(optimizer)
+            _choose_kernels(using, device)
             with stand_ins.mode:
-                return _run_update(found, trained, using)
+                return _run_update(found, trained, using, block)
         except Exception as error:
             log.debug("an optimizer could not be run on tensors without memory", exc_info=True)
             return replace(found, unknown=f"{type(optimizer).__name__} needs values: {_short(error)}")
@@ -120,7 +122,7 @@ def _run_step(
                 stack.callback(_watch(module, name, live, kept, passed).remove)
         device = next(iter(model.parameters())).device
         run = in_precision(lambda s, m, b: s(m, b), precision, device)
-        batch_nbytes = nbytes_of(tensors_in(batch))
+        batch_nbytes = nbytes_of(tensors_in(batch), block=live.block)
         with live:
             loss = loss_of(run(step, model, batch), training=True)
             casts = live.casts
@@ -159,7 +161,7 @@ def _with_lower(
     stand_ins = StandIns(_usable(device), dtype=LOWER[precision], buffers=False)
     copied = stand_ins.of_model(model)
     recompute(copied, recomputation)
-    live = LiveBytes([*copied.parameters(), *copied.buffers()])
+    live = LiveBytes([*copied.parameters(), *copied.buffers()], block=block_of(device))
     values = stand_ins.of_batch(batch)
     try:
         with stand_ins.mode:
@@ -180,7 +182,7 @@ def _watch(
 
     def note(_: nn.Module, __: Any, output: Any) -> None:
         kept[name] = kept.get(name, 0) + max(0, live.values - live.casts - began.pop())
-        passed[name] = passed.get(name, 0) + nbytes_of(tensors_in(output))
+        passed[name] = passed.get(name, 0) + nbytes_of(tensors_in(output), block=live.block)
 
     after = module.register_forward_hook(note)
 
@@ -192,19 +194,47 @@ def _watch(
     return _Both()
 
 
-def _run_update(found: Footprint, trained: list[nn.Parameter], optimizer: Optimizer) -> Footprint:
+def _choose_kernels(optimizer: Optimizer, device: torch.device | None) -> None:
+    """Let a copied optimizer compute with all parameters at once where torch does so by default.
+
+    torch asks for the class of the parameters, too, and fake ones have another. The values of one operation
+    on all of them are as large as the model.
+    """
+    # Private, and what torch's own optimizers ask.
+    from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+
+    if device is None or device.type not in _get_foreach_kernels_supported_devices():
+        return
+    for group in optimizer.param_groups:
+        is_default = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        is_plain = not group.get("differentiable") and not isinstance(group.get("lr"), Tensor)
+        if is_default and (is_plain or group.get("capturable")):
+            group["foreach"] = True
+
+
+def _run_update(found: Footprint, trained: list[nn.Parameter], optimizer: Optimizer, block: int) -> Footprint:
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     before = list(_state_of(optimizer))
-    live = LiveBytes([*owned, *(p.grad for p in owned if p.grad is not None), *before])
+    live = LiveBytes([*owned, *(p.grad for p in owned if p.grad is not None), *before], block=block)
     with live:
         optimizer.step()
         live.keep(_state_of(optimizer))
         live.reset()
         optimizer.step()
-    return replace(found, optimizer=nbytes_of(list(_state_of(optimizer))), update=live.highest)
+    states = _state_of(optimizer)
+    # Numbers of steps, which torch leaves with the host.
+    counts = [state for state in states if state.device.type == "cpu" and not state.dim()]
+    others = [state for state in states if state.device.type != "cpu" or state.dim()]
+    # At the end of an epoch, and to clip gradients: the norm of each tensor, then of all of them.
+    norms = block * (len(owned) + 2)
+    return replace(
+        found,
+        optimizer=nbytes_of(counts) + nbytes_of(others, block=block),
+        update=max(live.highest, norms),
+    )
 
 
 def _state_of(optimizer: Optimizer) -> list[Tensor]:
