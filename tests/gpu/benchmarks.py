@@ -43,6 +43,7 @@ class Bench:
 
         self.device = torch.device(device)
         self.is_gpu = self.device.type == "cuda"
+        self.is_accelerator = self.device.type != "cpu"  # simulated devices, too, to rehearse with
 
     def size(self, full, tiny):
         """Return a size for a card, or one for trying the program out."""
@@ -51,8 +52,8 @@ class Bench:
     def wait(self):
         import torch
 
-        if self.is_gpu:
-            torch.cuda.synchronize()
+        if self.is_accelerator:
+            torch.accelerator.synchronize()
 
     def medians_ms(self, variants, *, rounds=15, calls=5):
         """Return the median milliseconds of one call of each variant."""
@@ -75,16 +76,16 @@ class Bench:
         """Return how many MiB more were allocated within a call than before it."""
         import torch
 
-        if not self.is_gpu:
+        if not self.is_accelerator:
             function()
             return None
         function()
         self.wait()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
         function()
         self.wait()
-        return round((torch.cuda.max_memory_allocated() - before) / 2**20, 2)
+        return round((torch.accelerator.max_memory_allocated() - before) / 2**20, 2)
 
     def peaks_mib(self, variants):
         return {f"{name}, MiB at the peak": self.peak_mib(function) for name, function in variants.items()}
@@ -153,7 +154,8 @@ def language_model(bench):
     def make():
         with bench.device:
             model = llama.Llama(sizes)
-        for block in model.blocks:  # one after the other, which is what takes minutes less to compile
+        # One after the other, which is what takes minutes less. Nothing compiles for simulated devices.
+        for block in model.blocks if bench.is_gpu or not bench.is_accelerator else ():
             block.compile()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -264,8 +266,8 @@ def language_model_memory(bench):
 @benchmark(limit_s=100)
 def language_model_offloaded(bench):
     """The same by `fsdp` on one device, with weights, gradients and optimizer state in pinned memory."""
-    options = {"reshard_after_forward": True, "activation_checkpointing": False, "offload": bench.is_gpu}
-    backend = bench.size("fsdp", "single")  # nothing is offloaded from the CPU
+    options = {"reshard_after_forward": True, "activation_checkpointing": False, "offload": True}
+    backend = "fsdp" if bench.is_accelerator else "single"  # nothing is offloaded from the CPU
     return predicted_and_measured(bench, backend, options, rows=bench.size(4, 2))
 
 
@@ -379,7 +381,7 @@ def prefetch(bench):
     model = make_net(width, 2, bench.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     host = [(torch.randn(rows, width), torch.zeros(rows, 1)) for _ in range(4)]
-    pinned = [tuple(t.pin_memory() for t in batch) for batch in host] if bench.is_gpu else host
+    pinned = [tuple(t.pin_memory() for t in batch) for batch in host] if bench.is_accelerator else host
     there = [tuple(t.to(bench.device) for t in batch) for batch in host]
 
     def loop(batches, **how):
@@ -395,7 +397,7 @@ def prefetch(bench):
     def fit():
         with Trainer(devices=[bench.device], progress=False) as trainer:
             loader = torch.utils.data.DataLoader(
-                data, batch_size=rows, pin_memory=bench.is_gpu, num_workers=2
+                data, batch_size=rows, pin_memory=bench.is_accelerator, num_workers=2
             )
             step = lambda m, b: (m(b[0]) - b[1]).square().mean()  # noqa: E731 - it is short
             trainer.fit(model, optimizer, loader, step=step, epochs=1)
@@ -462,8 +464,10 @@ def replicas_beside_torchs(bench):
     from tp_dp_gather import DataParallel
     from tp_tuple import TupleParallel
 
-    count = torch.cuda.device_count() if bench.is_gpu else 2
-    devices = [torch.device("cuda", i) for i in range(count)] if bench.is_gpu else [bench.device] * 2
+    devices = [bench.device] * 2
+    if bench.is_accelerator:
+        devices = [torch.device(bench.device.type, i) for i in range(torch.accelerator.device_count())]
+    count = len(devices)
     figures = {}
     for name, width in (("10M parameters", 1024), ("200M parameters", 4608)):
         width = bench.size(width, 16)  # noqa: PLW2901 - a smaller one for trying out
@@ -612,8 +616,7 @@ def stream_through_a_worker(bench):
 
     def streamed():
         source = (items[i % 16] for i in range(count))
-        device = "cuda:0" if bench.is_gpu else "cpu"
-        for _ in tp_runner.map(predict, source, devices=[device], init=Model):
+        for _ in tp_runner.map(predict, source, devices=[bench.device], init=Model):
             pass
 
     found = bench.medians_ms(

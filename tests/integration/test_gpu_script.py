@@ -75,6 +75,22 @@ def test_without_a_cuda_device_every_gpu_test_is_skipped_with_its_reason(script,
         assert "CUDA device" in entry["reason"] or "accelerator" in entry["reason"], entry
 
 
+@pytest.mark.takes(150)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_it_is_rehearsed_on_simulated_devices(tmp_path):
+    out = tmp_path / "out.json"
+    done = run("--device", "sim", "--json", out, "--budget-s", "150")
+    found = json.loads(out.read_text())
+    entries = [*found["tests"], *found["benchmarks"]]
+    wrong = [entry for entry in entries if entry["outcome"] not in {"passed", "skipped", "not run"}]
+    assert (done.returncode, wrong) == (0, []), done.stdout[-3000:] + done.stderr[-3000:]
+    assert {entry["package"] for entry in entries if entry["outcome"] == "passed"} >= {
+        "integration",
+        "benchmarks",
+    }
+
+
 TESTS = """
     import os, signal, time, warnings
     import pytest
