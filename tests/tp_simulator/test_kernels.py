@@ -252,3 +252,23 @@ def test_means_of_losses_are_made_without_a_warning_of_torchs():
         for loss in (F.mse_loss, F.smooth_l1_loss):
             loss(x, x.detach().flip(0)).backward()
             assert loss(x, x.detach().flip(0), reduction="none").shape == x.shape
+
+
+def test_a_call_like_an_earlier_one_has_results_of_its_own_form():
+    x = torch.arange(6.0, device="sim:0").reshape(2, 3)
+    for _ in range(2):  # what meta kernels say is kept, by all that it depends on
+        assert (x.sum(0).shape, x.sum(1).shape, x.sum(1, keepdim=True).shape) == ((3,), (2,), (2, 1))
+        assert (torch.cat([x, x]).shape, torch.cat([x, x, x]).shape) == ((4, 3), (6, 3))
+        assert ((x + 1).stride(), (x.t() + 1).stride()) == ((3, 1), (1, 3))
+        assert (x.int() + 1.5).dtype is torch.float32
+        wide = torch.tensor(1.0, dtype=torch.float64)
+        assert ((x.int() + wide).dtype, (x + wide).dtype) == (torch.float64, torch.float32)
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert (x.int() / 2).dtype is torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert (x.int() / 2).dtype is torch.float32
+        target = torch.empty(0, device="sim:0")
+        torch.add(x, x, out=target)
+        torch.testing.assert_close(target.cpu(), 2 * x.cpu())
