@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
-from tp_core import tree_leaves, tree_map
+from tp_core import recursive_to, tree_leaves, tree_map
 from tp_core.data import (
     LoadedBatches,
     Parts,
@@ -724,7 +724,7 @@ class _SentOutput:
                     tensor = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
                 dist.broadcast(tensor, group_src=sender, group=ranks.model_group)
                 return tensor
-            return value.to(ranks.device) if isinstance(value, (Tensor, PackedSequence)) else value
+            return recursive_to(value, ranks.device) if isinstance(value, Tensor | PackedSequence) else value
 
         return tree_map(receive_leaf, described)
 
