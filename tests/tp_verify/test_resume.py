@@ -237,6 +237,54 @@ def test_each_planted_fault_is_named_and_the_right_program_certified(tmp_path, m
         assert certificate.ok == (not fault), str(certificate)
 
 
+# A wrapper that runs a whole step, a loss, and an embedding of places, which is no model of its own.
+WRAPPED = """
+import sys
+import torch
+from torch import nn
+
+class Places(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(9, 4), nn.Embedding(3, 4)
+
+    def forward(self, batch):
+        tokens = batch["tokens"] if isinstance(batch, dict) else batch.tokens
+        return self.tokens(tokens) + self.places(torch.arange(3))
+
+class Stepping(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, step):
+        return step(self.module)
+
+class Batch:
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+
+inner = Places()
+model, loss = Stepping(nn.Sequential(inner)), nn.MSELoss()
+optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+batches = [lambda m: m({"tokens": torch.ones(4, 3, dtype=torch.long)}), lambda m: m(Batch())]
+for step in batches:
+    output = model(step)
+    loss(output, torch.zeros_like(output)).backward()
+    optimizer.step()
+    open(sys.argv[1] + "/saved", "w").close()
+"""
+
+
+@pytest.mark.slow
+def test_the_samples_of_a_wrapper_that_runs_a_step_are_those_of_its_model(tmp_path):
+    # Private: how many rows were seen in each step.
+    (tmp_path / "train.py").write_text(WRAPPED)
+    command = TrainingCommand([sys.executable, str(tmp_path / "train.py"), "{folder}"], tmp_path, 120)
+    whole, _ = command.run("whole", tmp_path / "saved", 1)
+    assert whole.failed == ""
+    assert [len(whole.rows(step)) for step in (1, 2)] == [4, 0]  # none where no model gets a tensor
+
+
 @pytest.mark.slow
 @pytest.mark.takes(50)
 def test_the_command_certifies_and_names_a_save_that_was_written_in_place(tmp_path):

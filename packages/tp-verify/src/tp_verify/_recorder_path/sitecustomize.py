@@ -133,6 +133,24 @@ def _tensors_in(value: Any) -> Iterator[Any]:
             yield from _tensors_in(each)
 
 
+def _batch_of(module: Any, arguments: Any) -> Any:
+    """Return the first tensor of a call that can be a batch: of a module in training, and not computed."""
+    import torch
+
+    if not module.training:
+        return None
+    if torch._C._current_graph_task_id() != -1:  # what a checkpoint computes again
+        return None
+    for tensor in _tensors_in(arguments):
+        if tensor.dim() and not tensor.requires_grad:  # others come from another model
+            return tensor
+    return None
+
+
+def _trained_in(module: Any) -> set[int]:
+    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+
+
 # -- The recorder of a process ----------------------------------------------------------------------------
 
 
@@ -156,7 +174,7 @@ class _Recorder:
         self.step = 0
         self.moments = 0  # since the last step
         self.rows: list[str] = []
-        self.calls = threading.local()  # how deep the calls of modules are, as `depth`
+        self.calls = threading.local()  # for each module that is being called, the inputs of those within
         self.names: dict[int, str] = {}  # of parameters, by their id
         self.roots: list[Any] = []  # the models that they are of
         self.optimizers: list[Any] = []  # in the order in which they stepped
@@ -193,25 +211,37 @@ class _Recorder:
 
     # -- What the model gets
 
+    def open_calls(self) -> list[list[tuple[Any, Any]]]:
+        """Return the calls of modules that this thread is in, each with what the calls within it got."""
+        if not hasattr(self.calls, "open"):
+            self.calls.open = []
+        found: list[list[tuple[Any, Any]]] = self.calls.open
+        return found
+
     def enter(self) -> None:
-        self.calls.depth = getattr(self.calls, "depth", 0) + 1
+        self.open_calls().append([])
 
     def leave(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Keep the rows of a batch, where a model that is trained was called from outside."""
-        import torch
+        """Keep the rows of a batch, where a model that is trained was called from outside.
 
-        self.calls.depth = max(0, getattr(self.calls, "depth", 0) - 1)
-        if self.calls.depth or not module.training:
+        A wrapper may get no tensors, as one that runs a whole step: then what it calls with all of its
+        parameters is the model.
+        """
+        calls = self.open_calls()
+        within = calls.pop() if calls else []
+        own = _batch_of(module, (args, kwargs))
+        if own is not None:
+            got = [(module, own)]
+        else:
+            trained = _trained_in(module)
+            got = [(inner, tensor) for inner, tensor in within if trained <= _trained_in(inner)]
+        if calls:
+            calls[-1] += got
             return
-        if torch._C._current_graph_task_id() != -1:  # what a checkpoint computes again
-            return
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return  # a loss, a metric
-        for tensor in _tensors_in((args, kwargs)):
-            if tensor.dim() and not tensor.requires_grad:  # others come from another model
+        for model, tensor in got:
+            if _trained_in(model):  # others are a loss or a metric
                 whole = tensor.detach().cpu()
                 self.rows += [_digest(_bytes_of(row)) for row in whole]
-                return
 
     # -- What a step has changed
 
@@ -225,7 +255,7 @@ class _Recorder:
     def after_step(self, _: Any) -> None:
         self.step += 1
         self.moments = 0
-        self.calls.depth = 0
+        self.open_calls().clear()
         self.write(
             "step",
             rows=self.rows,
