@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -240,14 +240,14 @@ class RunComparison:
         self.count("gradients", len(exact.gradients))
         if not wrong:
             return None
-        factor = _common_factor(exact.gradients, wrong)
+        factor, digits = _common_factor(exact.gradients, wrong)
         if factor:
             if abs(factor - 1) <= _ROUNDED:
                 # Shares of tokens, one integer tensor divided by another, are float32.
                 self.bound = replace(self.bound, rtol=self.bound.rtol + 2 * abs(factor - 1))
                 self.unknown["the scale of the loss"] = "float32 on ranks; what is smaller is not seen"
                 return None
-            difference = f"every one is {factor:.6g} times one device's: the loss is scaled otherwise"
+            difference = f"every one is {factor:.{digits}g} times one device's: the loss is scaled otherwise"
             return Finding("the gradient", "", step, difference)
         # Backward meets the last module first: what is wrong there explains the rest.
         order = [p.module for p in exact.forward]
@@ -262,16 +262,15 @@ class RunComparison:
                 difference = f"{_match_in_words(match)}{also}"
                 return Finding("the gradient of the input", place.module, step, difference)
         module, _, parameter = last.rpartition(".")
-        difference, _ = wrong[last]
-        return Finding("the gradient", module, step, difference, tensor=parameter)
+        return Finding("the gradient", module, step, wrong[last].difference, tensor=parameter)
 
     def _wrong(
         self,
         exact: Mapping[str, Tensor | None],
         near: Mapping[str, Tensor | None],
         ranks: Sequence[Mapping[str, Any]],
-    ) -> dict[str, tuple[str, float]]:
-        """Return the parameters with another gradient: how it differs, and its ratio to the right one."""
+    ) -> dict[str, "_WrongGradient"]:
+        """Return the parameters with another gradient."""
         scale = max((norm_of(g) for g in exact.values() if g is not None), default=0.0)
         wrong = {}
         for name, whole in exact.items():
@@ -279,17 +278,19 @@ class RunComparison:
             if whole is None or any(grad is None for grad in grads.values()):
                 has_grad = [grad is not None and bool(grad.any()) for grad in grads.values()]
                 if whole is None and any(has_grad):
-                    wrong[name] = ("it has a gradient, and on one device it has none", 0.0)
+                    wrong[name] = _WrongGradient("it has a gradient, and on one device it has none")
                 elif whole is not None and norm_of(whole) > self.bound.atol * scale and not all(has_grad):
-                    wrong[name] = (f"{has_grad.count(False)} of {len(has_grad)} ranks have no gradient", 0.0)
+                    without = f"{has_grad.count(False)} of {len(has_grad)} ranks have no gradient"
+                    wrong[name] = _WrongGradient(without)
                 continue
             if not grads:
                 self.unknown.setdefault(name, "no rank has it")
                 continue
             difference = self._difference(whole, near.get(name), grads, scale)
             if difference:
-                ratio = _ratio(next(iter(grads.values())).double(), whole)
-                wrong[name] = (difference, ratio)
+                rounding = self.bound.limit(whole, near.get(name), scale) / max(norm_of(whole), 1e-300)
+                ratio = _ratio(next(iter(grads.values())).double(), whole, rounding)
+                wrong[name] = _WrongGradient(difference, ratio, rounding)
         return wrong
 
     def _difference(
@@ -404,18 +405,34 @@ def _changes(weights: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str
     return changes
 
 
-def _common_factor(exact: Mapping[str, Tensor | None], wrong: Mapping[str, tuple[str, float]]) -> float:
-    """Return the factor by which all gradients are wrong; 0 where there is none."""
+class _WrongGradient(NamedTuple):
+    """How a gradient differs, its ratio to the right one, if it has one, and what rounding is of its norm."""
+
+    difference: str
+    ratio: float = 0.0
+    rounding: float = 0.0
+
+
+def _common_factor(
+    exact: Mapping[str, Tensor | None], wrong: Mapping[str, _WrongGradient]
+) -> tuple[float, int]:
+    """Return the factor by which all gradients are wrong, 0 where there is none, and its known digits."""
     scale = max((norm_of(g) for g in exact.values() if g is not None), default=0.0)
     # One that is all but zero is right by any factor.
     weighty = {n for n, g in exact.items() if g is not None and norm_of(g) > 1e-6 * scale}
     if len(wrong) < 2 or not weighty <= wrong.keys():
-        return 0.0
-    ratios = [ratio for _, ratio in wrong.values()]
-    first = ratios[0]
-    if first and all(ratio and abs(ratio - first) < 1e-3 * abs(first) for ratio in ratios):
-        return first
-    return 0.0
+        return 0.0, 0
+    first = next(iter(wrong.values())).ratio
+    if not first:
+        return 0.0, 0
+    coarsest = 0.0
+    for one in wrong.values():
+        apart = abs(one.ratio / first - 1)
+        if not one.ratio or apart >= max(1e-3, one.rounding):
+            return 0.0, 0
+        coarsest = max(coarsest, one.rounding)
+    digits = 6 if coarsest < 1e-6 else max(2, math.floor(-math.log10(coarsest)))
+    return first, digits
 
 
 def _rows(whole: Tensor, shares: Sequence[Selections], rank: int) -> int:
@@ -435,13 +452,14 @@ def _position(order: Sequence[str], name: str) -> int:
     return len(order) if "" in order else 0
 
 
-def _ratio(local: Tensor, whole: Tensor) -> float:
-    """Return the number that one tensor is times another; 0 where it is none."""
+def _ratio(local: Tensor, whole: Tensor, rounding: float) -> float:
+    """Return the number that one tensor is times another, up to a share by rounding; 0 where it is none."""
     if local.shape != whole.shape or not norm_of(whole):
         return 0.0
     ratio = float((local * whole).sum() / (whole * whole).sum())
     # It explains the difference: what is left beside it is a tenth of it, and no rounding of another kind.
-    if relative_error(local, ratio * whole) < min(1e-2, 0.1 * abs(ratio - 1)):
+    left = relative_error(local, ratio * whole)
+    if left < min(max(1e-2, rounding), 0.1 * abs(ratio - 1)):
         return ratio
     return 0.0
 
