@@ -448,6 +448,36 @@ def test_a_fault_after_the_training_is_named(strategy, more, said, ranks):
     assert re.search(said, str(report.finding)), str(report)
 
 
+class Halved(strategies.DDP):
+    def backward(self, model, step, parts):
+        loss = super().backward(model, step, parts)
+        for parameter in model.parameters():
+            parameter.grad /= 2
+        return loss
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_a_factor_of_all_gradients_is_named_in_types_of_few_digits(dtype, ranks):
+    options = {"parallel": Halved(), "step": m.step, "ranks": ranks, "dtype": dtype, "vary": False}
+    report = verify(m.build, m.EVEN[:1], **options)
+    assert "every one is 0.5 times one device's" in str(report.finding), str(report)
+
+
+def by_adam(model):
+    return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.slow
+def test_steps_of_adam_are_numbers_in_float16_and_what_follows_is_compared(ranks):
+    options = {"step": m.step, "ranks": ranks, "optimizer": by_adam, "dtype": torch.float16, "dropout": 20}
+    options |= {"reload_on": ranks, "vary": False}
+    report = verify(m.build, m.EVEN, parallel=strategies.DDP(), **options)
+    assert report.ok, str(report)
+    assert "the optimizer's own epsilon: here it is 0.00024, the least" in report.not_covered
+    assert not any("the loss is" in line for line in report.not_covered), report.not_covered
+    assert verify(m.build, m.EVEN, parallel=SameMasks(), **options).finding.what.startswith("dropout")
+
+
 @pytest.mark.slow
 def test_ranks_that_are_no_neighbors_may_not_share_masks():
     batch = {name: rows[:3] for name, rows in m.EVEN[0].items()}

@@ -158,6 +158,29 @@ def build_model(task: TrainingTask) -> nn.Module:
     return model if task.dtype is None else model.to(task.dtype)
 
 
+def least_epsilon(dtype: torch.dtype) -> float:
+    """Return the smallest root of a square that a type has.
+
+    Adam divides by the root of squared gradients, and adds its epsilon: one of 1e-8 is 0 in float16, and
+    gradients below this have squares of 0. Weights would be no numbers after the first step.
+    """
+    digits = torch.finfo(dtype)
+    return math.sqrt(digits.smallest_normal * digits.eps)
+
+
+def make_with_epsilon(make: MakeOptimizer, least: float, model: nn.Module) -> Optimizer:
+    """Make an optimizer, and raise epsilons that are smaller than ``least``."""
+    optimizer = make(model)
+    for group in groups_below(optimizer, least):
+        group["eps"] = least
+    return optimizer
+
+
+def groups_below(optimizer: Optimizer, least: float) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer whose epsilon is smaller."""
+    return [group for group in optimizer.param_groups if group.get("eps", least) < least]
+
+
 def cast(batch: Any, dtype: torch.dtype | None) -> Any:
     """Return a batch with its floating-point tensors in ``dtype``."""
     if dtype is None:
@@ -212,6 +235,17 @@ def run_task(task: TrainingTask, strategy: Strategy, *, seed: int = 0) -> RunRec
     if task.seeds:
         _record_draws(record, task, strategy, model)
     strategy.close()
+    return record
+
+
+def draw_task(task: TrainingTask, weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> RunRecord:
+    """Return what one device draws with weights and buffers that ranks have at the end of a training."""
+    record, model = RunRecord(), build_model(task)
+    _put(model, weights, lambda parameter: parameter.data)
+    for name, buffer in model.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+    _record_draws(record, task, OneDevice(), model)
     return record
 
 

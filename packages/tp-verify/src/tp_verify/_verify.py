@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ from tp_verify._training_task import (
     StepRecord,
     TrainingTask,
     build_model,
+    draw_task,
+    groups_below,
+    least_epsilon,
     load_task,
+    make_with_epsilon,
     one_thread,
     run_task,
 )
@@ -88,7 +93,8 @@ def verify(
         micro: The micro-batches into which each rank cuts its share of a batch.
         max_norm: The global norm to which gradients are clipped; by default they are not.
         dtype: The type in which the ranks compute; ``None`` for the model's own. The reference is in float64,
-            and bounds are one device's in that type.
+            and bounds are one device's in that type. An optimizer's epsilon that the type cannot add is
+            raised to the least that it can.
         generate: ``generate(model, batch)`` returns what has to be equal element by element: tokens, say. It
             runs after the training, on the first batch.
         reload_on: The number of processes that load the checkpoint of the trained model, or a pool of them.
@@ -123,6 +129,8 @@ def verify(
         build, batches, step, optimizer, micro, max_norm, dtype, generate=generate, seeds=dropout
     )
     _check(task, strategy, count)
+    if dtype is not None:  # which the user's optimizer was not made for
+        task = replace(task, make_optimizer=partial(make_with_epsilon, optimizer, least_epsilon(dtype)))
     if reproduce is not None:
         check_reproducible(build, step, batches, strategy)
     with one_thread(), preserve_rng_state():
@@ -145,6 +153,11 @@ def verify(
             if kept == torch.float64:
                 nudge = computed
             near = run_task(replace(follower, nudge=nudge), OneDevice())
+        drawn = runs.exact
+        if computed != torch.float64 and runs.task.seeds:
+            # Of the ranks' last weights, for the same reason.
+            drawing = replace(runs.task, dtype=torch.float64, micro=1)
+            drawn = draw_task(drawing, _last(runs, "weights"), _last(runs, "buffers"))
     # Of the follower too: under autocast, float64 stays float64, and float32 does not.
     bound = Bound.of([kept, *exact.dtypes, *near.dtypes])
     comparison = RunComparison(exact, near, runs.records, bound, {}, {}, strategy.reorders)
@@ -162,8 +175,8 @@ def verify(
         or compare_generated(comparison)
         or compare_loaded(comparison, [seen for seen, _ in runs.loaded])
         or compare_generators(comparison, [generators for _, generators in runs.loaded])
-        or compare_masks(comparison, runs.exact)
-        or compare_draws(comparison, runs.exact.draws)
+        or compare_masks(comparison, drawn)
+        or compare_draws(comparison, drawn.draws)
     )
     reproduction = ""
     if finding is not None and reproduce is not None:
@@ -172,6 +185,8 @@ def verify(
     if finding is None:
         proven = _proven(task, exact, comparison, runs, own)
     not_covered = _not_covered(task, exact, comparison)
+    if dtype is not None and groups_below(optimizer(build_model(task)), least_epsilon(dtype)):
+        not_covered.append(f"the optimizer's own epsilon: here it is {least_epsilon(dtype):.2g}, the least")
     if runs.refused:
         not_covered.append(runs.refused)
     elif vary and not task.own:
@@ -239,6 +254,12 @@ class _Runs:
     records: list[RunRecord]
     loaded: list[tuple[StepRecord, dict[str, str]]]
     refused: str = ""
+
+
+def _last(runs: _Runs, kind: str) -> dict[str, Tensor]:
+    """Return the whole tensors of a kind that ranks have at the end of the training."""
+    whole = getattr(runs.exact.steps[-1], kind)
+    return joined_parts(whole, [getattr(one.steps[-1], kind) for one in runs.records])
 
 
 _UPDATED = ("the change of the weight", "the optimizer's state")
