@@ -9,6 +9,7 @@ import torch
 import tp_shard as ts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tp_core.errors import StepError
 from tp_trainer import Callback, Checkpoints, Interrupted, Trainer, Validation
 from tp_trainer.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
 
@@ -131,6 +132,44 @@ def check(ranks):
 )
 def test_a_stopped_run_ends_with_the_same_averages(four, tmp_path, options, average):
     check(four.run(partial(stopped_and_resumed, options, average, tmp_path)))
+
+
+def train_to(folder, steps, batch_size=8):
+    """Return the weights after some steps, the third of which has four samples; or the refusal."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Tower().double()
+    x = torch.randn(20, 8, dtype=torch.float64)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
+    settings = {"options": {"pipeline": {"microbatches": 5}}, "devices": "cpu", "seed": 0, "progress": False}
+    try:
+        with Trainer(backend="pipeline", **settings) as trainer:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            checkpoint = Checkpoints(folder, every_steps=1)
+            trainer.fit(
+                model,
+                optimizer,
+                loader,
+                step=squared_error,
+                epochs=2,
+                max_steps=steps,
+                checkpoint=checkpoint,
+                resume="auto",
+            )
+            return trainer.session.model_state(model)
+    except StepError as error:
+        return str(error)
+
+
+def stopped_before_a_short_batch(folder):
+    train_to(folder / "stopped", 2)
+    return train_to(folder / "whole", 5), train_to(folder / "stopped", 5), train_to(folder / "small", 5, 4)
+
+
+def test_a_run_goes_on_at_a_batch_with_fewer_samples_than_micro_batches(pair, tmp_path):
+    for whole, resumed, refused in pair.run(partial(stopped_before_a_short_batch, tmp_path)):
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+        assert "the first batch has 4 samples, and backend 'pipeline' is to make 5" in refused
 
 
 @pytest.mark.slow

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from tp_core import recursive_to, tree_leaves, tree_map
 from tp_core.data import (
     LoadedBatches,
     Parts,
+    PreparedLoader,
     Scattering,
     Share,
     StepOutput,
@@ -117,6 +119,7 @@ class PipelineSession(ProcessGroupSession):
         )
         self.takes_deferred_models = self.sample_size == 1  # others are compared with the whole model
         self._staged: PerModule[StagedModel] = PerModule()
+        self._share = 0  # samples of this rank in a whole batch to train on
         self._optimizers: list[Optimizer] = []
         self._kept: list[KeptStates] = []  # what else has a state of parameters
 
@@ -318,6 +321,23 @@ class PipelineSession(ProcessGroupSession):
 
     # -- the step -----------------------------------------------------------------------------
 
+    def prepare_loader(
+        self, loader: Iterable[Any], *, training: bool = True, shard: bool = True
+    ) -> PreparedLoader:
+        """Return a loader of this rank's share of every batch; a loader to train on says how large that is.
+
+        Raises:
+            LoaderError: As for every session.
+
+        Collectives: those of every session.
+        """
+        prepared = super().prepare_loader(loader, training=training, shard=shard)
+        size = getattr(loader, "batch_size", None)
+        if training and isinstance(loader, DataLoader) and size is not None:
+            copies = self.data_size if shard else 1
+            self._share = max(self._share, size // copies)
+        return prepared
+
     def run(self, step: Callable[[nn.Module, Any], StepOutput], model: nn.Module, batch: Any) -> StepOutput:
         """Run the step for micro-batches on all stages, and return the whole batch's output on each rank.
 
@@ -390,7 +410,9 @@ class PipelineSession(ProcessGroupSession):
         agreeing = self._agreeing if all_come and not staged.is_agreed else None
         try:
             is_first = learns and not staged.is_planned
-            parts = split_batch(batch, self._scattering, self.options, self.orders, is_first=is_first)
+            parts = split_batch(
+                batch, self._scattering, self.options, self.orders, is_first=is_first, share=self._share
+            )
             plans = staged.plans_of(step, parts)
         except Exception as error:
             if agreeing is not None:
