@@ -94,7 +94,7 @@ class ModuleCalls:
         run.hook("on_before_backward", loss)
         # The module runs past DDP, and any loss may leave out parameters of others. So gradients stay on the
         # ranks here, and are averaged below. What was averaged before is the same on all ranks, and stays.
-        with run.own.no_sync(run.prepared):
+        with run.own.no_sync(run.model):
             run.own.backward(loss, *args, **options)
         if run.session.data_size > 1:
             for parameter in (p for optimizer in run.optimizers for p in parameters_of(optimizer)):
