@@ -95,17 +95,18 @@ _NO_SECRETS = {"", "0", "1", "false", "no", "none", "null", "off", "on", "true",
 
 _HEADER = re.compile(r"\b(bearer|basic|token)(\s++)([\w.~+/-]++=*+)", re.IGNORECASE)
 
-# Values that show what they are: of GitHub, GitLab, npm, PyPI, Slack, Google, Stripe, AWS, Hugging Face and
-# OpenAI; a JSON web token.
+# Values that show what they are: of GitHub, GitLab, npm, PyPI, Docker, Slack, Google, Stripe, AWS, Hugging
+# Face and OpenAI; a JSON web token.
 _TELLING = re.compile(
     r"(?<![\w-])(?:"
-    r"(?:gh[opsur]_|github_pat_|glpat-|npm_|pypi-|dop_v1_|shpat_|whsec_|xox[a-z]-|ya29\.|[prs]k_(?:live|test)_)"
+    r"(?:gh[opsur]_|github_pat_|glpat-|npm_|pypi-|dckr_[po]at_|dop_v1_|shpat_|whsec_|xox[a-z]-|ya29\.|[prs]k_(?:live|test)_)"
     r"[\w.-]++"
     r"|(?:AKIA|ASIA|AIza|hf_|sk-)(?=[A-Za-z_-]*+[0-9])[\w-]{7,}+"
     r"|eyJ[\w-]*+\.[\w.-]++"
     r"|SG\.[\w-]{16,}+\.[\w-]++)"
 )
 _HOOKS = re.compile(r"(hooks\.slack\.com/\w++/|/api/webhooks/)[\w/-]++")
+_NETRC = re.compile(r"(\blogin\s++\S++\s++password\s++)\S++")
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----)[^-]*+")
 
 
@@ -117,6 +118,7 @@ def mask_text(text: str) -> str:
     text = _masked_matches(_ADDRESS, text, _password_of)
     text = _PRIVATE_KEY.sub(rf"\1{MASK}", text)
     text = _HOOKS.sub(rf"\1{MASK}", text)
+    text = _NETRC.sub(rf"\1{MASK}", text)
     parts: list[str] = []
     at = 0
     for name in _ASSIGNED.finditer(text):
