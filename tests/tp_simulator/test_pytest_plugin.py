@@ -160,6 +160,14 @@ SAYS_CUDA = """
         assert process.exitcode == 0
 
 
+    def test_an_optimizer_made_before_trains_what_moves():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = model.weight.detach().clone()
+        model.to("cuda")(torch.ones(1, 2, device="cuda")).sum().backward()
+        optimizer.step()
+        assert torch.equal(model.weight.cpu(), before - 1)
+
     def test_a_race():
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -227,9 +235,9 @@ def test_a_suite_that_says_cuda_runs_as_it_is(tmp_path):
         done.stdout
     )
     assert "1 race:" in done.stdout
-    assert " 8 passed" in done.stdout
+    assert " 9 passed" in done.stdout
     without = _pytest(tmp_path, "--device=sim")
-    assert "9 skipped" in without.stdout, without.stdout
+    assert "10 skipped" in without.stdout, without.stdout
 
 
 def test_without_the_option_nothing_is_simulated(tmp_path):

@@ -39,6 +39,9 @@ def give_cudas_names() -> None:
     Tensor.is_cuda = property(_is_cuda)  # type: ignore[assignment]
     for module, name in _TAKE_NAMES:
         setattr(module, name, _in_own_names(getattr(module, name)))
+    # A module keeps its parameters on the way to CUDA, so an optimizer that was made before trains them. For
+    # other devices torch makes new ones, unless it may swap what is in them.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     if dist.is_available():
         _rename_groups()
     _enter_mode_in_threads()
