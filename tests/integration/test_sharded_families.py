@@ -5,7 +5,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from tp_core import LaunchEnvironment, resolve_devices
+from tp_core.plugins import Job
 from tp_testing import RankPool
+
+from tests.installed import backend_class
+from tests.integration import context_families as others
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,6 +112,24 @@ def _padded(attention):
     return (logits[0] - logits[1]).abs().max().item(), max(errors).item()
 
 
+def _first_steps(name):
+    """Run the first steps of a family, in which the way of its split outputs is followed."""
+    import tp_shard as ts
+
+    kind = others.MODELS[name][2]
+    rows = others.Samples(name, "left" if kind in {"decoder", "encoder"} else "none")
+    batch = torch.utils.data.default_collate([rows[0], rows[1]])
+    model = others.make_model(name, dropout=0.1)
+    plan = ts.plans.auto(model, dict(batch), verbose=False)
+    job = Job(devices=resolve_devices(["cpu"]), environment=LaunchEnvironment.read())
+    with backend_class("shard")().open(job) as session:
+        model = session.prepare_model(ts.parallelize(model, plan))
+        session.run(others.step, model, batch)
+        model.eval()
+        with torch.inference_mode():
+            session.run(others.step, model, batch)
+
+
 def _save(folder):
     import tp_shard as ts
     import transformers
@@ -141,6 +164,17 @@ def test_a_family_is_right_under_the_proposed_plan(pool, family):
         assert gradient < 1e-6
         assert same_tokens
         assert any("att" in path for path in paths), "its attention is left whole"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt_bigcode",  # key heads that all ranks have
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in others.MODELS if name != "gpt_bigcode"),
+    ],
+)
+def test_what_a_family_does_with_split_outputs_is_no_fault(pool, name):
+    pool.run(_first_steps, name)
 
 
 @pytest.mark.nightly
