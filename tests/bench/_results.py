@@ -18,7 +18,7 @@ __all__ = ["FOLDER", "Results"]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 PEERS = ["accelerate", "easycore", "joblib", "lightning-fabric", "mpire", "ray", "torchshard", "trl"]
-PEERS += ["webdataset"]
+PEERS += ["spmd-types", "webdataset"]
 
 
 class Results:

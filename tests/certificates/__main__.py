@@ -68,10 +68,8 @@ def rows() -> list[Row]:
             Row(stack, program, f"1 rank{words}", [], more),
             Row(stack, program, f"1 rank, inside a save{words}", ["--kill-in-save"], more),
             Row(stack, program, f"2 ranks{words}", ["--ranks", "2"], more),
+            Row(stack, program, f"2 ranks, then 1{words}", ["--ranks", "2,1"], [*more, *plain]),
         ]
-        if stack != "transformers":
-            arguments = [*more, *plain]
-            found.append(Row(stack, program, f"2 ranks, then 1{words}", ["--ranks", "2,1"], arguments))
     whole = ["--seedable", "--whole"]
     found.append(
         Row(

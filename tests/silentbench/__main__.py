@@ -39,6 +39,8 @@ def trials(program: Program, name: str, pool: RankPool) -> dict[str, Any]:
 
 def outcome(faulty: Outcome, right: Outcome) -> dict[str, Any]:
     """Return what a judge says of the two forms of a program in one type."""
+    if faulty.not_for or right.not_for:
+        return {"not for it": faulty.not_for or right.not_for}
     return {
         "found": faulty.found,
         "placed": faulty.is_placed,
@@ -58,8 +60,12 @@ def figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     for facts in found.values():
         for name in facts.keys() & JUDGES.keys():
             for kind, one in facts[name].items():
+                if "not for it" in one:
+                    sums[f"{name}, {kind}, not for it"] += 1
+                    continue
                 sums[f"{name}, {kind}, tried"] += 1
                 sums[f"{name}, {kind}, found"] += one["found"]
+                sums[f"{name}, {kind}, told apart"] += one["found"] and not one["false alarm"]
                 sums[f"{name}, {kind}, placed"] += one["placed"]
                 sums[f"{name}, {kind}, false alarms"] += bool(one["false alarm"])
                 sums[f"{name}, {kind}, seconds"] += one["seconds"]
@@ -68,26 +74,41 @@ def figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
                 sums[f"{name}, false alarms"] += bool(one["false alarm"])
     for figure in [one for one in sums if one.endswith(", seconds")]:
         sums[figure] /= sums[figure.removesuffix("seconds") + "tried"]
+    sums.update(dict.fromkeys((f"{name}, {OWN}, not for it" for name in JUDGES), 0))  # each has the figure
     return {**sums, "lines of a program": statistics.median(facts["lines"] for facts in found.values())}
 
 
 def table(tried: list[Program], found: dict[str, dict[str, Any]]) -> str:
     """Return one row for each program, in Markdown."""
-    rows = ["| kind | program | report | `tp verify` names | loss curves |", "|---|---|---|---|---|"]
+    others = [name for name in JUDGES if name != "tp verify"]
+    rows = [
+        f"| kind | program | report | `tp verify` names | {' | '.join(others)} |",
+        "|---|---|---|---|" + "---|" * len(others),
+    ]
     for program in tried:
         facts = found[program.name]
-        named, seen = "not tried", "not tried"
+        named = "not tried"
         if "tp verify" in facts:
             said = facts["tp verify"][OWN]
             named = f"`{said['said'].partition(': it ')[0]}`" if said["found"] else "nothing"
             if said["found"] and not said["placed"]:
                 named += ", another place"
-        if "loss curves" in facts:
-            seen = "part" if facts["loss curves"][OWN]["found"] else "do not part"
+        seen = [word(facts[name][OWN]) if name in facts else "not tried" for name in others]
         number = program.report.rpartition("/")[2]
         link = f"[{program.project} {number}]({program.report})"
-        rows.append(f"| {program.kind} | `{program.name}` | {link} | {named} | {seen} |")
+        rows.append(f"| {program.kind} | `{program.name}` | {link} | {named} | {' | '.join(seen)} |")
     return "\n".join(rows)
+
+
+def word(said: dict[str, Any]) -> str:
+    """Return what a judge says of both forms, in a word."""
+    if "not for it" in said:
+        return "-"
+    if said["found"] and said["false alarm"]:
+        return "both forms"
+    if said["found"]:
+        return "**found**"
+    return "the right form" if said["false alarm"] else "no"
 
 
 def write(found: dict[str, dict[str, Any]]) -> None:

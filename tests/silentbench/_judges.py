@@ -8,10 +8,12 @@ import torch
 from tp_core.ranks import RankPool
 from tp_verify import verify
 
+from tests.silentbench._operation_logs import apart_by_logs
 from tests.silentbench._programs import Program
 from tests.silentbench._runs import curve_of_one_device, curve_of_ranks, looks_apart
+from tests.silentbench._types import WHOLE, refused_by_types
 
-__all__ = ["JUDGES", "Outcome", "by_curves", "by_verify"]
+__all__ = ["JUDGES", "Outcome", "by_curves", "by_logs", "by_types", "by_verify"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,14 @@ class Outcome:
         said: What it names; may be empty.
         is_placed: Whether this is the true place.
         seconds: The time that it took, on ranks that run already.
+        not_for: Why the judge cannot be asked about this program; empty where it can.
     """
 
     found: bool
     said: str
     is_placed: bool
     seconds: float
+    not_for: str = ""
 
 
 def by_verify(program: Program, pool: RankPool, *, right: bool, dtype: torch.dtype | None = None) -> Outcome:
@@ -58,4 +62,24 @@ def by_curves(program: Program, pool: RankPool, *, right: bool) -> Outcome:
     return Outcome(found, "", False, time.perf_counter() - began)
 
 
-JUDGES = {"tp verify": by_verify, "loss curves": by_curves}
+def by_types(program: Program, pool: RankPool, *, right: bool) -> Outcome:
+    """Judge by `spmd-types`: does it refuse the step, as declared for the right form?"""
+    began = time.perf_counter()
+    whole = WHOLE[0]
+    for whole in WHOLE:
+        said, not_for = refused_by_types(program, pool, right=True, whole=whole)
+        if not said:
+            break
+    if not right:
+        said, not_for = refused_by_types(program, pool, right=False, whole=whole)
+    return Outcome(bool(said), said, False, time.perf_counter() - began, not_for)
+
+
+def by_logs(program: Program, pool: RankPool, *, right: bool) -> Outcome:
+    """Judge by torch's `DebugMode`: has an operation of a rank's step another output than on one device?"""
+    began = time.perf_counter()
+    said, not_for = apart_by_logs(program, pool, right=right)
+    return Outcome(bool(said), said, False, time.perf_counter() - began, not_for)
+
+
+JUDGES = {"tp verify": by_verify, "loss curves": by_curves, "spmd-types": by_types, "DebugMode": by_logs}

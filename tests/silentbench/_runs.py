@@ -34,9 +34,9 @@ class Curve:
 def curve_of_one_device(program: Program, steps: int = STEPS) -> Curve:
     """Train on one device."""
     case = program.case(right=True)
-    model = _built(case)
+    model = built(case)
     seed_torch(0)
-    optimizer = _optimizer(case, model)
+    optimizer = make_optimizer(case, model)
     losses = []
     for number in range(steps):
         output = case["step"](model, _batch(program, number, right=True))
@@ -56,7 +56,7 @@ def curve_of_ranks(
     """Train on ranks, as the program does; ``resumed`` from a checkpoint of half of the steps."""
     with tempfile.TemporaryDirectory(prefix="silentbench-") as folder:
         curves = pool.run(_train, program, right, steps, folder if resumed else "")
-    like = dict(_state(_built(program.case(right=True))))
+    like = dict(_state(built(program.case(right=True))))
     state = joined_parts(like, [curve.state for curve in curves])
     losses = []
     for of_ranks in zip(*(curve.losses for curve in curves), strict=True):
@@ -82,12 +82,14 @@ def _smooth(losses: Sequence[float], window: int) -> list[float]:
     return [sum(losses[i : i + window]) / window for i in range(len(losses) - window + 1)]
 
 
-def _built(case: Mapping[str, Any]) -> nn.Module:
+def built(case: Mapping[str, Any], dtype: torch.dtype | None = torch.float64) -> nn.Module:
+    """Return the model of a program, in a type, or as the program makes it."""
     seed_torch(0)
-    return case["build"]().double()
+    model: nn.Module = case["build"]()
+    return model if dtype is None else model.to(dtype)
 
 
-def _optimizer(case: Mapping[str, Any], model: nn.Module) -> Optimizer:
+def make_optimizer(case: Mapping[str, Any], model: nn.Module) -> Optimizer:
     if "optimizer" in case:
         return case["optimizer"](model)
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -111,7 +113,7 @@ def numbers_of_ranks(program: Program, pool: RankPool, *, right: bool) -> list[l
 
 
 def _draw(program: Program, right: bool) -> list[float]:
-    _join()
+    join()
     program.case(right=right)["parallel"].seed(0)
     return torch.rand(4).tolist()
 
@@ -122,7 +124,7 @@ def losses_of_seeds(program: Program, pool: RankPool, *, right: bool) -> list[fl
 
 
 def _losses(program: Program, right: bool) -> list[float]:
-    _join()
+    join()
     case = program.case(right=right)
     strategy: Strategy = case["parallel"]
     model, _ = _prepared(case)
@@ -135,7 +137,7 @@ def _losses(program: Program, right: bool) -> list[float]:
 
 
 def _train(program: Program, right: bool, steps: int, folder: str) -> Curve:
-    _join()
+    join()
     case = program.case(right=right)
     strategy: Strategy = case["parallel"]
     model, optimizer = _prepared(case)
@@ -154,7 +156,7 @@ def _train(program: Program, right: bool, steps: int, folder: str) -> Curve:
             weights.append(float(output["weight"]) if isinstance(output, Mapping) else _rows(part))
             return output
 
-        loss = strategy.backward(model, step, _micro_batches(share, case.get("micro", 1)))
+        loss = strategy.backward(model, step, micro_batches(share, case.get("micro", 1)))
         if "max_norm" in case:
             strategy.clip(model, case["max_norm"])
         strategy.update(model, optimizer)
@@ -169,13 +171,13 @@ def _train(program: Program, right: bool, steps: int, folder: str) -> Curve:
     return Curve(losses, state)
 
 
-def _join() -> None:
+def join() -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
 
 
 def _prepared(case: Mapping[str, Any]) -> tuple[nn.Module, Optimizer]:
-    model, optimizer = case["parallel"].prepare(_built(case), lambda made: _optimizer(case, made))
+    model, optimizer = case["parallel"].prepare(built(case), lambda made: make_optimizer(case, made))
     model.train()
     return model, optimizer
 
@@ -198,10 +200,17 @@ def _rows(part: Any) -> int:
     return len(next(iter(part.values())) if isinstance(part, Mapping) else part)
 
 
-def _micro_batches(share: Any, count: int) -> list[Any]:
+def micro_batches(share: Any, count: int) -> list[Any]:
     if count == 1:
         return [share]
     if isinstance(share, Mapping):
         parts = zip(*(value.tensor_split(count) for value in share.values()), strict=True)
         return [dict(zip(share, part, strict=True)) for part in parts]
     return list(share.tensor_split(count))
+
+
+def is_same(share: Any, batch: Any) -> bool:
+    """Return whether a rank's share is the whole batch."""
+    if isinstance(batch, Mapping):
+        return all(is_same(share[key], value) for key, value in batch.items())
+    return torch.equal(share, batch)

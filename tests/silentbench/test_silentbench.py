@@ -6,8 +6,8 @@ import re
 import pytest
 from tp_core.ranks import RankPool
 
-from tests.silentbench.__main__ import FILE, OWN
-from tests.silentbench._judges import by_verify
+from tests.silentbench.__main__ import FILE, OWN, outcome, word
+from tests.silentbench._judges import by_logs, by_types, by_verify
 from tests.silentbench._programs import FOLDER, RANKS, programs
 from tests.silentbench._runs import (
     apart,
@@ -57,16 +57,16 @@ def test_each_program_has_a_record_of_a_known_kind():
 @pytest.mark.slow
 @pytest.mark.parametrize("program", FEW, ids=lambda one: one.name)
 def test_a_fault_is_found_at_its_place_and_the_right_form_is_equal(program, ranks):
-    outcome = by_verify(program, ranks, right=False)
-    assert outcome.is_placed, outcome.said
+    faulty = by_verify(program, ranks, right=False)
+    assert faulty.is_placed, faulty.said
     assert not by_verify(program, ranks, right=True).found
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.name)
 def test_no_right_form_is_accused(program, ranks):
-    outcome = by_verify(program, ranks, right=True)
-    assert not outcome.found, outcome.said
+    right = by_verify(program, ranks, right=True)
+    assert not right.found, right.said
 
 
 @pytest.mark.nightly
@@ -105,9 +105,30 @@ def test_the_faulty_form_alone_drops_nothing(program, ranks):
 @pytest.mark.nightly
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.name)
 def test_the_table_says_what_is_found(program, ranks):
-    recorded = json.loads(FILE.read_text(encoding="utf-8"))["programs"][program.name]["tp verify"][OWN]
-    outcome = by_verify(program, ranks, right=False)
-    assert (outcome.found, outcome.is_placed) == (recorded["found"], recorded["placed"]), outcome.said
+    known = recorded("tp verify", program)
+    faulty = by_verify(program, ranks, right=False)
+    assert (faulty.found, faulty.is_placed) == (known["found"], known["placed"]), faulty.said
+
+
+def said_of(judge, program, ranks):
+    return outcome(judge(program, ranks, right=False), judge(program, ranks, right=True))
+
+
+def recorded(name, program):
+    return json.loads(FILE.read_text(encoding="utf-8"))["programs"][program.name][name][OWN]
+
+
+@pytest.mark.nightly
+@pytest.mark.needs("spmd_types")
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.name)
+def test_types_refuse_what_the_table_says(program, ranks):
+    assert word(said_of(by_types, program, ranks)) == word(recorded("spmd-types", program))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", FEW, ids=lambda one: one.name)
+def test_logs_of_operations_say_what_the_table_says(program, ranks):
+    assert word(said_of(by_logs, program, ranks)) == word(recorded("DebugMode", program))
 
 
 @pytest.mark.nightly
