@@ -294,8 +294,10 @@ def run_tests(
         left = [name for name in ids if name not in known]
         is_out_of_time = now() >= deadline
         if not ids and not fresh:
-            reason = "out of time" if is_out_of_time else f"status {status}: {output[-3000:]}"
-            add([_entry(str(package), package, "not collected", reason=reason)])
+            outcome, reason = "not collected", f"status {status}: {output[-3000:]}"
+            if is_out_of_time:
+                outcome, reason = "not run", "out of time"
+            add([_entry(str(package), package, outcome, reason=reason)])
             return
         if not left:
             return
