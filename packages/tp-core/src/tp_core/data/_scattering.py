@@ -6,7 +6,6 @@ as there are rows is refused until ``samples`` or ``broadcast`` names it.
 """
 
 import inspect
-import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -25,8 +24,9 @@ from tp_core.arguments import as_names
 from tp_core.data._batches import Envelope, split_evenly
 from tp_core.data._rows import is_array, length_along, split_rows
 from tp_core.errors import ConfigError
+from tp_core.output import get_logger
 
-log = logging.getLogger("tp_core")
+log = get_logger("tp_core")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
