@@ -80,10 +80,10 @@ def figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def table(tried: list[Program], found: dict[str, dict[str, Any]]) -> str:
     """Return one row for each program, in Markdown."""
-    others = [name for name in JUDGES if name != "tp verify"]
+    others = ["loss curves", "spmd-types"]  # DebugMode is for one program
     rows = [
-        f"| kind | program | report | `tp verify` names | {' | '.join(others)} |",
-        "|---|---|---|---|" + "---|" * len(others),
+        f"| program | report | `tp verify` names | {' | '.join(others)} |",
+        "|---|---|---|" + "---|" * len(others),
     ]
     for program in tried:
         facts = found[program.name]
@@ -96,7 +96,7 @@ def table(tried: list[Program], found: dict[str, dict[str, Any]]) -> str:
         seen = [word(facts[name][OWN]) if name in facts else "not tried" for name in others]
         number = program.report.rpartition("/")[2]
         link = f"[{program.project} {number}]({program.report})"
-        rows.append(f"| {program.kind} | `{program.name}` | {link} | {named} | {' | '.join(seen)} |")
+        rows.append(f"| `{program.name}`, {program.kind} | {link} | {named} | {' | '.join(seen)} |")
     return "\n".join(rows)
 
 
