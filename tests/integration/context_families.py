@@ -211,6 +211,7 @@ FURTHER = {
     "data2vec_text": ("Data2VecTextForMaskedLM", {}, "encoder"),
     "plbart": ("PLBartForConditionalGeneration", {}, "both"),
     "umt5": ("UMT5ForConditionalGeneration", T5, "both"),
+    "switch_transformers": ("SwitchTransformersForConditionalGeneration", T5 | {"num_experts": 4}, "both"),
 }
 # Attention by hand, positions or neighbors by hand, labels shifted within the slice, random routes.
 REFUSED = {
