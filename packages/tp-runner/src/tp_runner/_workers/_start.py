@@ -338,13 +338,14 @@ def spawn(code: str, descriptors: Sequence[int], env: Mapping[str, str | None]) 
 
 def bootstrap(module: str, function: str, *arguments: Any) -> str:
     """Return code for a new interpreter that finds modules where this one does."""
-    # In its first moment, before it imports anything: ignore_interrupts() is in a module of ours.
+    # The path is first: a file of the current folder may have the name of any module. Then Ctrl-C, before
+    # anything that takes long; ignore_interrupts() is in a module of ours.
+    path = f"import sys; sys.path[:] = {sys.path!r}"
     ignore = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])"
     )
-    work = f"from {module} import {function}; {function}(*{arguments!r})"
-    return f"{ignore}; import sys; sys.path[:] = {sys.path!r}; {work}"
+    return f"{path}; {ignore}; from {module} import {function}; {function}(*{arguments!r})"
 
 
 def _flags() -> list[str]:
