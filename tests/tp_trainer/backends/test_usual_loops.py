@@ -1,6 +1,8 @@
 """Loops as most programs have them: models are called directly, and go back as often as they like."""
 
 import itertools
+import logging
+from functools import partial
 
 import pytest
 import torch
@@ -272,3 +274,35 @@ def test_passes_that_ranks_cannot_average_are_refused_with_the_line_to_change(tw
         assert "trainer.backward(first + second), or give the backend's option find_unused" in message
     for message in two_ranks.run(refused, DdpOptions(static_graph=True), two_passes_through_one_graph):
         assert message.endswith("leave static_graph out")
+
+
+def lines_on_hooks(backend, *, is_set_later):
+    """Return the lines on hooks of a loop with a hook on one gradient, put on before or after preparing."""
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("tp_core").addHandler(handler)
+    try:
+        with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
+            model = perceptron(4, 6, 1)
+            if not is_set_later:
+                model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+            optimizer = SGD(model.parameters(), lr=0.1)
+            model, optimizer, batches = trainer.prepare(model, optimizer, loader())
+            if is_set_later:
+                weight = trainer.session.unwrap(model)[2].weight
+                weight.register_post_accumulate_grad_hook(lambda parameter: None)
+            for x, y in batches:
+                optimizer.zero_grad()
+                trainer.backward((model(x) - y).square().mean())
+                optimizer.step()
+    finally:
+        logging.getLogger("tp_core").removeHandler(handler)
+    return [line.partition(" see ")[0] for line in lines if line.startswith("the hooks on")]
+
+
+def test_hooks_that_see_the_gradients_of_a_share_are_named_once(two_ranks):
+    for is_set_later, name in ((False, "0.weight"), (True, "2.weight")):
+        found = two_ranks.run(partial(lines_on_hooks, "ddp", is_set_later=is_set_later))
+        assert found == [[f"the hooks on the gradients of '{name}'"], []]
+    assert two_ranks.run(partial(lines_on_hooks, "fsdp", is_set_later=False)) == [[], []]

@@ -102,7 +102,8 @@ def test_what_does_not_fit_comes_last_with_what_it_needs(made, table):
     fits = [found.memory.fits for found in less.layouts]
     assert fits == sorted(fits, reverse=True)
     text = str(less)
-    assert text.index("do not fit:") < text.index("data 4 (ddp, every block again): needs")
+    # The optimizer's update needs the most: to compute more again would not help.
+    assert text.index("do not fit:") < text.index("data 4 (ddp, all but matmuls again): needs")
     assert "less is needed with" in text
 
 

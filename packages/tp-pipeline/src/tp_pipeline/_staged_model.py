@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tp_core import tree_leaves, tree_map
 from tp_core.data import step_identity
 from tp_core.errors import DisagreementError, ModelError, StepError
+from tp_core.modules import parameters_with_users_hooks
 from tp_core.output import get_logger
 from tp_core.plugins import Session
 from tp_core.state import load_whole_state, plain_state
@@ -38,6 +39,8 @@ from tp_pipeline._stand_in import StandIn
 from tp_pipeline._tensor_pieces import TensorPieces, gather_pieces
 
 log = get_logger("tp_pipeline")
+
+_MOST_NAMED = 3  # parameters in a message
 
 ParameterStates = Mapping[Tensor, dict[str, Any]]
 """What an optimizer, or something else, keeps of parameters, by name."""
@@ -367,6 +370,8 @@ class StagedModel:
             raise DisagreementError(msg)
         if not self._accepts_statistics:
             self._warn_kept(plan)
+        if self._is_split:
+            self._warn_of_hooks()
         if self._starts is None:
             self._starts = starts
             self._place_buffers(plan)
@@ -393,6 +398,19 @@ class StagedModel:
                 "values from forward, take a backend that runs forward once (ddp, fsdp), or accept this: "
                 "PipelineOptions(statistics='microbatch')",
                 ", ".join(map(repr, names)),
+            )
+
+    def _warn_of_hooks(self) -> None:
+        """Warn of hooks that see the gradients of micro-batches, once for each parameter."""
+        names = [name for name in parameters_with_users_hooks(self.model) if name not in self._named]
+        if names and not dist.get_rank():
+            self._named.update(names)
+            log.warning(
+                "the hooks on the gradients of %s see those of each micro-batch, on backend 'pipeline': what "
+                "is linear, a mask or a factor, is right; a clamp, a norm or noise is of the micro-batch "
+                "alone. Change gradients in a callback's on_optimizer_step, which sees the whole batch's, or "
+                "give the option microbatches=1",
+                ", ".join(map(repr, names[:_MOST_NAMED])) + ", ..." * (len(names) > _MOST_NAMED),
             )
 
     def _place_buffers(self, plan: StagePlan) -> None:

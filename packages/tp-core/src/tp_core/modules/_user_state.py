@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tp_core._first_party import is_users_hook
+
 _TORCHS_OWN = frozenset({"_is_param", "_fsdp_orig_uid"})
 """Attributes that torch sets on a parameter for itself."""
 
@@ -67,3 +69,14 @@ def has_gradient_hooks(parameter: Any) -> bool:
 def hooked_parameters(model: nn.Module) -> list[str]:
     """Return the names of the parameters on whose gradients a user has put hooks."""
     return [name for name, parameter in model.named_parameters() if has_gradient_hooks(parameter)]
+
+
+def parameters_with_users_hooks(model: nn.Module) -> list[str]:
+    """Return the names of the trained parameters whose gradients hooks of the user's see."""
+    names = []
+    for name, parameter in model.named_parameters():
+        tables: tuple[Any, ...] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        hooks = [hook for table in tables for hook in (table or {}).values()]
+        if parameter.requires_grad and any(map(is_users_hook, hooks)):
+            names.append(name)
+    return names

@@ -4,19 +4,21 @@ from collections.abc import Callable
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from tp_core.errors import StepError
+from tp_core.modules._user_state import parameters_with_users_hooks
 from tp_core.output import get_logger
 from tp_core.sessions._stepping_data_parallel import SteppingDataParallel
 from tp_core.state._optimizers import is_inner_step
 
 log = get_logger("tp_core")
 
-_MOST_SHAPES = 3  # in a message
+_MOST_SHAPES = _MOST_NAMED = 3  # in a message
 
 _IN_PARTS = (
     "a backward pass came again to a parameter whose gradient is not averaged over the ranks yet: the pass "
@@ -42,6 +44,7 @@ class ReductionWatch:
         # the same ids. Weak references to parameters would keep torch from converting them in place.
         self._known: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
         self._prepared: WeakSet[Optimizer] = WeakSet()
+        self._hooked: set[str] = set()  # the parameters whose hooks were warned of
         # The parameter lists of each optimizer that passed the check, by the optimizer's id.
         self._fine: dict[int, tuple[ref[Optimizer], list[tuple[int, int]]]] = {}
         self._handle: RemovableHandle | None = None
@@ -115,8 +118,28 @@ class ReductionWatch:
         if is_fine or is_inner_step(optimizer):  # the parameters may be others there
             return
         self._check(optimizer)
+        self._warn_of_hooks()
         if self._ranks == 1 or self._check_known(optimizer):
             self._fine[id(optimizer)] = ref(optimizer), lists
+
+    def _warn_of_hooks(self) -> None:
+        """Warn of hooks that see a rank's own gradients, once for each parameter."""
+        for reference in self._models:
+            model = reference()
+            if model is None or dist.get_rank():
+                continue
+            names = [n for n in parameters_with_users_hooks(model.module) if n not in self._hooked]
+            if not names:
+                continue
+            self._hooked.update(names)
+            more = ", ..." * (len(names) > _MOST_NAMED)
+            log.warning(
+                "the hooks on the gradients of %s see this rank's share of a batch, before the mean over the "
+                "ranks: what is linear, a mask or a factor, is right; a clamp, a norm or noise is of the "
+                "share alone. Change gradients in a callback's on_optimizer_step, which sees the mean, or "
+                "take backend 'fsdp', whose hooks see it",
+                ", ".join(map(repr, names[:_MOST_NAMED])) + more,
+            )
 
     def _check_known(self, optimizer: Optimizer) -> bool:
         """Check that an optimizer which steps parameters of prepared models steps no others.
