@@ -528,3 +528,30 @@ def turned_around(at):
 def test_a_later_value_that_leads_to_other_blocks_ends_the_run(pair):
     for message in pair.run(partial(turned_around, 12)):
         assert "the step calls 'layers.3' where it called 'layers.0'" in message
+
+
+def lines_on_hooks(microbatches):
+    """Return the lines of a run on a hook that clamps a gradient."""
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("tp_pipeline").addHandler(handler)
+    options = PipelineOptions(microbatches=microbatches)
+    try:
+        with Trainer(backend="pipeline", devices="cpu", seed=0, progress=False, options=options) as trainer:
+            model = Layers(partial(nn.Linear, 4, 4))
+            next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            batches = DataLoader(torch.ones(16, 4), batch_size=8)
+            trainer.fit(model, optimizer, batches, step=lambda m, b: m(b).square().mean(), epochs=1)
+    finally:
+        logging.getLogger("tp_pipeline").removeHandler(handler)
+    return [line.partition(":")[0] for line in lines if line.startswith("the hooks on")]
+
+
+@pytest.mark.slow
+def test_hooks_that_see_the_gradients_of_micro_batches_are_named_once(pair):
+    (first,), others = pair.run(lines_on_hooks, 4)
+    assert first.endswith("see those of each micro-batch, on backend 'pipeline'")
+    assert others == []
+    assert pair.run(lines_on_hooks, 1) == [[], []]
