@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from tp_core.errors import StepError, TpError
+from tp_core.errors import ModelError, StepError, TpError
 from tp_pipeline import PipelineOptions
 from tp_trainer import Trainer
 
@@ -555,3 +555,35 @@ def test_hooks_that_see_the_gradients_of_micro_batches_are_named_once(pair):
     assert first.endswith("see those of each micro-batch, on backend 'pipeline'")
     assert others == []
     assert pair.run(lines_on_hooks, 1) == [[], []]
+
+
+class CountsBetween(Layers):
+    """Has a buffer of its own, which it writes after its blocks."""
+
+    def __init__(self):
+        super().__init__(partial(nn.Linear, 4, 4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        output = super().forward(x)
+        self.calls += 1
+        return output
+
+
+def counted_between():
+    """Return what is said of a model whose buffer the last stage alone would write."""
+    options = PipelineOptions(statistics="microbatch")
+    with Trainer(backend="pipeline", devices="cpu", seed=0, progress=False, options=options) as trainer:
+        model = CountsBetween()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = DataLoader(torch.ones(16, 4), batch_size=8)
+        with pytest.raises(ModelError) as caught:
+            trainer.fit(model, optimizer, batches, step=lambda m, b: m(b).square().mean(), epochs=1)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_buffer_that_is_written_between_blocks_is_refused(pair):
+    for message in pair.run(counted_between):
+        assert message.startswith("the model's forward writes the buffer 'calls' (CountsBetween) between its")
+        assert "Put the buffer, and what writes it, into a module that forward calls" in message

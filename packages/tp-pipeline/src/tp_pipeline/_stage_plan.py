@@ -123,7 +123,9 @@ def make_plan(
                 output = step(model, own)
             if rules.is_split:
                 _check_parameters_kept(run)
-            if not rules.accepts_statistics:
+            if rules.accepts_statistics:
+                _check_statistics_of_blocks(run)
+            else:
                 _check_buffers(run)
             starts, stage_of = _find_stages(run, can_start, rules)
             return _plan_stages(run, output, stage_of, can_start, rules.stages), starts
@@ -171,6 +173,25 @@ def _check_buffers(run: StageDryRun) -> None:
         f"the model's forward writes the buffer {name!r} ({type(owner).__name__}), and on backend 'pipeline' "
         "it runs for each micro-batch: statistics would be of these, and a count would be of all of them; "
         "write it after the step, or accept this: PipelineOptions(statistics='microbatch')"
+    )
+    raise ModelError(msg)
+
+
+def _check_statistics_of_blocks(run: StageDryRun) -> None:
+    """Check that forward writes buffers within blocks alone: each of those has a rank, whose values are kept.
+
+    Raises:
+        ModelError: Code between blocks writes one.
+    """
+    blocks = tuple(f"{name}." for name in run.units)
+    name = next((name for name in run.written_buffers if not name.startswith(blocks)), None)
+    if name is None:
+        return
+    owner = run.model.get_submodule(name.rpartition(".")[0])
+    msg = (
+        f"the model's forward writes the buffer {name!r} ({type(owner).__name__}) between its blocks, and on "
+        "backend 'pipeline' only the rank of that stage would: checkpoints and other ranks would have the "
+        "old values. Put the buffer, and what writes it, into a module that forward calls, or take ddp"
     )
     raise ModelError(msg)
 

@@ -118,7 +118,9 @@ class DriftWatch:
                     continue
                 starts = tuple(tuple(start) for start, _ in parts if start)
                 yield (self._full_name(model_name, name), starts), [_real(part) for _, part in parts]
-            for name, buffer in _named_buffers(plain):
+            # Where several ranks hold a model together, each may have buffers of its part alone.
+            has_all = self._session.data_size == self._session.world_size
+            for name, buffer in _named_buffers(plain) if has_all else ():
                 if name in own_names or not _has_sum(buffer) or not buffer.numel():
                     continue
                 if self._is_written(f"{model_name}.{name}", buffer):
