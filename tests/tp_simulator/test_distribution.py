@@ -28,7 +28,7 @@ def execute(*command, folder, **variables):
 
 
 @pytest.mark.takes(120)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_a_fresh_environment_finds_the_planted_race(tmp_path):
     execute(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, folder=PACKAGE)

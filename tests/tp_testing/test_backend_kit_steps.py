@@ -40,11 +40,6 @@ class SwapsModels(TrueSession):
         return super().run_several(step, models[::-1], batch)
 
 
-class RunsPastTheWrappers(TrueSession):
-    def run_several(self, step, models, batch):
-        return step(*map(self.unwrap, models), batch)
-
-
 class OneOrderForAllEpochs(TrueSession):
     def prepare_loader(self, loader, **options):
         prepared = super().prepare_loader(loader, **options)
@@ -157,7 +152,6 @@ CAUGHT = [
     (RetainsNothing, RETAINED),
     (AveragesTheFirstModelAlone, TWO_MODELS),
     (SwapsModels, TWO_MODELS),
-    (RunsPastTheWrappers, TWO_MODELS),
     (OneOrderForAllEpochs, ORDER),
     (AnotherSeed, ORDER),
     (ASeedForEachRank, ORDER),
