@@ -225,6 +225,44 @@ def test_programs_whose_ranks_stay_equal_are_told_nothing(two_ranks):
     assert two_ranks.run(all_that_stays) == [[[], [], []]] * 2
 
 
+class Odd(nn.Module):
+    """Has a tensor of a kind that counts no writes, or has no storage."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.body = make_model()
+        if kind == "sparse":
+            self.register_buffer("odd", torch.eye(4).to_sparse())
+        elif kind == "nested":
+            self.register_buffer("odd", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+        elif kind == "frozen":
+            self.odd = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+        else:
+            with torch.inference_mode():
+                odd = torch.ones(4)
+            self.register_buffer("odd", odd)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def fitted_odd(backend, kind):
+    model = Odd(kind)
+    with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
+        optimizer = torch.optim.SGD(model.body.parameters(), lr=0.01)
+        return len(trainer.fit(model, optimizer, loader(), step=step, epochs=1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("kind", ["sparse", "nested", "frozen", "inference"])
+def test_tensors_that_count_no_writes_are_let_alone_on_one_device(kind):
+    assert fitted_odd("single", kind) == 1
+
+
+def test_tensors_that_count_no_writes_are_let_alone_on_ranks(two_ranks):
+    assert two_ranks.run(fitted_odd, "fsdp", "inference") == [1, 1]
+
+
 def copies_of_shards(make_callback):
     options = {"fsdp": {"replicas": 2}}
     return lines_of(fitted, "fsdp", make_callback=make_callback, options=options)

@@ -19,6 +19,9 @@ _MOST_AT_ONCE = 1 << 21  # elements that are summed at once
 Place = tuple[str, tuple[tuple[int, ...], ...]]
 """The name of a tensor, and where in the whole a rank's parts begin; nothing for a whole one."""
 
+Version = tuple[int, int]
+"""The number of writes in place, and the storage."""
+
 
 class TensorSum(NamedTuple):
     """What is compared of a parameter or buffer.
@@ -58,10 +61,11 @@ class DriftWatch:
 
     def __init__(self, session: Session, models: Mapping[str, nn.Module]) -> None:
         self._session = session
-        self._models = models if session.job.averages_gradients else {}
+        is_shared = session.job.averages_gradients and session.world_size > 1
+        self._models = models if is_shared else {}
         self._warns = True
         # The versions of frozen parameters and of buffers at the beginning.
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._versions: dict[str, Version | None] = {}
         self._buffers: set[str] = set()  # the names of those that are compared
         for model_name, model in self._models.items():
             plain = session.unwrap(model)
@@ -129,8 +133,9 @@ class DriftWatch:
                     yield (full_name, ()), [buffer]
 
     def _is_written(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor that was there at the beginning has been written since."""
-        return self._versions.get(name, _version_of(tensor)) != _version_of(tensor)
+        """Return whether a tensor has been written since the beginning, or was not there then."""
+        now = _version_of(tensor)
+        return now is not None and self._versions.get(name) != now
 
     def _full_name(self, model: str, name: str) -> str:
         return name if len(self._models) == 1 else f"{model}.{name}"
@@ -189,8 +194,15 @@ def _has_sum(buffer: Tensor) -> bool:
     return type(buffer) is Tensor and buffer.is_floating_point() and buffer.dtype.itemsize > 1
 
 
-def _version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return what shows that a tensor was written in place, or its data replaced."""
+def _version_of(tensor: Tensor) -> Version | None:
+    """Return what shows that a tensor was written in place, or its data replaced.
+
+    ``None`` for those that have no such thing: sparse and nested ones have no storage, and those that were
+    made in inference mode count no writes.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
+        return None
+    # Private to torch: there is no public counter of writes, nor another identity of a storage.
     return tensor._version, tensor.untyped_storage()._cdata
 
 
