@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tp_core.errors import ModelError, StepError, TpError
 from tp_pipeline import PipelineOptions
-from tp_trainer import Trainer
+from tp_trainer import Callback, Trainer
 
 SCHEDULES = [name for name in get_args(get_type_hints(PipelineOptions)["schedule"]) if name != "auto"]
 ROWS = 16
@@ -530,6 +530,14 @@ def test_a_later_value_that_leads_to_other_blocks_ends_the_run(pair):
         assert "the step calls 'layers.3' where it called 'layers.0'" in message
 
 
+class ClampsLater(Callback):
+    """Puts on a hook after the first step."""
+
+    def on_step_end(self, run):
+        if run.step == 1:
+            next(run.model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+
+
 def lines_on_hooks(microbatches):
     """Return the lines of a run on a hook that clamps a gradient."""
     lines = []
@@ -540,10 +548,16 @@ def lines_on_hooks(microbatches):
     try:
         with Trainer(backend="pipeline", devices="cpu", seed=0, progress=False, options=options) as trainer:
             model = Layers(partial(nn.Linear, 4, 4))
-            next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             batches = DataLoader(torch.ones(16, 4), batch_size=8)
-            trainer.fit(model, optimizer, batches, step=lambda m, b: m(b).square().mean(), epochs=1)
+            trainer.fit(
+                model,
+                optimizer,
+                batches,
+                step=lambda m, b: m(b).square().mean(),
+                epochs=1,
+                callbacks=[ClampsLater()],
+            )
     finally:
         logging.getLogger("tp_pipeline").removeHandler(handler)
     return [line.partition(":")[0] for line in lines if line.startswith("the hooks on")]

@@ -276,33 +276,40 @@ def test_passes_that_ranks_cannot_average_are_refused_with_the_line_to_change(tw
         assert message.endswith("leave static_graph out")
 
 
-def lines_on_hooks(backend, *, is_set_later):
-    """Return the lines on hooks of a loop with a hook on one gradient, put on before or after preparing."""
+def clamped(gradient):
+    return gradient.clamp(-0.1, 0.1)
+
+
+def lines_on_hooks(backend, *, at_step):
+    """Return the lines on hooks of two models, the first of which gets its hook later than the other."""
     lines = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("tp_core").addHandler(handler)
     try:
         with Trainer(seed=0, devices="cpu", backend=backend, progress=False) as trainer:
-            model = perceptron(4, 6, 1)
-            if not is_set_later:
-                model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-            optimizer = SGD(model.parameters(), lr=0.1)
-            model, optimizer, batches = trainer.prepare(model, optimizer, loader())
-            if is_set_later:
-                weight = trainer.session.unwrap(model)[2].weight
-                weight.register_post_accumulate_grad_hook(lambda parameter: None)
-            for x, y in batches:
-                optimizer.zero_grad()
-                trainer.backward((model(x) - y).square().mean())
-                optimizer.step()
+            generator, critic, batches, of_generator, of_critic = adversaries(OnRanks(trainer))
+            weight = trainer.session.unwrap(critic)[0].weight
+            weight.register_post_accumulate_grad_hook(lambda parameter: None)
+            for number, (x, _) in enumerate(itertools.chain(batches, batches)):
+                if number == at_step:
+                    trainer.session.unwrap(generator)[0].weight.register_hook(clamped)
+                for optimizer in (of_generator, of_critic):
+                    optimizer.zero_grad()
+                trainer.backward(real_loss(critic, generator(x)))
+                of_generator.step()
+                of_critic.step()
     finally:
         logging.getLogger("tp_core").removeHandler(handler)
     return [line.partition(" see ")[0] for line in lines if line.startswith("the hooks on")]
 
 
-def test_hooks_that_see_the_gradients_of_a_share_are_named_once(two_ranks):
-    for is_set_later, name in ((False, "0.weight"), (True, "2.weight")):
-        found = two_ranks.run(partial(lines_on_hooks, "ddp", is_set_later=is_set_later))
-        assert found == [[f"the hooks on the gradients of '{name}'"], []]
-    assert two_ranks.run(partial(lines_on_hooks, "fsdp", is_set_later=False)) == [[], []]
+@pytest.mark.parametrize("at_step", [0, 3])
+def test_hooks_that_see_the_gradients_of_a_share_are_named_once(two_ranks, at_step):
+    found = two_ranks.run(partial(lines_on_hooks, "ddp", at_step=at_step))
+    # Of both models, whose parameters have the same names.
+    assert found == [["the hooks on the gradients of '0.weight'"] * 2, []]
+
+
+def test_hooks_that_see_the_mean_are_not_named(two_ranks):
+    assert two_ranks.run(partial(lines_on_hooks, "fsdp", at_step=0)) == [[], []]

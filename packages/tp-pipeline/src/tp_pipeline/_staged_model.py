@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tp_core import tree_leaves, tree_map
 from tp_core.data import step_identity
 from tp_core.errors import DisagreementError, ModelError, StepError
-from tp_core.modules import parameters_with_users_hooks
+from tp_core.modules import has_users_hooks
 from tp_core.output import get_logger
 from tp_core.plugins import Session
 from tp_core.state import load_whole_state, plain_state
@@ -304,6 +304,8 @@ class StagedModel:
         for form, part, makes in zip(forms, parts, is_new, strict=True):
             if makes:
                 self._keep_plan(form, self._make_plan(step, part))
+        if self._is_split:
+            self._warn_of_hooks()
         return [cast("StagePlan", self._known_plan(form)) for form in forms]
 
     def _known_plan(self, form: tuple[object, ...]) -> StagePlan | None:
@@ -370,8 +372,6 @@ class StagedModel:
             raise DisagreementError(msg)
         if not self._accepts_statistics:
             self._warn_kept(plan)
-        if self._is_split:
-            self._warn_of_hooks()
         if self._starts is None:
             self._starts = starts
             self._place_buffers(plan)
@@ -402,8 +402,13 @@ class StagedModel:
 
     def _warn_of_hooks(self) -> None:
         """Warn of hooks that see the gradients of micro-batches, once for each parameter."""
-        names = [name for name in parameters_with_users_hooks(self.model) if name not in self._named]
-        if names and not dist.get_rank():
+        if dist.get_rank():
+            return  # all ranks have the same
+        names = []
+        for name, parameter in self.model.named_parameters():
+            if name not in self._named and has_users_hooks(parameter):
+                names.append(name)
+        if names:
             self._named.update(names)
             log.warning(
                 "the hooks on the gradients of %s see those of each micro-batch, on backend 'pipeline': what "

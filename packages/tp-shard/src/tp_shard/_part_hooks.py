@@ -1,10 +1,9 @@
 """A line for hooks of users that see this rank's part of a tensor, and the whole on one device."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from torch import nn
-from tp_core.modules import is_users_hook
+from tp_core.modules import has_users_hooks, is_users_hook
 from tp_core.output import get_logger
 
 from tp_shard._shards import ParallelLayer, holds_shard
@@ -44,10 +43,10 @@ def _hooked(model: nn.Module) -> Iterator[tuple[str, int]]:
         if not isinstance(layer, ParallelLayer) or layer.group.size == 1:
             continue
         for name, parameter in layer.named_parameters(recurse=False):
-            tables: tuple[Any, ...] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-            if holds_shard(parameter) and any(map(_has_users, tables)):
+            if holds_shard(parameter) and has_users_hooks(parameter):
                 yield f"{path}.{name}".lstrip("."), layer.group.size
-        if _passes_parts(layer) and any(_has_users(getattr(layer, table)) for table in _OF_MODULES):
+        hooks = [hook for table in _OF_MODULES for hook in getattr(layer, table).values()]
+        if _passes_parts(layer) and any(map(is_users_hook, hooks)):
             yield path, layer.group.size
 
 
@@ -56,7 +55,3 @@ def _passes_parts(layer: nn.Module) -> bool:
     if not isinstance(layer, ParallelLinear) or layer.dim is None:
         return False
     return layer.dim == 0 or not layer.gather_output
-
-
-def _has_users(hooks: Mapping[int, Any] | None) -> bool:
-    return any(map(is_users_hook, (hooks or {}).values()))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tp_core.modules._blocks import without_cache as without_cache
     from tp_core.modules._mixins import Mixin as Mixin
     from tp_core.modules._mixins import mix_in as mix_in
-    from tp_core.modules._user_state import parameters_with_users_hooks as parameters_with_users_hooks
+    from tp_core.modules._user_state import has_users_hooks as has_users_hooks
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -18,6 +18,6 @@ else:
             "tp_core._first_party": ["is_users_hook"],
             "tp_core.modules._blocks": ["repeated_blocks", "without_cache"],
             "tp_core.modules._mixins": ["Mixin", "mix_in"],
-            "tp_core.modules._user_state": ["parameters_with_users_hooks"],
+            "tp_core.modules._user_state": ["has_users_hooks"],
         },
     )

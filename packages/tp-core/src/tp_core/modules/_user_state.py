@@ -71,12 +71,9 @@ def hooked_parameters(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if has_gradient_hooks(parameter)]
 
 
-def parameters_with_users_hooks(model: nn.Module) -> list[str]:
-    """Return the names of the trained parameters whose gradients hooks of the user's see."""
-    names = []
-    for name, parameter in model.named_parameters():
-        tables: tuple[Any, ...] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        hooks = [hook for table in tables for hook in (table or {}).values()]
-        if parameter.requires_grad and any(map(is_users_hook, hooks)):
-            names.append(name)
-    return names
+def has_users_hooks(parameter: Any) -> bool:
+    """Return whether hooks of the user's, of either kind, see the gradient of a parameter."""
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        if hooks and any(map(is_users_hook, hooks.values())):
+            return True
+    return False

@@ -11,7 +11,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from tp_core.errors import StepError
-from tp_core.modules._user_state import parameters_with_users_hooks
 from tp_core.output import get_logger
 from tp_core.sessions._stepping_data_parallel import SteppingDataParallel
 from tp_core.state._optimizers import is_inner_step
@@ -44,7 +43,7 @@ class ReductionWatch:
         # the same ids. Weak references to parameters would keep torch from converting them in place.
         self._known: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
         self._prepared: WeakSet[Optimizer] = WeakSet()
-        self._hooked: set[str] = set()  # the parameters whose hooks were warned of
+        self._steps = 0
         # The parameter lists of each optimizer that passed the check, by the optimizer's id.
         self._fine: dict[int, tuple[ref[Optimizer], list[tuple[int, int]]]] = {}
         self._handle: RemovableHandle | None = None
@@ -112,26 +111,27 @@ class ReductionWatch:
             model = reference()
             if model is not None:
                 model.check_reduced()
+        self._steps += 1
+        if not self._steps & (self._steps - 1):  # 1, 2, 4, 8, ...: callbacks put on hooks, too
+            self._warn_of_hooks()
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
         known, fine = self._fine.get(id(optimizer), (None, None))
         is_fine = known is not None and known() is optimizer and fine == lists
         if is_fine or is_inner_step(optimizer):  # the parameters may be others there
             return
         self._check(optimizer)
-        self._warn_of_hooks()
         if self._ranks == 1 or self._check_known(optimizer):
             self._fine[id(optimizer)] = ref(optimizer), lists
 
     def _warn_of_hooks(self) -> None:
         """Warn of hooks that see a rank's own gradients, once for each parameter."""
+        if dist.get_rank():
+            return  # all ranks have the same
         for reference in self._models:
             model = reference()
-            if model is None or dist.get_rank():
-                continue
-            names = [n for n in parameters_with_users_hooks(model.module) if n not in self._hooked]
+            names = [] if model is None else model.take_new_hooks()
             if not names:
                 continue
-            self._hooked.update(names)
             more = ", ..." * (len(names) > _MOST_NAMED)
             log.warning(
                 "the hooks on the gradients of %s see this rank's share of a batch, before the mean over the "

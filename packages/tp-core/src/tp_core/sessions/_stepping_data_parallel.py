@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_core.errors import ModelError, StepError
+from tp_core.modules._user_state import has_users_hooks
 
 R = TypeVar("R")
 
@@ -32,6 +33,7 @@ class SteppingDataParallel(DistributedDataParallel):
         self.training = module.training  # torch's wrapper starts in training mode, whatever the module's is
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         self._trained = [(n, p, p.dtype) for n, p in module.named_parameters() if p.requires_grad]
+        self._hooked: set[str] = set()
         # The forward passes since the last backward pass, and the gradients before one that a static graph
         # does not average. Lists, since nn.Module sets attributes slowly, and these are set in each step.
         self._forwards = [0]
@@ -156,6 +158,15 @@ class SteppingDataParallel(DistributedDataParallel):
             return output
         finally:
             own.pop("_run_ddp_forward", None)
+
+    def take_new_hooks(self) -> list[str]:
+        """Return the parameters whose gradients hooks of the user's see, but those of an earlier call."""
+        new = []
+        for name, parameter, _ in self._trained:
+            if name not in self._hooked and has_users_hooks(parameter):
+                new.append(name)
+        self._hooked.update(new)
+        return new
 
     def check_reduced(self) -> None:
         """Check that the last backward pass, if there was one, has averaged every gradient.
