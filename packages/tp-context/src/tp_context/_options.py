@@ -34,8 +34,8 @@ class ContextOptions:
         find_unused_parameters: For models that do not use every parameter in every step.
         bucket_cap_mb: Size of a communication bucket of gradients in MiB; ``None`` is torch's own choice.
         timeout_s: How many seconds a collective waits for the other ranks.
-        bind_device: Whether a process group of NCCL is told its device, as ``device_id`` of torch's
-            ``init_process_group``. It connects at once then; ``False`` where it hangs with that.
+        bind_device: Whether to bind NCCL's process group to the device, as by ``device_id`` of torch's
+            ``init_process_group``, so that it connects at once; ``False`` where it hangs so.
 
     Raises:
         ConfigError: A value is out of its range.

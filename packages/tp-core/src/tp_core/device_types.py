@@ -61,7 +61,7 @@ def has_process_groups(device_type: str) -> bool:
 
 
 def binds_process_groups(device: "torch.device") -> bool:
-    """Return whether a process group is told its device, as NCCL's is; others use the current one.
+    """Return whether process groups of a device are bound to it, as NCCL's are; others use the current one.
 
     Beside such a group torch (2.13) makes one of gloo for CUDA's devices alone.
     """

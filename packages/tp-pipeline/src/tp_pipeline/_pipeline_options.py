@@ -67,8 +67,8 @@ class PipelineOptions:
         trace: A file for the work of all stages in the third batch, for Perfetto (ui.perfetto.dev) and
             chrome://tracing; ``None`` for none. `tp report` draws a ``NAME.trace.json`` in a run's folder.
         timeout_s: How many seconds a rank waits for another one; on accelerators, how many its groups do.
-        bind_device: Whether a process group of NCCL is told its device, as ``device_id`` of torch's
-            ``init_process_group``. It connects at once then; ``False`` where it hangs with that.
+        bind_device: Whether to bind NCCL's process group to the device, as by ``device_id`` of torch's
+            ``init_process_group``, so that it connects at once; ``False`` where it hangs so.
 
     Raises:
         ConfigError: A value is out of its range.

@@ -746,7 +746,9 @@ class _SentOutput:
                     tensor = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
                 dist.broadcast(tensor, group_src=sender, group=ranks.model_group)
                 return tensor
-            return recursive_to(value, ranks.device) if isinstance(value, Tensor | PackedSequence) else value
+            if isinstance(value, Tensor | PackedSequence):
+                return recursive_to(value, ranks.device)
+            return value
 
         return tree_map(receive_leaf, described)
 

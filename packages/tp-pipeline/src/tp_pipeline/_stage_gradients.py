@@ -152,7 +152,9 @@ class PendingGradients:
         if not gradients:
             return
         if factor.device.type == "cpu" or not self._total:
-            number = float(factor) / self._total if self._total else 0.0
+            number = 0.0
+            if self._total:
+                number = float(factor) / self._total
             torch._foreach_mul_(gradients, number)  # private, as torch's optimizers use it: one call for all
             if number:
                 return

@@ -50,7 +50,9 @@ class SplitDim(NamedTuple):
         shared = tuple(self.shared[i] for i in which if self.shared)
         if shared and all(shared):
             return None
-        return self._replace(pieces=pieces, shared=shared if any(shared) else ())
+        if not any(shared):
+            shared = ()
+        return self._replace(pieces=pieces, shared=shared)
 
 
 class TakesPartForWholeError(Exception):
@@ -76,8 +78,10 @@ class OperatorCall(NamedTuple):
         Raises:
             TakesPartForWholeError: Another argument is split.
         """
-        ((name, split),) = self.splits.items() if len(self.splits) == 1 else [("", None)]
-        if split is None or name not in names:
+        if len(self.splits) != 1:
+            raise TakesPartForWholeError
+        ((name, split),) = self.splits.items()
+        if name not in names:
             raise TakesPartForWholeError
         tensor = self.arguments[name]
         return tensor, split, tensor.dim() + split.dim
@@ -100,7 +104,9 @@ def splits_after(func: Any, call: OperatorCall) -> Splits:
     if rule is None:
         raise TakesPartForWholeError
     found = rule(call)
-    return found if len(found) == len(call.results) else [found[0]] * len(call.results)
+    if len(found) == len(call.results):
+        return found
+    return [found[0]] * len(call.results)
 
 
 def is_known(func: Any) -> bool:
@@ -114,7 +120,9 @@ def _rule(func: Any) -> Rule | None:
     namespace, _, name = func._schema.name.partition("::")
     if name.endswith("_") and not name.startswith("__"):
         name = name[:-1]  # the same in place
-    rule = _RULES.get(name) if namespace == "aten" else None
+    rule = None
+    if namespace == "aten":
+        rule = _RULES.get(name)
     if rule is None and torch.Tag.pointwise in func.tags:
         rule = _each_element
     return rule
@@ -166,7 +174,7 @@ def _over(
 
 
 def _glu(call: OperatorCall) -> Splits:
-    """Halve a dimension: that of the features, where these are two layers in one."""
+    """Halve a dimension; the features themselves where two layers of one size were computed as one."""
     _, split, at = call.one("self")
     if call.arguments.get("dim", -1) % call.arguments["self"].dim() != at:
         return [split]
@@ -188,7 +196,7 @@ def _layer_norm(call: OperatorCall) -> Splits:
 
 
 def _batch_norm(call: OperatorCall) -> Splits:
-    """Go over all dimensions but that of channels, the second one; further results have channels alone."""
+    """Go over all dimensions except the second, the channels; further results have one number a channel."""
     _, split, at = call.one("input")
     if at != 1:
         raise TakesPartForWholeError
@@ -234,8 +242,8 @@ def _view(call: OperatorCall) -> Splits:
     """Find the dimension in which the features are afterwards.
 
     The split features lie in blocks, which a new shape may cut into further dimensions: the outermost of them
-    is split. A size of -1 is that of the dimension that differs between ranks. Without it the sizes do not
-    say whether two rows of four are two heads or two halves of a vector: they are taken for heads.
+    is split. A size of -1 stands for the dimension whose length differs between ranks. Without it the sizes
+    do not say whether two rows of four are two heads or two halves of a vector: they are taken for heads.
     """
     tensor, split, at = call.one("self")
     before = math.prod(tensor.shape[:at])
@@ -613,4 +621,4 @@ _RULES = _named(
         "trace dot vdot linalg_svd cdist _cdist_forward take put masked_scatter unfold",
     }
 )
-"""The rule of each operator by its name; ``view`` and ``add_`` alike are named without what follows."""
+"""The rule of each operator by its name, without an overload's or the underscore of one in place."""

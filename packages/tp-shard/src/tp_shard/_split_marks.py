@@ -118,7 +118,7 @@ def _computed(compute: Callable[..., Any], *, is_right: bool = False) -> Callabl
             return NotImplemented
         value = compute(*values)
         if any(isinstance(other, _Width | _WidthRatio) for other in others):
-            return value  # a ratio of two sizes is that of the whole ones
+            return value  # two parts have the ratio of the whole sizes
         return _with_source(value, self.source)
 
     return method
@@ -370,7 +370,7 @@ class OwnNumbers(TorchFunctionMode):
 
 
 def _sizes(result: Any, tensor: Tensor, mark: SplitMark, dim: int | None = None) -> Any:
-    """Return the size of a dimension, or of all, which knows whether it is that of a part."""
+    """Return the size of one dimension, or of all; that of the split one knows where it comes from."""
     if mark.part is None:
         return result
     source = mark.part.source

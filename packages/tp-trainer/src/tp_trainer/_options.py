@@ -19,8 +19,8 @@ class DdpOptions:
         bucket_cap_mb: Size of a communication bucket in MiB; ``None`` is torch's own choice.
         process_group: torch's name of the communication backend; empty chooses by the device.
         timeout_s: How many seconds a collective waits for the other ranks.
-        bind_device: Whether a process group of NCCL is told its device, as ``device_id`` of torch's
-            ``init_process_group``. It connects at once then; ``False`` where it hangs with that.
+        bind_device: Whether to bind NCCL's process group to the device, as by ``device_id`` of torch's
+            ``init_process_group``, so that it connects at once; ``False`` where it hangs so.
 
     Raises:
         ConfigError: A size or a time is not above 0.
@@ -46,8 +46,8 @@ class FsdpOptions(FullyShardOptions):
 
     Attributes:
         timeout_s: How many seconds a collective waits for the other ranks.
-        bind_device: Whether a process group of NCCL is told its device, as ``device_id`` of torch's
-            ``init_process_group``. It connects at once then; ``False`` where it hangs with that.
+        bind_device: Whether to bind NCCL's process group to the device, as by ``device_id`` of torch's
+            ``init_process_group``, so that it connects at once; ``False`` where it hangs so.
 
     Raises:
         ConfigError: A value is out of its range.

@@ -139,7 +139,9 @@ def has_fewer(batch: Any, chosen: int) -> bool:
         lengths = {length_along(tensor) for tensor in tensors}
         if len(lengths) > 1:
             lengths = _lengths_of_lists(batch)
-    rows = lengths.pop() if len(lengths) == 1 else None
+    if len(lengths) != 1:
+        return False
+    rows = lengths.pop()
     if rows is None or not 1 < rows < chosen:
         return False
     log.warning(
@@ -165,8 +167,12 @@ def _has_list(value: Any, length: int) -> bool:
 def _lengths_of_lists(batch: Any) -> set[int | None]:
     """Return the lengths of the lists that a batch consists of; none if it has other values, too."""
     container = _CONTAINERS[type(batch)]
-    children = [] if container is None else list(container.children(batch))
-    return {len(child) for child in children} if all(map(is_sequence, children)) else set()
+    if container is None:
+        return set()
+    children = list(container.children(batch))
+    if not all(map(is_sequence, children)):
+        return set()
+    return {len(child) for child in children}
 
 
 def has_rows(value: Any) -> bool:

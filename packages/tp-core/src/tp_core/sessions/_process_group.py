@@ -117,8 +117,8 @@ def join_process_group(
             the communication backend; with ``None`` the CPU has one, and the accelerator, if there is one.
         backend: torch's name of the communication backend; empty chooses by the device.
         timeout_s: The seconds that a collective waits for the other ranks.
-        bind_device: Whether a group of NCCL is told its device, as torch's ``device_id``, and connects at
-            once. It was seen to hang with it (pytorch#153960).
+        bind_device: Whether to bind a group of NCCL to the device, by torch's ``device_id``, so that it
+            connects at once. It was seen to hang so (pytorch#153960).
 
     Returns:
         A function that leaves the group; calling it again does nothing.
@@ -141,6 +141,9 @@ def join_process_group(
         return lambda: None  # the code that has joined leaves
     if not backend:
         backend = _backend_of(device)
+    bound_to = None
+    if bind_device and device is not None and binds_process_groups(device):
+        bound_to = device
     dist.init_process_group(
         backend,
         # A prefix for each group: a second group of this process would hang on keys of the first.
@@ -148,7 +151,7 @@ def join_process_group(
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if bind_device and device is not None and binds_process_groups(device) else None,
+        device_id=bound_to,
     )
     group = dist.group.WORLD
     _wait_until_connected(group)

@@ -222,7 +222,7 @@ class _Child(Process):
 
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Block Ctrl-C in this thread: a process that is started meanwhile inherits that.
+    """Block Ctrl-C in this thread, and so in a process that is started within the context.
 
     A terminal sends Ctrl-C to workers, too, and the parent decides what it means. One that comes while
     their interpreter starts would be a traceback of theirs

@@ -211,8 +211,13 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def block_of(device: torch.device | None) -> int:
-    """Return the bytes of which the allocator of a device hands out multiples: 512 with accelerators."""
-    return 1 if device is None or device.type == "cpu" else 512
+    """Return the bytes of which the allocator of a device hands out multiples.
+
+    For accelerators these are 512, ``kMinBlockSize`` of torch's CUDACachingAllocator.
+    """
+    if device is None or device.type == "cpu":
+        return 1
+    return 512
 
 
 def round_up(nbytes: int, block: int) -> int:
