@@ -4,7 +4,6 @@ from collections.abc import Callable
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -125,11 +124,11 @@ class ReductionWatch:
 
     def _warn_of_hooks(self) -> None:
         """Warn of hooks that see a rank's own gradients, once for each parameter."""
-        if dist.get_rank():
-            return  # all ranks have the same
         for reference in self._models:
             model = reference()
-            names = [] if model is None else model.take_new_hooks()
+            if model is None or model.process_group.rank():  # all ranks have the same
+                continue
+            names = model.take_new_hooks()
             if not names:
                 continue
             more = ", ..." * (len(names) > _MOST_NAMED)
