@@ -28,6 +28,7 @@ from tp_core.fully_sharded._optimizers import WholeParameters, part_of_whole
 from tp_core.fully_sharded._options import FullyShardOptions, parameter_type, reduction_type, remedy
 from tp_core.fully_sharded._units import find_units
 from tp_core.modules._blocks import without_cache
+from tp_core.modules._mixins import Mixin, mix_in
 from tp_core.modules._parameters import check_no_first_fsdp, is_dtensor
 from tp_core.modules._user_state import Hooks, attributes_of, has_gradient_hooks, take_gradient_hooks
 from tp_core.sessions._per_module import PerModule
@@ -176,9 +177,8 @@ class Sharding:
         else:
             writes.hook(module)
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        kind: Any = type(module)
-        if is_root and kind.forward is nn.Module.forward:
-            module.__class__ = _with_forward(kind)
+        if is_root and type(module).forward is nn.Module.forward:
+            mix_in(_WithForward, module)
         fully_shard(
             module,
             mesh=self.mesh,
@@ -449,13 +449,15 @@ def _checkpoint_activations(module: nn.Module) -> None:
     module.forward = checkpointed
 
 
-@functools.cache
-def _with_forward(kind: Any) -> type[nn.Module]:
-    """Return a class of modules that fully_shard takes, which refuses a ModuleDict or ModuleList as it is.
+class _WithForward(Mixin):
+    """A forward for containers: fully_shard refuses a ModuleDict or ModuleList as it is.
 
     A step of the user's calls what is in it, within the method that `Sharding.run` calls.
     """
-    return type(kind.__name__, (kind,), {"forward": lambda self, *_, **__: nn.Module.forward(self)})
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        # A ModuleDict's own, which raises.
+        return nn.Module.forward(self)
 
 
 def _refuse_copy(_: object) -> NoReturn:
