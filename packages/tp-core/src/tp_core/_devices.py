@@ -337,8 +337,9 @@ def device_of_rank(
         return devices[rank]
     if len(devices) == 1 and _is_isolated(os.environ if environ is None else environ):
         return devices[0]  # each process sees its own accelerator, and that under index 0
+    source = "" if explicit else "as what is visible "
     problem = (
-        f"{'' if explicit else 'as what is visible '}makes {_count(len(devices))} for the "
+        f"{source}makes {_count(len(devices))} for the "
         f"{count} processes that the launcher started on this host (this one is local rank {rank})"
     )
     listed = ",".join(map(str, devices))
@@ -445,7 +446,8 @@ def _instead(accelerators: tuple[torch.device, ...]) -> str:
 
 
 def _count(number: int) -> str:
-    return f"{number} device{'' if number == 1 else 's'}"
+    plural = "" if number == 1 else "s"
+    return f"{number} device{plural}"
 
 
 def _what_exists() -> str:

@@ -128,10 +128,10 @@ def _is_importable(obj: Any) -> bool:
     name = getattr(obj, "__module__", None)
     if name is None or name == "__main__" or name in cloudpickle.list_registry_pickle_by_value():
         return False
-    found: Any = sys.modules.get(name)
+    target: Any = sys.modules.get(name)
     for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is obj
+        target = getattr(target, part, None)
+    return target is obj
 
 
 # The type of functions with a cache, and the code of those that choose by the type of an argument: private to

@@ -163,7 +163,8 @@ def _mapping_of(cls: type) -> Container:
     copies_itself = issubclass(cls, dict | UserDict) or (
         issubclass(cls, MutableMapping) and hasattr(cls, "__copy__")
     )
-    return Container(_values, _keys, _rebuild_copy if copies_itself else _rebuild_mapping)
+    rebuild = _rebuild_copy if copies_itself else _rebuild_mapping
+    return Container(_values, _keys, rebuild)
 
 
 # -- dataclasses ----------------------------------------------------------------------------------
@@ -183,14 +184,15 @@ def _dataclass_of(cls: type) -> Container:
     def present(value: Any) -> list[str]:
         return [n for n in names if hasattr(value, n)]  # init=False fields may not be set yet
 
-    given = frozenset(f.name for f in dataclasses.fields(cls) if f.init)
+    init_names = frozenset(f.name for f in dataclasses.fields(cls) if f.init)
     derives = hasattr(cls, "__post_init__") and cls.__dataclass_params__.init  # type: ignore[attr-defined]
     # InitVars: nobody has their values any more.
-    lacking = frozenset(_required(cls) if derives else ()) - given
+    required = _required(cls) if derives else ()
+    lacking = frozenset(required) - init_names
 
     def rederived(old: Any, values: dict[str, Any]) -> Any:
         """Return the result of ``dataclasses.replace``: ``__post_init__`` derives from the new values."""
-        stale = [n for n, v in values.items() if n not in given and v is getattr(old, n)]
+        stale = [n for n, v in values.items() if n not in init_names and v is getattr(old, n)]
         if lacking and stale:
             msg = (
                 f"cannot derive {', '.join(map(repr, stale))} of another {cls.__qualname__}: __post_init__ "
@@ -200,7 +202,7 @@ def _dataclass_of(cls: type) -> Container:
             raise TransferError(msg)
         new = copy.copy(old)
         if not lacking:
-            new = dataclasses.replace(old, **{n: v for n, v in values.items() if n in given})
+            new = dataclasses.replace(old, **{n: v for n, v in values.items() if n in init_names})
             for name, value in getattr(old, "__dict__", {}).items():
                 new.__dict__.setdefault(name, value)  # what was set on it later
         for name, value in values.items():
@@ -400,8 +402,8 @@ def _search(
         return open_at[key], path, type(value)
     open_at[key] = path
     for label, child in zip(container.labels(value), container.children(value), strict=True):
-        if found := _search(child, path + label, done, open_at, table):
-            return found
+        if nested := _search(child, path + label, done, open_at, table):
+            return nested
     del open_at[key]
     done.add(key)
     return None

@@ -55,8 +55,8 @@ def explain_arguments(
                 problem = _misfit(signature, args, kwargs)
                 if problem is None:
                     raise
-            known = None if recognize is None else recognize(*args, **kwargs)
-            raise ConfigError(known or _answer(call, kwargs, problem, words))
+            advice = None if recognize is None else recognize(*args, **kwargs)
+            raise ConfigError(advice or _answer(call, kwargs, problem, words))
 
         return explained
 
@@ -79,25 +79,25 @@ class _Answers(NamedTuple):
     by_value: Mapping[str, Mapping[str, str]]
 
 
-def _answer(call: str, given: Mapping[str, object], reason: str, answers: _Answers) -> str:
+def _answer(call: str, arguments: Mapping[str, object], reason: str, answers: _Answers) -> str:
     instead = answers.instead
     own = [name for name in _explained[call].parameters if name != "self"]
-    name = next((name for name in given if name not in own), None)
+    name = next((name for name in arguments if name not in own), None)
     here = call.partition("(")[0]
     if name is None:
         return f"{here}(): {reason}; write {call}"
-    advice = answers.by_value.get(name, {}).get(repr(given[name]))
+    advice = answers.by_value.get(name, {}).get(repr(arguments[name]))
     if advice is not None:
-        return f"{here}() has no argument {name!r}; for {given[name]!r} {advice}"
+        return f"{here}() has no argument {name!r}; for {arguments[name]!r} {advice}"
     if name in instead:
         return f"{here}() has no argument {name!r}; write {instead[name]}"
     begun = next((own_name for own_name in own if own_name.startswith(name)), None)
     if begun is not None:
         return f"{here}() has no argument {name!r}; did you mean {begun!r}? It has: {', '.join(own)}"
-    others = [other for other, known in _explained.items() if name in known.parameters]
-    others.sort(key=lambda other: other.endswith("(...)"))  # settings after methods
-    if others:
-        return f"{here}() has no argument {name!r}, which belongs to {others[0].partition('(')[0]}()"
+    owners = [other for other, known in _explained.items() if name in known.parameters]
+    owners.sort(key=lambda other: other.endswith("(...)"))  # settings after methods
+    if owners:
+        return f"{here}() has no argument {name!r}, which belongs to {owners[0].partition('(')[0]}()"
     meant = closest(name, [*own, *instead]) or ""
     if meant in instead and meant not in own:
         return f"{here}() has no argument {name!r}; write {instead[meant]}"
@@ -110,11 +110,12 @@ def check_call(method: Callable[..., object], contract: Callable[..., object], *
         return
     parameters = list(inspect.signature(contract).parameters.values())[1:]  # the first is self
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    given = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     try:
-        inspect.signature(method).bind(*given, **dict.fromkeys(named))
+        inspect.signature(method).bind(*positional, **dict.fromkeys(named))
     except TypeError:
-        wanted = ", ".join(["self", *given, *(["*"] if named else []), *named])
+        keyword_only = ["*", *named] if named else []
+        wanted = ", ".join(["self", *positional, *keyword_only])
         name = contract.__name__
         msg = f"{of} has a method {name}() that does not take what a run gives it; write {name}({wanted})"
         raise ContractError(msg) from None

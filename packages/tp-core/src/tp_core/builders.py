@@ -28,12 +28,12 @@ def load_function(name: str, *, example: str = "build") -> Callable[..., Any]:
         msg = f"a function is written file.py:{example} or package.module:{example}, got {name!r}"
         raise ConfigError(msg)
     module = _module(place)
-    found = getattr(module, function, None)
-    if not callable(found):
+    builder = getattr(module, function, None)
+    if not callable(builder):
         own = [name for name, value in vars(module).items() if callable(value)]
         msg = f"{place} has no function {function!r}{did_you_mean(function, own)}"
         raise ConfigError(msg)
-    return found  # type: ignore[no-any-return]  # it is callable, as seen
+    return builder  # type: ignore[no-any-return]  # it is callable, as seen
 
 
 def call_builder(name: str, keys: Collection[str]) -> dict[str, Any]:

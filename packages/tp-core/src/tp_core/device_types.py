@@ -110,8 +110,8 @@ def library_versions() -> dict[str, str]:
     """Return the versions of what torch was built with for accelerators, where it was."""
     import torch
 
-    found = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    versions = {"cuda": torch.version.cuda, "hip": torch.version.hip}
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()  # not on Windows
     if has_nccl and torch.cuda.is_available() and torch.version.cuda is not None:
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {name: text for name, text in found.items() if text is not None}
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {name: text for name, text in versions.items() if text is not None}

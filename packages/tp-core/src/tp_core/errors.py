@@ -60,7 +60,8 @@ class TpError(Exception):
         # Not super's: an error that is of the type of a user's exception, too, would call the other __init__.
         Exception.__init__(self, *args)
         page, _, name = self.anchor().partition("#")
-        self.add_note(f"More: {DOCUMENTS}/{page}.html#{name}" if DOCUMENTS else f"More: tp explain {name}")
+        where = f"{DOCUMENTS}/{page}.html#{name}" if DOCUMENTS else f"tp explain {name}"
+        self.add_note(f"More: {where}")
 
     @classmethod
     def anchor(cls) -> str:

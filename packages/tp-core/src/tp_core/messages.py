@@ -22,7 +22,8 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 def those_known(given: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'one'? It has: one, two"``, or ``"; it has: one, two"``."""
     meant = did_you_mean(given, known)
-    return f"{f'{meant} It' if meant else '; it'} has: {', '.join(known) or 'none'}"
+    start = f"{meant} It" if meant else "; it"
+    return f"{start} has: {', '.join(known) or 'none'}"
 
 
 def file_meant(path: "Path") -> str:
@@ -64,5 +65,5 @@ def raised_where(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, SyntaxError):
         file, line, text = error.filename or file, error.lineno or line, error.msg
-    said = " ".join(f"{type(error).__name__}: {text}".split()).rstrip(": ")
-    return f"{said} (line {line} of {file})"
+    text_line = " ".join(f"{type(error).__name__}: {text}".split()).rstrip(": ")
+    return f"{text_line} (line {line} of {file})"

@@ -142,7 +142,9 @@ def shows_progress(progress: Progress) -> bool:
 def in_notebook() -> bool:
     """Return whether this is a notebook's process and not a fork of it: a fork cannot update outputs."""
     ipython = sys.modules.get("IPython")
-    kernel = getattr(None if ipython is None else ipython.get_ipython(), "kernel", None)
+    if ipython is None:
+        return False
+    kernel = getattr(ipython.get_ipython(), "kernel", None)
     return kernel is not None and bool(kernel.session.pid == os.getpid())
 
 

@@ -134,7 +134,8 @@ def seed_everything(seed: int, *, devices: bool = True, load: bool = True) -> No
     """
     random.seed(seed)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and (hasattr(numpy, "random") if load else "numpy.random" in sys.modules):
+    has_random = hasattr(numpy, "random") if load else "numpy.random" in sys.modules
+    if numpy is not None and has_random:
         numpy.random.seed(seed % 2**32)  # numpy takes 32 bits
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "manual_seed"):
         if devices:

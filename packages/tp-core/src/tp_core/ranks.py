@@ -71,7 +71,8 @@ def free_port() -> int:
     used. Processes with neighboring ids choose from blocks of their own.
     """
     blocks = (_first_of_the_system() - _LOWEST) // _BLOCK
-    for _ in range(_BLOCK if blocks > 0 else 0):
+    attempts = _BLOCK if blocks > 0 else 0
+    for _ in range(attempts):
         port = _LOWEST + os.getpid() % blocks * _BLOCK + next(_calls) % _BLOCK
         if _is_free(port):
             return port
@@ -221,7 +222,8 @@ def start_ranks(
     # A fork server: its children have torch imported, and none of this process's threads or groups.
     # Windows has none: there each rank imports for itself.
     has_server = "forkserver" in multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if has_server else "spawn")
+    method = "forkserver" if has_server else "spawn"
+    context: Any = multiprocessing.get_context(method)
     if has_server:
         # Preload the modules of tp that are loaded here: each rank would import them again.
         ours = sorted(name for name in list(sys.modules) if name.startswith("tp_") and "." in name)
@@ -230,7 +232,7 @@ def start_ranks(
     ranks: list[tuple[Any, Pipe]] = []
     try:
         for rank in range(processes):
-            mine, theirs = context.Pipe()
+            own_end, rank_end = context.Pipe()
             variables = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(processes),
@@ -242,12 +244,12 @@ def start_ranks(
                 **(environ or {}),
             }
             process = context.Process(
-                target=target, args=(theirs, variables, *args), kwargs=dict(kwargs), daemon=True
+                target=target, args=(rank_end, variables, *args), kwargs=dict(kwargs), daemon=True
             )
             with _delayed_signals(), _asking, _without_main(), safe_module_path(), _flushing_safely():
                 process.start()
-                ranks.append((process, mine))
-            theirs.close()  # else the pipe would not report the end of a rank that died
+                ranks.append((process, own_end))
+            rank_end.close()  # else the pipe would not report the end of a rank that died
     except BaseException:
         _end([process for process, _ in ranks])
         raise

@@ -145,17 +145,17 @@ def _value_at(text: str, name: re.Match[str]) -> tuple[int, int]:
     """Return where the value begins and ends that follows a name; quotes and brackets are none of it."""
     begin = name.end()
     if {"authorization", "cookie"} & set(_words(name[1])):
-        found = _REST.match(text, begin)
+        match = _REST.match(text, begin)
     else:
-        found = _VALUE.match(text, begin)
-    if found is None:
+        match = _VALUE.match(text, begin)
+    if match is None:
         return begin, begin
     lead = _LEAD.match(text, begin)
     if lead is not None:
         begin = lead.end()
     elif text[begin] in "[({":
         begin += 1
-    end = found.end()
+    end = match.end()
     while end > begin and text[end - 1] == "\\":  # of an escaped quote
         end -= 1
     return begin, max(begin, end)
@@ -215,7 +215,7 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
     to_mask = 0  # how many of the next words are values of a secret
     for word in arguments:
         if to_mask and not word.startswith("--"):
-            masked.append(word if word.lower() in _NO_SECRETS else MASK)
+            masked.append(_masked(word))
             to_mask -= 1
             continue
         to_mask = 0
@@ -225,8 +225,12 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
         if not is_name or not is_secret(name.rpartition(".")[2]):
             masked.append(mask_text(word))
         elif equals:
-            masked.append(f"{name}={value if value.lower() in _NO_SECRETS else MASK}")
+            masked.append(f"{name}={_masked(value)}")
         else:
             masked.append(word)
             to_mask = len(arguments) if name.endswith("s") else 1  # "--api-keys" takes several
     return masked
+
+
+def _masked(value: str) -> str:
+    return value if value.lower() in _NO_SECRETS else MASK

@@ -222,23 +222,23 @@ class Backend(abc.ABC, Generic[OptionsT]):
             ConfigError: The options are of another type, or there is none of a given name, or a value
                 is not of its field's plain type (``bool``, ``int``, ``float``, ``str``, ``Literal``).
         """
-        given = job.options.get(self.name, {})
-        if isinstance(given, self.options_type):
-            check_option_types(given)
-            return given
-        if not isinstance(given, Mapping):
+        value = job.options.get(self.name, {})
+        if isinstance(value, self.options_type):
+            check_option_types(value)
+            return value
+        if not isinstance(value, Mapping):
             msg = (
                 f"the options of backend {self.name!r} must be a {self.options_type.__name__} or a mapping "
-                f"of its fields, got {type(given).__name__}: {given!r}"
+                f"of its fields, got {type(value).__name__}: {value!r}"
             )
             raise ConfigError(msg)
         known = [field.name for field in dataclasses.fields(cast("type[NoOptions]", self.options_type))]
-        unknown = sorted(set(given) - set(known))
+        unknown = sorted(set(value) - set(known))
         if unknown:
             names = ", ".join(map(repr, unknown))
             msg = f"backend {self.name!r} has no option {names}{those_known(unknown[0], known)}"
             raise ConfigError(msg)
-        options = self.options_type(**given)
+        options = self.options_type(**value)
         check_option_types(options)
         return options
 

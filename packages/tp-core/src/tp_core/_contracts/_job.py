@@ -161,8 +161,10 @@ class MemoryNeed:
         """Return one sentence: the sum, the free memory, the parts."""
         unit, size = ("GiB", _GIB) if max(self.total, self.free or 0) >= _GIB else ("MiB", 2**20)
 
+        digits = 1 if unit == "GiB" else 0
+
         def shown(nbytes: int) -> str:
-            return f"{nbytes / size:.{1 if unit == 'GiB' else 0}f}"
+            return f"{nbytes / size:.{digits}f}"
 
         least = "at least " if self.activations is None else ""
         where = f" on {self.device}" if self.device else ""
@@ -331,11 +333,11 @@ class Job:
     averages_gradients: bool = True
 
     def __post_init__(self) -> None:
-        for name, known in (("loss", get_args(LossReduction)), ("precision", get_args(Precision))):
+        for name, choices in (("loss", get_args(LossReduction)), ("precision", get_args(Precision))):
             value = getattr(self, name)
-            if value not in known:
-                msg = f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}"
-                meant = [choice for choice in known if choice.startswith(_PRECISIONS.get(str(value), "-"))]
+            if value not in choices:
+                msg = f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+                meant = [choice for choice in choices if choice.startswith(_PRECISIONS.get(str(value), "-"))]
                 if name == "precision" and meant:
                     msg = f"precision={value!r} is {' or '.join(map(repr, meant))} here"
                 raise ConfigError(msg)
@@ -423,11 +425,11 @@ class Layout:
     microbatches: int = 1
 
     def __post_init__(self) -> None:
-        known = get_args(Axis)
+        axes = get_args(Axis)
         for axis, ranks in self.axes.items():
-            if axis not in known or ranks < 1:
+            if axis not in axes or ranks < 1:
                 msg = (
-                    f"an axis of a layout is one of {', '.join(known)}, with ranks from 1, got {axis}={ranks}"
+                    f"an axis of a layout is one of {', '.join(axes)}, with ranks from 1, got {axis}={ranks}"
                 )
                 raise ConfigError(msg)
 

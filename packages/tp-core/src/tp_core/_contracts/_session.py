@@ -184,7 +184,10 @@ class Session:
         """
         options = self.job.compile or CompileOptions()
         plain = self.unwrap(model)
-        for module in repeated_blocks(plain).values() if options.blocks else [plain]:
+        modules: Iterable[nn.Module] = [plain]
+        if options.blocks:
+            modules = repeated_blocks(plain).values()
+        for module in modules:
             self._compile(module, options)
 
     def _compile(self, module: nn.Module, options: CompileOptions) -> None:
@@ -268,12 +271,12 @@ class Session:
         everyones = dict(self.gather_objects((self.data_rank, value), where="what each data rank has"))
         return [everyones[rank] for rank in range(self.data_size)]
 
-    def _any_rank(self, mine: bool) -> bool:
+    def _any_rank(self, here: bool) -> bool:
         """Return whether something holds on any data rank.
 
         Collective: one all-reduce of a number.
         """
-        return bool(self.reduce(torch.tensor(float(mine), device=self.device), "max"))
+        return bool(self.reduce(torch.tensor(float(here), device=self.device), "max"))
 
     def move_batch(self, batch: Any) -> Any:
         """Move a batch to the device of the step."""
@@ -446,10 +449,10 @@ class Session:
         """
         named = self.unwrap(model).named_parameters()
         trained = [(n, _local_part(p)) for n, p in named if p.requires_grad]
-        held = [(n, p) for n, p in trained if p.numel()]
-        if not held or torch.isfinite(nn.utils.get_total_norm([p for _, p in held], math.inf)):
+        nonempty = [(n, p) for n, p in trained if p.numel()]
+        if not nonempty or torch.isfinite(nn.utils.get_total_norm([p for _, p in nonempty], math.inf)):
             return None
-        return next(plain_name(n) for n, p in held if not torch.isfinite(p).all())
+        return next(plain_name(n) for n, p in nonempty if not torch.isfinite(p).all())
 
     # -- between ranks ------------------------------------------------------------------------------
 

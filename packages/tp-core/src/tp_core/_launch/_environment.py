@@ -42,9 +42,9 @@ class VariableReader(NamedTuple):
         return int(value)
 
     def error(self, problem: str) -> LaunchEnvironmentError:
-        found = [name for name in self.names if name in self.environ]
-        values = ", ".join(f"{name}={self.environ[name]!r}" for name in found)
-        unset = " ".join(name for name in found if not name.startswith("MASTER_"))
+        names = [name for name in self.names if name in self.environ]
+        values = ", ".join(f"{name}={self.environ[name]!r}" for name in names)
+        unset = " ".join(name for name in names if not name.startswith("MASTER_"))
         msg = f"{problem}; found {values}; {self.remedy}, or run `unset {unset}` for a process by itself"
         return LaunchEnvironmentError(msg)
 
@@ -223,9 +223,9 @@ class LaunchEnvironment:
     @classmethod
     def _from_torchrun(cls, read: VariableReader) -> Self:
         rank, world_size, local_rank = map(read.number, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        one = 1 if world_size == 1 else None
-        local_world_size = read.number("LOCAL_WORLD_SIZE", default=one)
-        on_one_host = local_world_size == world_size
+        default_size = 1 if world_size == 1 else None
+        local_world_size = read.number("LOCAL_WORLD_SIZE", default=default_size)
+        default_host = 0 if local_world_size == world_size else None
         address, port = _rendezvous(read, required=world_size > 1)
         environment = cls(
             launcher="torchrun",
@@ -233,7 +233,7 @@ class LaunchEnvironment:
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=local_world_size,
-            host_rank=read.number("GROUP_RANK", default=0 if on_one_host else None),
+            host_rank=read.number("GROUP_RANK", default=default_host),
             hosts=read.number("GROUP_WORLD_SIZE", default=-(-world_size // max(1, local_world_size))),
             master_address=address,
             master_port=port,
@@ -247,9 +247,9 @@ class LaunchEnvironment:
         if tasks not in read.environ and "SLURM_NTASKS" in read.environ:
             tasks = "SLURM_NTASKS"  # only a fallback: it counts the whole job, not the step
         world_size = read.number(tasks)
-        one = 0 if world_size == 1 else None
-        host_rank = read.number("SLURM_NODEID", default=one)
-        hosts = read.number("SLURM_STEP_NUM_NODES", default=None if one is None else 1)
+        default_rank, default_hosts = (0, 1) if world_size == 1 else (None, None)
+        host_rank = read.number("SLURM_NODEID", default=default_rank)
+        hosts = read.number("SLURM_STEP_NUM_NODES", default=default_hosts)
         if world_size == 1 or (hosts == 1 and "SLURM_STEP_TASKS_PER_NODE" not in read.environ):
             local_world_size = world_size
         else:
@@ -266,7 +266,7 @@ class LaunchEnvironment:
             launcher="slurm",
             rank=read.number("SLURM_PROCID"),
             world_size=world_size,
-            local_rank=read.number("SLURM_LOCALID", default=one),
+            local_rank=read.number("SLURM_LOCALID", default=default_rank),
             local_world_size=local_world_size,
             host_rank=host_rank,
             hosts=hosts,
@@ -289,7 +289,7 @@ class LaunchEnvironment:
 
     def describe(self) -> str:
         """Return one line for people."""
-        cores = f"{self.cores} core{'' if self.cores == 1 else 's'}"
+        cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
         if self.launcher == "plain":
             return f"one process, started without a launcher, {cores}"
         where = f", meeting at {self.master_address}:{self.master_port}" * self.is_distributed

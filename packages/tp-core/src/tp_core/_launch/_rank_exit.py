@@ -50,7 +50,8 @@ def write_exit_report(number: int, saved: Path | None) -> None:
     name = os.environ.get(EXIT_REPORT)
     if name is None:
         return
-    values = {"signal": number, "saved": None if saved is None else str(saved.absolute())}
+    path = None if saved is None else str(saved.absolute())
+    values = {"signal": number, "saved": path}
     draft = Path(f"{name}.part")
     with suppress(OSError):  # the launcher may be gone, with its folder
         draft.write_text(json.dumps(values))

@@ -58,7 +58,8 @@ def doctor(
         typer.echo(json.dumps(report, indent=2))
     else:
         _print(report)
-    raise typer.Exit(1 if report["problems"] else 0)
+    status = 1 if report["problems"] else 0
+    raise typer.Exit(status)
 
 
 def examine(plugins: PluginRegistry) -> dict[str, Any]:
@@ -166,10 +167,10 @@ def _candidates(selection: Selection) -> list[dict[str, Any]]:
 
 def _installed() -> dict[str, str]:
     """Return the versions of tp's distributions, and after them of what these require, with their extras."""
-    ours = {name: found for name in sorted(FIRST_PARTY) if (found := _version(name)) is not None}
+    ours = {name: installed for name in sorted(FIRST_PARTY) if (installed := _version(name)) is not None}
     needed = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for name in ours for text in requires(name) or ()}
-    others = {name: _version(name) for name in sorted(needed - FIRST_PARTY - {"torch"})}
-    return ours | {name: found for name, found in others.items() if found is not None}
+    dependencies = {name: _version(name) for name in sorted(needed - FIRST_PARTY - {"torch"})}
+    return ours | {name: installed for name, installed in dependencies.items() if installed is not None}
 
 
 def _version(distribution: str) -> str | None:
@@ -219,7 +220,9 @@ def _print(report: dict[str, Any]) -> None:
     if report["candidates"]:
         backends = table("\nBackends", "", "backend", "from", "score", "why")
         for c in report["candidates"]:
-            why = c["reason"] + (f"; {c['remedy']}" if c["remedy"] else "")
+            why = c["reason"]
+            if c["remedy"]:
+                why += f"; {c['remedy']}"
             score = "unfit" if c["score"] is None else f"{c['score']:g}"
             origin = f"{c['distribution']} {c['version']}".rstrip()
             mark = "*" if c["chosen"] else ""

@@ -36,7 +36,9 @@ def wants_json(arguments: Iterable[str], command: Any) -> bool:
         command: The command; ``None`` if there is none of that name, of which nothing is known.
     """
     words = list(arguments)
-    if _JSON not in (words[: words.index("--")] if "--" in words else words):
+    if "--" in words:
+        words = words[: words.index("--")]
+    if _JSON not in words:
         return False
     return command is None or _has_json(command)
 
@@ -57,14 +59,14 @@ def sharpen(error: Any) -> None:
     message = getattr(error, "message", None)
     if not message or problems is None:
         return
-    given = str(problems()[0]["input"])
+    text = str(problems()[0]["input"])
     message = message.removeprefix("Value error, ").rstrip(".")
     error.message = f"{message[:1].lower()}{message[1:]}"
-    if repr(given) not in message:
-        error.message += f", got {given!r}"
+    if repr(text) not in message:
+        error.message += f", got {text!r}"
     elif " is not one of " in message:
         choices = re.findall(r"'([^']*)'", message.partition(" is not one of ")[2])
-        error.message += did_you_mean(given, choices)
+        error.message += did_you_mean(text, choices)
 
 
 def status_of(error: BaseException) -> int:
@@ -76,11 +78,11 @@ def status_of(error: BaseException) -> int:
 
 
 def print_error(error: BaseException, *, command: str) -> None:
-    said = error.format_message() if is_parser_error(error) else str(error)  # type: ignore[attr-defined]
+    message = error.format_message() if is_parser_error(error) else str(error)  # type: ignore[attr-defined]
     facts = {
         "command": command or None,
         "type": type(error).__name__,
-        "message": said,
+        "message": message,
         "page": error.anchor() if isinstance(error, TpError) else None,
         "status": status_of(error),
     }

@@ -70,15 +70,15 @@ def start_and_meet(ranks: int, *, timeout_s: float) -> dict[str, Any]:
     """
     try:
         with RankPool(ranks, timeout_s=timeout_s + _GRACE_S) as pool:
-            found: dict[str, Any] = pool.run(meet, timeout_s)[0]
+            meeting: dict[str, Any] = pool.run(meet, timeout_s)[0]
     except RankFailedError as error:
         how, *trace = str(error).splitlines()
         # The error's own line is the last traceback's first without an indentation; notes may follow it.
         last = max((at for at, line in enumerate(trace) if line.startswith("Traceback ")), default=-1)
-        said = next((f" {line}" for line in trace[last + 1 :] if not line.startswith(" ")), "")
+        last_line = next((f" {line}" for line in trace[last + 1 :] if not line.startswith(" ")), "")
         msg = (
-            f"{ranks} ranks of this host cannot meet: {how}{said}; a firewall on the loopback, or a name of "
-            "this host that leads nowhere, does that"
+            f"{ranks} ranks of this host cannot meet: {how}{last_line}; a firewall on the loopback, or a "
+            "name of this host that leads nowhere, does that"
         )
         raise RankFailedError(msg) from error
-    return found
+    return meeting

@@ -30,15 +30,15 @@ def plain_command(words: Sequence[str]) -> Callable[[], int] | None:
 
 def installed_packages() -> dict[str, str]:
     """Return the versions of tp's packages that are here, and of others' of that prefix, by name."""
-    found = {}
+    versions = {}
     for distribution in distributions():
         name = str(distribution.name).lower().replace("_", "-")
         if not name.startswith("tp-"):
             continue
         needs_core = any(re.match(r"tp[-_]core\b", each) for each in distribution.requires or ())
         if name == "tp-core" or needs_core:
-            found[name] = distribution.version
-    return dict(sorted(found.items()))
+            versions[name] = distribution.version
+    return dict(sorted(versions.items()))
 
 
 def _print_versions() -> int:
@@ -52,7 +52,7 @@ def _print_help() -> int:
 
     print("Usage: tp COMMAND, one of these:\n")
     commands = {"doctor": "Show devices, plugins and problems.", "explain": "Print what an error means."}
-    commands |= {found.item.name: found.item.help for found in registry.commands()}
+    commands |= {contribution.item.name: contribution.item.help for contribution in registry.commands()}
     width = max(map(len, commands))
     print("\n".join(f"  {name:<{width}}  {text}" for name, text in commands.items()))
     print("\nAll but tp --version, tp doctor and tp explain ERROR need: pip install 'tp-core[cli]'")
@@ -72,18 +72,18 @@ def _explain(name: str) -> int:
 def sections() -> dict[str, str]:
     """Return the sections on errors, each by its name in the page's address."""
     page = files("tp_core.cli").joinpath("errors.md").read_text(encoding="utf-8")
-    found = re.findall(r"^\(([\w-]+)\)=\n(#.*?)(?=^\(|^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    return {name: text.strip() for name, text in found}
+    matches = re.findall(r"^\(([\w-]+)\)=\n(#.*?)(?=^\(|^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    return {name: text.strip() for name, text in matches}
 
 
 def section_of(error: str) -> str:
     """Return the section on an error, as Markdown."""
-    known = sections()
+    by_name = sections()
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", error.rpartition("#")[2].rpartition(".")[2]).lower()
-    if name not in known:
-        msg = f"no error of tp is called {error!r}{did_you_mean(name, known)}"
+    if name not in by_name:
+        msg = f"no error of tp is called {error!r}{did_you_mean(name, by_name)}"
         raise ConfigError(msg)
-    return known[name]
+    return by_name[name]
 
 
 def _doctor() -> int:

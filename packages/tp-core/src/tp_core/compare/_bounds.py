@@ -86,7 +86,8 @@ class Bound:
             return 0.0  # integers are equal, or not
         own = norm_of(exact)
         by_rounding = 0.0 if near is None or near.shape != exact.shape else distance(exact, near)
-        return SLACK * by_rounding + self.rtol * own + self.atol * (own if scale is None else scale)
+        scale = own if scale is None else scale
+        return SLACK * by_rounding + self.rtol * own + self.atol * scale
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -121,12 +122,12 @@ def distance(exact: Tensor, other: Tensor) -> float:
     """
     if exact.shape != other.shape:
         return float("inf")
-    one, two = _wide(exact), _wide(other).to(exact.device)
-    difference = one - two
+    exact_wide, other_wide = _wide(exact), _wide(other).to(exact.device)
+    difference = exact_wide - other_wide
     odd = ~difference.isfinite()
     if bool(odd.any()):
         # Such as a mask of -inf, which both have.
-        if not torch.equal(one[odd].nan_to_num(nan=0.5), two[odd].nan_to_num(nan=0.5)):
+        if not torch.equal(exact_wide[odd].nan_to_num(nan=0.5), other_wide[odd].nan_to_num(nan=0.5)):
             return float("inf")
         difference = difference.masked_fill(odd, 0.0)
     return float(torch.linalg.vector_norm(difference))
@@ -142,7 +143,8 @@ def relative_error(exact: Tensor, other: Tensor, scale: float | None = None) -> 
     apart = distance(exact, other)
     if apart == 0:
         return 0.0
-    return apart / max(norm_of(exact) if scale is None else scale, 1e-300)
+    scale = norm_of(exact) if scale is None else scale
+    return apart / max(scale, 1e-300)
 
 
 def first_difference(
@@ -170,10 +172,11 @@ def first_difference(
         other = found.get(name)
         if other is None:
             return name, "it is missing"
-        limit = bound.limit(tensor, None if near is None else near.get(name), scale)
-        said = difference_in_words(tensor, other, limit)
-        if said:
-            return name, said
+        rounded = None if near is None else near.get(name)
+        limit = bound.limit(tensor, rounded, scale)
+        difference = difference_in_words(tensor, other, limit)
+        if difference:
+            return name, difference
     return None
 
 
@@ -271,11 +274,11 @@ def nudged(model: nn.Module, dtype: torch.dtype, *, seed: int = 0) -> Iterator[N
     generators: dict[torch.device, torch.Generator] = {}
     factor = 1 - torch.finfo(dtype).eps / 2
     # Replicas share a module's hooks, and each is checked in the thread of its device.
-    mine = threading.get_ident()
+    thread = threading.get_ident()
     devices = {parameter.device for parameter in model.parameters()}
 
     def is_own(device: torch.device) -> bool:
-        if threading.get_ident() == mine:
+        if threading.get_ident() == thread:
             return True
         # On an accelerator autograd has a thread for each device, which repeats the forwards of checkpoints:
         # they must save the tensors that they saved before.

@@ -65,13 +65,13 @@ def relate(
         >>> relate(whole, [LocalTensor(whole / 2), LocalTensor(whole / 2)], [], 1e-9).kind
         'partial'
     """
-    present = [(rank, one) for rank, one in enumerate(locals_) if one is not None]
+    present = [(rank, local) for rank, local in enumerate(locals_) if local is not None]
     if not present:
         return Match("unknown")
     if present[0][1].layout:
-        return _relate_laid_out(exact, [one for _, one in present], limit)
+        return _relate_laid_out(exact, [local for _, local in present], limit)
     expected = [selected(exact, shares[rank]) if rank < len(shares) else exact for rank, _ in present]
-    parts = [one.tensor for _, one in present]
+    parts = [local.tensor for _, local in present]
     if all(e.shape == p.shape for e, p in zip(expected, parts, strict=True)):
         errors = {r: distance(e, p) for (r, _), p, e in zip(present, parts, expected, strict=True)}
         error = max(errors.values())
@@ -96,8 +96,8 @@ def difference_on_ranks(whole: Tensor, found: Mapping[int, Tensor], limit: float
         limit: The largest norm of a difference, as :meth:`Bound.limit` has it.
     """
     parts = list(found.values())
-    if all(one.shape == whole.shape for one in parts):
-        errors = {rank: distance(whole, one) for rank, one in found.items()}
+    if all(part.shape == whole.shape for part in parts):
+        errors = {rank: distance(whole, part) for rank, part in found.items()}
         if max(errors.values()) <= limit:
             return ""
         if len(parts) > 1 and distance(whole, _sum(parts)) <= limit * len(parts):
@@ -105,12 +105,12 @@ def difference_on_ranks(whole: Tensor, found: Mapping[int, Tensor], limit: float
         where = _where(errors, limit)
         if not norm_of(whole):
             return f"it is 0 on one device, and not{where or ' on ranks'}"
-        apart = max(distance(parts[0], one) for one in parts)
+        apart = max(distance(parts[0], part) for part in parts)
         also = "; ranks differ from each other" if apart > limit and not where else ""
         return f"it differs by {_share(max(errors.values()), whole):.2g} of its norm{where}{also}"
     match = _relate_joined(whole, [whole] * len(parts), parts, limit)
     if match.kind == "unknown":
-        shapes = ", ".join(str(tuple(one.shape)) for one in parts)
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         return f"ranks have {shapes}, which do not join to {tuple(whole.shape)}: give Strategy.whole()"
     return "" if match.kind == "same" else f"it differs by {match.error:.2g} of its norm"
 
@@ -145,15 +145,16 @@ def _relate_joined(
         if reorders:
             joined = _in_order_of(joined, whole, dim)
         error = max(error, distance(whole, joined))
-    return Match("same" if error <= limit else "parts", _share(error, exact))
+    kind = "same" if error <= limit else "parts"
+    return Match(kind, _share(error, exact))
 
 
 def cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     """Return the dimension along which parts are slices of the whole; ``None`` where they are none."""
-    if any(one.dim() != whole.dim() for one in parts):
+    if any(part.dim() != whole.dim() for part in parts):
         return None
-    dims = [d for d in range(whole.dim()) if any(one.size(d) != whole.size(d) for one in parts)]
-    if len(dims) != 1 or sum(one.size(dims[0]) for one in parts) != whole.size(dims[0]):
+    dims = [d for d in range(whole.dim()) if any(part.size(d) != whole.size(d) for part in parts)]
+    if len(dims) != 1 or sum(part.size(dims[0]) for part in parts) != whole.size(dims[0]):
         return None
     return dims[0]
 
@@ -171,25 +172,26 @@ def _in_order_of(joined: Tensor, whole: Tensor, dim: int) -> Tensor:
 def _relate_laid_out(exact: Tensor, parts: list[LocalTensor], limit: float) -> Match:
     """Compare a DTensor, which says how its parts are laid out; copies of one part are compared, too."""
     joined: dict[tuple[int, ...], Tensor] = {
-        tuple(rank for _, _, rank, _ in one.layout): one.tensor.double() for one in parts
+        tuple(rank for _, _, rank, _ in part.layout): part.tensor.double() for part in parts
     }
     for axis in reversed(range(len(parts[0].layout))):
         kind, dim, _, size = parts[0].layout[axis]
-        found: dict[tuple[int, ...], Tensor] = {}
+        joined_at: dict[tuple[int, ...], Tensor] = {}
         for key in {key[:axis] for key in joined}:
             along = [joined[(*key, i)] for i in range(size) if (*key, i) in joined]
             if len(along) != size or kind == "unknown":
                 return Match("unknown")
             if kind == "shard":
-                found[key] = torch.cat(along, dim)
+                joined_at[key] = torch.cat(along, dim)
             elif kind in ("partial", "mean"):
-                found[key] = torch.stack(along).sum(0) / (size if kind == "mean" else 1)
+                total = torch.stack(along).sum(0)
+                joined_at[key] = total / size if kind == "mean" else total
             else:
-                apart = max(distance(along[0], one) for one in along)
+                apart = max(distance(along[0], part) for part in along)
                 if apart > limit:
                     return Match("parts", _share(apart, exact))
-                found[key] = along[0]
-        joined = found
+                joined_at[key] = along[0]
+        joined = joined_at
     whole = joined[()]
     if whole.shape != exact.shape:
         return Match("unknown")
@@ -201,10 +203,10 @@ def _relate_laid_out(exact: Tensor, parts: list[LocalTensor], limit: float) -> M
 def _same_samples(expected: list[Tensor]) -> list[list[int]]:
     """Return the groups of ranks that read the same samples."""
     groups: list[list[int]] = []
-    for i, one in enumerate(expected):
+    for i, samples in enumerate(expected):
         for group in groups:
             first = expected[group[0]]
-            if one is first or (one.shape == first.shape and bool((one == first).all())):
+            if samples is first or (samples.shape == first.shape and bool((samples == first).all())):
                 group.append(i)
                 break
         else:
@@ -214,13 +216,13 @@ def _same_samples(expected: list[Tensor]) -> list[list[int]]:
 
 def selected(exact: Tensor, share: Selections) -> Tensor:
     """Return the part of a whole activation that a rank has for its share of the batch."""
-    for one in share.values():
-        if exact.dim() and exact.size(0) == one.shape[0]:
-            found = exact[one.rows]
-            is_cut = one.places is not None and len(one.places) != one.shape[1]
-            if is_cut and exact.dim() > 1 and exact.size(1) == one.shape[1]:
-                found = found[:, one.places]
-            return found
+    for selection in share.values():
+        if exact.dim() and exact.size(0) == selection.shape[0]:
+            rows = exact[selection.rows]
+            is_cut = selection.places is not None and len(selection.places) != selection.shape[1]
+            if is_cut and exact.dim() > 1 and exact.size(1) == selection.shape[1]:
+                rows = rows[:, selection.places]
+            return rows
     return exact
 
 
@@ -230,7 +232,7 @@ def merged(found: Mapping[Any, LocalTensor], places: Sequence[Any], rows: int) -
     Calls before those that have the rows of the rank's share are left out: torch's pipelining makes one to
     learn shapes.
     """
-    parts = [one for place in places if (one := found.get(place)) is not None]
+    parts = [local for place in places if (local := found.get(place)) is not None]
     if not parts:
         return None
     while len(parts) > 1 and parts[0].tensor.dim() and sum(p.tensor.size(0) for p in parts) > rows:
@@ -238,10 +240,10 @@ def merged(found: Mapping[Any, LocalTensor], places: Sequence[Any], rows: int) -
     if len(parts) == 1:
         return parts[0]
     is_cut = any(kind == "shard" and dim == 0 for kind, dim, _, _ in parts[0].layout)
-    if is_cut or not all(one.tensor.dim() for one in parts):
+    if is_cut or not all(local.tensor.dim() for local in parts):
         return None
     try:
-        return LocalTensor(torch.cat([one.tensor for one in parts]), parts[0].layout)
+        return LocalTensor(torch.cat([local.tensor for local in parts]), parts[0].layout)
     except RuntimeError:  # of other widths, such as padded sequences
         return None
 
@@ -250,7 +252,7 @@ def joined_parts(like: Mapping[str, Tensor], ranks: Sequence[Mapping[str, Any]])
     """Return whole tensors of those that ranks have whole, or in slices along one dimension."""
     whole = {}
     for name, tensor in like.items():
-        parts = [one[name] for one in ranks if one.get(name) is not None]
+        parts = [tensors[name] for tensors in ranks if tensors.get(name) is not None]
         if parts and parts[0].shape == tensor.shape:
             whole[name] = parts[0]
         elif parts and (dim := cut_dim(tensor, parts)) is not None:

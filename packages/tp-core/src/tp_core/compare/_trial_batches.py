@@ -31,17 +31,18 @@ def other_batches(
             the first tensor with two dimensions.
     """
     named = list(named_tensors(batch))
-    given = [tensor for _, tensor in named]
+    tensors = [tensor for _, tensor in named]
     masks = {id(tensor) for name, tensor in named if "mask" in name}
-    lead = next((t for t in given if id(t) in tables and t.dim() > 1), None)
-    lead = next((t for t in given if t.dim() > 1), None) if lead is None else lead
+    lead = next((t for t in tensors if id(t) in tables and t.dim() > 1), None)
+    lead = next((t for t in tensors if t.dim() > 1), None) if lead is None else lead
     generator = torch.Generator().manual_seed(0)
     old = (-1, -1) if lead is None else (lead.size(0), lead.size(1))
     # Padding on both sides first, the user's own mask last: some models have no numbers for a hidden start.
     hidden: list[Callable[[Tensor], Tensor]] = [Tensor.clone]
     if masks:
         hidden = [_pad_both, _pad_right, *hidden]
-    for new, hide in itertools.product([old] if lead is None else sizes(*old), hidden):
+    new_sizes = [old] if lead is None else sizes(*old)
+    for new, hide in itertools.product(new_sizes, hidden):
 
         def other(
             tensor: Tensor, new: tuple[int, int] = new, hide: Callable[[Tensor], Tensor] = hide
@@ -85,8 +86,9 @@ def _drawn(like: Tensor, count: int | None, generator: torch.Generator) -> Tenso
     if float(like.min()) >= 0 and float(like.max()) <= 1:
         return torch.rand(like.shape, generator=generator, dtype=like.dtype)
     spread = like.std(correction=0)
+    scale = spread if spread > 0 else 1.0
     drawn = torch.randn(like.shape, generator=generator, dtype=like.dtype)
-    return like.mean() + (spread if spread > 0 else 1.0) * drawn
+    return like.mean() + scale * drawn
 
 
 def first_token(count: int) -> int:
@@ -97,7 +99,7 @@ def first_token(count: int) -> int:
 @contextmanager
 def watched_tables(model: nn.Module, given: Sequence[Tensor]) -> Iterator[dict[int, int]]:
     """Note the sizes of the tables in which tensors are looked up in the block, by the tensors' ids."""
-    found: dict[int, int] = {}
+    table_sizes: dict[int, int] = {}
 
     def note(table: nn.Module, args: tuple[Any, ...]) -> None:
         if not args or not isinstance(args[0], Tensor):
@@ -108,12 +110,12 @@ def watched_tables(model: nn.Module, given: Sequence[Tensor]) -> Iterator[dict[i
             # Labels that a model shifts by one position, as tokens of its decoder.
             moved = tensor.shape == places.shape and tensor.dim() == 2 and tensor.size(1) > 1
             if same or (moved and torch.equal(tensor[:, :-1], places[:, 1:])):
-                found.setdefault(id(tensor), table.num_embeddings)  # type: ignore[arg-type]  # of nn.Embedding
+                table_sizes.setdefault(id(tensor), table.num_embeddings)  # type: ignore[arg-type]  # of nn.Embedding
 
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     handles = [table.register_forward_pre_hook(note) for table in tables]
     try:
-        yield found
+        yield table_sizes
     finally:
         for handle in handles:
             handle.remove()

@@ -23,7 +23,8 @@ def named_tensors(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     elif hasattr(value, "__dataclass_fields__"):
         items = ((name, getattr(value, name, None)) for name in value.__dataclass_fields__)
     for key, inner in items:
-        yield from named_tensors(inner, f"{place}.{key}" if place else str(key))
+        inner_place = f"{place}.{key}" if place else str(key)
+        yield from named_tensors(inner, inner_place)
 
 
 def functions_named(names: str) -> frozenset[Any]:

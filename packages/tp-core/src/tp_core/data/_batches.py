@@ -180,14 +180,14 @@ class EpochBatches:
     def _batches_of(
         self, epoch: int, order: list[list[Any]], first: int, shares: deque[tuple[int, Share]]
     ) -> Iterator[list[Any]]:
-        known: dict[int, tuple[slice, Share]] = {}  # by the length of the batch; few differ
+        parts: dict[int, tuple[slice, Share]] = {}  # by the length of the batch; few differ
         for number in range(first, len(order)):
             batch = order[number]
             total = len(batch)
-            if total not in known:
+            if total not in parts:
                 part = split_evenly(total, self._size)[self._rank]
-                known[total] = part, Share(part.stop - part.start, total)
-            part, share = known[total]
+                parts[total] = part, Share(part.stop - part.start, total)
+            part, share = parts[total]
             if share.samples == 0:
                 if not self._stand_ins:
                     continue
@@ -195,9 +195,9 @@ class EpochBatches:
                 # So it gets a stand-in sample, with a loss that counts nothing.
                 part = slice(1)
             shares.append((number, share))
-            mine = _Batch(batch[part])
-            mine.key = (self.seed, epoch, number, self._rank)
-            yield mine
+            own_batch = _Batch(batch[part])
+            own_batch.key = (self.seed, epoch, number, self._rank)
+            yield own_batch
 
 
 def _digest_of(order: list[list[Any]]) -> str:

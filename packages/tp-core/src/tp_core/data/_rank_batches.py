@@ -440,16 +440,16 @@ class StreamBatches(_OwnBatches):
         """
         batch, done = None, 0
         while True:
-            mine = next(source, NOTHING)
+            own_batch = next(source, NOTHING)
             if not done and self._ranks.agree is not None:
-                self._ranks.agree("whether there is a batch to evaluate", mine is not NOTHING)
-            if not any_rank(mine is not NOTHING):
+                self._ranks.agree("whether there is a batch to evaluate", own_batch is not NOTHING)
+            if not any_rank(own_batch is not NOTHING):
                 return
             progress.number, done = done, done + 1
-            if mine is not NOTHING:
-                batch = mine
+            if own_batch is not NOTHING:
+                batch = own_batch
             samples = count_samples(batch)
-            own = 0 if mine is NOTHING else samples
+            own = 0 if own_batch is NOTHING else samples
             progress.share = Share(own, samples * self._ranks.size)
             yield batch if move is None else move(batch)
 
@@ -516,5 +516,5 @@ class ElasticBatches(_OwnBatches):
         raise _no_length(self._loader)
 
     def measured(self) -> dict[str, float]:
-        found = getattr(self._source, "measured", None)
-        return {} if found is None else dict(found())
+        measure = getattr(self._source, "measured", None)
+        return {} if measure is None else dict(measure())

@@ -93,7 +93,9 @@ def take_rows(value: Any, place: Sequence[int]) -> Any:
     if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested):
         rows = split_rows(value, [1] * len(place))
         return cat_rows([rows[i] for i in place])
-    return value[torch.tensor(place, device=value.device) if isinstance(value, Tensor) else list(place)]
+    if isinstance(value, Tensor):
+        return value[torch.tensor(place, device=value.device)]
+    return value[list(place)]
 
 
 def _check_layout(value: Tensor) -> None:

@@ -355,7 +355,8 @@ class Scattering:
             if is_named:
                 yield _Length(level, len(value), path, value)
                 return
-            level = max(level, _IN_RECORDS if _are_records(value) else _IN_LISTS)
+            own_level = _IN_RECORDS if _are_records(value) else _IN_LISTS
+            level = max(level, own_level)
         for key, child in zip(keys_of(value), container.children(value), strict=True):
             yield from self._lengths(child, (*path, key), level, is_named=is_named)
 
@@ -411,7 +412,8 @@ class Scattering:
         for i in range(len(sizes)):
             own = [column[i] for column in columns]
             is_same = all(new is old for new, old in zip(own, children, strict=True))
-            pieces.append(value if is_same else container.rebuild(value, own))
+            piece = value if is_same else container.rebuild(value, own)
+            pieces.append(piece)
         return pieces
 
     def _cut(self, value: Any, sizes: Sequence[int], path: Path) -> list[Any]:

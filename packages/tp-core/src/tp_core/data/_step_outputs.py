@@ -271,10 +271,10 @@ def read_weight(value: Any, *, name: str = "weight") -> float:
     elif isinstance(value, Real) and not isinstance(value, bool):
         number = float(value)
     else:
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         msg = (
             f"the step's {name!r} must be a number or a scalar tensor, over how many units (tokens, pixels, "
-            f"samples) its loss and metrics are means; got {what:.200}"
+            f"samples) its loss and metrics are means; got {got:.200}"
         )
         raise StepError(msg)
     if not 0.0 <= number < math.inf:
@@ -335,7 +335,7 @@ def zero_backward(loss: Tensor, backward: Callable[[Tensor], None]) -> None:
 
 def _graph_leaves(loss: Tensor) -> list[Tensor]:
     """Return the leaves of a loss's graph to which gradients are added."""
-    found, seen = [], set()
+    leaves, seen = [], set()
     nodes = [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -344,9 +344,9 @@ def _graph_leaves(loss: Tensor) -> list[Tensor]:
         seen.add(node)
         variable = getattr(node, "variable", None)  # of the node that adds to a leaf's gradient
         if variable is not None:
-            found.append(variable)
+            leaves.append(variable)
         nodes.extend(following for following, _ in node.next_functions)
-    return found
+    return leaves
 
 
 # -- Steps that were seen before ------------------------------------------------------------------
@@ -371,8 +371,8 @@ def step_identity(step: Any, *, unwraps: bool = False) -> object:
     if unwraps and hasattr(step, "wrapped_step"):
         return identity(step.wrapped_step)
     if isinstance(step, partial):
-        given = (*step.args, *step.keywords.values())
-        return step.func, _what_decides(given, identity)
+        arguments = (*step.args, *step.keywords.values())
+        return step.func, _what_decides(arguments, identity)
     function = getattr(step, "__func__", step)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -389,13 +389,13 @@ def step_identity(step: Any, *, unwraps: bool = False) -> object:
 
 def _what_decides(values: Iterable[Any], identity: Callable[[Any], object]) -> tuple[object, ...]:
     """Return what decides among some values what a step computes."""
-    known: list[object] = []
+    identities: list[object] = []
     for value in values:
         if callable(value):
-            known.append(identity(value))
+            identities.append(identity(value))
         elif isinstance(value, bool | str):
-            known.append(value)
-    return tuple(known)
+            identities.append(value)
+    return tuple(identities)
 
 
 def _number_of(value: Any) -> int:

@@ -173,10 +173,10 @@ class Stream:
         if not self._is_placed:
             self._note_pass()
             if (holder := position_holder(self.loader)) is not None:
-                found = _digest(holder.state_dict())
+                digest = _digest(holder.state_dict())
                 # One that stands at its end until it is iterated again shows no beginning of later passes.
-                stands_at_end = found == self._end and found != self._beginning
-                self._beginning = None if stands_at_end else found
+                stands_at_end = digest == self._end and digest != self._beginning
+                self._beginning = None if stands_at_end else digest
         skip, self._skip, self._is_placed = self._skip, 0, False
         iterator = iterate_seeded(self.loader, seed=self._seed, epoch=self._pass, is_ours=self._is_ours)
         if skip:
@@ -264,7 +264,8 @@ class Stream:
             raise LoaderError(msg)
         continues_stream, self._seed = continues_stream and self._is_endless, seed
         done = state.get("done", batches) if continues_stream else batches
-        self._pass, self._done = state.get("pass", epoch) if continues_stream else epoch, done
+        self._pass = state.get("pass", epoch) if continues_stream else epoch
+        self._done = done
         self._iterator, self._ahead, self._skip, self._is_placed = None, NOTHING, 0, False
         self._beginning = state.get("beginning")
         holder = position_holder(self.loader)

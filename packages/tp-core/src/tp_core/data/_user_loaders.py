@@ -197,7 +197,7 @@ def drawing(loader: DataLoader[Any]) -> str:
     dataset, batches = loader.dataset, loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
     number = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "samples"
-    kinds = " and ".join(type(one).__name__ for one in (sampler, batches) if one is not None)
+    kinds = " and ".join(type(each).__name__ for each in (sampler, batches) if each is not None)
     picked = [*_indices_in(dataset)]
     if isinstance(sampler, SubsetRandomSampler):
         picked.append(sampler.indices)
@@ -226,13 +226,13 @@ def _digest(values: Sequence[Any]) -> str:
 
 
 def cannot_shard(loader: object, size: int) -> str:
-    what = type(loader).__name__
+    kind = type(loader).__name__
     if isinstance(loader, DataLoader):
-        what += f" over {type(loader.dataset).__name__}"
+        kind += f" over {type(loader.dataset).__name__}"
         if loader.batch_sampler is None:
-            what += " with batch_size=None"
+            kind += " with batch_size=None"
     return (
-        f"the batches of a loader without sample indices ({what}) cannot be split over {size} "
+        f"the batches of a loader without sample indices ({kind}) cannot be split over {size} "
         "ranks; give a DataLoader with a batch size over a dataset with length, or over an iterable one with "
         "shard(index, count), which returns the part that no other index has; or give each rank its own "
         "samples (data_rank, data_size) and call prepare(loader, shard=False)"

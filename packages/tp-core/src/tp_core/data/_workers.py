@@ -90,8 +90,8 @@ def _start_method(loader: Any) -> str | None:
 
     if not isinstance(loader, DataLoader) or not loader.num_workers or os.name != "posix":
         return None
-    given = loader.multiprocessing_context
-    process = (given or multiprocessing.get_context()).Process
+    context = loader.multiprocessing_context
+    process = (context or multiprocessing.get_context()).Process
     return next((name for name, plain in _PLAIN.items() if process is plain), None)
 
 
@@ -140,10 +140,10 @@ class _Outliving(BaseProcess):
         with _blocked():
             super().start()
         popen: Any = self._popen  # type: ignore[attr-defined]
-        known = weakref.ref(popen)  # weakly: a cycle would keep its descriptors until garbage collection
+        process = weakref.ref(popen)  # weakly: a cycle would keep its descriptors until garbage collection
         # torch calls it for a worker that hangs, and multiprocessing at exit; both send SIGTERM, which
         # our worker ignores.
-        popen.terminate = lambda: _end(known())
+        popen.terminate = lambda: _end(process())
 
     def run(self) -> None:
         """Run the worker with the signals blocked until torch has set its handlers."""
@@ -199,7 +199,8 @@ class _Initializer:
         follow = _Follow()
         if is_main and follow.is_of_fork_server:
             follow.start()  # torch watches only the server, which lives as long as its children
-        for number in SIGNALS if is_main else ():
+        signals = SIGNALS if is_main else ()
+        for number in signals:
             # SIGTERM always: torch's C++ handler, which getsignal() does not show, ends the worker.
             # Other handlers that a fork has inherited are the user's or the run's, and stay.
             if number == signal.SIGTERM or signal.getsignal(number) in (

@@ -75,14 +75,14 @@ def showing_system_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = _system_error(error)
-        if found is None:
+        system_error = _system_error(error)
+        if system_error is None:
             raise
-        if found.errno is not None and found.filename is None:
-            found.filename = os.fspath(path)
-        if found is error:
+        if system_error.errno is not None and system_error.filename is None:
+            system_error.filename = os.fspath(path)
+        if system_error is error:
             raise
-        raise found from error
+        raise system_error from error
 
 
 def _system_error(error: Exception) -> OSError | None:

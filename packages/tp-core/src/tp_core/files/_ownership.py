@@ -120,7 +120,8 @@ class Ownership:
         else:
             check_folder_of(self._place)
         self._pid = os.getpid()
-        deadline = time.monotonic() + (GRACE_S if self._grace_s is None else self._grace_s)
+        grace_s = GRACE_S if self._grace_s is None else self._grace_s
+        deadline = time.monotonic() + grace_s
         while not self._try():
             if time.monotonic() > deadline:
                 raise ConfigError(self._refusal())

@@ -148,12 +148,12 @@ def _moments(footprint: Footprint, activations: int, rest: _Unit, units: list[_U
         # Less of it where more is computed again; more where weights are cast.
         timeline, part = footprint.timeline, activations / max(1, footprint.alone)
     # Frozen units are gathered, too.
-    found = [_Moment(unit, 0, *[activations] * 3) for unit in reversed(units) if not unit.sizes]
+    moments = [_Moment(unit, 0, *[activations] * 3) for unit in reversed(units) if not unit.sizes]
     for name, values in timeline.items():
         if name in owners:
             unit = owners[name]
-            found.append(_Moment(unit, unit.sizes[name], *(round(part * n) for n in values)))
-    return found
+            moments.append(_Moment(unit, unit.sizes[name], *(round(part * n) for n in values)))
+    return moments
 
 
 def _highest(
@@ -166,11 +166,11 @@ def _highest(
     missing = {unit.name: len(unit.sizes) for unit in units}
     # Gradients of batches that only accumulate are not reduced: each rank holds them whole.
     accumulates = job.accumulate > 1
-    held = sum(unit.gradients for unit in units) if accumulates else 0
+    gradients = sum(unit.gradients for unit in units) if accumulates else 0
     # Units that stay whole after the forward are whole where the backward begins; else the last one alone is.
     whole_units = units if kept else units[-1:]
     gathered = rest.whole + sum(unit.whole for unit in whole_units)
-    found = waiting = left = 0
+    peak = waiting = left = 0
     at_work = rest
     for unit, nbytes, before, beside, after in moments:
         ahead = next_ones.get(unit.name, 0)
@@ -178,25 +178,25 @@ def _highest(
             at_work, gathered = unit, rest.whole + unit.whole + ahead
             # gloo gathers into a buffer of its own, from a copy of the shard.
             copied = ahead + ahead // ranks if is_cpu else 0
-            found = max(found, max(left, after) + held + waiting + gathered + copied)
-        found = max(found, before + gathered + held + waiting)
+            peak = max(peak, max(left, after) + gradients + waiting + gathered + copied)
+        peak = max(peak, before + gathered + gradients + waiting)
         if unit is rest or not accumulates:
-            held += nbytes
+            gradients += nbytes
         left = after
-        found = max(found, max(beside, left) + gathered + held + waiting)
+        peak = max(peak, max(beside, left) + gathered + gradients + waiting)
         if unit is rest:
             continue
         missing[unit.name] -= 1
         if not missing[unit.name]:
             gathered = gathered - unit.whole if kept else rest.whole + ahead
             # The reduction's input stays until the next one.
-            found = max(found, left + gathered + held + _reducing(unit, ranks, is_cpu=is_cpu))
-            held -= unit.gradients
+            peak = max(peak, left + gathered + gradients + _reducing(unit, ranks, is_cpu=is_cpu))
+            gradients -= unit.gradients
             if not options.offload:
-                held += unit.reduced // ranks
+                gradients += unit.reduced // ranks
             waiting = unit.reduced
     # Whole weights are freed before the reduction.
-    return max(found, left + held + max(rest.whole, _reducing(rest, ranks, is_cpu=is_cpu)))
+    return max(peak, left + gradients + max(rest.whole, _reducing(rest, ranks, is_cpu=is_cpu)))
 
 
 def _reducing(unit: _Unit, ranks: int, *, is_cpu: bool) -> int:
@@ -215,11 +215,13 @@ def _activations(
     if footprint.activations is None:
         return None
     # Parameters that are gathered in the lower dtype are not cast to it again.
-    found = footprint.alone + (0 if parameter_type(options, job) else footprint.casts)
+    peak = footprint.alone
+    if not parameter_type(options, job):
+        peak += footprint.casts
     if options.activation_checkpointing:
         kept = [max(0, footprint.kept.get(name, 0) - footprint.passed.get(name, 0)) for name in units]
-        found = max(0, found - sum(kept) + max(kept, default=0))
-    return found
+        peak = max(0, peak - sum(kept) + max(kept, default=0))
+    return peak
 
 
 def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_Unit, list[_Unit]]:
@@ -235,11 +237,17 @@ def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_
             if path is None:
                 continue
             n = parameter.numel()
-            size = n * (low.itemsize if low and parameter.is_floating_point() else _size_of(job, parameter))
+            if low and parameter.is_floating_point():
+                size = n * low.itemsize
+            else:
+                size = n * _size_of(job, parameter)
             whole += size
             if parameter.requires_grad:
                 sizes[path] = size
-                sums += n * reduced.itemsize if reduced else size
+                if reduced:
+                    sums += n * reduced.itemsize
+                else:
+                    sums += size
         return _Unit(name, whole, sizes, sums)
 
     # Inner units first: a parameter belongs to the innermost unit around it.

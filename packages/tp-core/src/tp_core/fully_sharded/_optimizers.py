@@ -105,7 +105,7 @@ def _updates(optimizer: Optimizer, group: dict[str, Any], values: Tensor) -> Ten
     ``values`` are those before the first step, and the gradient of each step: (1 + steps, ...).
     """
     trial = nn.Parameter(values[0].clone())
-    found = []
+    updates = []
     with _without_trace(optimizer, group, [trial]), _without_hooks(optimizer):
         rate = group.get("lr")
         if isinstance(rate, Tensor) and not rate.any():
@@ -122,10 +122,10 @@ def _updates(optimizer: Optimizer, group: dict[str, Any], values: Tensor) -> Ten
                     _step_only(optimizer, group, [trial])
                 except Exception as error:  # a closure is needed, say, or state that was made before
                     raise _NothingKnownError from error
-                found.append(trial - old)
+                updates.append(trial - old)
             if capture_rng_state(devices) != before:
                 raise _NothingKnownError
-    return torch.stack(found)
+    return torch.stack(updates)
 
 
 @contextmanager
@@ -308,9 +308,9 @@ def _check_steps_alone(optimizer: Optimizer, group: dict[str, Any], weight: nn.P
         return
     if len(alone) != len(beside):
         return
-    for one, other in zip(alone, beside, strict=True):
+    for value, other in zip(alone, beside, strict=True):
         # Far above roundings, as of products of matrices in bfloat16, and far below a norm that is clipped.
-        if one.shape == other.shape and (one - other).norm() > 0.1 * one.norm():
+        if value.shape == other.shape and (value - other).norm() > 0.1 * value.norm():
             raise ConfigError(_steps_together(optimizer))
 
 
@@ -328,11 +328,13 @@ def _after_trial(
             copy_attributes(weight, copied)
             if weight in optimizer.state:
                 optimizer.state[copied] = {k: copy_of(v) for k, v in optimizer.state[weight].items()}
-        with preserve_rng_state([] if weight.is_cpu else [weight.device]):
-            _step_only(optimizer, group, [trial] if is_alone else [trial, other])
+        devices = [] if weight.is_cpu else [weight.device]
+        stepped: list[Tensor] = [trial] if is_alone else [trial, other]
+        with preserve_rng_state(devices):
+            _step_only(optimizer, group, stepped)
         state = optimizer.state.get(trial) or {}
-        found = [trial - weight, *(value for value in state.values() if type(value) is Tensor)]
-        return [value.float() for value in found if value.is_floating_point()]
+        values = [trial - weight, *(value for value in state.values() if type(value) is Tensor)]
+        return [value.float() for value in values if value.is_floating_point()]
 
 
 @contextmanager
@@ -434,10 +436,10 @@ def explain_shard_errors(error: Exception, models: Iterable[nn.Module]) -> None:
         return
     if not any(is_dtensor(parameter) for model in models for parameter in model.parameters()):
         return
-    said = next(iter(str(error).splitlines()), "")
+    first_line = next(iter(str(error).splitlines()), "")
     msg = (
         "code of this run computes with fully sharded parameters, which are DTensors, as torch cannot "
-        f"({type(error).__name__}: {said}). Write one parameter at a time, in place: "
+        f"({type(error).__name__}: {first_line}). Write one parameter at a time, in place: "
         "parameter.data.mul_(0.9), parameter.data.copy_(values); take a whole one by parameter.full_tensor() "
         "on all ranks; or take the backend 'ddp', with whole parameters on each rank"
     )

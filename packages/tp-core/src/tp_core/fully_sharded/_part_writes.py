@@ -166,7 +166,8 @@ def _is_written(tensor: DTensor) -> bool:
 def _mark(result: Any, viewed: DTensor, take: Callable[[Tensor], Any]) -> None:
     """Make the tensors of a result parts of a split tensor, if they are views of a gathered copy of it."""
     several = isinstance(result, tuple | list)
-    for number, view in enumerate(result if several else [result]):
+    views = result if several else [result]
+    for number, view in enumerate(views):
         if type(view) is not DTensor:
             continue
         shares = _storage(view) == _storage(viewed)
@@ -184,8 +185,10 @@ def _mark(result: Any, viewed: DTensor, take: Callable[[Tensor], Any]) -> None:
             before: Callable[[Tensor], Tensor] | None = take_viewed,
             at: int | None = number if several else None,
         ) -> Tensor:
-            found: Any = take(full if before is None else before(full))
-            part: Tensor = found if at is None else found[at]
+            if before is not None:
+                full = before(full)
+            taken: Any = take(full)
+            part: Tensor = taken if at is None else taken[at]
             return part
 
         view.__class__ = PartOfShards

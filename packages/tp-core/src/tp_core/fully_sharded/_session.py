@@ -89,8 +89,8 @@ class FullyShardedSession(ProcessGroupSession):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Check that an optimizer steps shards, and not the parameters that they replaced."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(self.sharding.shard_of(p) is not None for p in held):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(self.sharding.shard_of(p) is not None for p in parameters):
             msg = (
                 f"the {type(optimizer).__name__} was made before the model was prepared, and would train "
                 "nothing: preparing put shards in the place of the parameters that it has; give it to "
@@ -149,10 +149,10 @@ class FullyShardedSession(ProcessGroupSession):
         except RuntimeError as error:
             # By torch's words: it has no class for these errors.
             if "Expected out tensor to have dtype" in str(error):  # of an all-gather
-                found = {str(p.dtype) for model in models for p in model.parameters()}
+                dtypes = {str(p.dtype) for model in models for p in model.parameters()}
                 msg = (
                     "the model was converted to another type after it was prepared: its shards are "
-                    f"{' and '.join(sorted(found))}, and are gathered in the type that they had then; "
+                    f"{' and '.join(sorted(dtypes))}, and are gathered in the type that they had then; "
                     "convert it before, model.to(dtype), or give the trainer a precision"
                 )
                 raise StepError(msg) from error

@@ -103,7 +103,7 @@ class Sharding:
         plain: dict[str, tuple[int, weakref.ref[nn.Parameter]]] = {
             name: (id(p), weakref.ref(p)) for name, p in model.named_parameters(remove_duplicate=False)
         }
-        given = sharded_modules(model)
+        sharded = sharded_modules(model)
         hooks, attributes = _taken_user_state(model)
         self._shard(model)
         for name, parameter in model.named_parameters():
@@ -130,7 +130,7 @@ class Sharding:
         watch = self._assignments[model] = AssignmentWatch(model)
         # Whatever is saved or exported comes from there.
         model.register_state_dict_pre_hook(lambda *_: watch.check())
-        self._begin(model, given)
+        self._begin(model, sharded)
 
     def shard_of(self, parameter: Tensor) -> nn.Parameter | None:
         for model in self._shards:
@@ -142,8 +142,8 @@ class Sharding:
         return None
 
     def _shard(self, model: nn.Module) -> None:
-        given = sharded_modules(model)
-        units = {} if given else find_units(model, self._options.units).modules
+        sharded = sharded_modules(model)
+        units = {} if sharded else find_units(model, self._options.units).modules
         if self._options.activation_checkpointing:
             for module in units.values() or [model]:
                 _checkpoint_activations(module)
@@ -151,7 +151,7 @@ class Sharding:
         # Inner units first, as fully_shard demands: an outer one takes only the parameters that are left.
         for module in reversed([*self._with_batch_norms(model, units)]):
             whole += self._shard_unit(module, is_root=False)
-        if model not in given:
+        if model not in sharded:
             whole += self._shard_unit(model, is_root=True)
         self._whole[model] = WholeParameters(whole, self._group)
         self._prefetch([module for module in sharded_modules(model) if module is not model])
@@ -227,7 +227,7 @@ class Sharding:
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
             unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])
 
-    def _begin(self, model: nn.Module, given: list[Any]) -> None:
+    def _begin(self, model: nn.Module, sharded: list[Any]) -> None:
         """Make ``model`` torch's root module, and run an empty forward to raise its errors now.
 
         torch takes the first module with a forward pass for the root; a step may call an inner one first.
@@ -250,7 +250,7 @@ class Sharding:
             for group in parameter_groups(module):
                 for fsdp_param in group.fsdp_params:
                     share_attributes(fsdp_param)
-                if module not in given:
+                if module not in sharded:
                     keep_vectors(group)
                 reduce_in_one_type(group)
                 self._notice_backward(group)

@@ -52,22 +52,22 @@ def find_units(model: nn.Module, rule: UnitRule) -> Units:
     if isinstance(rule, str) and rule == "auto":
         return _without_shared(model, _automatic(model))
     wanted, how = _predicate(rule)
-    found = {name: m for name, m in model.named_modules() if m is not model and wanted(m)}
-    if not found and not wanted(model):
+    units = {name: m for name, m in model.named_modules() if m is not model and wanted(m)}
+    if not units and not wanted(model):
         kinds = sorted({_class_name(m) for m in model.modules()})
         more = " ..." if len(kinds) > 12 else ""
         msg = (
             f"the option units ({how}) finds no module in the model, which has {', '.join(kinds[:12])}{more}"
         )
         raise ConfigError(msg)
-    for name, module in found.items():
+    for name, module in units.items():
         if isinstance(module, CONTAINERS):
             msg = (
                 f"{name!r} is a {_class_name(module)}, which has no forward pass that could gather its "
                 "parameters, and cannot be a unit; name the class of what is in it"
             )
             raise ModelError(msg)
-    for name, places in _sharing(model, found):
+    for name, places in _sharing(model, units):
         listed = " and in ".join(f"the unit {place!r}" if place else "no unit" for place in places)
         msg = (
             f"the parameter {name!r} is shared: it lies in {listed}, and one place would "
@@ -75,22 +75,22 @@ def find_units(model: nn.Module, rule: UnitRule) -> Units:
             "is gathered with the whole model"
         )
         raise ModelError(msg)
-    return Units(found, how)
+    return Units(units, how)
 
 
 def _check_kinds(model: nn.Module) -> None:
     check_no_max_norm(model, "each rank")
     for name, module in model.named_modules():
-        what = f"its {name!r}" if name else "it"
+        part = f"its {name!r}" if name else "it"
         if isinstance(module, torch.jit.ScriptModule):
             msg = (
-                f"the model cannot be sharded: {what} was made by torch.jit.script or trace, and takes no "
+                f"the model cannot be sharded: {part} was made by torch.jit.script or trace, and takes no "
                 "hook that would gather its parameters; give the module as it was written"
             )
             raise ModelError(msg)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             msg = (
-                f"the model cannot be sharded: {what} has sparse gradients ({_class_name(module)}), which "
+                f"the model cannot be sharded: {part} has sparse gradients ({_class_name(module)}), which "
                 "fully_shard does not exchange; make it with sparse=False, or take backend 'ddp'"
             )
             raise ModelError(msg)
@@ -157,20 +157,20 @@ def _sharing(model: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[st
     """
     names = {module: name for name, module in units.items()}
     # By ids: `walk` refers to itself, and would keep the whole parameters until the collector runs.
-    places: dict[int, dict[str, None]] = {}
+    by_parameter: dict[int, dict[str, None]] = {}
     called: dict[int, str] = {}
 
     def walk(module: nn.Module, prefix: str, place: str) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), {})[place] = None
+            by_parameter.setdefault(id(parameter), {})[place] = None
             called.setdefault(id(parameter), prefix + name)
         for name, child in module.named_children():
             walk(child, f"{prefix}{name}.", names.get(child, place))
 
     walk(model, "", "")
-    for key, found in places.items():
-        if len(found) > 1:
-            yield called[key], list(found)
+    for key, paths in by_parameter.items():
+        if len(paths) > 1:
+            yield called[key], list(paths)
 
 
 def _nbytes(module: nn.Module) -> int:

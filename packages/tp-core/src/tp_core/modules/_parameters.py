@@ -85,7 +85,7 @@ def quantized_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     if flatten is None:
         return None
     inner = [getattr(tensor, name) for name in flatten()[0]]
-    return [part for one in inner for part in quantized_parts(one) or [one]]
+    return [part for inner_tensor in inner for part in quantized_parts(inner_tensor) or [inner_tensor]]
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:

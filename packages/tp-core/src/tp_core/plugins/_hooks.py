@@ -225,8 +225,8 @@ def _made(kind: type[T]) -> T:
 def all_validated(hook: Callable[[], Iterable[object]], kind: type[T], info: PluginInfo) -> list[T]:
     answer = hook()
     if not isinstance(answer, Iterable):
-        one = isinstance(answer, kind) or (isinstance(answer, type) and issubclass(answer, kind))
-        got = f"the {word_of(kind)} itself" if one else f"{type(answer).__name__}: {answer!r}"
+        is_single = isinstance(answer, kind) or (isinstance(answer, type) and issubclass(answer, kind))
+        got = f"the {word_of(kind)} itself" if is_single else f"{type(answer).__name__}: {answer!r}"
         msg = f"{hook_of(kind)} of plugin {info} must return a list of {kind.__name__} objects, got {got}"
         raise ContractError(msg)
     return [validated(item, kind, info) for item in answer]

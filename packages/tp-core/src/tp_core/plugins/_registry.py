@@ -56,19 +56,19 @@ def find_entry_points() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
     unreadable files the error is yielded.
     """
     try:
-        found: list[tuple[PluginInfo, EntryPoint | Exception]] = [
+        points: list[tuple[PluginInfo, EntryPoint | Exception]] = [
             _with_info(point) for point in entry_points(group=ENTRY_POINT_GROUP)
         ]
     except Exception:  # noqa: BLE001 - the files of one distribution are damaged: find which
-        found = list(_one_by_one())
-    yield from sorted(found, key=_order)
+        points = list(_one_by_one())
+    yield from sorted(points, key=_order)
 
 
 def _with_info(point: EntryPoint) -> tuple[PluginInfo, EntryPoint]:
     if point.dist is None:
         return PluginInfo(point.name, point.name, ""), point
-    found = point.dist.metadata  # once: each question for `name` or `version` parses the file again
-    return PluginInfo(point.name, found["Name"] or point.name, found["Version"] or ""), point
+    metadata = point.dist.metadata  # once: each question for `name` or `version` parses the file again
+    return PluginInfo(point.name, metadata["Name"] or point.name, metadata["Version"] or ""), point
 
 
 def _one_by_one() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
@@ -85,8 +85,8 @@ def _one_by_one() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
         met.add(name)
 
 
-def _order(found: tuple[PluginInfo, EntryPoint | Exception]) -> tuple[bool, str, str]:
-    info, _ = found
+def _order(entry: tuple[PluginInfo, EntryPoint | Exception]) -> tuple[bool, str, str]:
+    info, _ = entry
     # First those of this project: of two plugins with one name the first to join keeps it.
     return info.distribution not in FIRST_PARTY, info.name, info.distribution
 
@@ -147,14 +147,14 @@ class NameConflict:
 
 
 def resolve_conflicts(
-    kind: str, found: Iterable[Contribution[T]], *, own: Mapping[str, PluginInfo]
+    kind: str, contributions: Iterable[Contribution[T]], *, own: Mapping[str, PluginInfo]
 ) -> tuple[tuple[Contribution[T], ...], tuple[NameConflict, ...]]:
     """Return the contributions that keep their names, sorted by name, and the conflicts.
 
     A plugin of this project keeps its name. Between others the choice would be arbitrary: none gets it.
     """
     by_name: dict[str, list[Contribution[Any]]] = {}
-    for contribution in found:
+    for contribution in contributions:
         item: Any = contribution.item
         by_name.setdefault(item.name, []).append(contribution)
     kept: list[Contribution[T]] = []
@@ -315,13 +315,13 @@ class PluginRegistry:
 
     def contributions(self, plugin: str) -> dict[str, tuple[str, ...]]:
         """Return the names of a plugin's contributions by kind: ``{"backend": ("mine",)}``."""
-        found = {}
+        by_kind = {}
         for kind in map(class_of, HOOKS):
             answers: tuple[Contribution[Any], ...] = self._collect(kind)
-            found[word_of(kind)] = tuple(
+            by_kind[word_of(kind)] = tuple(
                 name_of(answer.item) for answer in answers if answer.plugin == plugin
             )
-        return {word: names for word, names in found.items() if names}
+        return {word: names for word, names in by_kind.items() if names}
 
     def disabled(self) -> tuple[PluginInfo, ...]:
         """Return the plugins that ``TP_DISABLE_PLUGINS`` blocked, sorted by name."""
@@ -411,8 +411,8 @@ class PluginRegistry:
             self._discover()
             if kind not in self._cache:
                 own = dict.fromkeys(OWN_COMMANDS, _TP_CORE) if kind is Command else {}
-                found = resolve_conflicts(word_of(kind), self._ask(kind), own=own)
-                self._cache[kind], self._conflicts[kind] = found
+                resolved = resolve_conflicts(word_of(kind), self._ask(kind), own=own)
+                self._cache[kind], self._conflicts[kind] = resolved
             return self._cache[kind]
 
     def _first_conflict(self, plugin: str) -> NameConflict | None:
@@ -428,7 +428,7 @@ class PluginRegistry:
     def _ask(self, kind: type[T]) -> list[Contribution[T]]:
         # Each implementation is called separately: in pluggy's own call of all, one that raises would
         # discard the answers of the others.
-        found: list[Contribution[T]] = []
+        contributions: list[Contribution[T]] = []
         caller = getattr(self._manager.hook, hook_of(kind))
         for implementation in caller.get_hookimpls():
             info = self._infos[implementation.plugin_name]
@@ -440,8 +440,10 @@ class PluginRegistry:
             except BaseException as error:  # noqa: BLE001 - a plugin may raise anything
                 self._broken.setdefault(str(info), BrokenPlugin(info, error))
                 continue
-            found += [Contribution(item, info.name, info.distribution, info.version) for item in items]
-        return found
+            contributions += [
+                Contribution(item, info.name, info.distribution, info.version) for item in items
+            ]
+        return contributions
 
 
 registry = PluginRegistry()

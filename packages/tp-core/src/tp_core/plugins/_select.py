@@ -197,8 +197,10 @@ def _assess(job: Job, contribution: Contribution[Backend[Any]]) -> Candidate:
     error: BaseException | None = None
     began = perf_counter()
     answer = partial(_answer, backend, job)
+    if origin not in FIRST_PARTY:
+        answer = partial(_in_time, answer)
     try:
-        verdict = call(info, "asked", answer if origin in FIRST_PARTY else partial(_in_time, answer))
+        verdict = call(info, "asked", answer)
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # noqa: BLE001 - a plugin may raise anything

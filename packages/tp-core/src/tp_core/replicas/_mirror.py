@@ -114,12 +114,12 @@ def copy_coalesced(
 
 
 def _spread(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    others = [d for d in dict.fromkeys(devices) if d != tensor.device]
-    if len(others) > 1 and can_broadcast([tensor.device, *others]):
+    remote = [d for d in dict.fromkeys(devices) if d != tensor.device]
+    if len(remote) > 1 and can_broadcast([tensor.device, *remote]):
         # Separate copies would wait for each other in the stream of the source device.
-        copies = broadcast(tensor, [tensor.device, *others])
-        found = dict(zip([tensor.device, *others], copies, strict=True))
-        return [found[d] for d in devices]
+        copies = broadcast(tensor, [tensor.device, *remote])
+        copy_on = dict(zip([tensor.device, *remote], copies, strict=True))
+        return [copy_on[d] for d in devices]
     return [to_device(tensor, d) for d in devices]
 
 
@@ -168,12 +168,12 @@ def _buckets(tensors: Sequence[Tensor], device: torch.device, *, force_flat: boo
             yield [i]
             continue
         key = (tensor.dtype, tensor.device)
-        bucket, held = open_buckets.pop(key, ([], 0))
-        if held + nbytes > BUCKET_NBYTES:
+        bucket, size = open_buckets.pop(key, ([], 0))
+        if size + nbytes > BUCKET_NBYTES:
             yield bucket
-            bucket, held = [], 0
+            bucket, size = [], 0
         bucket.append(i)
-        open_buckets[key] = (bucket, held + nbytes)
+        open_buckets[key] = (bucket, size + nbytes)
     for bucket, _ in open_buckets.values():
         yield bucket
 
@@ -286,11 +286,11 @@ class ParameterMirror:
 
     def follow(self, parameters: Sequence[Parameter]) -> None:
         """Set the parameters to copy; copies of earlier ones that are still among them are kept."""
-        known = {
+        copies = {
             id(p): (r, seen) for p, r, seen in zip(self.parameters, self.copies, self._seen, strict=True)
         }
         self.parameters = list(parameters)
-        pairs = [known.get(id(p)) or (self._empty_like(p), None) for p in parameters]
+        pairs = [copies.get(id(p)) or (self._empty_like(p), None) for p in parameters]
         self.copies = [copy for copy, _ in pairs]
         self._seen = [seen for _, seen in pairs]
         self._suspected.clear()
@@ -342,11 +342,11 @@ class ParameterMirror:
         """
         if len(stale) == len(self.copies) or is_capturing(self.device):
             return []
-        known = set(stale)
+        positions = set(stale)
         left = tuple(
             i
             for i, (parameter, copy) in enumerate(zip(self.parameters, self.copies, strict=True))
-            if i not in known and copy is not parameter and copy.numel() and is_comparable(parameter)
+            if i not in positions and copy is not parameter and copy.numel() and is_comparable(parameter)
         )
         if not left:
             return []
@@ -397,11 +397,11 @@ def refresh(mirrors: Sequence[ParameterMirror], now: Any, *, forced: Sequence[bo
     def digest_at(positions: tuple[int, ...]) -> Digest:
         return digest_of([mirrors[0].parameters[i] for i in positions])
 
-    found = [
+    refreshed = [
         mirror.take_stale(now, digest_at, force=force) for mirror, force in zip(mirrors, forced, strict=True)
     ]
     groups: dict[tuple[int, ...], list[ParameterMirror]] = {}
-    for mirror, (stale, _) in zip(mirrors, found, strict=True):
+    for mirror, (stale, _) in zip(mirrors, refreshed, strict=True):
         if stale:
             groups.setdefault(tuple(stale), []).append(mirror)
     for positions, group in groups.items():
@@ -414,7 +414,7 @@ def refresh(mirrors: Sequence[ParameterMirror], now: Any, *, forced: Sequence[bo
             )
         for mirror in group:
             mirror.note_copied(now, positions)
-    return [replaced for _, replaced in found]
+    return [replaced for _, replaced in refreshed]
 
 
 def _same_form(copy: Tensor, parameter: Parameter) -> bool:
@@ -469,8 +469,10 @@ class _ExposeToAutograd(torch.autograd.Function):
         total = _Sum(ctx.width)
         with on_stream(ctx.stream):
             for start in range(0, len(gradients), ctx.width):
-                given = [(i, g) for i, g in enumerate(gradients[start : start + ctx.width]) if g is not None]
-                total.add(given, ctx.home, force_flat=ctx.force_flat)
+                indexed = [
+                    (i, g) for i, g in enumerate(gradients[start : start + ctx.width]) if g is not None
+                ]
+                total.add(indexed, ctx.home, force_flat=ctx.force_flat)
         return (None, None, *total.values)
 
 
@@ -485,35 +487,35 @@ class _Sum:
         self.values: list[Tensor | None] = [None] * width
         self._own: set[int] = set()  # positions of values that nothing else holds: added to in place
 
-    def add(self, given: Sequence[tuple[int, Tensor]], home: torch.device, *, force_flat: bool) -> None:
+    def add(self, indexed: Sequence[tuple[int, Tensor]], home: torch.device, *, force_flat: bool) -> None:
         moved = set()
-        for bucket, arrived in move_in_buckets([g for _, g in given], home, force_flat=force_flat):
+        for bucket, arrived in move_in_buckets([g for _, g in indexed], home, force_flat=force_flat):
             moved.update(bucket)
-            are_new = all(tensor is not given[k][1] for k, tensor in zip(bucket, arrived, strict=True))
-            self._add([given[k][0] for k in bucket], arrived, are_new=are_new)
-        near = [pair for k, pair in enumerate(given) if k not in moved]
+            are_new = all(tensor is not indexed[k][1] for k, tensor in zip(bucket, arrived, strict=True))
+            self._add([indexed[k][0] for k in bucket], arrived, are_new=are_new)
+        near = [pair for k, pair in enumerate(indexed) if k not in moved]
         self._add([i for i, _ in near], [g for _, g in near], are_new=False)
 
     def _add(self, positions: list[int], gradients: list[Tensor], *, are_new: bool) -> None:
         in_place: list[tuple[int, Tensor, Tensor]] = []
         again: list[tuple[int, Tensor, Tensor]] = []
         for i, gradient in zip(positions, gradients, strict=True):
-            held = self.values[i]
-            if held is None:
+            total = self.values[i]
+            if total is None:
                 self.values[i] = gradient
                 if are_new:
                     self._own.add(i)
-            elif held.layout is not torch.strided or gradient.layout is not torch.strided:
-                self.values[i] = held + gradient
+            elif total.layout is not torch.strided or gradient.layout is not torch.strided:
+                self.values[i] = total + gradient
             elif i in self._own and not torch.is_grad_enabled():  # double backward records the sum
-                in_place.append((i, held, gradient))
+                in_place.append((i, total, gradient))
             else:
-                again.append((i, held, gradient))
+                again.append((i, total, gradient))
         # One kernel for all tensors of a kind: one each would cost a launch per parameter.
         if in_place:
-            torch._foreach_add_([held for _, held, _ in in_place], [g for _, _, g in in_place])
+            torch._foreach_add_([total for _, total, _ in in_place], [g for _, _, g in in_place])
         if again:
-            sums = torch._foreach_add([held for _, held, _ in again], [g for _, _, g in again])
+            sums = torch._foreach_add([total for _, total, _ in again], [g for _, _, g in again])
             for (i, _, _), added in zip(again, sums, strict=True):
                 self.values[i] = added
                 self._own.add(i)
@@ -636,7 +638,9 @@ class OriginalBuffers:
         Not of norms, which are known to take the statistics of each replica's part of a batch, nor of whole
         numbers, as all replicas count the same.
         """
-        for i in positions if self._warns else ():
+        if not self._warns:
+            return
+        for i in positions:
             buffer = self._buffers[i]
             if buffer.tensor.is_floating_point() and not isinstance(buffer.owners[0], _NormBase):
                 self._warns = False
@@ -664,21 +668,21 @@ class OriginalBuffers:
         self._clock += 1
         self.layout = self._clock
         self._digests = None
-        found: dict[int, _Buffer] = {}
+        by_id: dict[int, _Buffer] = {}
         slots: dict[int, list[tuple[int, str]]] = {}
         for number, module in enumerate(self.modules):
             for name, tensor in module._buffers.items():
                 if tensor is not None:
                     # A tensor under two names is one buffer: a replica that got two copies would not see
                     # what it writes through the other name.
-                    buffer = found.setdefault(id(tensor), _Buffer(tensor, []))
+                    buffer = by_id.setdefault(id(tensor), _Buffer(tensor, []))
                     buffer.owners.append(module)
                     slots.setdefault(id(tensor), []).append((number, name))
                     is_saved = name not in module._non_persistent_buffers_set
                     buffer.follows |= tensor.numel() <= SMALL_NUMEL
                     buffer.follows |= is_saved and tensor.is_floating_point()
                     buffer.is_unsure |= tensor.requires_grad or not is_comparable(tensor)
-        self._buffers = list(found.values())
+        self._buffers = list(by_id.values())
         self.tensors = [b.tensor for b in self._buffers]
         self.slots = list(slots.values())
         self.holders = sorted({number for row in self.slots for number, _ in row})

@@ -51,14 +51,14 @@ _HOMES: dict[str, Any] = {"torch": torch, "nn": torch._C._nn, "F": F, "Tensor": 
 
 
 def _parse(table: str) -> frozenset[Callable[..., Any]]:
-    found = []
+    functions = []
     home: Any = None
     for word in table.split():
         if word.endswith(":"):
             home = _HOMES[word[:-1]]
         elif hasattr(home, word):  # some are missing in some versions
-            found.append(getattr(home, word))
-    return frozenset(found)
+            functions.append(getattr(home, word))
+    return frozenset(functions)
 
 
 _TAG = torch.Tag.nondeterministic_seeded

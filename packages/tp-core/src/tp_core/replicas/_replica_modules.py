@@ -149,10 +149,10 @@ class Structure:
     def parameters(self) -> list[Parameter]:
         """Return all parameters, each once: the same list as long as they are the same."""
         if self._has_scripts or not self._slots.is_same():
-            found = list(self.root.parameters())
-            if not same_objects(found, self._parameters):
+            parameters = list(self.root.parameters())
+            if not same_objects(parameters, self._parameters):
                 self.check()
-                self._parameters = found
+                self._parameters = parameters
             self._slots.read()
         return self._parameters
 
@@ -161,15 +161,17 @@ def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
-def _collect(module: nn.Module, found: list[nn.Module], ids: set[int]) -> None:
+def _collect(module: nn.Module, modules: list[nn.Module], ids: set[int]) -> None:
     """Append the module and those below it, each once, without the children of TorchScript modules."""
     if id(module) in ids:
         return
     ids.add(id(module))
-    found.append(module)
-    for child in () if is_scripted(module) else module._modules.values():
+    modules.append(module)
+    if is_scripted(module):
+        return
+    for child in module._modules.values():
         if child is not None:
-            _collect(child, found, ids)
+            _collect(child, modules, ids)
 
 
 def is_scripted(module: nn.Module) -> bool:
@@ -239,7 +241,8 @@ class OwnContainers:
 
     def _copy(self, real: Any) -> Any:
         if isinstance(real, torch.Generator):
-            return torch.Generator(self._device if real.device == self._home else real.device)
+            device = self._device if real.device == self._home else real.device
+            return torch.Generator(device)
         return copy.copy(real)
 
     def keep(self, real: Iterable[Any]) -> None:
@@ -248,11 +251,11 @@ class OwnContainers:
 
     def refill(self) -> None:
         """Copy the present contents of the real containers into the replica's."""
-        known = {key: own for key, (_, own) in self._pairs.items()}
+        own_of = {key: own for key, (_, own) in self._pairs.items()}
         for real, own in self._pairs.values():
-            self._fill(own, real, known)
+            self._fill(own, real, own_of)
 
-    def _fill(self, own: Any, real: Any, known: dict[int, Any]) -> None:
+    def _fill(self, own: Any, real: Any, own_of: dict[int, Any]) -> None:
         kind = type(real)
         if kind is torch.Generator:
             own.set_state(real.get_state())
@@ -260,26 +263,28 @@ class OwnContainers:
         values = real.values() if kind in _DICTS else real
         is_plain = not any(k in _CONTAINERS or issubclass(k, nn.Module) for k in set(map(type, values)))
         if kind is list:
-            own[:] = real if is_plain else [self._version(v, known) for v in real]
+            own[:] = real if is_plain else [self._version(v, own_of) for v in real]
             return
         own.clear()
         if kind in _DICTS:
-            own.update(real if is_plain else {k: self._version(v, known) for k, v in real.items()})
+            own.update(real if is_plain else {k: self._version(v, own_of) for k, v in real.items()})
+            return
+        values = real if is_plain else [self._version(v, own_of) for v in real]
+        if kind is deque:
+            own.extend(values)
         else:
-            (own.extend if kind is deque else own.update)(
-                real if is_plain else [self._version(v, known) for v in real]
-            )
+            own.update(values)
 
-    def _version(self, value: Any, known: dict[int, Any]) -> Any:
+    def _version(self, value: Any, own_of: dict[int, Any]) -> Any:
         """Return the replica's counterpart of a value in a real container."""
         if isinstance(value, nn.Module):
             return self._replica_of.get(id(value), value)
         if type(value) not in _CONTAINERS:
             return value
-        if id(value) not in known:
-            known[id(value)] = own = self._copy(value)
-            self._fill(own, value, known)
-        return known[id(value)]
+        if id(value) not in own_of:
+            own_of[id(value)] = own = self._copy(value)
+            self._fill(own, value, own_of)
+        return own_of[id(value)]
 
 
 _STATES = (Tensor, tuple, list, dict)
@@ -338,18 +343,18 @@ class _ReplicaModule:
         home: torch.device,
     ) -> None:
         real = vars(self.original.module)
-        found = {
+        copied = {
             name: own for name, value in real.items() if (own := _own_version(value, replica_of)) is not None
         }
         self.containers = [value for name, value in real.items() if is_container(name, value)]
         if self.containers:
-            found |= {n: containers.own(v) for n, v in real.items() if is_container(n, v)}
+            copied |= {n: containers.own(v) for n, v in real.items() if is_container(n, v)}
         self.tensors = []
         if device != home:
-            self._move_tensors(real, found, device, home)
+            self._move_tensors(real, copied, device, home)
         # A state that the program has set since, or cleared, holds for all replicas.
         self.states = {n: (own, seen) for n, (own, seen) in self.states.items() if real.get(n) is seen}
-        found |= {name: own for name, (own, _) in self.states.items()}
+        copied |= {name: own for name, (own, _) in self.states.items()}
         compiled = real.get("dynamo_ctx"), real.get("_compiled_call_impl")
         if not same_objects(compiled, self._compiled):
             self._compiled = compiled
@@ -357,7 +362,7 @@ class _ReplicaModule:
         attributes = vars(self.module)
         attributes.clear()
         attributes.update(real)
-        attributes.update(found)
+        attributes.update(copied)
         attributes.update(self.own)
         self.copied = {n: v for n, v in attributes.items() if isinstance(v, _STATES) and n not in _TORCHS_OWN}
         self.version = self.original.version
@@ -384,12 +389,12 @@ class _ReplicaModule:
         return any(t._version != version for t, version in self.tensors)
 
     def _move_tensors(
-        self, real: Mapping[str, Any], found: dict[str, Any], device: torch.device, home: torch.device
+        self, real: Mapping[str, Any], copied: dict[str, Any], device: torch.device, home: torch.device
     ) -> None:
         """Move tensors that are plain attributes; those that a forward left there with their graph stay."""
         for name, value in real.items():
             if isinstance(value, Tensor) and value.device == home and not value.requires_grad:
-                found[name] = to_device(value, device)
+                copied[name] = to_device(value, device)
                 if not value.is_inference():
                     self.tensors.append((value, value._version))
 
@@ -508,10 +513,10 @@ class ReplicaModules:
         self.given = exposed
         for replica in self._replicas:
             real = replica.original.module
-            mine = replica.own["_parameters"]
-            mine.clear()
+            own = replica.own["_parameters"]
+            own.clear()
             for name, parameter in real._parameters.items():
-                mine[name] = None if parameter is None else exposed[id(parameter)]
+                own[name] = None if parameter is None else exposed[id(parameter)]
             if isinstance(real, nn.RNNBase):
                 _give_flat_weights(real, replica.own)
                 replica.version = -1
@@ -546,10 +551,10 @@ def _own_version(value: Any, replica_of: Mapping[int, nn.Module]) -> Any:
 
 def _give_flat_weights(module: nn.RNNBase, own: dict[str, Any]) -> None:
     """Fill the list of weights of a recurrent layer; torch would rebuild it on each forward otherwise."""
-    mine = own["_parameters"]
+    parameters = own["_parameters"]
     names = module._flat_weights_names
-    if all(name in mine for name in names):
-        weights = [mine[name] for name in names]
+    if all(name in parameters for name in names):
+        weights = [parameters[name] for name in names]
         own["_flat_weights"] = weights
         own["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
 

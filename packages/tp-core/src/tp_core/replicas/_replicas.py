@@ -77,7 +77,8 @@ class ReplicaCache:
             if not shares:
                 self._keys.append(number)
             else:
-                self._keys.append(None if device == home else device)
+                key = None if device == home else device
+                self._keys.append(key)
         self._copies = any(key is not None for key in self._keys[1:])
         self._mirrors: dict[Any, ParameterMirror] = {}
         self._structure: Structure | None = None
@@ -306,13 +307,13 @@ def _nodes_of(value: Any) -> list[Any]:
         return [] if value.grad_fn is None else [value.grad_fn]
     values, seen, nodes = [value], set(), []
     while values:
-        found = values.pop()
-        if isinstance(found, Tensor):
-            if found.grad_fn is not None:
-                nodes.append(found.grad_fn)
-        elif (container := _CONTAINERS[type(found)]) is not None and id(found) not in seen:
-            seen.add(id(found))  # it may contain itself
-            values.extend(container.children(found))
+        item = values.pop()
+        if isinstance(item, Tensor):
+            if item.grad_fn is not None:
+                nodes.append(item.grad_fn)
+        elif (container := _CONTAINERS[type(item)]) is not None and id(item) not in seen:
+            seen.add(id(item))  # it may contain itself
+            values.extend(container.children(item))
     return nodes
 
 
@@ -472,7 +473,8 @@ class Replicas:
             msg = f"expected one module per part, got {len(modules)} modules and {count} parts"
             raise ConfigError(msg)
         if count == 1:
-            return [self.run_alone(call, parts[0], module=None if modules is None else modules[0])]
+            module = None if modules is None else modules[0]
+            return [self.run_alone(call, parts[0], module=module)]
         if not 0 < count <= len(self.devices):
             msg = f"expected 1 to {len(self.devices)} parts, one per device, got {count}"
             raise ConfigError(msg)
@@ -493,7 +495,8 @@ class Replicas:
             part: The only part.
             module: What to call instead of the module itself.
         """
-        return self._run_first(call, self.module if module is None else module, part)
+        module = self.module if module is None else module
+        return self._run_first(call, module, part)
 
     def modules(self, count: int | None = None) -> list[nn.Module]:
         """Return the first ``count`` replicas, all by default, equal to the module as it is now.

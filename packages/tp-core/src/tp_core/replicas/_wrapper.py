@@ -144,8 +144,10 @@ class ReplicaWrapper(nn.DataParallel[nn.Module]):
     @staticmethod
     def _device_of(device: Device) -> torch.device:
         """Return the device; -1 is the CPU, as in torch's older functions."""
-        (found,) = resolve_devices(["cpu" if type(device) is int and device == -1 else device])
-        return found
+        if type(device) is int and device == -1:
+            device = "cpu"
+        (resolved,) = resolve_devices([device])
+        return resolved
 
     @staticmethod
     def _pair_up(inputs: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] | None) -> list[Arguments]:

@@ -30,13 +30,13 @@ def gather_objects(value: T, *, where: str | None = None) -> list[T]:
     """
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (where, value))
-    if any(_differ(found[0][0], place) for place, _ in found):
-        lines: list[Any] = [None] * len(found)
+    pairs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pairs, (where, value))
+    if any(_differ(pairs[0][0], place) for place, _ in pairs):
+        lines: list[Any] = [None] * len(pairs)
         dist.all_gather_object(lines, _users_line())
-        raise DisagreementError(_message([place for place, _ in found], lines))
-    return [theirs for _, theirs in found]
+        raise DisagreementError(_message([place for place, _ in pairs], lines))
+    return [theirs for _, theirs in pairs]
 
 
 def broadcast_object(value: T, *, src: int, where: str | None = None) -> T:
@@ -61,8 +61,8 @@ def broadcast_object(value: T, *, src: int, where: str | None = None) -> T:
     return theirs
 
 
-def _differ(one: str | None, other: str | None) -> bool:
-    return one is not None and other is not None and one != other
+def _differ(first: str | None, other: str | None) -> bool:
+    return first is not None and other is not None and first != other
 
 
 def _users_line() -> str:
@@ -118,5 +118,6 @@ def _described(failure: BaseException | None) -> tuple[type[Exception], str] | N
     if failure is None:
         return None
     kind = next((kind for kind in (OSError, ConfigError) if isinstance(failure, kind)), StateError)
-    named = isinstance(failure, (OSError, TpError))
-    return kind, str(failure) if named else f"{type(failure).__name__}: {failure}"
+    if isinstance(failure, (OSError, TpError)):
+        return kind, str(failure)
+    return kind, f"{type(failure).__name__}: {failure}"

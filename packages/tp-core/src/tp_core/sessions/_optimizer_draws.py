@@ -74,8 +74,8 @@ class _CommonDraws:
             return
         kinds = {is_sharded(p) for group in optimizer.param_groups for p in group["params"]}
         if len(kinds) == 2:
-            found = self._gather([bytes(state.numpy()) for state in states])
-            if any(one != found[0] for one in found):
+            everyones = self._gather([bytes(state.numpy()) for state in states])
+            if any(theirs != everyones[0] for theirs in everyones):
                 msg = (
                     f"{type(optimizer).__name__} draws random numbers, and here another number of them on "
                     "each rank, which has larger or smaller parts of split parameters: those that all ranks "

@@ -25,29 +25,29 @@ class PerModule(Generic[T]):
         self._modules: WeakSet[nn.Module] = WeakSet()
 
     def __setitem__(self, module: nn.Module, value: T) -> None:
-        held = vars(module).get(_HELD)
+        table = vars(module).get(_HELD)
         if value is not module:
-            if not isinstance(held, _Held):  # in a pickled copy of a module it is a dict
-                held = vars(module)[_HELD] = _Held()
-            held.values[self] = value
-        elif isinstance(held, _Held):
-            held.values.pop(self, None)
+            if not isinstance(table, _Held):  # in a pickled copy of a module it is a dict
+                table = vars(module)[_HELD] = _Held()
+            table.values[self] = value
+        elif isinstance(table, _Held):
+            table.values.pop(self, None)
         self._modules.add(module)
 
     def get(self, module: nn.Module) -> T | None:
         if module not in self._modules:  # the set, since a shallow copy of a module has its attributes
             return None
-        held = vars(module).get(_HELD)
+        table = vars(module).get(_HELD)
         itself = cast(T, module)
-        return held.values.get(self, itself) if isinstance(held, _Held) else itself
+        return table.values.get(self, itself) if isinstance(table, _Held) else itself
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(list(self._modules))
 
     def clear(self) -> None:
         for module in self:
-            if isinstance(held := vars(module).get(_HELD), _Held):
-                held.values.pop(self, None)
+            if isinstance(table := vars(module).get(_HELD), _Held):
+                table.values.pop(self, None)
         self._modules.clear()
 
 

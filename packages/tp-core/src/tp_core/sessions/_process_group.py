@@ -207,9 +207,11 @@ def new_process_group(
 
     Collective: the creation of the group, and with gloo one tiny all-reduce over the members.
     """
+    members = None if ranks is None else list(ranks)
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     group = dist.new_group(
-        None if ranks is None else list(ranks),
-        timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
+        members,
+        timeout=timeout,
         backend=backend or None,
         use_local_synchronization=not known_to_all,
     )

@@ -100,7 +100,7 @@ class ProcessGroupSession(Session):
 
     def _divide(self, shared: int) -> tuple[ProcessGroup | None, ProcessGroup | None]:
         """Return the group of ranks with other samples, and the group of those with the same."""
-        found: list[ProcessGroup | None] = [None, None]
+        groups: list[ProcessGroup | None] = [None, None]
         own = dist.get_process_group_ranks(self._gradient_group or dist.group.WORLD)
         for ranks in sorted(
             set(map(tuple, self.gather_objects(own, where="groups of ranks")))
@@ -110,8 +110,8 @@ class ProcessGroupSession(Session):
             for i, parts in enumerate((others, same)):
                 for part in parts:
                     if 1 < len(part) < self._world_size:
-                        found[i] = new_process_group(part) or found[i]
-        return found[0], found[1]
+                        groups[i] = new_process_group(part) or groups[i]
+        return groups[0], groups[1]
 
     @property
     def rank(self) -> int:
@@ -159,7 +159,7 @@ class ProcessGroupSession(Session):
         Collective: one all-gather of the parameters' descriptions.
         """
         whole = shapes or {}
-        mine = [
+        own = [
             f"{name}: {whole.get(name, tuple(p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
             for name, p in model.named_parameters()
         ]
@@ -169,8 +169,9 @@ class ProcessGroupSession(Session):
             f"{name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers() if name not in ignored
         ]
         samples = {} if whole else _samples_of(model, without=ignored)
-        mine_and_buffers = (mine, [] if whole else buffers)
-        everyones = self.gather_objects((*mine_and_buffers, samples), where="shapes of parameters")
+        buffers = [] if whole else buffers
+        own_and_buffers = (own, buffers)
+        everyones = self.gather_objects((*own_and_buffers, samples), where="shapes of parameters")
         for i, what in enumerate(("parameters", "buffers")):
             first = everyones[0][i]
             for rank, each in enumerate(everyones):
@@ -245,11 +246,11 @@ class ProcessGroupSession(Session):
         parameters = dict(model.named_parameters())
         if not any(type(p).__module__.startswith("bitsandbytes.") for p in parameters.values()):
             return
-        held = parameters.keys() | dict(model.named_buffers()).keys()
+        names = parameters.keys() | dict(model.named_buffers()).keys()
         digests = {
             name: hashlib.sha256(bytes(value.cpu().reshape(-1).view(torch.uint8).numpy())).digest()
             for name, value in model.state_dict().items()
-            if name not in held and isinstance(value, Tensor)
+            if name not in names and isinstance(value, Tensor)
         }
         for other in self.gather_objects(digests, where="scales of quantized weights"):
             if other != digests:
@@ -337,7 +338,8 @@ class ProcessGroupSession(Session):
 
         def run() -> None:
             if factor:
-                (loss if factor == 1.0 else loss * factor).backward(None, retain_graph, create_graph)
+                scaled = loss if factor == 1.0 else loss * factor
+                scaled.backward(None, retain_graph, create_graph)
             else:
                 zero_backward(loss, lambda of: (of * 0.0).backward(None, retain_graph, create_graph))
 
@@ -376,17 +378,17 @@ class ProcessGroupSession(Session):
 
         Collective: an all-gather of the lengths, an all-gather of the padded tensors; no gradients.
         """
-        mine = value.detach().to(self.device)
-        mine = mine.reshape(1) if mine.dim() == 0 else mine.contiguous()
+        local = value.detach().to(self.device)
+        local = local.reshape(1) if local.dim() == 0 else local.contiguous()
         if self._data_size == 1:
-            return mine.to(value.device)
+            return local.to(value.device)
         # The lengths first: all_gather takes tensors of one shape, so each is padded to the longest.
-        length = torch.tensor([mine.size(0)], device=self.device)
+        length = torch.tensor([local.size(0)], device=self.device)
         lengths = [torch.empty_like(length) for _ in range(self._data_size)]
         dist.all_gather(lengths, length, group=self._data_group)
         sizes = [int(n) for n in lengths]
-        padded = mine.new_zeros((max(sizes), *mine.shape[1:]))
-        padded[: mine.size(0)] = mine
+        padded = local.new_zeros((max(sizes), *local.shape[1:]))
+        padded[: local.size(0)] = local
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=self._data_group)
         return torch.cat([p[:n] for p, n in zip(parts, sizes, strict=True)]).to(value.device)
@@ -411,7 +413,8 @@ class ProcessGroupSession(Session):
         Collective: one barrier over all ranks.
         """
         # NCCL's barrier is an all-reduce on a device: named here, or torch would choose one by itself.
-        dist.barrier(device_ids=[self.device.index] if binds_process_groups(self.device) else None)
+        device_ids = [self.device.index] if binds_process_groups(self.device) else None
+        dist.barrier(device_ids=device_ids)
 
     # -- state --------------------------------------------------------------------------------
 

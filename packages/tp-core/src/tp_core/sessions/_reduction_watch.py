@@ -49,7 +49,7 @@ class ReductionWatch:
 
     def watch(self, model: SteppingDataParallel) -> None:
         """Check the gradients of ``model`` before steps, too: `SteppingDataParallel.check_reduced`."""
-        self._models = [*(known for known in self._models if known() is not None), ref(model)]
+        self._models = [*(model_ref for model_ref in self._models if model_ref() is not None), ref(model)]
         self.know(model)
 
     def know(self, model: nn.Module) -> None:
@@ -114,8 +114,8 @@ class ReductionWatch:
         if not self._steps & (self._steps - 1):  # 1, 2, 4, 8, ...: callbacks put on hooks, too
             self._warn_of_hooks()
         lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
-        known, fine = self._fine.get(id(optimizer), (None, None))
-        is_fine = known is not None and known() is optimizer and fine == lists
+        optimizer_ref, fine = self._fine.get(id(optimizer), (None, None))
+        is_fine = optimizer_ref is not None and optimizer_ref() is optimizer and fine == lists
         if is_fine or is_inner_step(optimizer):  # the parameters may be others there
             return
         self._check(optimizer)
@@ -147,10 +147,10 @@ class ReductionWatch:
             Whether that holds as long as its parameters are the same: others may get gradients later.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        others = [p for p in parameters if not any(watch._knows(p) for watch in _open)]
-        if not others:
+        foreign = [p for p in parameters if not any(watch._knows(p) for watch in _open)]
+        if not foreign:
             return True
-        if len(others) == len(parameters) and not any(optimizer in watch._prepared for watch in _open):
+        if len(foreign) == len(parameters) and not any(optimizer in watch._prepared for watch in _open):
             if self is not min(_open, key=id):
                 return True  # one watch warns for all
             log.warning(
@@ -160,7 +160,7 @@ class ReductionWatch:
                 type(optimizer).__name__,
             )
             return True
-        shapes: list[tuple[int, ...]] = [tuple(p.shape) for p in others if _has_gradient(p)]
+        shapes: list[tuple[int, ...]] = [tuple(p.shape) for p in foreign if _has_gradient(p)]
         if shapes:
             listed = ", ".join(map(str, shapes[:_MOST_SHAPES])) + ", ..." * (len(shapes) > _MOST_SHAPES)
             msg = (

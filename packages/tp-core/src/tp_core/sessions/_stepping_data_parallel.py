@@ -84,7 +84,8 @@ class SteppingDataParallel(DistributedDataParallel):
                 self._has_rebuilt_buckets = True
         except RuntimeError:
             return
-        self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+        searched = [loss] if self.find_unused_parameters else []
+        self.reducer.prepare_for_backward(searched)
 
     def end_backward(self) -> None:
         """Record the end of a backward pass.
@@ -197,12 +198,12 @@ class SteppingDataParallel(DistributedDataParallel):
 
     def _unused(self, message: str) -> str:
         """Return the message for parameters without gradients, from their numbers in torch's message."""
-        found = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", message)
+        match = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", message)
         rank, unused = "this rank", "some"
-        if found is not None:
-            rank = f"rank {found[1]}"
+        if match is not None:
+            rank = f"rank {match[1]}"
             # The numbers are of those that were trained when torch made its buckets.
-            missing = [self._trained[int(number)] for number in found[2].split()]
+            missing = [self._trained[int(number)] for number in match[2].split()]
             frozen = [name for name, parameter, _ in missing if not parameter.requires_grad]
             if frozen:
                 return (

@@ -79,10 +79,10 @@ class SliceBuffer:
 def _within(cut: Cut, parameter: Tensor, dtensor: Any, local: Tensor) -> Tensor | TensorSlice:
     """Return which part of the whole this rank's part of a DTensor is; ``local`` has that part's shape."""
     parts = _parts(dtensor, local) if dtensor.numel() else []
-    found = cut(parameter, TensorSlice(tuple(dtensor.shape), parts))
-    if not torch.Size(found.shape).numel():  # no rank would write it
-        return torch.empty(found.shape, dtype=local.dtype)
-    return found
+    part = cut(parameter, TensorSlice(tuple(dtensor.shape), parts))
+    if not torch.Size(part.shape).numel():  # no rank would write it
+        return torch.empty(part.shape, dtype=local.dtype)
+    return part
 
 
 def _parts(dtensor: Any, local: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -176,8 +176,8 @@ def write_whole(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
 def _reason(error: Exception) -> str:
     """Return torch's reason to refuse a file in one line; its own text advises to run the file's code."""
     text = str(error)
-    if found := re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", text):
-        return f"it holds {found[1]}, and only tensors and plain values are read, since others may run code"
+    if match := re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", text):
+        return f"it holds {match[1]}, and only tensors and plain values are read, since others may run code"
     if "Weights only load failed" in text:
         return "it is damaged, or was not written by torch.save"
     return " ".join(text.split())

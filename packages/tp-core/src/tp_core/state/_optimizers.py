@@ -100,11 +100,11 @@ def is_inner_step(optimizer: Optimizer) -> bool:
     """Return whether a hook is called for a step within another step of the same optimizer."""
     # Frames of torch's wrapper, which has the hooks: unlike a count of calls, they end with an error.
     frame: FrameType | None = sys._getframe(1)
-    found = 0
-    while frame is not None and found < 2:
-        found += frame.f_code.co_qualname == _STEP and frame.f_locals["self"] is optimizer
+    steps = 0
+    while frame is not None and steps < 2:
+        steps += frame.f_code.co_qualname == _STEP and frame.f_locals["self"] is optimizer
         frame = frame.f_back
-    return found == 2
+    return steps == 2
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -123,18 +123,18 @@ def optimizer_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     Raises:
         ModelError: A parameter is not the model's.
     """
-    known: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, parameter in named_parameters(model).items():
-        known.setdefault(id(parameter), name)
+        names.setdefault(id(parameter), name)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = next((p for p in parameters if id(p) not in known), None)
+    foreign = next((p for p in parameters if id(p) not in names), None)
     if foreign is not None:
         msg = (
             f"the optimizer has a parameter of shape {tuple(foreign.shape)} that is not the model's; make "
             "it from model.parameters(), after the model was converted"
         )
         raise ModelError(msg)
-    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def named_state(model: nn.Module, optimizer: Optimizer, put: Put) -> OptimizerValues:
@@ -148,7 +148,7 @@ def named_state(model: nn.Module, optimizer: Optimizer, put: Put) -> OptimizerVa
     total = sum(p.numel() for p in _parameters(optimizer))
     in_order = False
     state: dict[str, Any] = {}
-    others: list[list[Any]] = []
+    extras: list[list[Any]] = []
     for key, value in packed["state"].items():
         if key in owners:
             name, parameter = owners[key]
@@ -156,7 +156,7 @@ def named_state(model: nn.Module, optimizer: Optimizer, put: Put) -> OptimizerVa
             spans = (t.dim() == 1 and t.numel() == total != parameter.numel() for t in tensors_in(value))
             in_order = in_order or any(spans)
         else:
-            others.append([key, split(value, f"others.{key}", None, put)])
+            extras.append([key, split(value, f"others.{key}", None, put)])
     groups = [
         {
             "params": group_names,
@@ -173,7 +173,7 @@ def named_state(model: nn.Module, optimizer: Optimizer, put: Put) -> OptimizerVa
         for key, value in packed.items()
         if key not in {"state", "param_groups"}
     }
-    return OptimizerValues(groups, state, others, extra, in_order)
+    return OptimizerValues(groups, state, extras, extra, in_order)
 
 
 def check_fits(
@@ -247,8 +247,10 @@ def _check_parameters(names: Sequence[Sequence[str]], saved: OptimizerValues, pa
         (sorted(now - before), "an optimizer without {}, which this one has"),
     ):
         if these:
-            what = f"the parameter {these[0]!r}" + (f" (and {len(these) - 1} more)" if len(these) > 1 else "")
-            msg = f"{path} is of {has.format(what)}; make the optimizer from the parameters that it had"
+            parameters = f"the parameter {these[0]!r}"
+            if len(these) > 1:
+                parameters += f" (and {len(these) - 1} more)"
+            msg = f"{path} is of {has.format(parameters)}; make the optimizer from the parameters that it had"
             raise StateError(msg)
 
 

@@ -96,7 +96,8 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, StoredTensor):
         return {"$tensor": [value.name, value.like_parameter, value.is_on_accelerator]}
     if isinstance(value, set | frozenset):
-        return {f"${'set' if isinstance(value, set) else 'frozenset'}": [_encoded(v) for v in value]}
+        key = "$set" if isinstance(value, set) else "$frozenset"
+        return {key: [_encoded(v) for v in value]}
     return value  # a number of another type; or for json to refuse
 
 
@@ -104,12 +105,12 @@ def _pairs(items: Iterable[tuple[Any, Any]]) -> list[list[Any]]:
     return [[_encoded(key), _encoded(value)] for key, value in items]
 
 
-def _decoded(found: dict[str, Any]) -> Any:
-    if len(found) == 1:
-        ((kind, values),) = found.items()
+def _decoded(encoded: dict[str, Any]) -> Any:
+    if len(encoded) == 1:
+        ((kind, values),) = encoded.items()
         if kind in _DECODERS:
             return _DECODERS[kind](values)
-    return found
+    return encoded
 
 
 # -- Nested values as plain ones, with the tensors in them stored elsewhere by name ---------------

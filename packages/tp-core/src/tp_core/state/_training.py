@@ -83,8 +83,8 @@ def collect_state(
             )
             raise StateError(msg)
         tensors[f"{_MODEL}{name}"] = slice_of(cut, tensor, tensor.detach())
-    for prefix, one in _by_prefix(optimizer).items():
-        _collect_optimizer(model, one, prefix, tensors, cut=cut)
+    for prefix, member in _by_prefix(optimizer).items():
+        _collect_optimizer(model, member, prefix, tensors, cut=cut)
     return tensors
 
 
@@ -118,8 +118,8 @@ def _collect_optimizer(
             tensors[name] = value.detach()
         return StoredTensor(name, like)
 
-    found = replace(named_state(model, optimizer, put), quantized=quantized)
-    values = {"format": FORMAT} | {field.name: getattr(found, field.name) for field in fields(found)}
+    named = replace(named_state(model, optimizer, put), quantized=quantized)
+    values = {"format": FORMAT} | {field.name: getattr(named, field.name) for field in fields(named)}
     text = to_json("the state of the optimizer", values).encode()
     tensors[f"{prefix}{_VALUES}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -160,8 +160,9 @@ def _on_local(value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _quantized_as(buffer: Tensor, value: Tensor) -> Tensor:
-    mine: Tensor = buffer.to_local() if is_dtensor(buffer) else buffer
-    mine.copy_(value.to_local() if is_dtensor(value) else value)
+    local: Tensor = buffer.to_local() if is_dtensor(buffer) else buffer
+    source = value.to_local() if is_dtensor(value) else value
+    local.copy_(source)
     return buffer
 
 
@@ -215,10 +216,10 @@ def restore_state(
     }
     optimizers = _by_prefix(optimizer)
     saved: dict[str, OptimizerValues] = {}
-    for prefix, one in optimizers.items():
+    for prefix, member in optimizers.items():
         saved[prefix] = values = _optimizer_values(stored, prefix)
-        check_fits(model, one, values, stored.path, same_groups=same_groups)
-        parameters = parameters_as_saved(model, one, values)
+        check_fits(model, member, values, stored.path, same_groups=same_groups)
+        parameters = parameters_as_saved(model, member, values)
         for name, value in values.state.items():
             for ref in refs_in(value):
                 if ref.like_parameter:
@@ -232,14 +233,14 @@ def restore_state(
     names = {n: plain_name(n) for n in _model_tensors(model) if plain_name(n) not in without}
     state = {name: taken[f"{_MODEL}{plain}"] for name, plain in names.items()}
     model.load_state_dict(state, strict=not without)
-    lists = [id(one.param_groups) for one in optimizers.values()]
-    for prefix, one in optimizers.items():
-        _load_optimizer(model, one, saved[prefix], taken, infos, cut=cut)
+    lists = [id(member.param_groups) for member in optimizers.values()]
+    for prefix, member in optimizers.items():
+        _load_optimizer(model, member, saved[prefix], taken, infos, cut=cut)
     # An optimizer within another (SAM's base_optimizer) has the groups of that one, where schedulers set the
     # learning rate of both. torch's load_state_dict gives each groups of its own.
     owners: dict[int, Optimizer] = {}
-    for number, one in zip(lists, optimizers.values(), strict=True):
-        one.param_groups = owners.setdefault(number, one).param_groups
+    for number, member in zip(lists, optimizers.values(), strict=True):
+        member.param_groups = owners.setdefault(number, member).param_groups
 
 
 def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -311,9 +312,9 @@ def _optimizer_values(stored: StoredTensors, prefix: str) -> OptimizerValues:
     info = stored.infos.get(key)
     if info is None:
         msg = f"{stored.path} has no state of {_words(prefix)}: it lacks {key}"
-        others = sorted({name for name in stored.infos if name.startswith(_OPTIMIZERS)})
-        if others:
-            names = dict.fromkeys(name.split(".")[1] for name in others)
+        optimizers = sorted({name for name in stored.infos if name.startswith(_OPTIMIZERS)})
+        if optimizers:
+            names = dict.fromkeys(name.split(".")[1] for name in optimizers)
             msg += f"; it has the state of the optimizers {', '.join(names)}"
         elif any(name.startswith(_OPTIMIZER) for name in stored.infos):
             msg += "; what it has of one was written by another program, or by an earlier version of this one"
@@ -329,11 +330,11 @@ def _optimizer_values(stored: StoredTensors, prefix: str) -> OptimizerValues:
     if version != FORMAT:
         msg = f"{stored.path} has an optimizer's state in format {version!r}, and this version reads {FORMAT}"
         raise StateError(msg)
-    found = OptimizerValues(**values)
-    settings = {ref.name: _whole_place(stored.infos[ref.name]) for ref in refs_in(found.groups)}
+    saved = OptimizerValues(**values)
+    settings = {ref.name: _whole_place(stored.infos[ref.name]) for ref in refs_in(saved.groups)}
     stored.fill({name: place.target for name, place in settings.items()})
-    groups: list[dict[str, Any]] = joined(found.groups, None, lambda ref, _: settings[ref.name].take())
-    return replace(found, groups=groups)
+    groups: list[dict[str, Any]] = joined(saved.groups, None, lambda ref, _: settings[ref.name].take())
+    return replace(saved, groups=groups)
 
 
 def _words(prefix: str) -> str:
@@ -385,8 +386,8 @@ def collect_values(
     def put(wanted: str, tensor: Tensor, _: Tensor | None) -> StoredTensor:
         while wanted in tensors:
             wanted += "_"
-        known = (parts or {}).get(id(tensor))
-        tensors[wanted] = _held(tensor.detach(), own=own) if known is None else known
+        part = (parts or {}).get(id(tensor))
+        tensors[wanted] = _held(tensor.detach(), own=own) if part is None else part
         return StoredTensor(wanted, like_parameter=False, is_on_accelerator=tensor.device.type != "cpu")
 
     plain = split(value, name, None, put)

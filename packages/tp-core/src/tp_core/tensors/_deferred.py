@@ -81,13 +81,13 @@ def materialize(module: nn.Module, value: Callable[[Tensor], Tensor] = initial_v
     """
     done: dict[int, Tensor] = {}
     for owner in module.modules():
-        for held in (owner._parameters, owner._buffers):
-            for name, tensor in list(held.items()):
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in list(tensors.items()):
                 if tensor is None or not is_deferred(tensor):
                     continue
                 if id(tensor) not in done:
                     done[id(tensor)] = _in_place_of(tensor, value(tensor))
-                held[name] = done[id(tensor)]  # type: ignore[assignment]  # of the same kind as before
+                tensors[name] = done[id(tensor)]  # type: ignore[assignment]  # of the same kind as before
 
 
 def _in_place_of(tensor: Tensor, real: Tensor) -> Tensor:
@@ -162,9 +162,9 @@ class Operation:
                 results = self.function(*args, **kwargs)
             finally:
                 torch.set_rng_state(now)
-        found = listed(results)
+        outputs = listed(results)
         for place, storage in self.made:
-            memory[storage] = found[place].untyped_storage()
+            memory[storage] = outputs[place].untyped_storage()
 
 
 def listed(results: Any) -> Sequence[Any]:
@@ -300,7 +300,10 @@ class DeferringMode(TorchDispatchMode):
         if overwrites and target is not None and storages.count(target) == 1:
             reads.discard(target)
         operation = Operation(func, refs, named, state, tuple(made), frozenset(reads), target, overwrites)
-        for key in [*(key for _, key in made), *([] if target is None else [target])]:
+        touched = [key for _, key in made]
+        if target is not None:
+            touched.append(target)
+        for key in touched:
             self._touched.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
         return results

@@ -66,8 +66,8 @@ def read_index(folder: Path) -> dict[str, IndexEntry]:
         msg = f"there is no checkpoint at {folder}: it has no {INDEX}"
         raise FileNotFoundError(msg)
     try:
-        found = json.loads(retry_read(path.read_text))
-        return {name: _entry(stored) for name, stored in sorted(found.items())}
+        entries = json.loads(retry_read(path.read_text))
+        return {name: _entry(stored) for name, stored in sorted(entries.items())}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         msg = f"{path} is damaged: {error!r}"
         raise StateError(msg) from error

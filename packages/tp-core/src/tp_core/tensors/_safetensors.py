@@ -218,7 +218,8 @@ class SafetensorsFiles(StoredTensors):
         for file, indexed in _files_of(self.path):
             with _opened(file) as stored:
                 names = set(stored.keys())
-                for name in names if indexed is None else indexed:
+                listed = names if indexed is None else indexed
+                for name in listed:
                     if name not in names:
                         msg = f"the index of {path} has {name!r} in {file.name}, which lacks it"
                         raise StateError(msg)
@@ -249,9 +250,12 @@ def check_file(file: Path, infos: Mapping[str, TensorInfo]) -> None:
     with _opened(file) as stored:
         names = set(stored.keys())
         for name, info in infos.items():
-            found = _info_of(stored, name, file) if name in names else None
-            if found != _encoded(info):
-                msg = f"{file} is damaged: it has {found} for {name!r}, and its index has {_encoded(info)}"
+            stored_info = _info_of(stored, name, file) if name in names else None
+            if stored_info != _encoded(info):
+                msg = (
+                    f"{file} is damaged: it has {stored_info} for {name!r}, and its index has "
+                    f"{_encoded(info)}"
+                )
                 raise StateError(msg)
 
 
