@@ -44,9 +44,12 @@ def verify_command(
         msg = f'--propose is "auto" or "hf", got {propose!r}'
         raise ConfigError(msg)
     with redirect_stdout(sys.stderr):  # what the user's code prints is not part of the report
-        report = _verified(builder, ranks, "hf" if propose == "hf" else "auto")
-    typer.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False) if as_json else str(report))
-    raise typer.Exit(0 if report.ok else 1)
+        how: Literal["auto", "hf"] = "hf" if propose == "hf" else "auto"
+        report = _verified(builder, ranks, how)
+    text = json.dumps(report.to_dict(), indent=2, allow_nan=False) if as_json else str(report)
+    typer.echo(text)
+    status = 0 if report.ok else 1
+    raise typer.Exit(status)
 
 
 def _proposed(model: nn.Module, batch: Any, ranks: int, how: Literal["auto", "hf"]) -> Any:

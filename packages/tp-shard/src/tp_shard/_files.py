@@ -102,10 +102,10 @@ def _check_digests(folder: Path) -> None:
     if folder.is_file() or any((place / _MANIFEST).is_file() for place in (folder, folder.parent)):
         return
     records = read_digests(folder)
-    mine = slice(None)
+    own = slice(None)
     if dist.is_initialized():
-        mine = slice(dist.get_rank(), None, dist.get_world_size())
-    for name in sorted(records)[mine]:
+        own = slice(dist.get_rank(), None, dist.get_world_size())
+    for name in sorted(records)[own]:
         difference = records[name].difference(folder / name)
         if difference is not None:
             msg = f"the checkpoint {folder} is damaged: {name} {difference}"
@@ -333,10 +333,10 @@ def _names(
             msg = f"{own[0]} is a DTensor on the meta device: call model.to_empty(device=...) first"
             raise StateError(msg)
         result.append((tensor, there))
-    others = [name for name in files.infos if name not in known]
-    if strict and others:
-        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-        msg = f"{files.path} has {others[0]!r}{more}, which the model lacks; strict=False leaves it out"
+    extra = [name for name in files.infos if name not in known]
+    if strict and extra:
+        more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
+        msg = f"{files.path} has {extra[0]!r}{more}, which the model lacks; strict=False leaves it out"
         raise StateError(msg)
     return result
 
@@ -373,7 +373,8 @@ def _meta_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tenso
         for name in module._non_persistent_buffers_set:
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.is_meta:
-                yield (f"{path}.{name}" if path else name), module, name, buffer
+                full_name = f"{path}.{name}" if path else name
+                yield full_name, module, name, buffer
 
 
 def _check_buffers(model: nn.Module) -> None:

@@ -76,7 +76,8 @@ def _parallel_names(module: nn.Module) -> list[str]:
             if parameter is None:
                 continue
             if isinstance(layer, ParallelLayer) or get_parallel_dim(parameter) is not None:
-                names.append(f"{path}.{name}" if path else name)
+                full_name = f"{path}.{name}" if path else name
+                names.append(full_name)
     return names
 
 

@@ -23,17 +23,17 @@ class PartHooks:
 
     def warn(self, model: nn.Module) -> None:
         """Warn of the hooks that a plain model has now, if there are new ones."""
-        found = {name: size for name, size in _hooked(model) if name not in self._named}
-        if not found:
+        sizes = {name: size for name, size in _hooked(model) if name not in self._named}
+        if not sizes:
             return
-        self._named |= found.keys()
+        self._named |= sizes.keys()
         log.warning(
             "the hooks on %s see this rank's part of a tensor, as the layer is split over %d ranks: of a "
             "gradient, or of the layer's features. What they do to each element by itself is right; a row, a "
             "norm or a sum is of this part alone. Leave the layer whole, or take a backend with whole "
             "layers: ddp, fsdp",
-            ", ".join(map(repr, found)),
-            max(found.values()),
+            ", ".join(map(repr, sizes)),
+            max(sizes.values()),
         )
 
 

@@ -220,7 +220,9 @@ def register_parallel_dim(tensor: Tensor, parallel_dim: int | None, *, size: int
     """
     check_dim(parallel_dim)
     setattr(tensor, PARALLEL_DIM, parallel_dim)
-    setattr(tensor, PARALLEL_SIZE, None if parallel_dim is None else size)
+    if parallel_dim is None:
+        size = None
+    setattr(tensor, PARALLEL_SIZE, size)
     if isinstance(tensor, nn.Parameter):
         group = current_group()
         is_split = parallel_dim is not None and group is not None and group.size > 1
@@ -381,13 +383,13 @@ class ParallelLayer(nn.Module):
         original = shard._parameters.get("original")
         if split is None or original is None or original.size(split.dim) < 2:
             return
-        one = original.detach().clone()
-        other = one.clone()
-        half = one.size(split.dim) // 2
-        other.narrow(split.dim, half, one.size(split.dim) - half).add_(1.0)
+        weight = original.detach().clone()
+        changed = weight.clone()
+        half = weight.size(split.dim) // 2
+        changed.narrow(split.dim, half, weight.size(split.dim) - half).add_(1.0)
         made = []
-        for value in (one, other):
-            with torch.no_grad(), preserve_torch_rng_state([one.device]):
+        for value in (weight, changed):
+            with torch.no_grad(), preserve_torch_rng_state([weight.device]):
                 made.append(copy.deepcopy(transform)(value))
         kept = [value.narrow(split.dim, 0, half) for value in made]
         if not torch.equal(*kept):

@@ -103,10 +103,10 @@ def splits_after(func: Any, call: OperatorCall) -> Splits:
     rule = _rule(func)
     if rule is None:
         raise TakesPartForWholeError
-    found = rule(call)
-    if len(found) == len(call.results):
-        return found
-    return [found[0]] * len(call.results)
+    splits = rule(call)
+    if len(splits) == len(call.results):
+        return splits
+    return [splits[0]] * len(call.results)
 
 
 def is_known(func: Any) -> bool:
@@ -165,7 +165,9 @@ def _over(
     over = call.arguments.get(name, default)
     if over is None or over == []:
         raise TakesPartForWholeError
-    dims = {d % tensor.dim() for d in (over if isinstance(over, list | tuple) else [over])}
+    if not isinstance(over, list | tuple):
+        over = [over]
+    dims = {d % tensor.dim() for d in over}
     if at in dims:
         raise TakesPartForWholeError
     if keeps or call.arguments.get("keepdim"):
@@ -293,9 +295,9 @@ def _transpose(call: OperatorCall) -> Splits:
     tensor, split, at = call.one("self")
     if tensor.dim() < 2:
         return [split]
-    one = call.arguments.get("dim0", 0) % tensor.dim()
-    other = call.arguments.get("dim1", 1) % tensor.dim()
-    moved = {one: other, other: one}.get(at, at)
+    first = call.arguments.get("dim0", 0) % tensor.dim()
+    second = call.arguments.get("dim1", 1) % tensor.dim()
+    moved = {first: second, second: first}.get(at, at)
     return [split._replace(dim=moved - tensor.dim())]
 
 
@@ -333,7 +335,9 @@ def _unsqueeze(call: OperatorCall) -> Splits:
 def _squeeze(call: OperatorCall) -> Splits:
     tensor, split, at = call.one("self")
     dims = call.arguments.get("dim", range(tensor.dim()))
-    named = {d % tensor.dim() for d in (dims if isinstance(dims, Iterable) else [dims])}
+    if not isinstance(dims, Iterable):
+        dims = [dims]
+    named = {d % tensor.dim() for d in dims}
     gone = {d for d in named if tensor.size(d) == 1}
     if at in gone:
         raise TakesPartForWholeError  # one head of this rank, of several
@@ -361,13 +365,13 @@ def _split(call: OperatorCall) -> Splits:
         return [split] * len(call.results)
     if len(call.results) == 1:
         return [split]
-    found: list[SplitDim | None] = []
+    pieces: list[SplitDim | None] = []
     begin = 0
     for result in call.results:
         end = begin + result.size(split.dim)
-        found.append(split.taken(begin, end))
+        pieces.append(split.taken(begin, end))
         begin = end
-    return found
+    return pieces
 
 
 def _select(call: OperatorCall) -> Splits:
@@ -427,7 +431,8 @@ def _index(call: OperatorCall) -> Splits:
         is_mask = index.dtype in {torch.bool, torch.uint8}
         count = index.dim() if is_mask else 1
         taken += range(where, where + count)
-        shapes.append(torch.Size([1]) if is_mask else index.shape)
+        shape = torch.Size([1]) if is_mask else index.shape
+        shapes.append(shape)
         where += count
     if at in taken and "values" in call.arguments:
         raise TakesPartForWholeError
@@ -477,8 +482,8 @@ def _index_put_new(call: OperatorCall) -> Splits:
 def _product(call: OperatorCall, *, left: str, right: str, bias: str | None = None) -> Splits:
     """Multiply matrices: rows of the left one, columns of the right one and batches may be split."""
     result = call.results[0]
-    found: set[tuple[int, tuple[int, ...]]] = set()
-    one = None
+    dims: set[tuple[int, tuple[int, ...]]] = set()
+    split_after = None
     for name, split in call.splits.items():
         tensor = call.arguments[name]
         if split.is_weight:  # another layer's part of a weight
@@ -493,11 +498,11 @@ def _product(call: OperatorCall, *, left: str, right: str, bias: str | None = No
                 dim += 1  # a matrix times a vector
         elif name != bias:
             raise TakesPartForWholeError
-        found.add((dim, split.pieces))
-        one = split._replace(dim=dim)
-    if len(found) != 1:
+        dims.add((dim, split.pieces))
+        split_after = split._replace(dim=dim)
+    if len(dims) != 1:
         raise TakesPartForWholeError
-    return [one]
+    return [split_after]
 
 
 def _einsum(call: OperatorCall) -> Splits:
@@ -506,15 +511,15 @@ def _einsum(call: OperatorCall) -> Splits:
     letters = inputs.split(",")
     if "." in inputs or not output:
         raise TakesPartForWholeError
-    found = set()
+    by_letter = set()
     for name, split in call.splits.items():
         letter = letters[int(name[name.index("[") + 1 : -1])][split.dim]
         if split.is_weight or letter not in output:
             raise TakesPartForWholeError
-        found.add((letter, split.pieces))
-    if len(found) != 1:
+        by_letter.add((letter, split.pieces))
+    if len(by_letter) != 1:
         raise TakesPartForWholeError
-    ((letter, pieces),) = found
+    ((letter, pieces),) = by_letter
     return [SplitDim(output.index(letter) - len(output), pieces)]
 
 

@@ -143,13 +143,13 @@ def _width_among(values: Iterable[Any]) -> _Width | _WidthRatio | None:
     for value in values:
         if isinstance(value, _Width | _WidthRatio):
             return value
-        found = None
+        width = None
         if isinstance(value, slice):
-            found = _width_among((value.start, value.stop, value.step))
+            width = _width_among((value.start, value.stop, value.step))
         elif isinstance(value, tuple | list):
-            found = _width_among(value)
-        if found is not None:
-            return found
+            width = _width_among(value)
+        if width is not None:
+            return width
     return None
 
 
@@ -243,11 +243,11 @@ class _Operators(TorchDispatchMode):
         if met is not None and digest is None and not met.of_size:
             own = [t for n, t in _named_tensors(arguments) if n in marks and n not in parts]
             digest = _digest(own[0]) if own else None
-        found = []
+        marks_after = []
         for split in after:
             part = None if split is None else SplitPart(source, split)
-            found.append(SplitMark(part, met, digest))
-        return found
+            marks_after.append(SplitMark(part, met, digest))
+        return marks_after
 
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -476,7 +476,9 @@ def _split_made(layer: ParallelLayer, output: Tensor) -> SplitDim | None:
         return SplitDim(-1, (width,))
     own = split.ranges[layer.group.rank]
     shared = tuple(all(piece in ranges for ranges in split.ranges) for piece in own)
-    return SplitDim(-1, piece_lengths(own), shared=shared if any(shared) else ()).taken(0, width)
+    if not any(shared):
+        shared = ()
+    return SplitDim(-1, piece_lengths(own), shared=shared).taken(0, width)
 
 
 def _pieces_taken(layer: ParallelLayer) -> tuple[int, ...] | None:

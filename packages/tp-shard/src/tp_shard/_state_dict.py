@@ -141,26 +141,28 @@ def stream(model: nn.Module, state_dict: Mapping[str, Any], *, to: Destination) 
     """
     check_destination(to)
     table = ShardTable(model)
-    mine = to == "all" or is_first_rank()
+    receives = to == "all" or is_first_rank()
     collected: dict[int, Tensor] = {}  # tied tensors are collected once, and stay tied
     for name, value in state_dict.items():
         shard = table.get(name)
         if shard is None or not isinstance(value, Tensor):
             if isinstance(value, Tensor) and is_dtensor(value):
                 value = whole(value.detach())  # noqa: PLW2901 - the same entry, put together
-            if mine:
-                yield name, value.detach().cpu() if to == "rank0" and isinstance(value, Tensor) else value
+            if receives:
+                if to == "rank0" and isinstance(value, Tensor):
+                    value = value.detach().cpu()  # noqa: PLW2901 - the same entry
+                yield name, value
             continue
         key = id(shard.tensor)
         if key not in collected:
             full = gather_shard(name, value.detach(), shard, to=to)
             tied = sum(s.tensor is shard.tensor for s in table.exact.values()) > 1
             if not tied:
-                if mine:
+                if receives:
                     yield name, full
                 continue
             collected[key] = full
-        if mine:
+        if receives:
             yield name, collected[key]
 
 

@@ -116,7 +116,8 @@ class StepOutputs:
             differs = max(digests) - min(digests) > 1e-6 * max(map(abs, digests))
             # Ranks do the same: where one of them has no fault here, its parts are of other sizes.
             if (kinds == _CERTAIN).any() or (kinds.any() and (differs or not kinds.all())):
-                raise ModelError(_taken(faults[at] if at < len(faults) else None))
+                own_fault = faults[at] if at < len(faults) else None
+                raise ModelError(_taken(own_fault))
         for at, (name, leaves) in enumerate(values):
             by_rank: list[float] = rows[:, 0, at].tolist()
             is_own = bool(rows[:, 1, at].any())
@@ -171,12 +172,12 @@ def _split_weights(models: Sequence[nn.Module]) -> dict[int, SplitMark]:
 def _own_buffers(models: Sequence[nn.Module]) -> dict[str, list[Any]]:
     """Return the buffers that have a rank's own numbers."""
     named = (pair for model in models for pair in model.named_buffers())
-    found = {}
+    buffers = {}
     for name, buffer in named:
         mark = mark_of(buffer)
         if mark is not None and mark.met is not None:
-            found[f"buffer {name}"] = [buffer]
-    return found
+            buffers[f"buffer {name}"] = [buffer]
+    return buffers
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -233,21 +234,21 @@ def _limit(leaves: Sequence[Any], by_rank: Sequence[float]) -> float:
 
 def _difference(name: str, by_rank: Sequence[float], met: Meeting | None) -> str:
     values = ", ".join(f"{number:.6g}" for number in by_rank)
-    what = f"the ranks that hold a model together return different values of {name!r} ({values}): "
+    message = f"the ranks that hold a model together return different values of {name!r} ({values}): "
     if met is None:
-        return what + _OF_ANOTHER
-    return what + meeting_in_words(met) + REMEDY[met.is_weight]
+        return message + _OF_ANOTHER
+    return message + meeting_in_words(met) + REMEDY[met.is_weight]
 
 
 def _taken(fault: OwnInput | None) -> str:
     if fault is None:
         return _OF_ANOTHER
     if not fault.met.function:
-        what = (
+        message = (
             f"{fault.layer!r} gets the features of {fault.met.source.layer!r} in another order than its "
             "weight has them: each rank's parts are joined or turned around in between. "
         )
-        return what + REMEDY[False]
+        return message + REMEDY[False]
     into = f", and {fault.layer!r} takes what comes of it"
     return meeting_in_words(fault.met, into) + REMEDY[fault.met.is_weight]
 

@@ -110,7 +110,8 @@ def total_grad_norm(
     gradients: dict[Axes, list[Tensor]] = {(): [], tensor_axes: []}
     for parameter in parameters:
         grad = parameter.grad
-        axes = sharded_over(parameter if grad is None else grad)
+        counted = parameter if grad is None else grad
+        axes = sharded_over(counted)
         is_split = bool(tensor_axes) and holds_shard(parameter)
         if is_split:
             axes += tensor_axes
@@ -245,7 +246,8 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
     # Autocast leaves no trace in a gradient: one in float32 may be that of a pass in bfloat16. It does not
     # touch float64, where norms of transformers are in float32. A missing sum is far above either.
     is_wide = all(parameter.dtype == torch.float64 for _, parameter in whole)
-    bound = Bound.of([torch.float32 if is_wide else torch.bfloat16])
+    coarsest = torch.float32 if is_wide else torch.bfloat16
+    bound = Bound.of([coarsest])
     for index, (name, _) in enumerate(whole):
         by_rank = gathered[:, index].tolist()
         first = by_rank[0]
@@ -259,17 +261,18 @@ def check_gradients(model: nn.Module, *, group: GroupLike = None) -> None:
 def _disagreement(name: str, rank: int, first: list[float], other: list[float], have_same_state: bool) -> str:
     words = []
     for has_grad, norm, _ in (first, other):
-        words.append(f"norm {norm:.6g}" if has_grad else "none")
-    what = (
+        gradient = f"norm {norm:.6g}" if has_grad else "none"
+        words.append(gradient)
+    message = (
         f"ranks 0 and {rank} of a copy have different gradients of {name} ({words[0]} and {words[1]}), "
         "though all of them hold the whole of it, and would train apart. "
     )
     if not have_same_state:
-        return what + (
+        return message + (
             "Their random numbers differ, so that they drop different elements of what all hold: give the "
             "ranks of a copy one seed with torch.manual_seed(), and let no rank draw more than the others"
         )
-    return what + (
+    return message + (
         "Its module works on one rank's features or heads: give it ts.Replicated() in the plan, or "
         "ts.distributed.copy() in a model of your own. Or what all hold gets a dropout of each rank's own, "
         "such as ts.nn.ParallelDropout. Or the ranks of a copy read different samples. ts.verify() names the "

@@ -88,7 +88,8 @@ def init_process_group(group_size: int | DeviceMesh = -1) -> None:
             _join_world()
         alone = not dist.is_initialized()
         groups = _alone(group_size) if alone else _groups_of_size(group_size)
-    set_groups(*groups, group_size if isinstance(group_size, DeviceMesh) else None)
+    mesh = group_size if isinstance(group_size, DeviceMesh) else None
+    set_groups(*groups, mesh)
     if groups[0].size > 1:
         _patches.install()
 
@@ -188,12 +189,14 @@ def _form(partition: list[list[int]], rank: int) -> Group:
     """Make a group of each list of ranks, and return the one with ``rank`` in it."""
     if len(partition) == 1:
         return Group(rank, len(partition[0]), dist.group.WORLD)
-    mine = ALONE
+    if len(partition[0]) == 1:
+        return ALONE
+    own_group = ALONE
     # Every rank makes every group, in the same order: `torch.distributed.new_group` needs all ranks, members
     # or not, and a rank that left one out would keep the others waiting.
-    for ranks in partition if len(partition[0]) > 1 else ():
-        mine = _group_of(ranks, known_to_all=True) or mine
-    return mine
+    for ranks in partition:
+        own_group = _group_of(ranks, known_to_all=True) or own_group
+    return own_group
 
 
 def _group_of(ranks: list[int], *, known_to_all: bool) -> Group | None:
@@ -221,7 +224,9 @@ def _groups_of_mesh(mesh: DeviceMesh) -> tuple[Group, Group]:
         # Its members alone call it: the mesh may be a part of a larger one, and the ranks of the other parts
         # do not come here.
         return tensor, _group_of(ranks_along(mesh, wide), known_to_all=False) or ALONE
-    return tensor, _group_of_axis(mesh, wide[0]) if wide else ALONE
+    if not wide:
+        return tensor, ALONE
+    return tensor, _group_of_axis(mesh, wide[0])
 
 
 def _group_of_axis(mesh: DeviceMesh, axis: int) -> Group:

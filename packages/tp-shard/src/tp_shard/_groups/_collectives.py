@@ -80,13 +80,13 @@ def _transformable(kind: Any) -> Any:
 # -- Collectives on plain tensors, without gradients ----------------------------------------------
 
 
-def all_gather_flat(output: Tensor, mine: Tensor, group: Group) -> None:
+def all_gather_flat(output: Tensor, local: Tensor, group: Group) -> None:
     """Fill a contiguous ``output`` with the ranks' tensors, contiguous and of one shape, one after the other.
 
     Collectives: one all-gather.
     """
     # Both flat, because gloo wants the gathered tensor to have as many dimensions as the single one.
-    all_gather_single(output.view(-1), mine.view(-1), group=group.handle)
+    all_gather_single(output.view(-1), local.view(-1), group=group.handle)
 
 
 def all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> Tensor:
@@ -118,11 +118,11 @@ def gather_sizes(size: int, group: Group, device: torch.device) -> list[int]:
 
     Collectives: one all-gather of a number.
     """
-    mine = torch.tensor([size], device=device)
+    local_size = torch.tensor([size], device=device)
     if _debug.state.enabled:
-        _debug.check("all_gather of sizes", mine, group, None)
-    sizes = mine.new_empty(group.size)
-    all_gather_flat(sizes, mine, group)
+        _debug.check("all_gather of sizes", local_size, group, None)
+    sizes = local_size.new_empty(group.size)
+    all_gather_flat(sizes, local_size, group)
     return [int(n) for n in sizes.tolist()]
 
 
@@ -142,15 +142,15 @@ def all_gather(tensor: Tensor, dim: int, sizes: list[int], group: Group, *, laye
     if _debug.state.enabled:
         _debug.check("all_gather", tensor, group, layer, uneven_dim=dim)
     longest = max(sizes)
-    mine = tensor.detach().movedim(dim, 0)
+    local = tensor.detach().movedim(dim, 0)
     # An all-gather into one tensor needs the same size on all ranks; `join` cuts the padding off again.
-    if mine.size(0) < longest:
-        padded = mine.new_zeros((longest, *mine.shape[1:]))
-        padded[: mine.size(0)] = mine
-        mine = padded
-    mine = mine.contiguous()
-    everyones = mine.new_empty((group.size, *mine.shape))
-    all_gather_flat(everyones, mine, group)
+    if local.size(0) < longest:
+        padded = local.new_zeros((longest, *local.shape[1:]))
+        padded[: local.size(0)] = local
+        local = padded
+    local = local.contiguous()
+    everyones = local.new_empty((group.size, *local.shape))
+    all_gather_flat(everyones, local, group)
     return join(list(everyones.unbind()), dim, sizes)
 
 
@@ -390,5 +390,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         start = sum(ctx.sizes[: ctx.rank])
-        mine = grad.narrow(ctx.dim, start, ctx.sizes[ctx.rank])
-        return (mine * ctx.factor if ctx.factor != 1 else mine), None, None, None, None
+        local = grad.narrow(ctx.dim, start, ctx.sizes[ctx.rank])
+        if ctx.factor != 1:
+            local = local * ctx.factor
+        return local, None, None, None, None

@@ -80,10 +80,10 @@ def check(operation: str, tensor: Tensor, group: Group, layer: Any, *, uneven_di
     if getattr(group.process_group, "is_simulated", False):
         return  # simulated ranks compare each collective in any case, and exchange no objects
     shape = tuple("*" if i == uneven_dim else n for i, n in enumerate(tensor.shape))
-    mine = (_layer_name(layer), operation, shape, str(tensor.dtype))
+    own = (_layer_name(layer), operation, shape, str(tensor.dtype))
     everyones: list[Any] = [None] * group.size
     # Objects, and not a tensor: the exchange itself must not depend on the shapes and types that it compares.
-    dist.all_gather_object(everyones, mine, group=group.handle)
+    dist.all_gather_object(everyones, own, group=group.handle)
     other = next((r for r, theirs in enumerate(everyones) if theirs != everyones[0]), None)
     if other is not None:
         msg = (
@@ -101,7 +101,7 @@ def _layer_name(layer: Any) -> str:
     return described if name is None else f"{name!r} = {described}"
 
 
-def _words(what: tuple[str, str, tuple[Any, ...], str]) -> str:
-    layer, operation, shape, dtype = what
+def _words(collective: tuple[str, str, tuple[Any, ...], str]) -> str:
+    layer, operation, shape, dtype = collective
     sizes = ", ".join(map(str, shape))
     return f"calls {operation} of a {dtype} tensor of shape ({sizes}) for {layer}"

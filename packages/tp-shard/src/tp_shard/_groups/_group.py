@@ -174,13 +174,13 @@ def tensor_axis(mesh: DeviceMesh) -> int:
 
 def data_axes(mesh: DeviceMesh, tensor_axis: int) -> list[int]:
     """Return the axes along which copies of the model lie."""
-    others = [i for i in range(mesh.ndim) if i != tensor_axis]
+    axes = [i for i in range(mesh.ndim) if i != tensor_axis]
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    words = {i: set(names[i].lower().split("_")) for i in others}
-    data = [i for i in others if words[i] & _DATA_WORDS]
-    foreign = [i for i in others if words[i] & _OTHER_WORDS and i not in data]
-    unknown = [i for i in others if i not in data and i not in foreign]
-    if len(others) == 1:
+    words = {i: set(names[i].lower().split("_")) for i in axes}
+    data = [i for i in axes if words[i] & _DATA_WORDS]
+    foreign = [i for i in axes if words[i] & _OTHER_WORDS and i not in data]
+    unknown = [i for i in axes if i not in data and i not in foreign]
+    if len(axes) == 1:
         return data + unknown  # data by tensor, whatever it is called
     if unknown:
         msg = (

@@ -152,11 +152,11 @@ def refusal_of_adapters(layer: Any) -> str | None:
     for name, variant in getattr(layer, "lora_variant", {}).items():
         if name not in magnitudes:
             return f"its adapter {name} computes more than LoRA, DoRA or IA3 ({type(variant).__name__})"
-    others = [
+    foreign = [
         n for n, m in layer._modules.items() if n not in _KNOWN and m is not None and any(m.parameters())
     ]
-    if others or any(p is not None for p in layer._parameters.values()):
-        return f"its adapters have parameters beside those of LoRA, DoRA and IA3: {', '.join(others)}"
+    if foreign or any(p is not None for p in layer._parameters.values()):
+        return f"its adapters have parameters beside those of LoRA, DoRA and IA3: {', '.join(foreign)}"
     matrices = [*_children(layer, "lora_A").values(), *_children(layer, "lora_B").values()]
     other = next((type(m).__name__ for m in matrices if not isinstance(m, nn.Linear)), None)
     if other is not None:
@@ -209,10 +209,10 @@ class OrderedMixin(Mixin):
         outputs = []
         rows = []
         for name in sorted(set(adapter_names)):
-            mine = [row for row, other in enumerate(adapter_names) if other == name]
-            names = [name] * len(mine)
-            outputs.append(super()._mixed_batch_forward(x[mine], *args, adapter_names=names, **kwargs))  # type: ignore[misc]  # mixed into a module
-            rows += mine
+            own = [row for row, other in enumerate(adapter_names) if other == name]
+            names = [name] * len(own)
+            outputs.append(super()._mixed_batch_forward(x[own], *args, adapter_names=names, **kwargs))  # type: ignore[misc]  # mixed into a module
+            rows += own
         return torch.cat(outputs)[torch.tensor(rows, device=x.device).argsort()]
 
 

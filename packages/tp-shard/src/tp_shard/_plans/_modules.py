@@ -261,10 +261,10 @@ def hold(
     module: nn.Module, mixin: type[PartialMixin], splits: dict[str, Split], group: Group, **attributes: Any
 ) -> None:
     """Replace parameters of a module by this rank's shards."""
-    held = mix_in(mixin, module, group=group, splits=splits, **attributes)
+    mixed = mix_in(mixin, module, group=group, splits=splits, **attributes)
     for name, split in splits.items():
-        held._parameters[name] = Conversion.take(_parameter("", held, name), split, group)
-    held.mark_parameters()
+        mixed._parameters[name] = Conversion.take(_parameter("", mixed, name), split, group)
+    mixed.mark_parameters()
 
 
 def _number(path: str, module: nn.Module, name: str, whole: int) -> int:

@@ -226,7 +226,8 @@ def parallelize(
     if sequence_dim is not None and sequence_dim > -2:
         msg = f"sequence_dim is counted from the end and is not the features: -2 or less, got {sequence_dim}"
         raise ConfigError(msg)
-    maker = Maker(model, ranks, None if sequence_dim is None else SequenceState(sequence_dim), seed)
+    sequence = None if sequence_dim is None else SequenceState(sequence_dim)
+    maker = Maker(model, ranks, sequence, seed)
     maker.lists = [path for path, (module, _) in chosen.items() if isinstance(module, nn.ModuleList)]
     maker.wholes = [
         path for path, (_, style) in chosen.items() if isinstance(style, Gathered) and style.whole

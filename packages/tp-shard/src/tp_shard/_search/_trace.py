@@ -132,7 +132,7 @@ def trace(model: nn.Module, call: TrialCall) -> Flow:
     finally:
         for handle in handles:
             handle.remove()
-    by_call = [_walk(one.into, calls) for one in calls]
+    by_call = [_walk(called.into, calls) for called in calls]
     end = _walk([t.grad_fn for _, t in tensors_of(output)], calls)
     names = {id(p): name for name, p in model.named_parameters()}
     return _flow(calls, by_call, end, names)
@@ -170,30 +170,30 @@ def _walk(start: list[Any], calls: list[_Called]) -> _Ancestors:
 
 def _flow(calls: list[_Called], by_call: list[_Ancestors], end: _Ancestors, names: dict[int, str]) -> Flow:
     takers: dict[int, set[str]] = {}
-    for one, ancestors in zip(calls, by_call, strict=True):
-        if not isinstance(one.module, nn.Dropout):
+    for call, ancestors in zip(calls, by_call, strict=True):
+        if not isinstance(call.module, nn.Dropout):
             for source in ancestors.sources:
-                takers.setdefault(source, set()).add(one.path)
+                takers.setdefault(source, set()).add(call.path)
     for source in end.sources:
         takers.setdefault(source, set()).add("")
     regions_by_row: dict[str, set[Region | None]] = {}
-    rows = {one.path for one in calls if is_linear(one.module)}
-    for one, ancestors in zip(calls, by_call, strict=True):
-        if is_linear(one.module):
-            region = _region(one, ancestors, calls, takers, names, rows)
-            regions_by_row.setdefault(one.path, set()).add(region)
+    rows = {call.path for call in calls if is_linear(call.module)}
+    for call, ancestors in zip(calls, by_call, strict=True):
+        if is_linear(call.module):
+            region = _region(call, ancestors, calls, takers, names, rows)
+            regions_by_row.setdefault(call.path, set()).add(region)
     regions = []
     for kinds in regions_by_row.values():
         if len(kinds) == 1:  # all calls of the row layer agree
             regions += [region for region in kinds if region is not None]
     paired = {name for region in regions for name in (*region.columns, region.row)}
     at_end = {calls[source].path for source in end.sources}
-    linears = dict.fromkeys(one.path for one in calls if is_linear(one.module))
+    linears = dict.fromkeys(call.path for call in calls if is_linear(call.module))
     return Flow(
         regions,
         [path for path in linears if path in at_end],
-        list(dict.fromkeys(one.path for one in calls if is_experts(one.module))),
-        frozenset(one.path for one in calls),
+        list(dict.fromkeys(call.path for call in calls if is_experts(call.module))),
+        frozenset(call.path for call in calls),
         _why_whole(calls, by_call, takers, paired),
     )
 
@@ -204,24 +204,24 @@ def _why_whole(
     """Return the reasons why linear layers are neither column nor row layers, by name."""
     taken: dict[str, set[str]] = {}
     fed: dict[str, set[str]] = {}
-    for index, (one, ancestors) in enumerate(zip(calls, by_call, strict=True)):
-        taken.setdefault(one.path, set()).update(takers.get(index, ()))
-        fed.setdefault(one.path, set()).update(calls[i].path for i in ancestors.sources)
+    for index, (call, ancestors) in enumerate(zip(calls, by_call, strict=True)):
+        taken.setdefault(call.path, set()).update(takers.get(index, ()))
+        fed.setdefault(call.path, set()).update(calls[i].path for i in ancestors.sources)
     why: dict[str, str] = {}
-    for one in calls:
-        if one.path in paired or not is_linear(one.module):
+    for call in calls:
+        if call.path in paired or not is_linear(call.module):
             continue
-        to = sorted(name for name in taken[one.path] if name)
+        to = sorted(name for name in taken[call.path] if name)
         if len(to) == 1:
-            others = sorted(fed[to[0]] - {one.path})
-            if others:
-                why[one.path] = f"its outputs reach {to[0]}, which also takes what {_some(others)} make"
+            sources = sorted(fed[to[0]] - {call.path})
+            if sources:
+                why[call.path] = f"its outputs reach {to[0]}, which also takes what {_some(sources)} make"
             else:
-                why[one.path] = f"its outputs reach {to[0]} by more than one path"
+                why[call.path] = f"its outputs reach {to[0]} by more than one path"
         elif to:
-            why[one.path] = f"its outputs reach {_some(to)}, and not one layer alone"
+            why[call.path] = f"its outputs reach {_some(to)}, and not one layer alone"
         else:
-            why[one.path] = "its outputs reach no other linear layer"
+            why[call.path] = "its outputs reach no other linear layer"
     return why
 
 
@@ -243,11 +243,11 @@ def _region(
     columns: list[str] = []
     tables: list[str] = []
     for source in sorted(ancestors.sources):
-        one = calls[source]
-        if is_linear(one.module) and takers[source] == {row.path}:
-            columns.append(one.path)
-        elif isinstance(one.module, nn.Embedding) and ancestors.mixes and takers[source] <= linears:
-            tables.append(one.path)
+        column = calls[source]
+        if is_linear(column.module) and takers[source] == {row.path}:
+            columns.append(column.path)
+        elif isinstance(column.module, nn.Embedding) and ancestors.mixes and takers[source] <= linears:
+            tables.append(column.path)
         else:
             return None
     parameters = [names.get(id(leaf)) for leaf in ancestors.leaves]

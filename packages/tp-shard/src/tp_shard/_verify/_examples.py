@@ -166,7 +166,8 @@ def _structure(block: nn.Module) -> Any:
     for path, module in block.named_modules():
         parameters = []
         for name, p in module._parameters.items():
-            parameters.append((name, None if p is None else (p.shape, p.requires_grad)))
+            description = None if p is None else (p.shape, p.requires_grad)
+            parameters.append((name, description))
         buffers = [(name, _content(buffer)) for name, buffer in module._buffers.items()]
         attributes = [
             (name, _content(value))
@@ -200,11 +201,11 @@ def _content(value: Any, depth: int = 0) -> Any:
     if depth > _DEEP:
         return id(value)
     if isinstance(value, tuple | list):
-        return type(value), tuple(_content(one, depth + 1) for one in value)
+        return type(value), tuple(_content(item, depth + 1) for item in value)
     if isinstance(value, set | frozenset):
         return type(value), frozenset(map(repr, value))
     if isinstance(value, Mapping):  # configurations and hooks, too
-        return type(value), tuple((repr(key), _content(one, depth + 1)) for key, one in value.items())
+        return type(value), tuple((repr(key), _content(item, depth + 1)) for key, item in value.items())
     attributes = getattr(value, "__dict__", None)
     if isfunction(value) or not attributes:
         return id(value)

@@ -98,12 +98,14 @@ def compare_ranks(whole: TrialRun, runs: list[TrialRun]) -> Fault | None:
         "ts.nn.ParallelDropout, or a generator or seed of each rank's own, on what is not split"
     )
     shapes = {key: tensor.shape for key, tensor in _numbered(whole.steps)}
-    others = [dict(_numbered(run.steps)) for run in runs[1:]]
-    for key, mine in _numbered(first.steps):
-        if key[0] in first.cuts or mine.shape != shapes.get(key):
+    other_runs = [dict(_numbered(run.steps)) for run in runs[1:]]
+    for key, expected in _numbered(first.steps):
+        if key[0] in first.cuts or expected.shape != shapes.get(key):
             continue  # a rank has its own part
-        of_others = [other[key] for other in others if key in other and other[key].shape == mine.shape]
-        if any(distance(mine, tensor) > bound.limit(mine) for tensor in of_others):
+        of_others = [
+            other[key] for other in other_runs if key in other and other[key].shape == expected.shape
+        ]
+        if any(distance(expected, tensor) > bound.limit(expected) for tensor in of_others):
             return Fault(key[0], "with dropout its outputs differ between ranks", reason)
     for name, value in first.gradients.items():
         same = [run.gradients.get(name) for run in runs[1:]]
@@ -152,12 +154,12 @@ def _raised(run: TrialRun) -> Fault:
     if isinstance(error, ModelError) and error.__cause__ is not None:
         error = error.__cause__  # the error inside the one of `guard_forward`
     text = str(error).strip().splitlines() or [""]
-    what = f"{type(error).__name__} in its {run.stage}"
+    failure = f"{type(error).__name__} in its {run.stage}"
     if isinstance(error, TpError):
-        return Fault(where, what, str(error))
+        return Fault(where, failure, str(error))
     return Fault(
         where,
-        what,
+        failure,
         f"{text[0]}; a module around split layers that counts all heads or features by itself "
         "needs ts.Local(...), "
         "which lets it count those of its rank",
@@ -222,9 +224,9 @@ def _outputs(
             return Fault("", f"{name} of its output is missing on a rank", "the ranks take other branches")
         limit = bound.limit(expected, whole.nudged.outputs.get(name))
         joined = _joined(expected, tensors)
-        apart = max(relative_error(expected, one) for one in joined)
+        apart = max(relative_error(expected, result) for result in joined)
         worst = max(worst, apart)
-        if not wrong and any(distance(expected, one) > limit for one in joined):
+        if not wrong and any(distance(expected, result) > limit for result in joined):
             wrong = f"{name} of its output differs by {apart:.2g}"
     comparison.outputs = worst
     if wrong:
@@ -281,8 +283,8 @@ def _gradients(
         if expected is not None or any(g is not None for g in shards):
             comparison.gradients[name] = apart
         if is_wrong:
-            what = f"the gradient of {name} differs by {apart:.2g}"
-            fault = Fault(owner, what, _why(expected, shards, split, scale))
+            message = f"the gradient of {name} differs by {apart:.2g}"
+            fault = Fault(owner, message, _why(expected, shards, split, scale))
             wrong.append((last.get(owner, -1), fault))
     if not wrong:
         return None
@@ -627,7 +629,7 @@ def _verified(model: nn.Module, plan: Plan, call: TrialCall, ranks: int) -> Plan
     call = replace(call, args=cast(call.args, dtype), kwargs=cast(call.kwargs, dtype))
     named = {name: style for name, (_, style) in choose(model, plan).items()}
     present = dict(copied.named_modules())
-    mine: Plan = {name: style for name, style in named.items() if name in present}
+    own_plan: Plan = {name: style for name, style in named.items() if name in present}
     lines = ForwardLines(copied)
     merged = SplitComparison()
     dtypes = {dtype}
@@ -638,15 +640,16 @@ def _verified(model: nn.Module, plan: Plan, call: TrialCall, ranks: int) -> Plan
     for tried, steps in _trials(copied, call):
         mode = "training" if tried.training else "evaluation"
         modes[mode] = batches[str(tried)] = None
-        updates = Updates(steps - 1 if rate else 0, rate)
+        update_count = steps - 1 if rate else 0
+        updates = Updates(update_count, rate)
         try:
             with lines:
-                rows = frozenset(rows_of(copied, mine))
+                rows = frozenset(rows_of(copied, own_plan))
                 whole, taken = reference(copied, tried, rows, updates)
         except Exception as error:
             msg = f"the whole model fails on this batch in {mode}: {type(error).__name__}: {error}"
             raise ModelError(msg) from error
-        runs = run_split(copied, mine, taken, ranks, updates=updates)
+        runs = run_split(copied, own_plan, taken, ranks, updates=updates)
         comparison = compare(whole, runs)
         dtypes |= whole.dtypes
         if comparison.fault is not None and _is_random(copied, taken):
@@ -656,7 +659,7 @@ def _verified(model: nn.Module, plan: Plan, call: TrialCall, ranks: int) -> Plan
         unreached = {n: None for n in idle if unreached is None or n in unreached}
         if merged.fault is None and tried.training and steps == 1:
             rate = _rate(copied, whole)
-            runs = run_split(copied, mine, taken, ranks, dropout=True)
+            runs = run_split(copied, own_plan, taken, ranks, dropout=True)
             merged.fault = compare_ranks(whole, runs)
         if merged.fault is not None:
             break
@@ -666,7 +669,7 @@ def _verified(model: nn.Module, plan: Plan, call: TrialCall, ranks: int) -> Plan
         dtype,
         Bound.of(dtypes).rtol,
         tuple(modes),
-        tuple(_modules(copied, mine, merged)),
+        tuple(_modules(copied, own_plan, merged)),
         merged.outputs,
         merged.loss,
         merged.fault,
@@ -725,9 +728,9 @@ def _modules(model: nn.Module, plan: Plan, comparison: SplitComparison) -> list[
 
 
 def _merge(into: SplitComparison, comparison: SplitComparison) -> None:
-    for mine, other in ((into.forward, comparison.forward), (into.gradients, comparison.gradients)):
+    for merged, other in ((into.forward, comparison.forward), (into.gradients, comparison.gradients)):
         for name, apart in other.items():
-            mine[name] = max(mine.get(name, 0.0), apart)
+            merged[name] = max(merged.get(name, 0.0), apart)
     into.outputs = max((v for v in (into.outputs, comparison.outputs) if v is not None), default=None)
     into.loss = max((v for v in (into.loss, comparison.loss) if v is not None), default=None)
     into.fault = comparison.fault

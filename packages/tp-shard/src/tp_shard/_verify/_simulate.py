@@ -114,13 +114,13 @@ class _Simulation:
             raise self._failed from self._failed.error
         return results
 
-    def meet(self, rank: int, what: str, brought: Any, carry_out: Callable[[list[Any]], None]) -> None:
+    def meet(self, rank: int, collective: str, brought: Any, carry_out: Callable[[list[Any]], None]) -> None:
         """Wait until all ranks call the same collective; the last one computes it for all.
 
         Raises:
             DisagreementError: The ranks call different collectives, or one has ended without this one.
         """
-        self._slots[rank] = what, brought
+        self._slots[rank] = collective, brought
         if all(slot is not None for slot in self._slots):
             slots = [slot for slot in self._slots if slot is not None]
             names = [name for name, _ in slots]
@@ -134,12 +134,12 @@ class _Simulation:
             self._slots = [None] * self.ranks
             return
         if any(self._done):
-            msg = f"rank {rank} calls {what}, and rank {self._done.index(True)} has ended without it"
+            msg = f"rank {rank} calls {collective}, and rank {self._done.index(True)} has ended without it"
             raise DisagreementError(msg)
-        mine = _Settings()
+        settings = _Settings()
         self._pass_on(rank)
         self._wait(rank)
-        mine.restore()
+        settings.restore()
 
     def _wait(self, rank: int) -> None:
         with self._changed:
@@ -153,8 +153,10 @@ class _Simulation:
         free = [r for r in following if not self._done[r] and (self._slots[r] is None or self._failed)]
         if not free and not all(self._done) and self._failed is None:
             waiting = next(r for r in following if not self._done[r])
-            what = self._slots[waiting][0]  # type: ignore[index]  # it waits in it
-            error = DisagreementError(f"rank {waiting} calls {what}, and rank {rank} has ended without it")
+            collective = self._slots[waiting][0]  # type: ignore[index]  # it waits in it
+            error = DisagreementError(
+                f"rank {waiting} calls {collective}, and rank {rank} has ended without it"
+            )
             self._failed = SimulatedError(waiting, error)
             free = [waiting]
         with self._changed:
@@ -213,9 +215,9 @@ class _SimulatedGroup(dist.ProcessGroup):
         return "simulated"
 
     def _meet(
-        self, what: str, tensor: torch.Tensor, brought: Any, carry_out: Callable[[list[Any]], None]
+        self, collective: str, tensor: torch.Tensor, brought: Any, carry_out: Callable[[list[Any]], None]
     ) -> Any:
-        described = f"{what} of a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+        described = f"{collective} of a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
         self._simulation.meet(self._rank, described, brought, carry_out)
         return _CompleteWork()
 
@@ -230,21 +232,21 @@ class _SimulatedGroup(dist.ProcessGroup):
 
         return self._meet("all_reduce", tensors[0], tensors[0], carry_out)
 
-    def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Any:  # noqa: ARG002 - torch's signature, as below
+    def all_gather_single(self, output: torch.Tensor, local: torch.Tensor, opts: Any = None) -> Any:  # noqa: ARG002 - torch's signature, as below
         def carry_out(everyones: list[Any]) -> None:
             joined = torch.cat([sent.reshape(-1) for _, sent in everyones])
             for place, _ in everyones:
                 place.copy_(joined.view_as(place))
 
-        return self._meet("all_gather", mine, (output, mine), carry_out)
+        return self._meet("all_gather", local, (output, local), carry_out)
 
-    def reduce_scatter_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Any:  # noqa: ARG002
+    def reduce_scatter_single(self, output: torch.Tensor, local: torch.Tensor, opts: Any = None) -> Any:  # noqa: ARG002
         def carry_out(everyones: list[Any]) -> None:
             total = torch.stack([sent.reshape(-1) for _, sent in everyones]).sum(0)
             for (place, _), part in zip(everyones, total.chunk(self._size), strict=True):
                 place.copy_(part.view_as(place))
 
-        return self._meet("reduce_scatter", mine, (output, mine), carry_out)
+        return self._meet("reduce_scatter", local, (output, local), carry_out)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]  # as above
         source = 0 if opts is None else opts.rootRank
@@ -436,7 +438,8 @@ def _run(
     model.zero_grad()  # gradients of the copied model would be added to
     args, kwargs = fresh(call.args), {name: fresh(value) for name, value in call.kwargs.items()}
     computed = ComputedTypes()
-    with nullcontext() if dropout else WithoutDropout(), torch.enable_grad():
+    drawing = nullcontext() if dropout else WithoutDropout()
+    with drawing, torch.enable_grad():
         with computed, Trace(model, run, watched):
             output = model(*args, **kwargs)
         run.stage = "loss"

@@ -86,22 +86,22 @@ class TargetRows:
     Attributes:
         target: The classes.
         valid: Whether the row counts.
-        mine: Whether the target is a class of this rank.
+        is_local: Whether the target is a class of this rank.
         index: The target's place among this rank's logits, 0 for targets of other ranks.
         factor: The weight of the target's class, 0 for rows that do not count.
     """
 
-    __slots__ = ("factor", "index", "mine", "target", "valid")
+    __slots__ = ("factor", "index", "is_local", "target", "valid")
 
     def __init__(self, target: Tensor, options: LossOptions, dtype: torch.dtype) -> None:
         start, stop = options.bounds
         self.target = target
         self.valid = target != options.ignore_index
-        self.mine = self.valid & (target >= start) & (target < stop)
+        self.is_local = self.valid & (target >= start) & (target < stop)
         index = target - start
         if options.sampled is not None:
             index = torch.searchsorted(options.sampled, index)
-        self.index = torch.where(self.mine, index, 0)
+        self.index = torch.where(self.is_local, index, 0)
         if options.weight is None:
             self.factor = self.valid.to(dtype)
         else:
@@ -265,7 +265,7 @@ def row_statistics(
         return statistics
     weight = options.local_weight
     at_target = logits.gather(1, rows.index.unsqueeze(1)).squeeze(1)  # (rows,)
-    statistics[:, 2] = torch.where(rows.mine, at_target.to(dtype), 0)
+    statistics[:, 2] = torch.where(rows.is_local, at_target.to(dtype), 0)
     lowest = torch.finfo(dtype).min
     step = block_rows(n_classes, logits.device)
     blocks = torch.split(logits, step)
@@ -330,11 +330,11 @@ def fill_gradient(
 
     ``out`` may be ``logits``. With ``maximum``, this rank's maximum of each row, ``logits`` are the
     exponentials that :func:`row_statistics` kept. ``merged`` has ``lse``, ``softmax_factor`` and
-    ``target_factor`` of :class:`Merged`, and ``rows`` has ``index`` and ``mine`` of :class:`TargetRows`.
+    ``target_factor`` of :class:`Merged`, and ``rows`` has ``index`` and ``is_local`` of :class:`TargetRows`.
     ``grad`` is 0 for rows that do not count.
     """
     lse, softmax_factor, target_factor = merged
-    index, mine = rows
+    index, is_local = rows
     n_rows, n_classes = logits.shape
     if n_rows == 0 or n_classes == 0:
         return
@@ -342,7 +342,7 @@ def fill_gradient(
     factor = softmax_factor * grad  # (rows,)
     if maximum is not None:
         factor = factor * (maximum - lse).exp_()
-    at_target = torch.where(mine, -target_factor * grad, 0).unsqueeze(1)  # (rows, 1)
+    at_target = torch.where(is_local, -target_factor * grad, 0).unsqueeze(1)  # (rows, 1)
     weight = options.local_weight
     if maximum is not None and out.dtype == dtype and options.label_smoothing == 0:  # a single pass
         torch.mul(logits, factor.unsqueeze(1), out=out).scatter_add_(1, index.unsqueeze(1), at_target)

@@ -48,7 +48,7 @@ def cross_entropy(logits: Tensor, target: Tensor, options: LossOptions, *, inpla
 
 def _saved(merged: Merged, rows: TargetRows, denominator: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return what both backward passes need beside the logits."""
-    of_rows = rows.index, rows.mine, rows.valid
+    of_rows = rows.index, rows.is_local, rows.valid
     return merged.lse, merged.softmax_factor, merged.target_factor, *of_rows, denominator
 
 
@@ -91,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        logits, maximum, lse, softmax_factor, target_factor, index, mine, valid, denominator = (
+        logits, maximum, lse, softmax_factor, target_factor, index, is_local, valid, denominator = (
             ctx.saved_tensors
         )
         out = ctx.buffer
@@ -108,7 +108,7 @@ class _CrossEntropy(torch.autograd.Function):
             logits,
             maximum,
             (lse, softmax_factor, target_factor),
-            (index, mine),
+            (index, is_local),
             per_row(grad, valid, denominator, ctx.dtype),
             ctx.options,
         )
@@ -135,7 +135,7 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        logits, lse, softmax_factor, target_factor, index, mine, valid, denominator = ctx.saved_tensors
+        logits, lse, softmax_factor, target_factor, index, is_local, valid, denominator = ctx.saved_tensors
         options, dtype = ctx.options, ctx.dtype
         row_grad = per_row(grad, valid, denominator, dtype)
         out = torch.exp(logits.to(dtype) - lse.unsqueeze(1)) * (softmax_factor * row_grad).unsqueeze(1)
@@ -146,7 +146,7 @@ class _Compiled(torch.autograd.Function):
                 smoothing = smoothing * weight  # (rows, local classes)
             out = out - smoothing
         if logits.size(1):
-            at_target = torch.where(mine, -target_factor * row_grad, 0).unsqueeze(1)
+            at_target = torch.where(is_local, -target_factor * row_grad, 0).unsqueeze(1)
             out = out.scatter_add(1, index.unsqueeze(1), at_target)
         return out.to(logits.dtype), None, None
 
@@ -159,7 +159,7 @@ def _row_statistics(logits: Tensor, rows: TargetRows, options: LossOptions) -> T
     maximum = logits.amax(-1)
     # A row with all classes excluded has the maximum -inf, and -inf minus -inf would be NaN.
     below = logits - maximum.clamp_min(torch.finfo(logits.dtype).min).unsqueeze(1)
-    at_target = torch.where(rows.mine, logits.gather(1, rows.index.unsqueeze(1)).squeeze(1), 0)
+    at_target = torch.where(rows.is_local, logits.gather(1, rows.index.unsqueeze(1)).squeeze(1), 0)
     columns = [maximum, below.exp().sum(-1), at_target]
     if options.label_smoothing > 0:
         weight = options.local_weight
@@ -259,9 +259,9 @@ def read_width(
     dim = find_class_dim(input, target, class_dim, prefer_last=True)
     width = input.size(dim)
     marked = get_parallel_dim(input) in (1, -1)
-    known = num_classes  # over all ranks
-    if known is None and marked:
-        known = get_parallel_size(input)
+    classes = num_classes  # over all ranks
+    if classes is None and marked:
+        classes = get_parallel_size(input)
     if parallel is None:
         parallel = marked
         if num_classes is not None and ranks.size > 1:
@@ -274,9 +274,9 @@ def read_width(
         if num_classes is None:
             num_classes = input.size(find_class_dim(input, target, class_dim, prefer_last=False))
         return num_classes, False
-    if known is None:
-        known = width * ranks.size
-    return known, True
+    if classes is None:
+        classes = width * ranks.size
+    return classes, True
 
 
 def _is_shard_wide(input: Tensor, widths: set[int], num_classes: int, ranks: Group) -> bool:

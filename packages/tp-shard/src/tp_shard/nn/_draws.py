@@ -350,7 +350,8 @@ def _draws_in_code(kind: Any) -> bool | None:
                 if called is kind and inspect.isfunction(getattr(kind, step.argval, None)):
                     waiting += {step.argval} - seen
                     seen.add(step.argval)
-                called = getattr(Tensor if called is None else called, step.argval, None)
+                owner = Tensor if called is None else called
+                called = getattr(owner, step.argval, None)
             elif step.opname.startswith("LOAD_FAST"):
                 called = kind if step.argval == "self" else None
             else:

@@ -302,7 +302,8 @@ class _Spec(NamedTuple):
 def _specs_of(*inputs: Tensor | None) -> list[_Spec | None]:
     specs: list[_Spec | None] = []
     for tensor in inputs:
-        specs.append(None if tensor is None else _Spec(tensor.shape, tensor.dtype))
+        spec = None if tensor is None else _Spec(tensor.shape, tensor.dtype)
+        specs.append(spec)
     return specs
 
 
@@ -355,7 +356,7 @@ def _gradients(
             chunk.logits,
             maximum,
             (merged.lse, merged.softmax_factor, merged.target_factor),
-            (part.index, part.mine),
+            (part.index, part.is_local),
             row_grad[chunk.at],
             options,
         )

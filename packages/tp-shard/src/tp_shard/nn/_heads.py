@@ -135,10 +135,10 @@ class _SumShared(torch.autograd.Function):
         for a, b in shared:
             places[a, b] = total.narrow(split.dim, at, b - a)
             at += b - a
-        mine = dict(_pieces(grad, split, group.rank))
+        own_pieces = dict(_pieces(grad, split, group.rank))
         for piece, place in places.items():
-            if piece in mine:
-                place.copy_(mine[piece])
+            if piece in own_pieces:
+                place.copy_(own_pieces[piece])
         all_reduce_(total, group, layer="key and value heads that ranks share")
         result = grad.clone()  # autograd may still hold the incoming gradient
         for piece, part in _pieces(result, split, group.rank):

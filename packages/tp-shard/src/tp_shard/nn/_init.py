@@ -62,8 +62,8 @@ class _Probe(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         probe, *rest = args
-        known = func.overloadpacket in _DRAWS | _POINTWISE
-        if not known or any(isinstance(a, Tensor) for a in [*rest, *kwargs.values()]):
+        is_known = func.overloadpacket in _DRAWS | _POINTWISE
+        if not is_known or any(isinstance(a, Tensor) for a in [*rest, *kwargs.values()]):
             raise _NotElementwiseError
         probe.operations.append(_Operation(func, tuple(rest), kwargs))
         return probe

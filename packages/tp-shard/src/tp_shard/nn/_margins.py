@@ -119,8 +119,8 @@ def with_sample(options: LossOptions, sampled: Tensor, target: Tensor) -> LossOp
             raise ConfigError(msg)
     mask = torch.zeros(stop - start, dtype=torch.bool, device=target.device)
     mask[sampled.to(target.device)] = True
-    mine = (target != options.ignore_index) & (target >= start) & (target < stop)
-    mask[target[mine] - start] = True
+    is_local = (target != options.ignore_index) & (target >= start) & (target < stop)
+    mask[target[is_local] - start] = True
     with_targets = mask.nonzero().squeeze(1)
     num_sampled = 0
     if options.label_smoothing > 0:
@@ -241,8 +241,8 @@ class MarginHead:
             index = rows.index.unsqueeze(1)  # (rows, 1)
             old = logits.gather(1, index).squeeze(1)
             new, slope = self._margins.apply((old / scale).clamp_(-1, 1))
-            self._slope[start:stop] = torch.where(rows.mine, slope, 1)
-            logits.scatter_(1, index, torch.where(rows.mine, new * scale, old).unsqueeze(1))
+            self._slope[start:stop] = torch.where(rows.is_local, slope, 1)
+            logits.scatter_(1, index, torch.where(rows.is_local, new * scale, old).unsqueeze(1))
         return logits
 
     def add(self, grad: Tensor, start: int, stop: int, rows: TargetRows) -> None:

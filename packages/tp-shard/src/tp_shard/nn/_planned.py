@@ -97,14 +97,14 @@ def check_region(x: Tensor, layer: nn.Module) -> bool:
     if wholes:
         names = [_parameter_name(parameter, layer) for parameter in wholes]
         named = sorted(name for name in names if name)
-        what = ", ".join(named)
+        inputs = ", ".join(named)
         if not named:
             shapes = ", ".join(str(tuple(parameter.shape)) for parameter in wholes)
-            what = f"parameters of shape {shapes}"
+            inputs = f"parameters of shape {shapes}"
         owners = sorted({name.rpartition(".")[0] for name in named}) or ["..."]
         pairs = ", ".join(f'"{owner}": ts.Replicated()' for owner in owners)
         msg = (
-            f"{_name(layer)} takes this rank's part of the features, and {what}, on which its input "
+            f"{_name(layer)} takes this rank's part of the features, and {inputs}, on which its input "
             "depends, is the same on all ranks: each would get the gradient of its own part alone. Add "
             f"{{{pairs}}} to the plan, which sums these gradients, or leave the block whole"
         )
@@ -395,7 +395,8 @@ class SequenceMixin(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.part_of == "features" and self.sequence_group.size > 1 and not torch.compiler.is_compiling():
-            self._check_region(args[0] if args else None)
+            x = args[0] if args else None
+            self._check_region(x)
         own = self.__dict__["_parameters"]
         # Replaced for this call alone, past `__setattr__`: what takes their place are no parameters but
         # results that sum their gradients. The optimizer and the state must not see them, also after an

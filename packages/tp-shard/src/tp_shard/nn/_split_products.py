@@ -55,27 +55,27 @@ def vocabulary_embedding(
     Forward: an all-reduce of the output. Backward: nothing.
     """
     start, stop = bounds(num_embeddings, group.size, group.rank)
-    mine = (tokens >= start) & (tokens < stop)
+    is_local = (tokens >= start) & (tokens < stop)
     padding = None
     if lookup.padding_idx is not None and start <= lookup.padding_idx < stop:
         padding = lookup.padding_idx - start
     if lookup.scale_grad_by_freq or lookup.max_norm is not None:
         # Each row that is looked up is counted and rescaled: so row 0 must not stand in for other ranks'
         # tokens.
-        rows = F.embedding(tokens[mine] - start, weight, *lookup._replace(padding_idx=padding))
+        rows = F.embedding(tokens[is_local] - start, weight, *lookup._replace(padding_idx=padding))
         output = rows.new_zeros((*tokens.shape, weight.size(1)))
-        output = output.masked_scatter(mine.unsqueeze(-1), rows)
+        output = output.masked_scatter(is_local.unsqueeze(-1), rows)
     elif stop == start:
         # This rank still takes part in the sum, or the others would wait; the weight stays in the graph.
         output = weight.new_zeros((*tokens.shape, weight.size(1))) + weight.sum()
     else:
-        local = torch.where(mine, tokens - start, 0)
+        local = torch.where(is_local, tokens - start, 0)
         if tokens.device.type != "cpu" or torch.compiler.is_compiling():
             # A token of no rank stays out of range, so that the device asserts.
-            known = (tokens >= 0) & (tokens < num_embeddings)
-            local = torch.where(known, local, stop - start)
+            is_valid = (tokens >= 0) & (tokens < num_embeddings)
+            local = torch.where(is_valid, local, stop - start)
         output = F.embedding(local, weight, padding, sparse=lookup.sparse)
-        output = output.masked_fill_(~mine.unsqueeze(-1), 0)
+        output = output.masked_fill_(~is_local.unsqueeze(-1), 0)
     return reduce_(output, group, layer)
 
 
