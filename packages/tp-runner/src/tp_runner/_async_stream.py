@@ -62,7 +62,9 @@ class AsyncResultStream(AsyncIterator[Any]):
                     if self._error is None or task in self._raised_in:
                         raise StopAsyncIteration
                     self._raised_in.add(task)
-                    raise copy.copy(self._error) if isinstance(self._error, TpError) else self._error
+                    if isinstance(self._error, TpError):
+                        raise copy.copy(self._error)
+                    raise self._error
                 results = await self._next_results()
                 if results is None:
                     self._end()

@@ -167,8 +167,8 @@ def find_engine(name: str) -> Engine:
     if name == "ray":
         msg = "engine 'ray' is in a distribution of its own; pip install 'tp-runner[ray]'"
         raise ConfigError(msg)
-    known = ", ".join(repr(contribution.item.name) for contribution in registry.engines())
-    msg = f"no engine is called {name!r}; installed: {known or 'none'}"
+    names = ", ".join(repr(contribution.item.name) for contribution in registry.engines())
+    msg = f"no engine is called {name!r}; installed: {names or 'none'}"
     raise ConfigError(msg)
 
 

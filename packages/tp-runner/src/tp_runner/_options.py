@@ -111,8 +111,8 @@ def _check_cores(worker: int, own: Any, available: list[int]) -> tuple[int, ...]
         raise ConfigError(msg)
     for core in cores:
         if core not in available:
-            known = ", ".join(map(str, available))
-            msg = f"cpus has core {core} for worker {worker}, and this process may use {known} alone"
+            allowed = ", ".join(map(str, available))
+            msg = f"cpus has core {core} for worker {worker}, and this process may use {allowed} alone"
             raise ConfigError(msg)
     return tuple(sorted(set(cores)))
 

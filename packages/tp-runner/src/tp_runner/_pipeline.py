@@ -276,7 +276,8 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(timeout_s=None if kind is None else 0.0)
+        timeout_s = None if kind is None else 0.0
+        self.close(timeout_s=timeout_s)
 
     def __del__(self) -> None:
         for pool in dict.fromkeys(getattr(self, "_pools", {}).values()):

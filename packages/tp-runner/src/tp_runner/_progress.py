@@ -39,7 +39,8 @@ def with_progress(
     before = pool.stats()
     n_items, shown_at = 0, began
     period_s = NOTEBOOK_PERIOD_S if in_notebook() else PERIOD_S
-    with _notebook_bar(total) if in_notebook() else _terminal_bar(total) as show:
+    bar = _notebook_bar(total) if in_notebook() else _terminal_bar(total)
+    with bar as show:
 
         def show_now() -> None:
             elapsed = max(time.monotonic() - began, 1e-9)
@@ -116,7 +117,9 @@ def with_table(
         seconds = max(time.monotonic() - began, 1e-9)
         shown = Table("stage", "workers", "taken", "given", "rate")
         for stage in stages:
-            workers = f"{len(stage.devices)} {stage.devices[0]}{', shared' if stage.is_shared else ''}"
+            workers = f"{len(stage.devices)} {stage.devices[0]}"
+            if stage.is_shared:
+                workers += ", shared"
             rate = f"{stage.given / seconds:.1f}/s"
             shown.add_row(stage.name, workers, str(stage.taken), str(stage.given), rate)
         return shown

@@ -152,7 +152,8 @@ class StatsCollector:
             at, end = (timing.began - began) / step, (timing.began + timing.worked_s - began) / step
             for column in range(int(at), min(int(end) + 1, width)):
                 busy[worker][column] += max(0.0, min(end, column + 1) - max(at, column))
-        head = f"{len(busy)} worker{'s' if len(busy) > 1 else ''} over {ended - began:.2f} s, how busy:"
+        plural = "s" if len(busy) > 1 else ""
+        head = f"{len(busy)} worker{plural} over {ended - began:.2f} s, how busy:"
         return "\n".join([head, *(f"  {worker:3} {_bars(row)}" for worker, row in enumerate(busy))])
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:

@@ -114,7 +114,9 @@ class ResultStream(Iterator[R_co], Generic[R_co]):
         if ended_by is not None and not hasattr(self._here, "is_raised"):
             self._here.is_raised = True
             # Each thread gets a copy where it can: raising an exception writes on it.
-            raise copy.copy(ended_by) if isinstance(ended_by, TpError) else ended_by
+            if isinstance(ended_by, TpError):
+                raise copy.copy(ended_by)
+            raise ended_by
         if ended_by is not None and not isinstance(ended_by, TpError):
             # Where the error of a signal handler was caught, StopIteration would look like a regular end.
             msg = f"this stream has ended with {ended_by!r}"

@@ -132,7 +132,8 @@ class FleetScheduler:
                         # As with a timeout: it takes none of max_restarts, and blames no item of another run.
                         self._late[worker] = 0.0 if started is None else started[1]
                         self.fleet.kill(worker)
-                interrupted = self._wait(left_s if left_s > 0 else None)
+                most_s = left_s if left_s > 0 else None
+                interrupted = self._wait(most_s)
                 if interrupted is not None:
                     raise interrupted
 
@@ -224,15 +225,15 @@ class FleetScheduler:
         if most_s is not None and (timeout_s is None or most_s < timeout_s):
             timeout_s = most_s
         interrupted: BaseException | None = None
-        others = self._waiter
+        earlier = self._waiter
         me = threading.get_ident()
-        held = (1, me)  # how often this thread holds the lock, as Condition keeps it
-        is_waiter = others in {None, me}  # me: a signal handler waits, on top of a wait of this thread
+        lock_state = (1, me)  # how often this thread holds the lock, as Condition keeps it
+        is_waiter = earlier in {None, me}  # me: a signal handler waits, on top of a wait of this thread
         try:
             if is_waiter:
                 self._waiter = me
                 # All of it: a signal handler may be here on top of a frame that holds the lock, too.
-                held = self.lock._release_save()  # type: ignore[attr-defined]  # as Condition does
+                lock_state = self.lock._release_save()  # type: ignore[attr-defined]  # as Condition does
                 self.fleet.wait(timeout_s)
             else:
                 self._changed.wait(timeout_s)
@@ -242,13 +243,13 @@ class FleetScheduler:
         # need the lock at their ends ("handlers raise all the time" in test_threads_and_kills).
         while not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
             try:
-                self.lock._acquire_restore(held)  # type: ignore[attr-defined]  # as Condition does
+                self.lock._acquire_restore(lock_state)  # type: ignore[attr-defined]  # as Condition does
             except BaseException as error:  # noqa: BLE001 - as above
                 interrupted = error
         if is_waiter:
-            self._waiter = others
+            self._waiter = earlier
             self._changed.notify_all()
-            if others is not None:  # the interrupted wait of this thread must see the events of this one
+            if earlier is not None:  # the interrupted wait of this thread must see the events of this one
                 self.fleet.wake()
         if interrupted is not None:
             # An interrupt ends the stream. Inline, the wait is the work, and was disturbed by any error.
@@ -268,11 +269,11 @@ class FleetScheduler:
         if not self.lock._is_owned():  # type: ignore[attr-defined]  # as Condition asks
             yield
             return
-        held = self.lock._release_save()  # type: ignore[attr-defined]  # as Condition does
+        lock_state = self.lock._release_save()  # type: ignore[attr-defined]  # as Condition does
         try:
             yield
         finally:
-            self.lock._acquire_restore(held)  # type: ignore[attr-defined]  # as Condition does
+            self.lock._acquire_restore(lock_state)  # type: ignore[attr-defined]  # as Condition does
 
     def wake_all(self) -> None:
         self._changed.notify_all()
@@ -330,9 +331,10 @@ class FleetScheduler:
             self.fleet.revive(worker)
         # The late item may have ended just before the kill: then no item is to blame.
         is_blameless = began is not None and died.began != began
+        current = None if is_blameless else died.current
         death = Death(
             died,
-            current=None if is_blameless else died.current,
+            current=current,
             is_timeout=began is not None,
             is_revived=is_revived,
             any_alive=is_revived or self._assignments.any_alive(),
@@ -441,7 +443,8 @@ class RunnerPool(Pool):
         watch(self)
 
     def __exit__(self, *raised: object) -> None:
-        self.close(timeout_s=None if raised[0] is None else 0.0)
+        timeout_s = None if raised[0] is None else 0.0
+        self.close(timeout_s=timeout_s)
 
     # -- runs ----------------------------------------------------------------------------------
 
@@ -464,7 +467,8 @@ class RunnerPool(Pool):
             source = open_source(
                 items, self.fleet.wake, direct=self.fleet.direct, max_wait_s=settings.max_wait_s
             )
-            run = self._new_run(source, ordered=settings.ordered if ordered is None else ordered)
+            is_ordered = settings.ordered if ordered is None else ordered
+            run = self._new_run(source, ordered=is_ordered)
             opened.append(run)
             if ended:
                 self._end_runs(opened, ended[0])

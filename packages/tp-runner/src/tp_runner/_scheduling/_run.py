@@ -536,8 +536,8 @@ class Recycling:
         if self._most_bytes is None or time.monotonic() - self._looked[worker] < PERIOD_S:
             return
         self._looked[worker] = time.monotonic()
-        held = self._fleet.private_memory(worker)
-        if held is not None and held > self._most_bytes:
+        nbytes = self._fleet.private_memory(worker)
+        if nbytes is not None and nbytes > self._most_bytes:
             self._fleet.retire(worker)
 
     def on_end(self, worker: int) -> None:
@@ -706,17 +706,18 @@ class PassState:
         self._apply(chunk, after_pickling_error(chunk, error))
 
     def on_worker_death(self, chunks: list[Chunk], death: Death) -> None:
-        held = tuple(chunk.start + i for chunk in chunks for i in range(len(chunk.items)))
+        indices = tuple(chunk.start + i for chunk in chunks for i in range(len(chunk.items)))
         current = death.current
         if current is None and chunks and not death.is_revived and self._on_error == "raise":
             current = chunks[0].seq, 0
-        death = death._replace(current=current, held=held)
+        death = death._replace(current=current, held=indices)
         for chunk in chunks:
             self._apply(chunk, after_death(chunk, death, self._settings))
         if not death.any_alive:
             failure = death_failure(death)
             failure.summary += "; no worker is left"
-            self._fail(failure, index=held[0] if held else None)
+            first = indices[0] if indices else None
+            self._fail(failure, index=first)
 
     def on_failed_start(self, chunks: list[Chunk], died: Died, failure: Failure) -> None:
         """Fail the run: a worker could not be started again."""

@@ -258,9 +258,10 @@ def failure_to_error(
     message = text.format(index=index, item=item, device=device, worker=worker, summary=failure.summary)
     if failure.traceback:
         message += f"\n\nTraceback in the worker:\n{failure.traceback.rstrip()}"
+    original_type = failure.original_type if error_type is WorkerError else None
     error = make_error(
         error_type,
-        failure.original_type if error_type is WorkerError else None,
+        original_type,
         message,
         type_name=failure.type_name,
         index=index,

@@ -278,7 +278,8 @@ def watch(closable: Any, *, last: bool = False) -> None:
         _owner = os.getpid()
         _is_ending = False
         atexit.register(_end_all)
-    (_last if last else _open).add(closable)
+    fleets = _last if last else _open
+    fleets.add(closable)
 
 
 def _end_all() -> None:

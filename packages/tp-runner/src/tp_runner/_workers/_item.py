@@ -301,7 +301,7 @@ class _GeneratorSearch:
         if issubclass(kind, types.BuiltinMethodType):  # draw = rng.random
             value, kind = value.__self__, type(value.__self__)
         if issubclass(kind, self._kinds):
-            if not issubclass(kind, random.SystemRandom) and not any(value is one for one in self._excluded):
+            if not issubclass(kind, random.SystemRandom) and not any(value is own for own in self._excluded):
                 self.copied.add(repr(name))
         elif issubclass(kind, types.FunctionType):
             if value not in self._seen and len(self._seen) < _MOST and (is_work or not _is_installed(value)):
@@ -327,7 +327,7 @@ def _references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the values that a function refers to: globals, attributes of modules, closures, defaults."""
     for code in _codes(function.__code__):
         # Its names include attributes: only an instruction says that one is a global's.
-        for name in {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}:
+        for name in {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}:
             value = function.__globals__.get(name)
             yield name, value
             if issubclass(type(value), types.ModuleType):

@@ -249,7 +249,9 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
         parts += [(f".{key}", value) for key, value in getattr(obj, "__dict__", {}).items()]
         for kind in type(obj).__mro__:
             slots = kind.__dict__.get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
+            if isinstance(slots, str):
+                slots = (slots,)
+            for slot in slots:
                 if hasattr(obj, slot) and not slot.startswith("__"):
                     parts.append((f".{slot}", getattr(obj, slot)))
     else:

@@ -220,7 +220,7 @@ class ProcessFleet(Fleet):
     # -- starting and ending --------------------------------------------------------------------
 
     def start(self, may_restart: Callable[[Died], bool]) -> list[Event]:
-        others: list[Event] = []
+        events: list[Event] = []
         missing = self._missing()
         self.launch()
         try:
@@ -228,7 +228,7 @@ class ProcessFleet(Fleet):
                 self.wait(None)
                 for event in self.poll():
                     if event.worker not in missing:
-                        others.append(event)
+                        events.append(event)
                     elif isinstance(event, Died):  # it may have been ready, and then waited for the others
                         if event.failure is not None or not may_restart(event):
                             raise self.error(event.worker, event.failure or failure_of_death(event))
@@ -236,7 +236,7 @@ class ProcessFleet(Fleet):
         except BaseException:
             self._kill_all()
             raise
-        return others
+        return events
 
     def _missing(self) -> list[int]:
         return [worker for worker in range(self.size) if worker not in self._handles]

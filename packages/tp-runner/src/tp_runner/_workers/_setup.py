@@ -131,15 +131,17 @@ class Surroundings(NamedTuple):
         folder = ""  # the folder may be gone; work that needs it will notice
         with contextlib.suppress(OSError):
             folder = os.getcwd()  # noqa: PTH109 - a string travels lighter
+        authkey = None if process is None else bytes(process.current_process().authkey)
+        decimal_context = None if decimal is None else decimal.getcontext()
         return cls(
             sys.path,
             folder,
             changed_environ(env),
             sys.argv,
             getattr(sys.modules.get("__main__"), "__file__", None),
-            None if process is None else bytes(process.current_process().authkey),
+            authkey,
             _umask(),
-            None if decimal is None else decimal.getcontext(),
+            decimal_context,
         )
 
     @classmethod

@@ -176,13 +176,13 @@ class ThreadFleet(Fleet):
         for inbox in crew.inboxes:
             inbox.put(None)
         deadline = time.monotonic() + timeout_s
-        others = {
+        threads = {
             n: thread for n, thread in enumerate(crew.threads) if thread is not threading.current_thread()
         }
-        for thread in others.values():
+        for thread in threads.values():
             thread.join(min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT_S))
         if timeout_s > 0:
-            late = [worker for worker, thread in others.items() if thread.is_alive()]
+            late = [worker for worker, thread in threads.items() if thread.is_alive()]
             self.warn_not_ended(late, timeout_s, "is left behind, as nobody can kill a thread")
         for worker, result in dict(crew.returned).items():
             self._endings[worker].append(result)
@@ -247,7 +247,8 @@ class InlineFleet(Fleet):
 
     def wait(self, timeout_s: float | None) -> None:
         if not self._waiting:  # another thread may bring something, or end a pause
-            time.sleep(INLINE_PERIOD_S if timeout_s is None else min(timeout_s, INLINE_PERIOD_S))
+            pause_s = INLINE_PERIOD_S if timeout_s is None else min(timeout_s, INLINE_PERIOD_S)
+            time.sleep(pause_s)
             return
         worker, chunk = self._waiting.popleft()
         began = time.monotonic()

@@ -378,11 +378,11 @@ class ReplyWriter:
             payload, buffers, unpicklable = pack_results(results, pack_by_value)
             failed = failed or unpicklable
         results.clear()
-        held = None if lease is None else lease()
+        memory = None if lease is None else lease()
         # As a rule nobody has the inputs any more: their memory, in this core's caches, takes the results.
         # Views that still exist, also in the results' buffers, keep the lease alive, and the inputs stay
         # (test_inputs_that_the_worker_keeps_stay_as_they_were).
-        taken = request.inputs_nbytes if held is not None else 0
+        taken = request.inputs_nbytes if memory is not None else 0
         flags = HAS_FAILURES if failed else 0
         length, shared_nbytes = _blob_sizes(payload, buffers)
         if taken + shared_nbytes <= request.block_nbytes:
@@ -397,13 +397,13 @@ class ReplyWriter:
         # The buffers may be views of the inputs, and would keep them in use.
         del payload
         buffers.clear()
-        if held is not None:
+        if memory is not None:
             flags |= HELD
             seq = request.seq
             released = self._released
             # The callback runs in any thread, or in a collection: it only notes the chunk for the next reply.
-            self._kept[seq] = weakref.ref(held, lambda _: released.append(seq))
-            del held
+            self._kept[seq] = weakref.ref(memory, lambda _: released.append(seq))
+            del memory
         reply = Reply(
             DONE,
             flags,

@@ -168,8 +168,8 @@ class CfgNode(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            known = ", ".join(map(str, self)) or "none"
-            msg = f"no {name!r} in this configuration; there are: {known}"
+            names = ", ".join(map(str, self)) or "none"
+            msg = f"no {name!r} in this configuration; there are: {names}"
             raise AttributeError(msg, name=name, obj=self) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
