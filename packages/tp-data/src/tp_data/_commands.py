@@ -178,7 +178,7 @@ def _stream(files: Sequence[str], cache: str, **options: Any) -> Stream:
     Raises:
         ConfigError: Some have a name and others none.
     """
-    pairs = [one.partition("=") for one in files if not glob.glob(one)]  # noqa: PTH207 - year=2024/a.jsonl
+    pairs = [path.partition("=") for path in files if not glob.glob(path)]  # noqa: PTH207 - year=2024/a.jsonl
     named = {name: value for name, _, value in pairs if value and name.isidentifier()}
     if named and len(named) != len(files):
         msg = f"give each source a name of its own, NAME=FILES, or none of them, got {' '.join(files)}"

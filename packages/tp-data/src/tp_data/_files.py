@@ -86,9 +86,9 @@ class Access:
     @property
     def folder(self) -> Path:
         """The folder of copies, and of indexes that cannot lie beside their files."""
-        given = self.cache or os.environ.get("TP_DATA_CACHE")
+        cache = self.cache or os.environ.get("TP_DATA_CACHE")
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(given or f"{base}/tp-data").expanduser()
+        return Path(cache or f"{base}/tp-data").expanduser()
 
     def attempt(self, what: str, action: Callable[[], T]) -> T:
         """Return what an action on a remote file returns, after several attempts if need be.
@@ -116,12 +116,12 @@ class Access:
         raise LoaderError(msg) from error
 
     def _in_time(self, action: Callable[[], T]) -> T:
-        found: list[T] = []
+        results: list[T] = []
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
-                found.append(action())
+                results.append(action())
             except BaseException as error:  # noqa: BLE001 - raised in the caller
                 errors.append(error)
 
@@ -131,10 +131,10 @@ class Access:
         thread.join(self.timeout_s)
         if errors:
             raise errors[0]
-        if not found:
+        if not results:
             msg = f"no answer within {self.timeout_s:g} s"
             raise TimeoutError(msg)
-        return found[0]
+        return results[0]
 
 
 def _describe(error: BaseException | None) -> str:
@@ -147,15 +147,15 @@ def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     Raises:
         ConfigError: A pattern or a folder has no file, or a file does not exist.
     """
-    given = [files] if isinstance(files, str | os.PathLike) else list(files)
-    found: list[str] = []
-    for one in given:
-        path = os.fspath(one)
+    patterns = [files] if isinstance(files, str | os.PathLike) else list(files)
+    paths: list[str] = []
+    for pattern in patterns:
+        path = os.fspath(pattern)
         if "://" in path or path.startswith("memory:"):
             if any(sign in path.partition("://")[2] for sign in "*["):
-                found += access.attempt(path, lambda at=path: _remote_glob(at, access))  # type: ignore[misc]
+                paths += access.attempt(path, lambda at=path: _remote_glob(at, access))  # type: ignore[misc]
             else:
-                found.append(path)
+                paths.append(path)
             continue
         is_pattern = any(sign in path for sign in "*?[")
         # Not Path.glob: a pattern may be absolute.
@@ -163,30 +163,30 @@ def find_files(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         if not matching:
             msg = f"no file matches {path!r} (from {Path.cwd()})"
             raise ConfigError(msg)
-        found += matching
-    for path in found:
+        paths += matching
+    for path in paths:
         if "://" not in path and not is_regular_file(Path(path)):
-            what = "is a folder; give a pattern, such as" if Path(path).is_dir() else "does not exist"
+            problem = "is a folder; give a pattern, such as" if Path(path).is_dir() else "does not exist"
             hint = f" {path.rstrip('/')}/*.jsonl" if Path(path).is_dir() else file_meant(Path(path))
-            msg = f"{path} {what}{hint}"
+            msg = f"{path} {problem}{hint}"
             raise ConfigError(msg)
-    if twice := sorted({path for path in found if found.count(path) > 1}):
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
         msg = f"{twice[0]} is in the list of files twice; name it once, or mix two sources"
         raise ConfigError(msg)
-    if not found:
+    if not paths:
         msg = "a source needs at least one file, got none"
         raise ConfigError(msg)
-    return found
+    return paths
 
 
 def _remote_glob(pattern: str, access: Access) -> list[str]:
     import fsspec
 
     system, path = fsspec.core.url_to_fs(pattern, **(access.options or {}))
-    found = sorted(system.unstrip_protocol(one) for one in system.glob(path))
-    if not found:
+    urls = sorted(system.unstrip_protocol(name) for name in system.glob(path))
+    if not urls:
         raise FileNotFoundError(pattern)
-    return found
+    return urls
 
 
 # -- Indexes --------------------------------------------------------------------------------------
@@ -219,11 +219,13 @@ class IndexedFile:
         if compression is not None:
             name = name[: -len(Path(name).suffix)]
         self._is_copy = not self._is_local or compression is not None
-        key = f"{key_of(str(Path(url).absolute()) if self._is_local else url):016x}"
+        place = str(Path(url).absolute()) if self._is_local else url
+        key = f"{key_of(place):016x}"
         folder = self._folder()
         self.path = Path(url) if not self._is_copy else access.folder / f"{key}-{name}"
         beside = folder == Path(url).parent / ".tp-data"
-        self._index = folder / f"{name if beside else f'{key}-{name}'}.{kind}.index"
+        stem = name if beside else f"{key}-{name}"
+        self._index = folder / f"{stem}.{kind}.index"
         header = self._read_header()
         if header is None or header["version"] != self._version():
             header = self._make()
@@ -241,7 +243,8 @@ class IndexedFile:
         if self._is_copy or self._access.cache is not None:
             return self._access.folder
         beside = Path(self.url).parent / ".tp-data"
-        if os.access(beside if beside.exists() else beside.parent, os.W_OK):
+        written = beside if beside.exists() else beside.parent
+        if os.access(written, os.W_OK):
             return beside
         return self._access.folder
 
@@ -278,7 +281,8 @@ class IndexedFile:
         def read() -> tuple[bytes, int, int | None]:
             with self._index.open("rb") as file:
                 head, nbytes = file.read(_HEADER_NBYTES), os.fstat(file.fileno()).st_size
-            return head, nbytes, self.path.stat().st_size if self._is_copy else None
+            copied_nbytes = self.path.stat().st_size if self._is_copy else None
+            return head, nbytes, copied_nbytes
 
         try:
             head, nbytes, copied = retry_read(read)
@@ -360,17 +364,17 @@ class IndexedFile:
                     self._check_space(part, out.tell(), len(chunk))
                     out.write(chunk)
                 return
-            held: list[Any] = []
+            open_files: list[Any] = []
 
             def read() -> bytes:
-                if not held:
+                if not open_files:
                     # Open again after a failure, where the last attempt ended.
-                    held.append(opened())
-                    held[0].seek(out.tell())
+                    open_files.append(opened())
+                    open_files[0].seek(out.tell())
                 try:
-                    data: bytes = held[0].read(CHUNK_NBYTES)
+                    data: bytes = open_files[0].read(CHUNK_NBYTES)
                 except BaseException:
-                    held.clear()
+                    open_files.clear()
                     raise
                 return data
 
@@ -555,7 +559,7 @@ class _ZstdFile:
         self._file = file
         self._decompressor = ZstdDecompressor(max_window_size=_WINDOW_NBYTES)
         self._frame: Any = None  # the one that has begun
-        self._left = b""  # what was read behind its end
+        self._unread = b""  # what was read behind its end
 
     def read(self, nbytes: int) -> bytes:
         """Return some bytes, about this many before they are decompressed; none at the end.
@@ -566,17 +570,17 @@ class _ZstdFile:
         """
         import zstandard
 
-        while data := self._left or self._file.read(nbytes):
+        while data := self._unread or self._file.read(nbytes):
             self._frame = self._frame or self._decompressor.decompressobj()
             try:
-                found: bytes = self._frame.decompress(data)
+                decompressed: bytes = self._frame.decompress(data)
             except zstandard.ZstdError as error:
                 raise OSError(str(error)) from error
-            self._left = self._frame.unused_data
+            self._unread = self._frame.unused_data
             if self._frame.eof:
                 self._frame = None
-            if found:
-                return found
+            if decompressed:
+                return decompressed
         if self._frame is not None:
             msg = "the file ends within a frame of zstd"
             raise EOFError(msg)
@@ -585,9 +589,9 @@ class _ZstdFile:
     def seek(self, position: int) -> None:
         """Skip this many decompressed bytes, of a file that was just opened."""
         while position > 0:
-            found = self.read(min(position, CHUNK_NBYTES))
-            position -= len(found)
-            if position < 0 or not found:
+            skipped = self.read(min(position, CHUNK_NBYTES))
+            position -= len(skipped)
+            if position < 0 or not skipped:
                 msg = "the file has changed since its beginning was read"
                 raise OSError(msg)
 

@@ -71,9 +71,9 @@ class Costs:
     def note(self, places: Places, costs: Sequence[int]) -> None:
         """Note the costs at places."""
         sources, indices = places
-        known = np.asarray(costs)
+        numbers = np.asarray(costs)
         for number, at in groups(sources):
-            self._noted[number][indices[at]] = known[at] + 1
+            self._noted[number][indices[at]] = numbers[at] + 1
 
 
 # -- The loader: this rank's part of each global batch, loaded in workers, at a position that can be saved
@@ -144,7 +144,7 @@ class _TaskDataset(Dataset[_LoadResult]):
     def __init__(self, stream: Stream, batcher: Batcher, *, skips: bool, has_drawn: bool) -> None:
         self._stream, self._batcher, self._skips = stream, batcher, skips
         # Only what loads the same samples again can look first whether something draws.
-        can_load_again = all(one.makes_samples and not one.draws for one in stream.sources.values())
+        can_load_again = all(source.makes_samples and not source.draws for source in stream.sources.values())
         self._seeds = stream.draws and (has_drawn or not can_load_again)
         self._draws = DrawWatch()
 
@@ -385,14 +385,14 @@ class Loader:
             msg = f"this is no state of tp_data's Loader: it lacks {lacking}"
             raise StateError(msg)
         self.stream.check(state, state["position"], state["epoch"])
-        held = {"batcher": state["batcher"]} if state.get("batcher") else {}
-        if held and self.batcher.start.__func__ is Batcher.start:  # type: ignore[attr-defined]
+        batcher_state = {"batcher": state["batcher"]} if state.get("batcher") else {}
+        if batcher_state and self.batcher.start.__func__ is Batcher.start:  # type: ignore[attr-defined]
             msg = (
                 f"the state has samples that another batcher held back, and {type(self.batcher).__name__} "
                 "holds none: they would be lost; give the batcher that it had"
             )
             raise StateError(msg)
-        self._state = {key: state[key] for key in ("epoch", "batch", "position")} | held
+        self._state = {key: state[key] for key in ("epoch", "batch", "position")} | batcher_state
         self._epoch, self._resumes = state["epoch"], True
 
     # -- iteration ----------------------------------------------------------------------------------
@@ -428,17 +428,17 @@ class Loader:
         """Yield the tasks of this rank, and note what is to be after each."""
         batcher = copy.copy(self.batcher)
         for rows, after in self._batches(state, batcher):
-            mine = batcher.split(rows, size)[rank]
-            if not mine and not self._stand_ins:
+            own_rows = batcher.split(rows, size)[rank]
+            if not own_rows and not self._stand_ins:
                 continue
-            counted = batcher.count(mine) if mine else 0
+            counted = batcher.count(own_rows) if own_rows else 0
             planned.append((after, Share(counted, batcher.count(rows))))
-            if not mine:
-                mine = [rows[0]._replace(weight=0.0)]
+            if not own_rows:
+                own_rows = [rows[0]._replace(weight=0.0)]
             noted: Sequence[int] | None = None
             if self._costs is not None:
-                noted = self._costs.find(self.stream.order(state["epoch"]).places(positions_in(mine)))
-            yield _LoadTask(state["epoch"], mine, noted=noted or ())
+                noted = self._costs.find(self.stream.order(state["epoch"]).places(positions_in(own_rows)))
+            yield _LoadTask(state["epoch"], own_rows, noted=noted or ())
 
     def _batches(
         self, state: dict[str, Any], batcher: Batcher
@@ -468,8 +468,8 @@ class Loader:
             if isinstance(remaining, ItemsInOrder):
                 taken = remaining.positions.start
             after = {"epoch": epoch, "batch": number + 1, "position": taken}
-            if held := batcher.state_dict():
-                after["batcher"] = held
+            if batcher_state := batcher.state_dict():
+                after["batcher"] = batcher_state
             yield rows, after
 
     def steps(
@@ -504,26 +504,26 @@ class Loader:
         rest, order, costs = iter(positions), self.stream.order(epoch), self._costs
         groups: deque[list[int]] = deque()  # those that workers look at
         group: list[int] = []  # the next one
-        known: list[int] | None = None
+        group_costs: list[int] | None = None
 
         def take() -> bool:
-            nonlocal group, known
+            nonlocal group, group_costs
             group = list(islice(rest, _COSTS_AT_ONCE))
-            known = None
+            group_costs = None
             if costs is not None and group:
-                known = costs.find(order.places(group))
+                group_costs = costs.find(order.places(group))
             return bool(group)
 
         def tasks() -> Iterator[_LoadTask]:
-            while group and known is None:
+            while group and group_costs is None:
                 groups.append(group)
                 yield _LoadTask(epoch, costs=group)
                 take()
 
         take()
         while group:
-            if known is not None:
-                yield from map(Item, group, known)
+            if group_costs is not None:
+                yield from map(Item, group, group_costs)
                 take()
                 continue
             for done in self._start(tasks(), epoch):
@@ -536,12 +536,13 @@ class Loader:
 
     def _start(self, tasks: Iterable[_LoadTask], epoch: int) -> Iterator[_LoadResult]:
         workers = self._workers
+        prefetch_factor = self._prefetch if workers else None
         loader: DataLoader[_LoadResult] = DataLoader(
             _TaskDataset(self.stream, self.batcher, skips=self._skips, has_drawn=self._has_drawn),
             batch_size=None,
             sampler=tasks,
             num_workers=workers,
-            prefetch_factor=self._prefetch if workers else None,
+            prefetch_factor=prefetch_factor,
             collate_fn=_unchanged,
             pin_memory=self._pin_memory,
             timeout=self._timeout_s,

@@ -378,7 +378,7 @@ def check_packing(
         packed = run(documents)
         separate = near = [run([document], is_plain=is_plain) for document in documents]
         dtypes = {parameter.dtype for parameter in model.parameters()}
-        dtype = coarsest(dtypes.union(*(one.dtypes for one in (packed, *separate))))
+        dtype = coarsest(dtypes.union(*(row_run.dtypes for row_run in (packed, *separate))))
         if dtype != torch.float64:
             with nudged(model, dtype):
                 near = [run([document], is_plain=is_plain) for document in documents]
@@ -427,9 +427,9 @@ def _run(
         with Recording(model) as recording, ComputedTypes() as computed:
             output = step(model, batch)
     except Exception as error:
-        what = "packed documents" if len(documents) > 1 else "a document by itself"
+        subject = "packed documents" if len(documents) > 1 else "a document by itself"
         msg = (
-            f"the step fails on a short row with {what}, by which packing is checked: "
+            f"the step fails on a short row with {subject}, by which packing is checked: "
             f"{type(error).__name__}: {error!s:.300}"
         )
         raise ModelError(msg) from error
@@ -463,7 +463,7 @@ def _compare(
         )
     means = _mean_loss(separate), _mean_loss(near)
     if packed.loss is not None and means[0] is not None:
-        mean, rounded_mean = (torch.tensor(one, dtype=torch.float64) for one in means)
+        mean, rounded_mean = (torch.tensor(each, dtype=torch.float64) for each in means)
         total = sum(run.loss or 0.0 for run in separate)  # of a loss that is a sum
         limit = bound.limit(mean, rounded_mean, max(1.0, abs(means[0])))
         is_off = is_off or not min(abs(packed.loss - means[0]), abs(packed.loss - total)) <= limit

@@ -248,7 +248,9 @@ def tar_key(name: str) -> tuple[str, str]:
     stem, _, extension = base.partition(".")
     if not stem or not extension or _META.match(name):
         return "", ""
-    return (f"{folder}/{stem}" if folder else stem), extension.lower()
+    if folder:
+        stem = f"{folder}/{stem}"
+    return stem, extension.lower()
 
 
 SCANS: dict[str, Callable[[Path, str], FileScan]] = {

@@ -118,17 +118,19 @@ class _FileSource(Source):
         groups: dict[int, list[tuple[int, int]]] = {}
         for place, index in enumerate(indices):
             number = bisect_right(ends, index)
-            groups.setdefault(number, []).append((index - (ends[number - 1] if number else 0), place))
-        found: list[Any] = [None] * len(indices)
+            start = ends[number - 1] if number else 0
+            groups.setdefault(number, []).append((index - start, place))
+        samples: list[Any] = [None] * len(indices)
         for number, wanted in groups.items():
             file = files[number]
             for (at, place), data in zip(wanted, file.read_several([at for at, _ in wanted]), strict=True):
-                found[place] = decode(data, file, at)
-        return found
+                samples[place] = decode(data, file, at)
+        return samples
 
     def _find(self, index: int) -> tuple[IndexedFile, int]:
         number = bisect_right(self._ends, index)
-        return self._files[number], index - (self._ends[number - 1] if number else 0)
+        start = self._ends[number - 1] if number else 0
+        return self._files[number], index - start
 
     def _decode(self, data: bytes, file: IndexedFile, index: int) -> Any:
         raise NotImplementedError
@@ -145,7 +147,9 @@ class _FileSource(Source):
 
 
 def _is_empty(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown += f" and {len(names) - 3} more"
     return f"the source has no sample: {shown}; give files with samples, or leave the source out"
 
 
@@ -277,15 +281,15 @@ class Parquet(Source):
         wanted: dict[int, list[tuple[int, int]]] = {}
         for place, index in enumerate(indices):
             number = bisect_right(self._ends, index)
-            at = index - (self._ends[number - 1] if number else 0)
-            wanted.setdefault(number, []).append((at, place))
-        found: list[Any] = [None] * len(indices)
+            start = self._ends[number - 1] if number else 0
+            wanted.setdefault(number, []).append((index - start, place))
+        result: list[Any] = [None] * len(indices)
         for number, rows in wanted.items():
             self._files[self._groups[number][0]].check()  # its group may be one in memory
             taken = self._group(number, indices[rows[0][1]]).take([at for at, _ in rows])
             for (_, place), row in zip(rows, taken.to_pylist(), strict=True):
-                found[place] = row
-        return found
+                result[place] = row
+        return result
 
     def _group(self, number: int, index: int) -> Any:
         """Return a row group, of which ``index`` is a sample."""
@@ -309,8 +313,8 @@ class Parquet(Source):
         """Return the file and the row group of a sample."""
         number = bisect_right(self._ends, index)
         file, group = self._groups[number]
-        at = index - (self._ends[number - 1] if number else 0)
-        return f"{self._files[file].url}, row group {group}, row {at} of it"
+        start = self._ends[number - 1] if number else 0
+        return f"{self._files[file].url}, row group {group}, row {index - start} of it"
 
     @property
     def digest(self) -> str:
@@ -454,7 +458,9 @@ class Iterables(Source):
 
     def __getitem__(self, index: int) -> Any:
         shard = bisect_right(self._ends, index)
-        at = index - (self._ends[shard - 1] if shard else 0)
+        at = index
+        if shard:
+            at -= self._ends[shard - 1]
         with _outside_workers():
             start, iterator = self._iterator_before(shard, at)
             for sample in itertools.islice(iterator, at - start, None):
@@ -484,7 +490,8 @@ class Iterables(Source):
     def where(self, index: int) -> str:
         """Return the shard of a sample, and its place in it."""
         shard = bisect_right(self._ends, index)
-        return f"{self._name}, shard {shard}, sample {index - (self._ends[shard - 1] if shard else 0)}"
+        start = self._ends[shard - 1] if shard else 0
+        return f"{self._name}, shard {shard}, sample {index - start}"
 
     @property
     def digest(self) -> str:
@@ -595,7 +602,8 @@ class _ArrowRows:
         form = dataset.format
         if form["type"] is not None or any(map(require_decoding, dataset.features.values())):
             return None  # tensors, or images and sounds that it decodes
-        return cls(dataset.with_format("arrow", None if form["output_all_columns"] else form["columns"]))
+        columns = None if form["output_all_columns"] else form["columns"]
+        return cls(dataset.with_format("arrow", columns))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_batches": []}
@@ -647,15 +655,15 @@ _SUFFIXES: Mapping[str, Callable[[Any, Access | None], Source]] = {
 }
 
 
-def source_of(given: Any, access: Access | None = None) -> Source:
+def source_of(data: Any, access: Access | None = None) -> Source:
     """Return a source of what was given: a source, a path, URL or pattern, or a sequence.
 
     Raises:
         ConfigError: Nothing of it can be a source.
     """
-    if isinstance(given, Source):
-        return given
-    paths = [given] if isinstance(given, str | PathLike) else given
+    if isinstance(data, Source):
+        return data
+    paths = [data] if isinstance(data, str | PathLike) else data
     if (
         isinstance(paths, list | tuple)
         and paths
@@ -669,7 +677,7 @@ def source_of(given: Any, access: Access | None = None) -> Source:
             )
             raise ConfigError(msg)
         return _SUFFIXES[kinds.pop()](paths, access)
-    kind = type(given)
+    kind = type(data)
     if kind.__module__.split(".")[0] == "streaming" and kind.__name__ != "LocalDataset":
         msg = (
             f"{kind.__name__} orders and splits its samples itself; give what reads them alone: "
@@ -677,21 +685,21 @@ def source_of(given: Any, access: Access | None = None) -> Source:
         )
         raise ConfigError(msg)
     if (
-        isinstance(given, Sized)
-        and hasattr(given, "__getitem__")
-        and not isinstance(given, Mapping | str | bytes)
+        isinstance(data, Sized)
+        and hasattr(data, "__getitem__")
+        and not isinstance(data, Mapping | str | bytes)
     ):
-        return _SequenceSource(given)
-    if hasattr(given, "__iter__") and hasattr(given, "num_shards") and hasattr(given, "shard"):
+        return _SequenceSource(data)
+    if hasattr(data, "__iter__") and hasattr(data, "num_shards") and hasattr(data, "shard"):
         # Hugging Face's iterable dataset. Its shards need not be parts of its iteration: skip(), take() and
         # batched map() count in each shard, and interleave_datasets() ends in each.
-        if getattr(given, "_distributed", None) is not None:
+        if getattr(data, "_distributed", None) is not None:
             msg = (
                 "split_dataset_by_node() leaves each rank its part of a dataset, and a Loader divides the "
                 "batches itself; give the whole dataset"
             )
             raise ConfigError(msg)
-        return Iterables(partial(_whole, given), 1, name=kind.__name__)
+        return Iterables(partial(_whole, data), 1, name=kind.__name__)
     msg = (
         "a source is a path, URL or pattern of files, a sequence, or one of tp_data's classes, got "
         f"{kind.__name__}; for iterators give Iterables(factory, shards)"
@@ -700,7 +708,9 @@ def source_of(given: Any, access: Access | None = None) -> Source:
 
 
 def _suffix(path: str) -> str:
-    suffixes = [suffix.lower() for suffix in Path(path.partition("?")[0] if "://" in path else path).suffixes]
+    if "://" in path:
+        path = path.partition("?")[0]
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     while suffixes and suffixes[-1] in {".gz", ".bz2", ".xz", ".zst"}:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""

@@ -86,7 +86,7 @@ class Stream:
         if not named or not all(isinstance(name, str) for name in named):
             msg = f"a stream needs sources, by names that are texts, got {list(named)}"
             raise ConfigError(msg)
-        self.sources: dict[str, Source] = {name: source_of(one, access) for name, one in named.items()}
+        self.sources: dict[str, Source] = {name: source_of(given, access) for name, given in named.items()}
         self.seed, self.repeat, self._transform = seed, repeat, transform
         sizes = {name: len(source) for name, source in self.sources.items()}
         if until not in ("first", "all"):
@@ -290,22 +290,23 @@ class Stream:
         Raises:
             StateError: It is of others.
         """
-        mine, theirs = self.fingerprint(position, epoch), state["sources"]
-        for name in sorted({*mine["sources"], *theirs}):
-            if mine["sources"].get(name) == theirs.get(name):
+        own, theirs = self.fingerprint(position, epoch), state["sources"]
+        for name in sorted({*own["sources"], *theirs}):
+            if own["sources"].get(name) == theirs.get(name):
                 continue
             if name not in self.sources:
-                what = f"a source {name!r} that this stream lacks"
+                difference = f"a source {name!r} that this stream lacks"
             elif name not in theirs:
-                what = f"no source {name!r} before this position, and this stream has it there"
+                difference = f"no source {name!r} before this position, and this stream has it there"
             else:
-                what = f"a source {name!r} with other samples (this one has {self._sizes[name]})"
+                difference = f"a source {name!r} with other samples (this one has {self._sizes[name]})"
             msg = (
-                f"the state stands at position {position} of epoch {epoch} of a stream with {what}: what "
-                "came before would be another order; give the sources of the run that saved it, or start over"
+                f"the state stands at position {position} of epoch {epoch} of a stream with "
+                f"{difference}: what came before would be another order; give the sources of the run that "
+                "saved it, or start over"
             )
             raise StateError(msg)
-        if mine["order"] != state["order"]:
+        if own["order"] != state["order"]:
             msg = (
                 f"the state stands at position {position} of epoch {epoch} of another order of the same "
                 "sources; give the stream the seed, shuffle, mixture, caps and repeat that it had"

@@ -261,7 +261,8 @@ class TokenBudget(_Windowed):
             at += count
         random.Random(min((p.position for p in pool), default=0)).shuffle(batches)  # noqa: S311 - an order
         rows = [[SampleRow((Piece(p.position, 0, p.tokens),)) for p in batch] for batch in batches]
-        return rows, [] if has_ended else sorted(pool[at:])
+        rest = [] if has_ended else sorted(pool[at:])
+        return rows, rest
 
     def split(self, rows: Sequence[SampleRow], ranks: int) -> list[list[SampleRow]]:
         """Return the part of each rank of a global batch: about the same number of tokens, with padding.
@@ -386,8 +387,8 @@ class Packed(_Windowed):
         else:
             rows = best_fit(rest + new, self.row_length)
             # What was held back once comes now, and the emptiest rows are held back.
-            held = set(rest)
-            rows.sort(key=lambda row: (held.isdisjoint(row), -sum(p.tokens for p in row), row[0]))
+            carried = set(rest)
+            rows.sort(key=lambda row: (carried.isdisjoint(row), -sum(p.tokens for p in row), row[0]))
             count = max(len(rows) - 1, 0) // self.rows * self.rows
         if has_ended:
             count = len(rows)
@@ -400,7 +401,9 @@ class Packed(_Windowed):
         batches = [made[i : i + self.rows] for i in range(0, count, self.rows)]
         if batches and self.last == "pad":
             batches[-1] += [SampleRow((), weight=0.0)] * (self.rows - len(batches[-1]))
-        return batches, [] if has_ended else left
+        if has_ended:
+            left = []
+        return batches, left
 
     def split(self, rows: Sequence[SampleRow], ranks: int) -> list[list[SampleRow]]:
         """Return the part of each rank: as many rows, with about as many pairs of tokens in documents."""
@@ -547,7 +550,8 @@ def share_out(
     def load_with(rank: int, row: int) -> int:
         """Return the load of a rank that gets a row, too."""
         is_padded = most is None and parts[rank]
-        return loads[rank] + costs[parts[rank][0] if is_padded else row]
+        longest = parts[rank][0] if is_padded else row
+        return loads[rank] + costs[longest]
 
     def end_with(rank: int, row: int) -> float:
         load = load_with(rank, row)
