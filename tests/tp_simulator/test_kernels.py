@@ -123,6 +123,13 @@ OPERATIONS = {
     "imaginary parts": lambda x: torch.view_as_complex(x.reshape(3, 2, 2)).imag,
     "softmax": lambda x: torch.softmax(x, -1),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
+    "attention, fused": lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3, is_causal=True),
+    "attention, fused, with a mask": lambda x: F.scaled_dot_product_attention(
+        *[x[None, None]] * 3, torch.ones(3, 3, dtype=torch.bool, device=x.device).tril(), scale=0.3
+    ),
+    "attention, fused, with shared keys": lambda x: F.scaled_dot_product_attention(
+        x.expand(1, 4, 3, 4), *[x.expand(1, 2, 3, 4)] * 2, x[:, :3], enable_gqa=True
+    ),
     "a loss of classes": lambda x: F.cross_entropy(x, torch.tensor([0, 3, 1], device=x.device)),
     "bags": lambda x: F.embedding_bag(
         torch.tensor([0, 2, 1], device=x.device), x, torch.tensor([0, 2], device=x.device)
@@ -178,6 +185,41 @@ def test_a_recurrent_layer_has_the_numbers_of_the_cpu(kind, options):
     with tp_simulator.hostile() as report:
         torch.testing.assert_close(numbers("sim:0"), expected)
     assert report.races == ()
+
+
+def _attention_gradients(device, tokens=7):
+    parts = (
+        torch.linspace(-1, 1, 3 * 2 * tokens * 4).sin().view(3, 1, 2, tokens, 4).to(device).requires_grad_()
+    )
+    F.scaled_dot_product_attention(*parts, is_causal=True).square().sum().backward()
+    return parts.grad.cpu()
+
+
+def test_fused_attention_has_the_gradients_of_the_cpu_and_keeps_no_scores():
+    with tp_simulator.hostile() as report:
+        torch.testing.assert_close(_attention_gradients("sim:0"), _attention_gradients("cpu"))
+    assert report.races == ()
+    torch.sim.synchronize()
+    torch.sim.reset_peak_memory_stats()
+    before = torch.sim.memory_allocated()
+    _attention_gradients("sim:0", tokens=2048)
+    assert torch.sim.max_memory_allocated() - before < 2 * 2048 * 2048 * 4 / 8  # an eighth of the scores
+
+
+def test_attention_is_by_what_sdpa_kernel_allows():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    x = torch.ones(1, 1, 3, 4, device="sim:0")
+    with sdpa_kernel(SDPBackend.MATH), tp_simulator.watch() as report:
+        F.scaled_dot_product_attention(x, x, x)
+        assert report.kernels > 1
+    with sdpa_kernel(SDPBackend.OVERRIDEABLE), tp_simulator.watch() as report:
+        F.scaled_dot_product_attention(x, x, x)
+        assert report.kernels == 1
+        with pytest.raises(RuntimeError, match="the backends that are enabled cannot do this attention"):
+            F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    with pytest.raises(NotImplementedError, match="no dropout in fused attention"):
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable(x, x, x, None, 0.5)
 
 
 def test_dropout_scales_what_it_keeps():

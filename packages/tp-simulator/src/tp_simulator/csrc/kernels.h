@@ -199,9 +199,10 @@ class Call {
       generator_ = static_cast<Generator*>(drawn.unsafeGetGeneratorImpl())->next();
       return;
     }
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !op_.hasTag(at::Tag::nondeterministic_seeded), "sim: ", schema_.name(),
-        " draws random numbers, and takes no generator");
+    // The fused attention draws for dropout alone, and is called without.
+    bool draws = op_.hasTag(at::Tag::nondeterministic_seeded) &&
+        schema_.name() != "aten::_scaled_dot_product_flash_attention_for_cpu";
+    TORCH_CHECK_NOT_IMPLEMENTED(!draws, "sim: ", schema_.name(), " draws random numbers, and takes no generator");
   }
 
   // The arguments for another kernel than this device's.

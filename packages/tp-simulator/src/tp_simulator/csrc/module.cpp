@@ -4,6 +4,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "attention.h"
 #include "cuda_names.h"
 #include "group.h"
 #include "kernels.h"
