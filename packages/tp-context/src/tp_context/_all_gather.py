@@ -4,6 +4,7 @@ Source: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tp_context._attention_inputs import Inputs, Rules
 from tp_context._dropout_mask import DropoutMask
-from tp_context._kernels import Sums, is_fused, mix, partial_attention, partial_attention_backward, sum_dtype
+from tp_context._fused_kernels import Kernel, kernel_for
+from tp_context._kernels import Sums, mix, partial_attention, partial_attention_backward, sum_dtype
 from tp_context._score_blocks import ScoreBlock, fused_blocks, score_blocks
 
 
@@ -28,17 +30,14 @@ class AllGatherAttention(torch.autograd.Function):
         ctx.rules, ctx.noise = rules, noise
         sliced = Inputs(*tensors)  # type: ignore[arg-type]  # autograd has no names
         inputs = _whole(sliced, rules)
-        learned = sliced.mask is not None and sliced.mask.requires_grad
-        ctx.fused = (
-            not rules.by_hand and noise is None and not learned and is_fused(inputs.query, inputs.value)
-        )
-        if not ctx.fused:
+        ctx.kernel = kernel_for(sliced, rules)
+        if ctx.kernel is None:
             ctx.save_for_backward(*tensors)
             drawn = None if noise is None else noise.draw()
             return _mixed_rows(inputs, rules, drawn)
         sums = Sums(inputs)
         for block in fused_blocks(inputs, rules):
-            sums.add(block, *partial_attention(block.of(inputs), block, rules))
+            sums.add(block, *partial_attention(ctx.kernel, block.of(inputs), block, rules))
         out, total = sums.results()
         ctx.save_for_backward(*tensors, out, total)
         return out.view_as(out)
@@ -52,9 +51,9 @@ class AllGatherAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, None, *twice(grad, sliced, rules, noise, needs)
         whole = _whole(sliced, rules)
-        if ctx.fused:
+        if ctx.kernel is not None:
             total = results[1].nan_to_num(neginf=0.0)  # of rows that see nothing: their scores are all -inf
-            own = _fused_backward(grad, whole, rules, (results[0], total))
+            own = _fused_backward(ctx.kernel, grad, whole, rules, (results[0], total))
         else:
             drawn = None if noise is None else noise.draw()
             with torch.autocast(grad.device.type, enabled=False):
@@ -72,16 +71,24 @@ class AllGatherAttention(torch.autograd.Function):
 
 
 def _fused_backward(
-    grad: Tensor, inputs: Inputs, rules: Rules, results: Sequence[Tensor]
+    kernel: Kernel, grad: Tensor, inputs: Inputs, rules: Rules, results: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Return the gradients of torch's kernel, from its output and log-sum-exps."""
+    """Return the gradients of a kernel, from its output and log-sum-exps."""
+    blocks = fused_blocks(inputs, rules)
+    first = next(blocks)
+    counts = inputs.query.size(2), inputs.key.size(2)
+    if (first.first, first.last, first.begin, first.end) == (0, counts[0], 0, counts[1]):
+        # No other follows: its gradients are all.
+        own = partial_attention_backward(kernel, grad, first.of(inputs), results, first, rules)
+        return [*own, None, None, None]
     exact = sum_dtype(inputs.query)
-    own, *sums = (torch.zeros_like(t, dtype=exact, memory_format=torch.contiguous_format) for t in inputs[:3])
-    add_gradients(grad, inputs, rules, results, fused_blocks(inputs, rules), (own, *sums))
-    return [*(t.to(inputs.query.dtype) for t in (own, *sums)), None, None, None]
+    places = [torch.zeros_like(t, dtype=exact, memory_format=torch.contiguous_format) for t in inputs[:3]]
+    add_gradients(kernel, grad, inputs, rules, results, chain([first], blocks), places)
+    return [*(t.to(inputs.query.dtype) for t in places), None, None, None]
 
 
 def add_gradients(
+    kernel: Kernel | None,
     grad: Tensor,
     inputs: Inputs,
     rules: Rules,
@@ -94,8 +101,9 @@ def add_gradients(
     of_queries, *of_keys = places
     for block in blocks:
         rows, keys = slice(block.first, block.last), slice(block.begin, block.end)
-        parts = (t[:, :, rows] for t in (out, total))
-        grads = partial_attention_backward(grad[:, :, rows], block.of(inputs), tuple(parts), block, rules)
+        parts = [t[:, :, rows] for t in (out, total)]
+        own = block.of(inputs)
+        grads = partial_attention_backward(kernel, grad[:, :, rows], own, parts, block, rules)
         of_queries[:, :, rows] += grads[0]
         for place, other in zip(of_keys, grads[1:], strict=True):
             place[:, :, keys] += other
@@ -121,7 +129,7 @@ def _again(
         block_inputs = Inputs(*leaves)  # type: ignore[arg-type]  # the same are None
         block_noise = None if noise is None else block.part(noise)
         with torch.enable_grad():
-            mixed = mix(block_inputs, rules, block_noise, is_causal=block.is_causal)
+            mixed = mix(block_inputs, rules, block_noise)
         grads = torch.autograd.grad(mixed, wanted, grad[..., block.first : block.last, :])
         totals = _places(Inputs(*sums), block)  # type: ignore[arg-type]  # those that are needed
         for total, other in zip(totals, grads, strict=True):
@@ -174,7 +182,7 @@ def _mixed_rows(inputs: Inputs, rules: Rules, noise: Tensor | None) -> Tensor:
     outputs = []
     for block in score_blocks(inputs, rules):
         block_noise = None if noise is None else block.part(noise)
-        outputs.append(mix(block.of(inputs), rules, block_noise, is_causal=block.is_causal))
+        outputs.append(mix(block.of(inputs), rules, block_noise))
     return _joined_rows(outputs)
 
 

@@ -8,18 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tp_context._attention_inputs import Inputs, Rules
+from tp_context._fused_kernels import Block, Kernel, attend_to_block, block_gradients
 from tp_context._score_blocks import ScoreBlock
 
 # As it is before `_patches.patched` replaces it.
 plain_attention = F.scaled_dot_product_attention
 
 
-def mix(inputs: Inputs, rules: Rules, noise: Tensor | None, *, is_causal: bool) -> Tensor:
+def mix(inputs: Inputs, rules: Rules, noise: Tensor | None) -> Tensor:
     """Return the attention of some rows to keys that are all here."""
     query, key, value, mask, bias, sinks = inputs
     if not rules.by_hand and noise is None:
         options: dict[str, Any] = {"scale": rules.scale, "enable_gqa": rules.grouped}
-        return plain_attention(query, key, value, mask, 0.0, is_causal, **options)
+        return plain_attention(query, key, value, mask, **options)
     if rules.grouped:
         shared = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
@@ -60,32 +61,55 @@ class Sums:
     """Attention to some keys after others, joined by the log-sum-exps of scores."""
 
     def __init__(self, inputs: Inputs) -> None:
-        query, exact = inputs.query, sum_dtype(inputs.query)
-        batch, heads, count = query.shape[:3]
-        # In the layout of torch's function: models flatten heads without a copy.
-        shape = (batch, count, heads, inputs.value.size(-1))
-        self.dtype = query.dtype
-        self.out = query.new_zeros(shape, dtype=exact).transpose(1, 2)
-        self.total = query.new_full(query.shape[:-1], -torch.inf, dtype=exact)
+        self._query = inputs.query
+        self._features = inputs.value.size(-1)
+        # A block with all rows is the result if no other follows: nothing is copied.
+        self._only: tuple[Tensor, Tensor] | None = None
+        self._begun: list[tuple[int, int]] = []  # the rows that have a block
+        self._out = self._total = inputs.query.new_empty(0)
 
     def add(self, block: ScoreBlock, part: Tensor, sums: Tensor) -> None:
         """Add the attention of the rows of a block to its keys, with their log-sum-exps."""
+        if not self._begun and (block.first, block.last) == (0, self._query.size(2)):
+            self._only = part, sums
+            self._begun.append((block.first, block.last))
+            return
+        self._need_memory()
         rows = slice(block.first, block.last)
-        out, before = self.out[:, :, rows], self.total[:, :, rows]
+        out, before = self._out[:, :, rows], self._total[:, :, rows]
+        if all(last <= block.first or block.last <= first for first, last in self._begun):
+            self._begun.append((block.first, block.last))
+            out.copy_(part)
+            before.copy_(sums)
+            return
         joined = torch.logaddexp(before, sums.to(before.dtype))
         # Where nothing is seen yet, -inf less -inf.
         first, second = ((t - joined).exp().nan_to_num(0.0)[..., None] for t in (before, sums))
         out.mul_(first).addcmul_(part.to(out.dtype), second)
         before.copy_(joined)
 
+    def _need_memory(self) -> None:
+        if self._total.numel():
+            return
+        query, exact = self._query, sum_dtype(self._query)
+        batch, heads, count = query.shape[:3]
+        # In the layout of torch's function: models flatten heads without a copy.
+        shape = (batch, count, heads, self._features)
+        self._out = query.new_zeros(shape, dtype=exact).transpose(1, 2)
+        self._total = query.new_full(query.shape[:-1], -torch.inf, dtype=exact)
+        if self._only is not None:
+            part, sums = self._only
+            self._out.copy_(part)
+            self._total.copy_(sums)
+            self._only = None
+
     def results(self) -> tuple[Tensor, Tensor]:
         """Return the output in the dtype of queries, and the log-sum-exps."""
-        return self.out.to(self.dtype), self.total
-
-
-def is_fused(query: Tensor, value: Tensor) -> bool:
-    """Return whether torch's kernel takes these."""
-    return query.device.type == "cpu" and query.size(-1) == value.size(-1)
+        if self._only is not None:
+            out, total = self._only
+            return out.to(self._query.dtype), total.to(sum_dtype(self._query))
+        self._need_memory()
+        return self._out.to(self._query.dtype), self._total
 
 
 def _added(block: ScoreBlock, query: Tensor, key: Tensor) -> Tensor | None:
@@ -99,18 +123,17 @@ def _added(block: ScoreBlock, query: Tensor, key: Tensor) -> Tensor | None:
     return sees.expand(-1, -1, query.size(2), key.size(2))
 
 
-def partial_attention(inputs: Inputs, block: ScoreBlock, rules: Rules) -> tuple[Tensor, Tensor]:
-    """Return attention to some of the keys, and the log-sum-exp of scores: -inf where nothing is seen."""
+def partial_attention(
+    kernel: Kernel | None, inputs: Inputs, block: ScoreBlock, rules: Rules
+) -> tuple[Tensor, Tensor]:
+    """Return attention to some of the keys, and the log-sum-exp of scores: -inf where nothing is seen.
+
+    Without a kernel, the scores of the block are in memory.
+    """
     query, key, value = inputs[:3]
-    added = _added(block, query, key)
-    if is_fused(query, value):
-        # Private in torch 2.13, and the only one to return log-sum-exps: a test notices if it goes.
-        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, block.is_causal, attn_mask=added, scale=rules.scale
-        )
-        if added is not None:  # the kernel says 0 of a row that sees nothing
-            sums = sums.masked_fill((added == -torch.inf).all(-1), -torch.inf)
-        return out, sums
+    if kernel is not None:
+        added = _added(block, query, key)
+        return attend_to_block(kernel, Block(query, key, value, added, block.is_causal, rules.scale))
     scores, _ = _scores(query, key, block, rules)
     sums = scores.logsumexp(-1)
     weights = (scores - sums.nan_to_num(neginf=0.0)[..., None]).exp()
@@ -118,17 +141,20 @@ def partial_attention(inputs: Inputs, block: ScoreBlock, rules: Rules) -> tuple[
 
 
 def partial_attention_backward(
-    grad: Tensor, inputs: Inputs, results: Sequence[Tensor], block: ScoreBlock, rules: Rules
+    kernel: Kernel | None,
+    grad: Tensor,
+    inputs: Inputs,
+    results: Sequence[Tensor],
+    block: ScoreBlock,
+    rules: Rules,
 ) -> tuple[Tensor, ...]:
     """Return what some of the keys add to gradients, with the output and log-sum-exp of all keys."""
     query, key, value = inputs[:3]
     out, sums = results
-    if is_fused(query, value):
-        grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, sums, 0.0, block.is_causal,
-            attn_mask=_added(block, query, key), scale=rules.scale,
-        )  # fmt: skip
-        return grads
+    if kernel is not None:
+        added = _added(block, query, key)
+        whole = Block(query, key, value, added, block.is_causal, rules.scale)
+        return block_gradients(kernel, grad, whole, out, sums)
     scores, scale = _scores(query, key, block, rules)
     weights = (scores - sums[..., None]).exp()
     exact = weights.dtype

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tp_context._all_gather import add_gradients, twice
 from tp_context._attention_inputs import Inputs, QueryKeyCuts, Rules
+from tp_context._fused_kernels import Kernel, kernel_for
 from tp_context._kernels import Sums, partial_attention, sum_dtype
-from tp_context._score_blocks import ring_blocks
+from tp_context._score_blocks import ScoreBlock, ring_blocks, tiles
 from tp_context._slices import Cut, resized, views
 
 
@@ -29,14 +30,15 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rules: Rules, cuts: QueryKeyCuts, *tensors: Tensor | None) -> Tensor:
         inputs = Inputs(*tensors)  # type: ignore[arg-type]  # autograd has no names
+        kernel = kernel_for(inputs, rules)
         sums = Sums(inputs)
         for source, (key, value) in _rounds([inputs.key, inputs.value], cuts.keys):
             here = inputs._replace(key=key, value=value)
-            for block in ring_blocks(inputs.mask, cuts, source, is_causal=rules.is_causal):
-                sums.add(block, *partial_attention(block.of(here), block, rules))
+            for block in _blocks(kernel, inputs, rules, cuts, source):
+                sums.add(block, *partial_attention(kernel, block.of(here), block, rules))
         out, total = sums.results()
         ctx.save_for_backward(*tensors, out, total)
-        ctx.rules, ctx.cuts = rules, cuts
+        ctx.rules, ctx.cuts, ctx.kernel = rules, cuts, kernel
         return out.view_as(out)
 
     @staticmethod
@@ -52,10 +54,18 @@ class RingAttention(torch.autograd.Function):
         sums = [torch.zeros_like(t, dtype=exact) for t in (inputs.key, inputs.value)]
         for source, (key, value, *places) in _rounds([inputs.key, inputs.value], cuts.keys, sums):
             here = inputs._replace(key=key, value=value)
-            blocks = ring_blocks(inputs.mask, cuts, source, is_causal=rules.is_causal)
-            add_gradients(grad, here, rules, (out, total), blocks, (own, *places))
+            blocks = _blocks(ctx.kernel, inputs, rules, cuts, source)
+            add_gradients(ctx.kernel, grad, here, rules, (out, total), blocks, (own, *places))
         ends = [t.to(inputs.query.dtype) for t in (own, *sums)]
         return None, None, *ends, None, None, None
+
+
+def _blocks(
+    kernel: Kernel | None, inputs: Inputs, rules: Rules, cuts: QueryKeyCuts, source: int
+) -> Iterator[ScoreBlock]:
+    """Return blocks for a kernel; without one, of few rows."""
+    blocks = ring_blocks(inputs.mask, cuts, source, is_causal=rules.is_causal)
+    return tiles(blocks, inputs.query.device) if kernel is None else blocks
 
 
 def _rounds(

@@ -1,6 +1,6 @@
 """The blocks of an attention's scores: which rows see which keys, so that no mask of all is needed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from tp_context._attention_inputs import Inputs, QueryKeyCuts, Rules
 from tp_context._slices import Cut
 
-_BLOCK = 256
-"""Rows of queries with a mask at a time: a mask of all would need more memory than the split saves."""
+ROWS = 256
+"""Rows at a time with a mask or scores in memory: all would need more memory than the split saves."""
 
 
 class ScoreBlock(NamedTuple):
@@ -44,29 +44,26 @@ class ScoreBlock(NamedTuple):
 
 
 def score_blocks(inputs: Inputs, rules: Rules) -> Iterator[ScoreBlock]:
-    """Return blocks of rows that do all the work; each has the keys alone that one of its rows sees."""
+    """Return blocks of few rows that do all the work; each has the keys alone that one of its rows sees.
+
+    Their scores may be in memory.
+    """
     mask = inputs.mask
-    # Scores in memory are of few rows at a time, whatever the mask.
-    in_memory = rules.by_hand or rules.dropout > 0
     if rules.is_causal:
-        return _causal_blocks(inputs, rules, in_memory=in_memory)
+        return _causal_blocks(inputs, rules)
     if mask is not None and mask.dim() > 1 and mask.size(-2) > 1:
         return _masked_blocks(inputs, mask, rules)
-    return _plain_blocks(inputs, in_memory=in_memory)
+    return _plain_blocks(inputs, ROWS)
 
 
-def _causal_blocks(inputs: Inputs, rules: Rules, *, in_memory: bool) -> Iterator[ScoreBlock]:
-    """Yield rows that see the keys up to their own: those at the beginning of the sequence as one block."""
+def _causal_blocks(inputs: Inputs, rules: Rules) -> Iterator[ScoreBlock]:
+    """Yield rows that see the keys up to their own."""
     device = inputs.query.device
     ranges = [(0, inputs.query.size(-2))] if rules.rows is None else rules.rows.own
     at = 0
     for begin, end in ranges:
-        if begin == 0 and end and not in_memory:
-            yield ScoreBlock(0, end, 0, end, None, is_causal=True)
-            at = end
-            continue
-        for first in range(begin, end, _BLOCK):
-            last = min(first + _BLOCK, end)
+        for first in range(begin, end, ROWS):
+            last = min(first + ROWS, end)
             sees = torch.arange(first, last, device=device)[:, None] >= torch.arange(last, device=device)
             yield ScoreBlock(at, at + last - first, 0, last, sees)
             at += last - first
@@ -75,7 +72,7 @@ def _causal_blocks(inputs: Inputs, rules: Rules, *, in_memory: bool) -> Iterator
 def _masked_blocks(inputs: Inputs, mask: Tensor, rules: Rules) -> Iterator[ScoreBlock]:
     """Yield neighbors in the sequence, with the keys from the first to the last that one of them sees."""
     count, length = inputs.query.size(-2), inputs.key.size(-2)
-    for first, last in _steps(rules.rows, count, _BLOCK):
+    for first, last in _steps(rules.rows, count, ROWS):
         begin, end = 0, length
         if mask.size(-1) > 1:
             begin, end = _seen_keys(mask[..., first:last, :])
@@ -83,10 +80,9 @@ def _masked_blocks(inputs: Inputs, mask: Tensor, rules: Rules) -> Iterator[Score
         yield block._replace(sees=block.part(mask))
 
 
-def _plain_blocks(inputs: Inputs, *, in_memory: bool) -> Iterator[ScoreBlock]:
+def _plain_blocks(inputs: Inputs, step: int) -> Iterator[ScoreBlock]:
     """Yield rows that see the same keys: all, or those that a mask of one row shows."""
     count, length = inputs.query.size(-2), inputs.key.size(-2)
-    step = _BLOCK if in_memory else max(count, 1)
     for first, last in _steps(None, count, step):
         block = ScoreBlock(first, last, 0, length, None)
         if inputs.mask is not None:
@@ -120,9 +116,13 @@ def _seen_keys(mask: Tensor) -> tuple[int, int]:
 
 
 def fused_blocks(inputs: Inputs, rules: Rules) -> Iterator[ScoreBlock]:
-    """Yield blocks for torch's kernel; rows in several of them have the sum. A causal mask costs nothing."""
+    """Yield blocks for a fused kernel; rows in several of them have the sum. A causal mask costs nothing."""
+    mask = inputs.mask
     if not rules.is_causal:
-        yield from score_blocks(inputs, rules)
+        if mask is not None and mask.dim() > 1 and mask.size(-2) > 1:
+            yield from _masked_blocks(inputs, mask, rules)
+        else:
+            yield from _plain_blocks(inputs, max(inputs.query.size(-2), 1))
         return
     ranges = [(0, inputs.query.size(-2))] if rules.rows is None else rules.rows.own
     at = 0
@@ -147,7 +147,7 @@ def ring_blocks(
         columns = mask
         if mask.size(-1) > 1:
             columns = keys.take(mask, -1, source)
-        for first, last in _steps(rows, rows.tokens, _BLOCK):
+        for first, last in _steps(rows, rows.tokens, ROWS):
             sees = ScoreBlock(first, last, 0, keys.counts[source], None).part(columns)
             seen = sees.reshape(-1, sees.size(-1)).any(0).nonzero()
             if not len(seen):
@@ -166,3 +166,19 @@ def ring_blocks(
                 yield ScoreBlock(at, at + end - begin, to, to + right - left, None, is_causal=left == begin)
             to += right - left
         at += end - begin
+
+
+def tiles(blocks: Iterable[ScoreBlock], device: torch.device) -> Iterator[ScoreBlock]:
+    """Yield the same in blocks of few rows, whose scores may be in memory."""
+    for block in blocks:
+        for first in range(block.first, block.last, ROWS):
+            last = min(first + ROWS, block.last)
+            end, sees = block.end, block.sees
+            if block.is_causal:
+                seen = last - block.first
+                end = block.begin + seen
+                own = torch.arange(first - block.first, seen, device=device)
+                sees = own[:, None] >= torch.arange(seen, device=device)
+            elif sees is not None and sees.size(-2) > 1:
+                sees = sees[..., first - block.first : last - block.first, :]
+            yield ScoreBlock(first, last, block.begin, end, sees)
