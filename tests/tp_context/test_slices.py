@@ -17,7 +17,7 @@ from tp_core import LaunchEnvironment, resolve_devices
 from tp_core.data import step_identity
 from tp_core.errors import ConfigError, StepError
 from tp_core.plugins import Job
-from tp_trainer import Trainer
+from tp_trainer import Trainer, estimate
 
 from tests.cases import first_fast
 from tests.installed import backend_class
@@ -233,6 +233,72 @@ def test_the_keys_that_ranks_exchange_are_in_the_estimate():
     _, passed = activations("ring")
     assert gathered == pytest.approx(whole / 4 + 2 * attended, rel=0.02)
     assert passed == pytest.approx(whole / 4 + attended, rel=0.02)
+
+
+class Heads(torch.nn.Module):
+    """Attention by two heads, whose dtype, mask and dropout vary."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.layer, self.options = torch.nn.Linear(8, 8), options
+
+    def forward(self, x):
+        parts = [self.layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for _ in range(3)]
+        return torch.nn.functional.scaled_dot_product_attention(*parts, **self.options).mean()
+
+
+def on_cards(model, dtype=torch.float32, tokens=4096, **options):
+    """Return the memory of two ranks that share sequences on CUDA devices."""
+    batch = torch.zeros(2, tokens, 8, dtype=dtype)
+    table = estimate(model.to(dtype), None, batch, lambda m, x: m(x), devices=2, **options)
+    return next(found.memory for found in table.layouts if found.layout.axes == {"data": 1, "context": 2})
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "kernels"),
+    [
+        (Heads(), {"precision": "bf16-mixed"}, "attention by torch's flash kernel"),
+        (Heads(), {}, "attention by torch's efficient kernel"),
+        (
+            Heads(attn_mask=torch.ones(4096, 4096, dtype=torch.bool)),
+            {"precision": "bf16-mixed"},
+            "attention by torch's efficient kernel, masks of 256 rows",
+        ),
+        (
+            Heads(),
+            {"dtype": torch.float64},
+            (
+                "attention by no fused kernel (flash: it does not take torch.float64; efficient: it does not "
+                "take torch.float64; cuDNN: it does not take torch.float64), scores of 256 rows"
+            ),
+        ),
+        (
+            Heads(dropout_p=0.1),
+            {"precision": "bf16-mixed"},
+            "attention by no fused kernel, for its dropout: all of its mask, scores of 256 rows",
+        ),
+        (Attending(), {"tokens": 8}, "attention by torch's efficient kernel"),
+    ],
+)
+def test_the_estimate_says_which_kernel_it_counts_on(model, options, kernels):
+    need = on_cards(model, **options)
+    assert need.kernels == kernels
+    assert str(need).endswith(f"; {kernels}")
+
+
+def test_the_table_of_layouts_names_the_kernel_below_what_starts_a_layout():
+    table = estimate(Heads(), None, torch.zeros(2, 64, 8), lambda m, x: m(x), devices=2)
+    rows = str(table).splitlines()
+    at = rows.index("    attention by torch's efficient kernel")
+    assert "context" in rows[at - 1]
+
+
+def test_the_scores_that_are_in_memory_are_in_the_estimate():
+    fused = on_cards(Heads()).activations
+    tile = 256 * 4096 * 2 * 4 * 4  # of two heads, two samples of each rank, in float32
+    assert on_cards(Heads(), torch.float64).activations > fused + 4 * tile
+    drawn = 2 * 4 * 4096 * 4096
+    assert on_cards(Heads(dropout_p=0.1)).activations == fused + drawn // 2 + 6 * tile
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from tp_core.errors import ConfigError, ModelError
 from tp_core.jobs import Axis, Footprint, Layout, MemoryNeed, divisors, replicated_memory
 from tp_core.plugins import Backend, Job, RanksBackend, Verdict, registry
@@ -52,18 +53,24 @@ class ContextBackend(RanksBackend[ContextOptions]):
 
         A group has as many times the samples of a rank as it has ranks, and cuts each into as many slices: so
         activations shrink with the ranks also where a batch has fewer samples than there are ranks. What
-        attention exchanges is added: by all-gather whole keys and values, and their gradients.
+        attention exchanges is added: by all-gather whole keys and values, and their gradients. So are scores,
+        where no fused kernel of torch can do it.
         """
+        kernels = ""
         if job.footprint is not None:
             options = self.parse_options(job)
             context = ranks_of_a_sequence(options, job.environment.world_size)
-            job = replace(job, footprint=_sliced(job.footprint, context, options.attention))
+            kernels, scores = _scores(job.footprint, context, options.attention, job.devices[0].type)
+            footprint = _sliced(job.footprint, context, options.attention, scores)
+            job = replace(job, footprint=footprint)
         weights, inner = self._weights(job)
         if weights is not None:
-            return weights.estimate_memory(inner)
-        if job.footprint is None:
-            return None
-        return replicated_memory(job, job.footprint, keeps_gradients=True)
+            need = weights.estimate_memory(inner)
+        elif job.footprint is None:
+            need = None
+        else:
+            need = replicated_memory(job, job.footprint, keeps_gradients=True)
+        return None if need is None else replace(need, kernels=kernels)
 
     def layouts(self, job: Job) -> Iterable[Layout]:
         """Yield each number of ranks that share a sequence, with each backend that can hold the weights.
@@ -137,7 +144,42 @@ def _around(weights: str, inner: Layout) -> Iterable[Layout]:
         yield replace(inner, axes=axes, options=options)
 
 
-def _sliced(footprint: Footprint, context: int, attention: str) -> Footprint:
+_TILES = 4
+"""The memory of tiles of scores beside each other, in tiles: 3.3 on a simulated device, in float32."""
+_TILES_WITH_DROPOUT = 6
+"""The same with dropout, where it was 5.4."""
+
+
+def _scores(footprint: Footprint, context: int, attention: str, device_type: str) -> tuple[str, int]:
+    """Return what attention is computed by, in words, and the bytes of its scores in memory."""
+    from tp_context._fused_kernels import Wanted, refusals
+    from tp_context._score_blocks import ROWS
+
+    call = footprint.attention
+    if context == 1 or not call:
+        return "", 0
+    samples = math.ceil(footprint.part * context)
+    row = int(call["row"]) * samples
+    tile = ROWS * row
+    if attention in {"ulysses", "ring"}:  # some of the heads, or of the keys
+        tile //= context
+    if call["dropout"]:
+        # As one device draws it, of which each rank takes its part.
+        drawn = row // 4 * int(call["queries"])
+        highest = max(drawn + drawn // context, drawn // context + _TILES_WITH_DROPOUT * tile)
+        words = f"attention by no fused kernel, for its dropout: all of its mask, scores of {ROWS} rows"
+        return words, highest
+    mask = getattr(torch, str(call["mask"])) if call["mask"] else None
+    sizes = int(call["features"]), int(call["value_features"])
+    found = refusals(Wanted(device_type, getattr(torch, str(call["dtype"])), *sizes, mask))
+    able = next((name for name, reason in found.items() if not reason), None)
+    if able is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.items()) or "it has none"
+        return f"attention by no fused kernel ({reasons}), scores of {ROWS} rows", _TILES * tile
+    return f"attention by torch's {able} kernel" + f", masks of {ROWS} rows" * (mask is not None), 0
+
+
+def _sliced(footprint: Footprint, context: int, attention: str, scores: int) -> Footprint:
     """Return the footprint of a rank that has a slice of each of its group's samples."""
     samples = math.ceil(footprint.part * context)
     part = samples / context
@@ -146,6 +188,7 @@ def _sliced(footprint: Footprint, context: int, attention: str) -> Footprint:
     gathered = attended * samples * 2 if context > 1 else 0
     if attention in {"ulysses", "ring"}:
         gathered = 2 * gathered // context
+    gathered += scores
 
     def sliced(nbytes: int, fixed: int = 0) -> int:
         return min(nbytes, fixed) + math.ceil(max(0, nbytes - fixed) * part)

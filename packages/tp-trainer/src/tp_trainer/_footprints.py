@@ -18,7 +18,7 @@ from tp_core.modules import repeated_blocks
 from tp_trainer._memory import measure_footprint, resized
 
 _STATES = ("weights", "gradients", "optimizer", "update")
-_SAME = {*_STATES, "attentions"}
+_SAME = {*_STATES, "attentions", "attention"}
 """What does not grow with the samples."""
 _FEW = 2
 _MANY = 6

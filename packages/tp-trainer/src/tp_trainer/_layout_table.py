@@ -174,6 +174,8 @@ class LayoutTable:
                 command, *script = self._start(self.fitting[number - 1])
                 yield f"    {command}"
                 yield from (f"        {line}" for line in script)
+                if kernels := self.fitting[number - 1].memory.kernels:
+                    yield f"    {kernels}"
 
     def _start(self, found: LayoutNeed) -> list[str]:
         return found.lines(accumulate=self.accumulate, precision=self.precision)

@@ -44,6 +44,10 @@ class Footprint:
             there is memory for it, and what is left afterwards.
         keys: The memory of keys and values in all calls of torch's attention.
         attentions: The number of these calls.
+        attention: The call with the most scores, among those with a mask if there are any; empty without one.
+            Its ``dtype``, the ``features`` of a head of keys and its ``value_features``, its ``mask`` (the
+            dtype, or empty), whether there is ``dropout``, the number of its ``queries``, and the bytes of a
+            ``row``: the scores of one query in float32, of all heads and samples.
         unknown: The reason why something is not known; empty if all is.
     """
 
@@ -62,6 +66,7 @@ class Footprint:
     timeline: Mapping[str, Sequence[int]] = field(default_factory=lambda: MappingProxyType({}))
     keys: int = 0
     attentions: int = 0
+    attention: Mapping[str, int | str] = field(default_factory=lambda: MappingProxyType({}))
     unknown: str = ""
 
     @property
@@ -87,6 +92,9 @@ class Footprint:
             return self
         own = self.activations - self.casts
         more = round(own * (times - 1))
+        attention = dict(self.attention)
+        if attention:
+            attention["row"] = round(int(attention["row"]) * times)
         return replace(
             self,
             activations=self.activations + more,
@@ -94,6 +102,7 @@ class Footprint:
             with_gradients=self.with_gradients + more,
             batch=round(self.batch * times),
             keys=round(self.keys * times),
+            attention=attention,
             kept={name: round(n * times) for name, n in self.kept.items()},
             passed={name: round(n * times) for name, n in self.passed.items()},
             timeline={name: [round(n * times) for n in both] for name, both in self.timeline.items()},
@@ -102,7 +111,7 @@ class Footprint:
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON can say it."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        mappings = ("kept", "passed", "timeline")
+        mappings = ("kept", "passed", "timeline", "attention")
         return values | {name: dict(getattr(self, name)) for name in mappings}
 
 
@@ -120,6 +129,7 @@ class MemoryNeed:
         device: The name of the device, for messages.
         assumed: The assumptions in words: "optimizer state as of AdamW".
         remedy: The advice where the job does not fit.
+        kernels: The kernels that the numbers count on, in words; empty where it makes no difference.
 
     Raises:
         ConfigError: A number is negative.
@@ -134,6 +144,7 @@ class MemoryNeed:
     device: str = ""
     assumed: str = ""
     remedy: str = ""
+    kernels: str = ""
 
     def __post_init__(self) -> None:
         for name in ("weights", "gradients", "optimizer", "communication", "activations", "free"):
@@ -179,7 +190,8 @@ class MemoryNeed:
             else f"activations about {shown(self.activations)}",
         ]
         assumed = f" ({self.assumed})" if self.assumed else ""
-        return f"needs {least}{shown(self.total)} {unit}{free}: {', '.join(parts)}{assumed}"
+        kernels = f"; {self.kernels}" if self.kernels else ""
+        return f"needs {least}{shown(self.total)} {unit}{free}: {', '.join(parts)}{assumed}{kernels}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON can say it."""

@@ -105,6 +105,7 @@ class LiveBytes(TorchDispatchMode):
         is_forward: Whether attentions are counted: those that the backward pass computes again are not.
         keys: The bytes of keys and values of all calls of torch's attention.
         attentions: The number of these calls.
+        attention: See :class:`tp_core.jobs.Footprint`.
     """
 
     def __init__(self, known: Iterable[Tensor], *, block: int = 1) -> None:
@@ -112,6 +113,7 @@ class LiveBytes(TorchDispatchMode):
         self.block = block
         self.is_forward = True
         self.keys = self.attentions = 0
+        self.attention: dict[str, int | str] = {}
         self.values = self.gradients = self.casts = 0
         self.highest = self.highest_with_gradients = self.highest_alone = self._making = 0
         self.timeline: dict[str, list[int]] = {}
@@ -129,11 +131,30 @@ class LiveBytes(TorchDispatchMode):
         if self.is_forward and "scaled_dot_product" in str(operator):
             self.attentions += 1
             self.keys += sum(t.numel() * t.element_size() for t in args[1:3])
+            self._note_attention(operator, args, kwargs or {})
         is_cast = operator is torch.ops.aten._to_copy.default and _address(args[0]) in self._known
         for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
             if isinstance(output, Tensor):
                 self._note(output, is_cast=is_cast)
         return outputs
+
+    def _note_attention(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        names = [argument.name for argument in operator._schema.arguments]
+        named = dict(zip(names, args, strict=False)) | kwargs
+        query, key, value = args[:3]
+        mask = named.get("attn_mask", named.get("attn_bias"))
+        found: dict[str, int | str] = {
+            "dtype": str(query.dtype).removeprefix("torch."),
+            "features": query.size(-1),
+            "value_features": value.size(-1),
+            "mask": "" if mask is None else str(mask.dtype).removeprefix("torch."),
+            "dropout": int(named.get("dropout_p", 0) > 0),
+            "queries": query.size(-2),
+            "row": query[..., 0, 0].numel() * key.size(-2) * 4,
+        }
+        now = self.attention
+        if not now or (found["mask"] != "", found["row"]) > (now["mask"] != "", now["row"]):
+            self.attention = found
 
     def note_gradient(self, gradient: Tensor | None, name: str) -> None:
         """Count the storage of a parameter's gradient as one from now on."""

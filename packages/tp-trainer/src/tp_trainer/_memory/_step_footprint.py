@@ -1,7 +1,7 @@
 """The memory of one training step, measured on fake tensors, which have no memory."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,9 @@ def measure_footprint(
         unknown="no batch and step are known",
     )
     stand_ins = StandIns(_usable(device), dtype=dtype)
-    with preserve_rng_state(), _attention_of(device):
+    attending = _FusedAttention()
+    is_elsewhere = device is not None and device.type != _usable(device).type
+    with preserve_rng_state(), attending if is_elsewhere else nullcontext():
         try:
             copied = stand_ins.of_model(model)
             recompute(copied, recomputation)
@@ -70,6 +72,8 @@ def measure_footprint(
                 values = stand_ins.of_batch(batch)
                 with stand_ins.mode:
                     found = _run_step(found, live, copied, values, step, precision)
+                if found.attention and attending.drops:
+                    found = replace(found, attention={**found.attention, "dropout": 1})
                 if precision in LOWER:
                     found = _with_lower(found, model, batch, step, precision, device, recomputation)
             except Exception as error:
@@ -144,6 +148,7 @@ def _run_step(
         timeline=live.timeline,
         keys=live.keys,
         attentions=live.attentions,
+        attention=live.attention,
         unknown="",
     )
 
@@ -242,22 +247,26 @@ def _state_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Leaves out the dropout of attention weights.
+    """Leaves out the dropout of attention weights, for stand-ins on the CPU of devices that are missing here.
 
     With it torch has one kernel on CUDA, and on the CPU a product, a softmax and another product, with
     (queries, keys) matrices that a CUDA device would never have.
+
+    Attributes:
+        drops: Whether there was any.
     """
+
+    drops = False
 
     def __torch_function__(
         self, function: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return call_without_attention_dropout(function, args, kwargs or {})
-
-
-def _attention_of(device: torch.device | None) -> AbstractContextManager[object]:
-    """Let stand-ins, which are on the CPU where a device is missing, attend by the kernels of that device."""
-    is_elsewhere = device is not None and device.type != _usable(device).type
-    return _FusedAttention() if is_elsewhere else nullcontext()
+        kwargs = kwargs or {}
+        if function is nn.functional.scaled_dot_product_attention:
+            self.drops |= bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+        elif function is nn.functional.multi_head_attention_forward and kwargs.get("training", True):
+            self.drops |= bool(args[10] if len(args) > 10 else kwargs.get("dropout_p", 0.0))
+        return call_without_attention_dropout(function, args, kwargs)
 
 
 def _usable(device: torch.device | None) -> torch.device:
