@@ -271,6 +271,73 @@ def language_model_offloaded(bench):
     return predicted_and_measured(bench, backend, options, rows=bench.size(4, 2))
 
 
+# -- long sequences ---------------------------------------------------------------------------------------
+
+
+def operators_of(function):
+    """Return the names of the operators of attention that a function calls, one for each kernel."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = set()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if "scaled_dot_product" in operator.name():
+                names.add(operator.name().removeprefix("aten::"))
+            return operator(*args, **(kwargs or {}))
+
+    with Operators():
+        function()
+    return sorted(names)
+
+
+@benchmark(limit_s=60)
+def context_at_128k(bench):
+    """Causal attention of a rank of eight to 131,072 tokens, forward and backward, without the exchanges."""
+    from unittest.mock import patch
+
+    import torch
+    from tp_context import _ring
+
+    # Private, all: the other ranks are not here. A round of the ring gets this rank's own keys again.
+    from tp_context._algorithms import attend
+    from tp_context._attention_inputs import Inputs, QueryKeyCuts, Rules
+    from tp_context._ring import RingAttention
+    from tp_context._slices import Cut
+
+    ranks, features = 8, bench.size(128, 8)
+    tokens = bench.size(131_072, 512)
+    heads, shared = bench.size((32, 8), (8, 8))
+    cut = Cut(tokens, 3, ranks, None)
+
+    def made(heads, tokens):
+        shape = (1, heads, tokens, features)
+        return torch.randn(shape, device=bench.device, dtype=torch.bfloat16, requires_grad=True)
+
+    query, own = made(heads, cut.tokens), [made(shared, cut.tokens) for _ in range(2)]
+    whole = [made(shared, tokens) for _ in range(2)]
+    some = [made(count // ranks, tokens) for count in (heads, shared, shared)]
+    rules = Rules(None, None, is_causal=True, grouped=True)
+
+    def all_gather():
+        attend(Inputs(query, *whole), rules._replace(rows=cut), "all-gather").sum().backward()
+
+    def ulysses():
+        attend(Inputs(*some), rules, "all-gather").sum().backward()
+
+    def ring():
+        with patch.object(_ring, "_pass_on", lambda tensor, _: (tensor.clone(), [])):
+            cuts = QueryKeyCuts(cut, cut)
+            found = RingAttention.apply(rules, cuts, query, *own, None, None, None)
+            found.sum().backward()
+
+    ways = {"all-gather": all_gather, "ulysses": ulysses, "ring": ring}
+    figures = {f"{name}: kernels": operators_of(way) for name, way in ways.items()}
+    scores = heads * cut.tokens * tokens * 4
+    figures["scores of a rank in float32, MiB"] = round(scores / 2**20, 2)
+    return figures | bench.medians_ms(ways, rounds=3, calls=1) | bench.peaks_mib(ways)
+
+
 # -- the trainer -----------------------------------------------------------------------------------------
 
 

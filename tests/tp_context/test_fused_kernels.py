@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -44,6 +45,32 @@ BF16, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 )
 def test_the_table_says_which_kernels_can_do_an_attention(wanted, able):
     assert [name for name, reason in refusals(wanted).items() if not reason] == able
+
+
+GUIDE = {
+    "causal, or all keys": [(BF16, 64), (FLOAT, 64)],
+    "the same, values of another size than keys": [(BF16, 32)],
+    "a mask: padding, windows, documents, additive": [(BF16, 64, BF16)],
+    "float64": [(DOUBLE, 64)],
+}
+
+
+def test_the_guide_names_the_kernels_of_the_table():
+    def cell(device_type, calls):
+        """Return the kernel of each type."""
+        found = {}
+        for dtype, *others in calls:
+            table = refusals(Wanted(device_type, dtype, 64, *others))
+            able = [name for name, reason in table.items() if not reason]
+            kernel = able[0] if able else "tiles"
+            found[kernel] = {BF16: "float16 and bfloat16", FLOAT: "float32"}.get(dtype)
+        if len(found) == 1:
+            return next(iter(found))
+        return ", ".join(f"{kernel} in {types}" for kernel, types in found.items())
+
+    text = (Path(__file__).parents[2] / "docs/context/attention.md").read_text()
+    for what, calls in GUIDE.items():
+        assert f"| {what} | {cell('cpu', calls)} | {cell('cuda', calls)} |" in text
 
 
 def test_kernels_whose_gradients_differ_between_runs_are_left_out_where_that_is_forbidden():
