@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import weakref
 
 import pytest
 import torch
@@ -100,3 +101,38 @@ def test_a_step_leaves_nothing_to_the_collector(memory, train, backend, devices)
     # The first step makes what stays; epochs begin and end between some of the others.
     within = [n for i, n in enumerate(left) if i >= 2 and i % (SAMPLES // BATCH)]
     assert within == [0] * len(within)
+
+
+def earlier_batches_of(backend, count):
+    """Return how many batches of earlier steps are in memory in each step of several models, on this rank."""
+    batches, found = [], []
+
+    def run_all(*models_and_batch):
+        *models, batch = models_and_batch
+        found.append(sum(reference() is not None for reference in batches))
+        batches.append(weakref.ref(batch))
+        return sum(model(batch).square().mean() for model in models)
+
+    with Trainer(backend=backend, devices="cpu", progress=False) as trainer:
+        models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(count)]
+        parameters = [p for model in models for p in model.parameters()]
+        *models, optimizer, loader = trainer.prepare(
+            *models, torch.optim.SGD(parameters, 0.1), DataLoader(torch.ones(SAMPLES, 4), BATCH)
+        )
+        gc.collect()
+        gc.disable()
+        try:
+            for batch in loader:
+                trainer.backward(trainer.run(run_all, *models, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                del batch
+        finally:
+            gc.enable()
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_ranks_free_a_batch_before_the_next_one(two_ranks, backend, count):
+    assert two_ranks.run(earlier_batches_of, backend, count) == [[0] * (SAMPLES // BATCH)] * 2

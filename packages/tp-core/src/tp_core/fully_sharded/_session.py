@@ -1,5 +1,6 @@
 """The session of a rank that holds shards of its models."""
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -136,13 +137,13 @@ class FullyShardedSession(ProcessGroupSession):
         Collective: those of :meth:`run`, for each model.
         """
 
-        def within(outer: Sequence[nn.Module]) -> StepOutput:
-            if not outer:
-                return step(*models, batch)
-            return self.sharding.run(outer[0], lambda: within(outer[1:]))
-
+        # From the innermost model outwards. A function that calls itself would be in a cycle with the batch,
+        # and batches would pile up in the device's memory until the garbage collector runs.
+        call: Callable[[], StepOutput] = functools.partial(step, *models, batch)
+        for model in reversed(models):
+            call = functools.partial(self.sharding.run, model, call)
         try:
-            return within(models)
+            return call()
         except torch.OutOfMemoryError as error:
             error.add_note(self.sharding.remedy)
             raise

@@ -299,18 +299,25 @@ class ProcessGroupSession(Session):
 
         Collective: those of :meth:`run`, for each model.
         """
+        return self._enter(step, models, batch, [])
 
-        def enter(entered: list[nn.Module]) -> StepOutput:
-            if len(entered) == len(models):
-                return step(*entered, batch)
-            model = models[len(entered)]
-            if not torch.is_grad_enabled():
-                return enter([*entered, self.unwrap(model)])
-            if isinstance(model, SteppingDataParallel):
-                return model.run(lambda module: enter([*entered, module]))
-            return enter([*entered, model])
-
-        return enter([])
+    # A method, and no function within the other: one that calls itself would be in a cycle with the batch, which
+    # would stay in memory until the garbage collector runs.
+    def _enter(
+        self,
+        step: Callable[..., StepOutput],
+        models: Sequence[nn.Module],
+        batch: Any,
+        entered: Sequence[nn.Module],
+    ) -> StepOutput:
+        if len(entered) == len(models):
+            return step(*entered, batch)
+        model = models[len(entered)]
+        if not torch.is_grad_enabled():
+            return self._enter(step, models, batch, [*entered, self.unwrap(model)])
+        if isinstance(model, SteppingDataParallel):
+            return model.run(lambda module: self._enter(step, models, batch, [*entered, module]))
+        return self._enter(step, models, batch, [*entered, model])
 
     def backward(
         self,
