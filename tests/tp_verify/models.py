@@ -239,7 +239,7 @@ class ByHand(Strategy):
             model.get_submodule(self.at).weight.register_hook(lambda g: g / dist.get_world_size())
         if self.fault == "draws of one rank":
             module = model.get_submodule(self.at)
-            module.register_forward_hook(lambda m, a, y: y + 1e-3 * dist.get_rank())
+            module.register_forward_hook(lambda m, a, y: y * (1 + 1e-3 * dist.get_rank()))
 
     def clip(self, model, max_norm):
         split = ("up", "q.", "k.", "v.", "down.weight", "o.weight", "embed")

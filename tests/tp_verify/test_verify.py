@@ -1,6 +1,7 @@
 """A strategy is proven, or the first place where it differs is named; what cannot be tried is refused."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tp_core.compare import Bound
 from tp_core.errors import ConfigError, ModelError, RankFailedError
 from tp_core.ranks import RankPool
 from tp_verify import Strategy, strategies, verify
+from tp_verify._rounding import bound_of_sums, farthest  # no public way meets an overflow in one run alone
+from tp_verify._training_task import RunRecord, StepRecord
 
 from tests.tp_verify import faults
 from tests.tp_verify import models as m
@@ -461,6 +465,41 @@ def test_a_factor_of_all_gradients_is_named_in_types_of_few_digits(dtype, ranks)
     options = {"parallel": Halved(), "step": m.step, "ranks": ranks, "dtype": dtype, "vary": False}
     report = verify(m.build, m.EVEN[:1], **options)
     assert "every one is 0.5 times one device's" in str(report.finding), str(report)
+
+
+class LaterRate(strategies.DDP):
+    """Steps its scheduler twice, as a loop does that steps it on each rank."""
+
+    def update(self, model, optimizer):
+        super().update(model, optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_another_learning_rate_is_named_in_any_type(dtype, ranks):
+    options = {"parallel": LaterRate(), "step": m.step, "ranks": ranks, "dtype": dtype, "vary": False}
+    report = verify(m.build, m.EVEN, optimizer=m.adamw, **options)
+    assert report.finding.step == 2
+    assert re.search(r"change of the weight of .*: the learning rate of rank 0 is", str(report.finding))
+
+
+def test_the_farthest_of_several_runs_bounds_each_number():
+    right, steps = torch.zeros(2), []
+    for loss, weight in ((1.0, 0.0), (1.1, -0.2), (0.8, 0.1), (1.0, math.inf)):
+        weights = {"weight": torch.tensor([weight, 0.0])}
+        steps.append(StepRecord(loss=loss, weights=weights, buffers={"none": right}))
+    exact, *runs = (RunRecord(steps=[step]) for step in steps)
+    (far,) = farthest(exact, runs).steps
+    assert (far.loss, far.weights["weight"].tolist()) == (0.8, [pytest.approx(-0.2), 0.0])
+    assert far.norm is None
+
+
+def test_what_ranks_sum_is_bounded_by_the_number_of_terms():
+    two, eight = (bound_of_sums([torch.float64, torch.bfloat16], terms).rtol for terms in (2, 8))
+    assert eight / two == pytest.approx(math.sqrt(3))
+    assert two < torch.finfo(torch.bfloat16).eps
+    assert bound_of_sums([torch.float32], 8) == Bound.of([torch.float32])
 
 
 def by_adam(model):

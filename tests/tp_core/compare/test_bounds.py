@@ -126,3 +126,15 @@ def test_a_nudge_leaves_the_least_number_finite():
     mask = torch.full((8,), torch.finfo(F32).min)
     with nudged(model := torch.nn.Identity(), F32):
         assert bool(model(mask).isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_its_own_type_few_numbers_move_and_they_do_not_drift(dtype):
+    x = torch.rand(100_000, generator=torch.Generator().manual_seed(0)).add(1).to(dtype)
+    with nudged(model := torch.nn.Identity(), dtype):
+        moved = (model(x).double() - x.double()) / torch.finfo(dtype).eps
+    assert moved.abs().max() == 1
+    assert 0.07 < float(moved.ne(0).double().mean()) < 0.09  # a twelfth: the variance of a rounding
+    assert abs(float(moved.mean())) < 0.003
+    with nudged(model, dtype):
+        assert bool(model(torch.full((1000,), torch.finfo(dtype).min, dtype=dtype)).isfinite().all())

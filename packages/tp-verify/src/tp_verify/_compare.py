@@ -36,7 +36,7 @@ class RunComparison:
 
     Attributes:
         exact: The reference in float64.
-        near: The reference in the type in which the ranks compute.
+        near: The reference in the type in which the ranks compute, farthest from the exact one.
         ranks: The records of all ranks.
         bound: What rounding explains.
         compared: How many tensors of each kind were compared.
@@ -98,6 +98,7 @@ class RunComparison:
             yield self._norm(step, exact.norm, near.norm, records)
             clipped = [r.clipped for r in records]
             yield self.tensors("the clipped gradient", step, exact.clipped, near.clipped, clipped)
+        yield self._rates(step, exact, records)
         yield self._updates(step, number, records)
         states = [r.states for r in records]
         yield self.tensors("the optimizer's state", step, exact.states, near.states, states)
@@ -382,13 +383,27 @@ class RunComparison:
                 return Finding(what, module, step, difference, tensor=f"{tensor} {key}".rstrip())
         return None
 
+    def _rates(self, step: int, exact: StepRecord, records: Sequence[StepRecord]) -> Finding | None:
+        """Compare learning rates: in a type of few digits, changes of weights are too coarse to show them."""
+        for name, rate in exact.rates.items():
+            for rank, record in enumerate(records):
+                own = record.rates.get(name, rate)
+                # A scheduler may multiply rates one by one, or keep them in float32.
+                if not math.isclose(own, rate, rel_tol=1e-6):
+                    module, _, parameter = name.rpartition(".")
+                    difference = f"the learning rate of rank {rank} is {own:.6g}, one device's {rate:.6g}"
+                    return Finding("the change of the weight", module, step, difference, tensor=parameter)
+        if exact.rates:
+            self.count("learning rates", len(exact.rates))
+        return None
+
     def _updates(self, step: int, number: int, records: Sequence[StepRecord]) -> Finding | None:
-        """Compare what the steps so far have changed: a small step would drown in the weight itself."""
-        exact = _changes(self.exact.steps[number].weights, self.exact.initial)
-        near = _changes(self.near.steps[number].weights, self.near.initial)
+        """Compare what the step has changed: it would drown in the weight itself."""
         ranks = []
         for run, record in zip(self.ranks, records, strict=True):
-            ranks.append(_changes(record.weights, run.initial))
+            ranks.append(_changes(record.weights, _before(run, number)))
+        exact = _changes(self.exact.steps[number].weights, _before(self.exact, number))
+        near = _changes(self.near.steps[number].weights, _before(self.near, number))
         return self.tensors("the change of the weight", step, exact, near, ranks)
 
     def count(self, kind: str, by: int = 1) -> None:
@@ -396,12 +411,21 @@ class RunComparison:
         self.compared[kind] = self.compared.get(kind, 0) + by
 
 
-def _changes(weights: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return how far weights are from their first values; a rank may have had none of some."""
+def _before(run: RunRecord, number: int) -> Mapping[str, Tensor]:
+    """Return the weights before a step: of a reference that follows ranks, theirs."""
+    if run.steps[number].before:
+        return run.steps[number].before
+    if number:
+        return run.steps[number - 1].weights
+    return run.initial
+
+
+def _changes(weights: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what a step has changed; a rank may have had none of some weights."""
     changes = {}
     for name, weight in weights.items():
-        if name in initial:
-            changes[name] = weight.double() - initial[name].double()
+        if name in before:
+            changes[name] = weight.double() - before[name].double()
     return changes
 
 

@@ -51,6 +51,8 @@ class StepRecord:
     loss: float | None = None
     weight: float = 0.0
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
     norm: float | None = None
     clipped: dict[str, Tensor | None] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -101,6 +103,7 @@ class TrainingTask:
         folder: Where a checkpoint is saved, or loaded; empty for none.
         nudge: The type of one more rounding of what modules return, for a reference that shows how far
             roundings grow; ``None`` for none.
+        nudge_seed: Which of the numbers it rounds.
     """
 
     build: Any
@@ -116,6 +119,7 @@ class TrainingTask:
     seeds: int = 0
     folder: str = ""
     nudge: torch.dtype | None = None
+    nudge_seed: int = 0
 
 
 class OneDevice(Strategy):
@@ -333,7 +337,9 @@ def _one_step(
         seen.norm = float(norm)
         seen.clipped = _whole(strategy, {n: strategy.gradient(p) for n, p in model.named_parameters()})
     if followed is not None:
+        seen.before = followed.weights
         _put(model, followed.gradients, lambda parameter: parameter.grad)
+    seen.rates = _rates(strategy, model, optimizer)
     strategy.update(model, optimizer)
     _record_state(seen, strategy, model, optimizer)
     return seen
@@ -343,7 +349,7 @@ def _one_step(
 def _recorded(task: TrainingTask, strategy: Strategy, model: nn.Module, seen: StepRecord) -> Iterator[None]:
     """Record what modules return, and the gradients between them, but for single numbers, as a loss is."""
     recording = Recording(model, plain_name=strategy.plain_name, gradients=True)
-    rounding = nullcontext() if task.nudge is None else nudged(model, task.nudge)
+    rounding = nullcontext() if task.nudge is None else nudged(model, task.nudge, seed=task.nudge_seed)
     with rounding, recording:
         yield
     seen.forward = {place: one for place, one in recording.outputs.items() if one.tensor.dim()}
@@ -382,6 +388,18 @@ def _whole(strategy: Strategy, tensors: dict[str, Any]) -> dict[str, Any]:
             if tensor is not None:
                 wholes[plain] = copy_of(strategy.whole(plain, tensor))
     return wholes
+
+
+def _rates(strategy: Strategy, model: nn.Module, optimizer: Optimizer) -> dict[str, float]:
+    """Return the learning rate of each parameter, for the step that comes."""
+    names = {id(p): strategy.plain_name(n) for n, p in model.named_parameters()}
+    rates = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            plain = names.get(id(parameter))
+            if plain is not None and "lr" in group:
+                rates[plain] = float(group["lr"])
+    return rates
 
 
 def _states(strategy: Strategy, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.arguments import explain_arguments
-from tp_core.compare import Bound, coarsest, idle_lines_in_words, joined_parts, named_tensors
+from tp_core.compare import coarsest, idle_lines_in_words, joined_parts, named_tensors
 from tp_core.errors import ConfigError, ModelError, RankFailedError
 from tp_core.random import preserve_rng_state
 from tp_core.ranks import RankPool
@@ -31,6 +31,7 @@ from tp_verify._compare import RunComparison
 from tp_verify._own_batches import OwnBatches, own_batches
 from tp_verify._report import Finding, VerifyReport
 from tp_verify._reproduce import Case, check_reproducible, is_shown, script, smallest
+from tp_verify._rounding import bound_of_sums, farthest, rounded_runs
 from tp_verify._strategy import Step, Strategy, row_count
 from tp_verify._training_task import (
     Followed,
@@ -147,19 +148,14 @@ def verify(
             # two trainings in a low precision part, as Adam divides by what may be all but zero.
             follower = replace(task, micro=1, follow=_followed(exact, runs.records, task))
             exact = run_task(replace(follower, dtype=torch.float64), OneDevice())
-            # A model in float64 that computes in float32 inside has the same roundings again: one more shows
-            # how far they grow.
-            nudge = None
-            if kept == torch.float64:
-                nudge = computed
-            near = run_task(replace(follower, nudge=nudge), OneDevice())
+            near = farthest(exact, rounded_runs(follower, kept, computed))
         drawn = runs.exact
         if computed != torch.float64 and runs.task.seeds:
             # Of the ranks' last weights, for the same reason.
             drawing = replace(runs.task, dtype=torch.float64, micro=1)
             drawn = draw_task(drawing, _last(runs, "weights"), _last(runs, "buffers"))
     # Of the follower too: under autocast, float64 stays float64, and float32 does not.
-    bound = Bound.of([kept, *exact.dtypes, *near.dtypes])
+    bound = bound_of_sums([kept, *exact.dtypes, *near.dtypes], count * micro)
     comparison = RunComparison(exact, near, runs.records, bound, {}, {}, strategy.reorders)
     finding = comparison.first()
     if finding is not None and finding.what in _UPDATED and computed == torch.float64:

@@ -261,10 +261,14 @@ class ComputedTypes(TorchFunctionMode):
 
 @contextmanager
 def nudged(model: nn.Module, dtype: torch.dtype, *, seed: int = 0) -> Iterator[None]:
-    """Round half of the numbers that innermost modules return down by one rounding of a type.
+    """Move numbers that innermost modules return by one rounding of a type.
 
     How far a model's outputs and gradients move by this is how far another order of sums may move them, with
     all that grows on the way: the ``near`` of :meth:`Bound.limit`.
+
+    In a wider type, half of the numbers move down by half a unit of the last place of ``dtype``. In ``dtype``
+    itself, where none can move by less than a unit, a twelfth of them moves by one, up or down: this has the
+    variance of one rounding, and no drift.
 
     Args:
         model: The model. Its weights stay as they are.
@@ -272,7 +276,7 @@ def nudged(model: nn.Module, dtype: torch.dtype, *, seed: int = 0) -> Iterator[N
         seed: Another one draws other numbers.
     """
     generators: dict[torch.device, torch.Generator] = {}
-    factor = 1 - torch.finfo(dtype).eps / 2
+    half = torch.finfo(dtype).eps / 2
     # Replicas share a module's hooks, and each is checked in the thread of its device.
     thread = threading.get_ident()
     devices = {parameter.device for parameter in model.parameters()}
@@ -292,9 +296,14 @@ def nudged(model: nn.Module, dtype: torch.dtype, *, seed: int = 0) -> Iterator[N
         generator = generators.get(value.device)
         if generator is None:
             generator = generators[value.device] = torch.Generator(value.device).manual_seed(seed)
-        drawn = torch.rand(value.shape, generator=generator, device=value.device) < 0.5
-        # Towards zero: the least number of a type, as masks have it, must not become infinite.
-        return torch.where(drawn, value * factor, value)
+        drawn = torch.rand(value.shape, generator=generator, device=value.device)
+        down = value * (1 - half)
+        if value.dtype != dtype:
+            return torch.where(drawn < 0.5, down, value)
+        up = value * (1 + half)
+        # The least number of a type, as masks have it, must not become infinite.
+        up = torch.where(up.isinf(), value, up)
+        return torch.where(drawn < 1 / 24, down, torch.where(drawn > 23 / 24, up, value))
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         return move(output)
