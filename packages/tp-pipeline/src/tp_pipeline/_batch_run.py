@@ -528,7 +528,8 @@ class BatchRun:
         gradients = []
         for origin in self._differentiated(stage - 1, part):
             leaf = leaves[origin]
-            gradients.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            gradients.append(gradient)
         if self._exchange.rank_of(stage - 1) == self._exchange.me:
             self._states[stage - 1, part].gradients = PendingTensors([], gradients)
         else:

@@ -39,7 +39,7 @@ class ModuleAttributes:
                 forward makes anew, of positions or of weights, does not.
             is_written: Whether an operator has written a tensor in place.
         """
-        found = []
+        changed = []
         for prefix, module, copies in self._before:
             for key, now in _attributes_of(module):
                 if key in copies:
@@ -48,8 +48,8 @@ class ModuleAttributes:
                 else:
                     is_changed = any(map(is_kept, filter(_has_numbers, tree_leaves(now))))
                 if is_changed:
-                    found.append(f"{prefix}.{key}".lstrip("."))
-        return found
+                    changed.append(f"{prefix}.{key}".lstrip("."))
+        return changed
 
     def restore(self) -> None:
         """Put the attributes back as they were, and what is in them."""

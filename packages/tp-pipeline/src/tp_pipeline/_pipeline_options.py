@@ -91,9 +91,9 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         check_above_zero(self, "timeout_s")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                choices = ", ".join(map(repr, known))
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(map(repr, allowed))
                 msg = f"PipelineOptions({name}=...) must be one of {choices}, got {getattr(self, name)!r}"
                 raise ConfigError(msg)
         if self.ranks != -1 and self.ranks < 1:

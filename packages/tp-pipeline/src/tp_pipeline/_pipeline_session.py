@@ -363,12 +363,13 @@ class PipelineSession(ProcessGroupSession):
         planned = self._plan(staged, step, batch)
         learns = torch.is_grad_enabled() and all(plan.has_loss for plan in planned.plans)
         trained = staged.trained()
+        seed = int(torch.randint(2**62, ())) if learns else self.job.seed
         run = BatchRun(
             planned,
             staged,
             self._exchange,
             trained=list(trained.values()),
-            seed=int(torch.randint(2**62, ())) if learns else self.job.seed,
+            seed=seed,
             is_sum=self.job.loss == "sum",
             scale=self._scale,
             is_timed=self.options.trace is not None,
@@ -595,7 +596,7 @@ class PipelineSession(ProcessGroupSession):
         """
         if isinstance(error, TpError) or not _is_of_empty_tensors(error):
             return
-        staged = [found for model in models if (found := self._staged.get(model)) is not None]
+        staged = [staged_model for model in models if (staged_model := self._staged.get(model)) is not None]
         name = next((n for each in staged for n in each.placements if each.is_cut and not each.has(n)), None)
         if name is not None:
             msg = (
@@ -756,12 +757,12 @@ class _SentOutput:
 def _is_of_empty_tensors(error: BaseException) -> bool:
     """Return whether an error comes from a function with an empty tensor, and from no step of a batch."""
     trace = error.__traceback__
-    found = False
+    has_empty = False
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__") == __name__:
             return False
         # Of the innermost function: torch's words name sizes at best.
         leaves = tree_leaves([*trace.tb_frame.f_locals.values()])
-        found = any(isinstance(leaf, Tensor) and not leaf.numel() for leaf in leaves)
+        has_empty = any(isinstance(leaf, Tensor) and not leaf.numel() for leaf in leaves)
         trace = trace.tb_next
-    return found
+    return has_empty

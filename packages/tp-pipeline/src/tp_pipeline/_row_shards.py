@@ -51,7 +51,9 @@ class RowShards:
             for of_ranks, shape in zip(of_tensors, shapes[first:end], strict=True):
                 # (ranks, elements of a rank) -> (rows with padding, ...), of which the first ones are whole
                 padded = of_ranks.reshape(-1, *shape[1:])
-                whole.append(padded if len(padded) == shape[0] else padded[: shape[0]].clone())
+                if len(padded) != shape[0]:
+                    padded = padded[: shape[0]].clone()
+                whole.append(padded)
         return whole
 
     @torch.no_grad()
@@ -102,12 +104,12 @@ def buckets(shapes: Sequence[torch.Size], types: Sequence[torch.dtype]) -> Itera
         >>> list(buckets(rows, types))
         [(0, 6), (6, 8), (8, 9)]
     """
-    first = held = 0
+    first = size = 0
     for number, (shape, dtype) in enumerate(zip(shapes, types, strict=True)):
         nbytes = shape.numel() * dtype.itemsize
-        if number > first and (dtype != types[first] or held + nbytes > BUCKET_NBYTES):
+        if number > first and (dtype != types[first] or size + nbytes > BUCKET_NBYTES):
             yield first, number
-            first, held = number, 0
-        held += nbytes
+            first, size = number, 0
+        size += nbytes
     if shapes:
         yield first, len(shapes)

@@ -108,7 +108,8 @@ def _inputs_of(work: StageWork, last_stage: int, ended: Mapping[StageWork, float
     if stage < last_stage:
         # The next stage has the gradients of its inputs from either kind of backward.
         inputs_alone = StageWork("I", stage + 1, part)
-        inputs.append(inputs_alone if inputs_alone in ended else StageWork("B", stage + 1, part))
+        backward = inputs_alone if inputs_alone in ended else StageWork("B", stage + 1, part)
+        inputs.append(backward)
     return inputs
 
 
@@ -285,7 +286,7 @@ class Orders:
                 separate = [action]
                 if action is not None and action.sub_actions:
                     separate = action.sub_actions
-                computed[rank] += [one for one in separate if one is None or one.is_compute_op]
+                computed[rank] += [work for work in separate if work is None or work.is_compute_op]
         # Private to torch: it puts each receive where its send is, so that no two ranks wait for each other.
         exchanged = _add_send_recv(computed, stage_to_rank=self.rank_of, num_stages=self.stages)
         works = {}

@@ -197,7 +197,7 @@ def sum_over_stages(
     return gradients
 
 
-def _sum_over_places(mine: Tensor, places: list[int], ranks: PipelineRanks) -> Tensor:
+def _sum_over_places(local: Tensor, places: list[int], ranks: PipelineRanks) -> Tensor:
     """Return the sum of the gradients of places: see Note [how gradients of stages are counted], 2.
 
     Collective: each rank sends to and receives from all others.
@@ -206,15 +206,15 @@ def _sum_over_places(mine: Tensor, places: list[int], ranks: PipelineRanks) -> T
     operations = []
     for place in places:
         if place == ranks.place:
-            of_places[place] = mine
+            of_places[place] = local
             continue
-        of_places[place] = torch.empty_like(mine)
-        operations.append(dist.P2POp(dist.isend, mine, group=ranks.group, group_peer=place))
+        of_places[place] = torch.empty_like(local)
+        operations.append(dist.P2POp(dist.isend, local, group=ranks.group, group_peer=place))
         operations.append(dist.P2POp(dist.irecv, of_places[place], group=ranks.group, group_peer=place))
     # Batched, as each rank sends and receives at once.
     for request in dist.batch_isend_irecv(operations):
         request.wait()
-    total = torch.zeros_like(mine)
+    total = torch.zeros_like(local)
     for place in places:
         total += of_places[place]
     return total

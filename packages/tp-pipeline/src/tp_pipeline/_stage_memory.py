@@ -212,7 +212,7 @@ def _most(
     A stage has its ``gradients`` from its first backward pass on, and the most activations before that.
     Those of accumulated batches ``before`` are there, too.
     """
-    held: defaultdict[tuple[int, int], float] = defaultdict(float)
+    kept: defaultdict[tuple[int, int], float] = defaultdict(float)
     now = most = 0.0 if before else -float(sum(gradients.values()))
     missing = dict(gradients)
     for kind, number, part in order:
@@ -226,16 +226,16 @@ def _most(
             gained = stage.passed
         elif kind == "I":
             gained = stage.waiting
-        held[key] += gained
+        kept[key] += gained
         now += gained
         most = max(most, now + stage.beyond.get(kind, 0.0))
         # What is sent stays until the end of the batch.
         if kind == "SEND_F":
-            held[key] -= stage.passed
+            kept[key] -= stage.passed
         elif kind == "SEND_B":
             now += stage.passed
         elif kind in {"B", "W"}:
-            now += missing.pop(number, 0) - held.pop(key)
+            now += missing.pop(number, 0) - kept.pop(key)
     return max(0.0, most)
 
 
@@ -265,13 +265,13 @@ def _need(
     here_set = set(here)
     elsewhere = sum(p.nbytes for p in parameters if is_deferred(p) and p not in here_set)
     at_start = footprint.weights - elsewhere - gradients - optimizer - activations - communication
-    known = footprint.activations is not None
+    is_known = footprint.activations is not None
     return MemoryNeed(
         weights=max(weights, at_start),
         gradients=gradients,
         optimizer=optimizer,
         communication=communication,
-        activations=activations if known else None,
+        activations=activations if is_known else None,
         free=job.free_nbytes,
         device=str(job.devices[0]),
         assumed=footprint.assumed,

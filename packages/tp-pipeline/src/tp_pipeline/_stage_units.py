@@ -56,11 +56,11 @@ def _check_cuts(cuts: Sequence[str], modules: Mapping[str, nn.Module]) -> None:
     """
     missing = next((name for name in cuts if name not in modules or not name), None)
     if missing is not None:
-        known = [name for name, module in modules.items() if name and _has_parameters(module)]
-        more = ", ..." if len(known) > 8 else ""
+        names = [name for name, module in modules.items() if name and _has_parameters(module)]
+        more = ", ..." if len(names) > 8 else ""
         msg = (
             f"the option cuts of backend 'pipeline' names {missing!r}, which is no module of the model; "
-            f"it has {', '.join(known[:8])}{more}"
+            f"it has {', '.join(names[:8])}{more}"
         )
         raise ConfigError(msg)
 
@@ -84,7 +84,8 @@ def _blocks(model: nn.Module) -> list[str]:
         layers = []
         for name, layer in module.named_children():
             if _has_parameters(layer):
-                layers.append(f"{prefix}.{name}" if prefix else name)
+                full_name = f"{prefix}.{name}" if prefix else name
+                layers.append(full_name)
         if len(layers) > len(longest):
             longest = layers
     if len(longest) < 2:
@@ -103,7 +104,8 @@ def _last_part(model: nn.Module) -> str:
     while True:
         parts = [name for name, child in model.named_children() if _has_parameters(child)]
         if len(parts) != 1:
-            return prefix + (parts[-1] if parts else "decoder")
+            last = parts[-1] if parts else "decoder"
+            return prefix + last
         prefix += f"{parts[0]}."
         model = model.get_submodule(parts[0])
 
@@ -154,17 +156,18 @@ def swapped(model: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter |
                 if parameter is None:
                     continue
                 if parameter not in made:
-                    made[parameter] = make(f"{prefix}.{name}" if prefix else name, parameter)
+                    full_name = f"{prefix}.{name}" if prefix else name
+                    made[parameter] = make(full_name, parameter)
                 new = made[parameter]
                 if new is not None:
                     vars(new).update(vars(parameter))  # marks of those who split it
                     undo.append((module._parameters, name, parameter))
-        for held, name, parameter in undo:  # past nn.Module's slow and checking __setattr__
-            held[name] = made[parameter]
+        for parameters, name, parameter in undo:  # past nn.Module's slow and checking __setattr__
+            parameters[name] = made[parameter]
         yield
     finally:
-        for held, name, parameter in undo:
-            held[name] = parameter
+        for parameters, name, parameter in undo:
+            parameters[name] = parameter
 
 
 @contextmanager

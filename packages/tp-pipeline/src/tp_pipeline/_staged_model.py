@@ -174,7 +174,7 @@ class StagedModel:
         self._plans_by_type: dict[object, _PlanOfTypes] = {}
         self._starts: list[Start] | None = None
         self._used: dict[str, set[int]] = {}
-        self._named: set[str] = set()  # attributes of modules that were warned of
+        self._warned: set[str] = set()  # attributes of modules that were warned of
         self.is_agreed = False
         self.is_cut = False
 
@@ -330,7 +330,7 @@ class StagedModel:
         else:
             of_types.seen = -math.inf
         if of_types.seen >= _ENOUGH_VALUES:
-            self._plans = {known: kept for known, kept in self._plans.items() if known[:-1] != form[:-1]}
+            self._plans = {old: kept for old, kept in self._plans.items() if old[:-1] != form[:-1]}
         elif len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
 
@@ -363,8 +363,9 @@ class StagedModel:
             )
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
             failure = error
-        described = self.gather(None if plan is None else plan.describe(), failure)
-        if plan is None or any(one != described[0] for one in described):
+        own = None if plan is None else plan.describe()
+        described = self.gather(own, failure)
+        if plan is None or any(description != described[0] for description in described):
             msg = (
                 "the ranks that hold a model together find different stages in the same step; give them the "
                 "same model, step and batch"
@@ -388,9 +389,9 @@ class StagedModel:
 
     def _warn_kept(self, plan: StagePlan) -> None:
         """Warn of what forward keeps on modules, once for each attribute."""
-        names = [name for name in plan.kept if name not in self._named]
+        names = [name for name in plan.kept if name not in self._warned]
         if names:
-            self._named.update(names)
+            self._warned.update(names)
             log.warning(
                 "forward sets the module attributes %s. Backend 'pipeline' runs forward once for each "
                 "micro-batch, and only on the ranks of its stage: a hidden state is that of the previous "
@@ -406,10 +407,10 @@ class StagedModel:
             return  # all ranks have the same
         names = []
         for name, parameter in self.model.named_parameters():
-            if name not in self._named and has_users_hooks(parameter):
+            if name not in self._warned and has_users_hooks(parameter):
                 names.append(name)
         if names:
-            self._named.update(names)
+            self._warned.update(names)
             log.warning(
                 "the hooks on the gradients of %s see those of each micro-batch, on backend 'pipeline': what "
                 "is linear, a mask or a factor, is right; a clamp, a norm or noise is of the micro-batch "
@@ -518,10 +519,10 @@ class StagedModel:
                     value = like
                     if isinstance(like, Tensor) and like.dim():  # without memory
                         if name in kept:
-                            mine = kept[name][number][key].to(self._ranks.device)
+                            local = kept[name][number][key].to(self._ranks.device)
                         else:
-                            mine = torch.empty(0, dtype=like.dtype, device=self._ranks.device)
-                        value = self._broadcast(mine, like.shape, placement.places[0])
+                            local = torch.empty(0, dtype=like.dtype, device=self._ranks.device)
+                        value = self._broadcast(local, like.shape, placement.places[0])
                     if is_new:
                         states[number][parameter][key] = value
             if is_new:
@@ -630,7 +631,7 @@ class StagedModel:
         return pieces.gather(value, group=self._ranks.model_group, senders=senders)
 
     def _broadcast(
-        self, mine: Tensor, shape: torch.Size, source: int, rows: RowShards | None = None
+        self, local: Tensor, shape: torch.Size, source: int, rows: RowShards | None = None
     ) -> Tensor:
         """Return a tensor that the rank of a place has, or of which it has rows.
 
@@ -638,8 +639,8 @@ class StagedModel:
         """
         is_source = self._ranks.place == source
         if rows is not None and is_source:
-            (mine,) = rows.gather([mine], [shape])
-        whole = mine.contiguous() if is_source else mine.new_empty(shape)
+            (local,) = rows.gather([local], [shape])
+        whole = local.contiguous() if is_source else local.new_empty(shape)
         raw = whole.view(-1).view(torch.uint8)
         if raw.numel():
             dist.broadcast(raw, group_src=source, group=self._ranks.group)

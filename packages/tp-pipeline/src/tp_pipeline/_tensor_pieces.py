@@ -85,14 +85,14 @@ def gather_pieces(model: nn.Module, session: Session, group: ProcessGroup) -> di
     Collective: an all-gather of the places of pieces.
     """
     shapes: dict[str, torch.Size] = {}
-    mine: dict[str, list[tuple[Start, torch.Size]]] = {}
+    own: dict[str, list[tuple[Start, torch.Size]]] = {}
     for name, parameter in model.named_parameters():
         placed = session.as_slice(parameter, parameter.data)
         if isinstance(placed, TensorSlice):
             shapes[name] = torch.Size(placed.shape)
-            mine[name] = [(tuple(start), piece.shape) for start, piece in placed.parts]
+            own[name] = [(tuple(start), piece.shape) for start, piece in placed.parts]
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, mine, group=group)
+    dist.all_gather_object(of_ranks, own, group=group)
     return {
         name: TensorPieces(shape, [pieces.get(name, []) for pieces in of_ranks], session)
         for name, shape in shapes.items()
