@@ -103,7 +103,7 @@ def kit_of(altered):
 
 @pytest.mark.parametrize(("altered", "way"), [(Session, "plain"), *CAUGHT])
 def test_an_altered_backend_is_caught_in_a_way_to_train(altered, way, monkeypatch):
-    monkeypatch.setattr(runs, "WAYS", {way: runs.WAYS[way]})
+    monkeypatch.setattr(runs, "CASES", {way: runs.CASES[way]})
     kit = kit_of(altered)
     if altered is Session:  # there is nothing wrong with it
         kit.test_it_leads_where_one_device_leads(way)

@@ -44,8 +44,8 @@ class AdapterConformance(DeclaredLimits):
 
     def numbers(self, batch: Any) -> list[int]:
         """Return the numbers of a batch's samples, in its order."""
-        found: list[int] = batch["number"].tolist()
-        return found
+        numbers: list[int] = batch["number"].tolist()
+        return numbers
 
     def same(self, first: Any, second: Any) -> bool:
         """Return whether two batches have the same contents; override it for other kinds of batches."""
@@ -80,9 +80,9 @@ class AdapterConformance(DeclaredLimits):
     def test_every_sample_is_in_one_part(self, count: int, parts: int) -> None:
         made = self._split(count, parts=parts)
         assert isinstance(made, Parts), f"expected tp_core.data.Parts, got {type(made).__name__}"
-        found = [self.numbers(part) for part in made]
-        assert sorted(chain(*found)) == list(range(count))
-        assert all(found), "a part without samples has no loss; make fewer parts"
+        numbers = [self.numbers(part) for part in made]
+        assert sorted(chain(*numbers)) == list(range(count))
+        assert all(numbers), "a part without samples has no loss; make fewer parts"
         assert len(made) == min(parts, count), "a device is left idle, or there are too many parts"
 
     @pytest.mark.parametrize(("count", "parts"), [(2, 3), (5, 2), (7, 3)])
@@ -93,10 +93,11 @@ class AdapterConformance(DeclaredLimits):
     @pytest.mark.parametrize(("count", "parts"), [(6, 1), (5, 2), (7, 3)])
     @pytest.mark.parametrize("costs", [False, True], ids=["plain", "costs"])
     def test_the_order_is_where_each_sample_stood(self, count: int, parts: int, *, costs: bool) -> None:
-        made = self._split(count, parts=parts, cost=self._cost if costs else None)
-        found = list(chain(*(self.numbers(part) for part in made)))
+        cost = self._cost if costs else None
+        made = self._split(count, parts=parts, cost=cost)
+        numbers = list(chain(*(self.numbers(part) for part in made)))
         order = list(range(count)) if made.order is None else list(made.order)
-        assert found == order, "where the parts change the order, Parts(..., order=) must have it"
+        assert numbers == order, "where the parts change the order, Parts(..., order=) must have it"
 
     def test_each_part_is_what_the_collate_function_makes(self) -> None:
         made_by_it: list[Any] = []

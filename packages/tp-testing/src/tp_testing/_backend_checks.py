@@ -74,7 +74,7 @@ def effects_of_assess(kit: ConformanceKit) -> list[str]:
         backend.assess(job)
         backend.estimate_memory(job)
     after = environment_now()
-    changed = [f"{what} changed" for what in before if before[what] != after[what]]
+    changed = [f"{name} changed" for name in before if before[name] != after[name]]
     return [*changed, *sorted(set(done))]
 
 
@@ -170,8 +170,8 @@ def tensor_of(rank: int) -> Tensor:
 
 def exchange(kit: ConformanceKit) -> dict[str, Any]:
     with open_session(kit) as session:
-        mine = tensor_of(session.data_rank).to(session.device)
-        rows = mine[: session.data_rank]
+        own = tensor_of(session.data_rank).to(session.device)
+        rows = own[: session.data_rank]
         return {
             "data_size": session.data_size,
             "rows": session.gather(rows).cpu(),
@@ -179,7 +179,7 @@ def exchange(kit: ConformanceKit) -> dict[str, Any]:
             "broadcasts": [
                 session.broadcast(str(session.rank), src=src) for src in range(session.world_size)
             ],
-            **{op: session.reduce(mine, op).cpu() for op in OPERATIONS},
+            **{op: session.reduce(own, op).cpu() for op in OPERATIONS},
         }
 
 
@@ -228,8 +228,8 @@ def own_samples(data_rank: int) -> int:
 def evaluated_unevenly(kit: ConformanceKit) -> tuple[int, int, float]:
     with prepared(kit) as (session, model):
         loader = DataLoader(data(own_samples(session.data_rank)), batch_size=2)
-        found = _mean_loss(session, model, session.prepare_loader(loader, training=False, shard=False))
-        return session.data_size, *found
+        counted = _mean_loss(session, model, session.prepare_loader(loader, training=False, shard=False))
+        return session.data_size, *counted
 
 
 def _mean_loss(session: Session, model: nn.Module, batches: PreparedLoader) -> tuple[int, float]:
@@ -296,41 +296,41 @@ def who_on_hosts(kit: ConformanceKit) -> dict[str, Any]:
 
 def reduced(kit: ConformanceKit, op: Any, dtype: torch.dtype) -> tuple[int, Tensor]:
     with open_session(kit) as session:
-        mine = of_rank(session.data_rank, dtype).to(session.device)
-        return session.data_size, session.reduce(mine, op).cpu()
+        own = of_rank(session.data_rank, dtype).to(session.device)
+        return session.data_size, session.reduce(own, op).cpu()
 
 
 def kept_argument(kit: ConformanceKit) -> bool:
     with open_session(kit) as session:
-        mine = of_rank(session.data_rank, torch.float64).to(session.device)
-        before = mine.clone()
+        own = of_rank(session.data_rank, torch.float64).to(session.device)
+        before = own.clone()
         for op in ("sum", "mean", "min", "max"):
-            session.reduce(mine, op)
-        return torch.equal(mine, before)
+            session.reduce(own, op)
+        return torch.equal(own, before)
 
 
 def reduced_scalar(kit: ConformanceKit) -> tuple[int, Tensor]:
     with open_session(kit) as session:
-        mine = torch.tensor(session.data_rank + 1.0, dtype=torch.float64, device=session.device)
-        return session.data_size, session.reduce(mine).cpu()
+        own = torch.tensor(session.data_rank + 1.0, dtype=torch.float64, device=session.device)
+        return session.data_size, session.reduce(own).cpu()
 
 
 def gathered(kit: ConformanceKit, fewest: int, dtype: torch.dtype) -> tuple[int, Tensor]:
     with open_session(kit) as session:
-        mine = rows(session.data_rank, fewest, dtype).to(session.device)
-        return session.data_size, session.gather(mine).cpu()
+        own = rows(session.data_rank, fewest, dtype).to(session.device)
+        return session.data_size, session.gather(own).cpu()
 
 
 def of_shape(kit: ConformanceKit, shape: tuple[int, ...]) -> tuple[int, Tensor, Tensor]:
     with open_session(kit) as session:
-        mine = laid_out(shape, session.data_rank).to(session.device)
-        return session.data_size, session.gather(mine).cpu(), session.reduce(mine).cpu()
+        own = laid_out(shape, session.data_rank).to(session.device)
+        return session.data_size, session.gather(own).cpu(), session.reduce(own).cpu()
 
 
 def gathered_scalars(kit: ConformanceKit) -> tuple[int, Tensor]:
     with open_session(kit) as session:
-        mine = torch.tensor(float(session.data_rank), device=session.device)
-        return session.data_size, session.gather(mine).cpu()
+        own = torch.tensor(float(session.data_rank), device=session.device)
+        return session.data_size, session.gather(own).cpu()
 
 
 def gathered_objects(kit: ConformanceKit) -> list[dict[str, Any]]:
@@ -340,8 +340,8 @@ def gathered_objects(kit: ConformanceKit) -> list[dict[str, Any]]:
 
 def broadcast(kit: ConformanceKit) -> list[dict[str, int]]:
     with open_session(kit) as session:
-        mine = {"from": session.rank}
-        return [session.broadcast(mine, src=source) for source in range(session.world_size)]
+        own = {"from": session.rank}
+        return [session.broadcast(own, src=source) for source in range(session.world_size)]
 
 
 def meet(kit: ConformanceKit, log: str) -> None:
@@ -409,9 +409,10 @@ class _Log:
         """Wait until each other rank has passed the barrier, or has had its turns without passing it."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
-            mine = [(rank, word) for number, rank, word in lines(self.path) if number == self.round_]
-            came = {rank for rank, word in mine if word == "before"}
-            if len([r for r in came if (r, "after") in mine or mine.count((r, "turn")) == TURNS]) == others:
+            events = [(rank, word) for number, rank, word in lines(self.path) if number == self.round_]
+            came = {rank for rank, word in events if word == "before"}
+            done = [r for r in came if (r, "after") in events or events.count((r, "turn")) == TURNS]
+            if len(done) == others:
                 return
             time.sleep(0.005)
 
@@ -492,15 +493,15 @@ def within_a_group(kit: ConformanceKit) -> tuple[bool, float, int]:
 
 
 def two_sessions(kit: ConformanceKit) -> list[State]:
-    found: list[State] = []
+    states: list[State] = []
     for _ in range(2):
         # Ranks never come at once: one that is ahead must not take what another one has left for new.
-        if found and LaunchEnvironment.read().rank == 0:
+        if states and LaunchEnvironment.read().rank == 0:
             time.sleep(_BEHIND_S)
         with prepared(kit) as (session, model):
             learn(session, model, whole(session))
-            found.append(kit.gradients(session, model))
-    return found
+            states.append(kit.gradients(session, model))
+    return states
 
 
 STEPS = 3
@@ -549,13 +550,13 @@ def put_together(kit: ConformanceKit) -> tuple[State, State]:
 
 
 def counted_steps(kit: ConformanceKit) -> list[int]:
-    found = []
+    counts = []
     with prepared(kit, _Counting(kit.make_model())) as (session, model):
         for shared in with_shares(session.prepare_loader(DataLoader(data(4 * STEPS), batch_size=4))):
             learn(session, model, shared)
             session.sync_buffers(model)
-            found.append(int(session.model_state(model)["steps"]))
-    return found
+            counts.append(int(session.model_state(model)["steps"]))
+    return counts
 
 
 def loaded(kit: ConformanceKit) -> State:
@@ -723,8 +724,8 @@ def held_gradients(kit: ConformanceKit) -> tuple[int, State]:
         with session.no_sync(model):
             learn(session, model, shared)
         named = session.unwrap(model).named_parameters()
-        held = {n: p.grad for n, p in named if p.grad is not None}
-        plain = {n: g for n, g in held.items() if not hasattr(g, "full_tensor")}
+        gradients = {n: p.grad for n, p in named if p.grad is not None}
+        plain = {n: g for n, g in gradients.items() if not hasattr(g, "full_tensor")}
         seen = on_cpu(plain)
         learn(session, model, shared)
         return session.data_size, seen
@@ -848,7 +849,8 @@ def asked_alone(kit: ConformanceKit) -> bool:
 def norm_of_bad_gradients(kit: ConformanceKit) -> float:
     with prepared(kit) as (session, model):
         # Only the first data rank's part is bad; what comes of it must be known everywhere.
-        _run_backward(session, model, factor=math.nan if session.data_rank == 0 else 1.0)
+        factor = math.nan if session.data_rank == 0 else 1.0
+        _run_backward(session, model, factor=factor)
         return session.grad_norm(model).item()
 
 
@@ -873,9 +875,9 @@ def shifted(model: nn.Module) -> nn.Module:
     return model
 
 
-def loss_of_two(one: nn.Module, other: nn.Module, batch: Any) -> Tensor:
+def loss_of_two(first: nn.Module, second: nn.Module, batch: Any) -> Tensor:
     x, y = batch
-    return nn.functional.mse_loss(one(x), y) + nn.functional.mse_loss(other(2 * x), y)
+    return nn.functional.mse_loss(first(x), y) + nn.functional.mse_loss(second(2 * x), y)
 
 
 class _Branches(nn.Module):
@@ -929,10 +931,10 @@ def trained_with_own_branches(kit: ConformanceKit) -> tuple[int, State]:
 def modes_in_steps(kit: ConformanceKit, training: bool) -> tuple[bool, list[bool]]:
     """Return the mode after the model is prepared, and the modes in steps after it is set."""
     model = kit.make_model()
-    found = []
+    modes = []
 
     def step(model: nn.Module, batch: Any) -> Tensor:
-        found.append(model.training)
+        modes.append(model.training)
         return loss_of(batch_loss()(model, batch))
 
     with prepared(kit, model) as (session, wrapped):
@@ -942,7 +944,7 @@ def modes_in_steps(kit: ConformanceKit, training: bool) -> tuple[bool, list[bool
         session.run(step, wrapped, batch)
         with torch.no_grad():
             session.run(step, wrapped, batch)
-        return first, [*found, model.training]
+        return first, [*modes, model.training]
 
 
 def returned(kit: ConformanceKit) -> tuple[float, dict[str, float]]:
@@ -956,9 +958,9 @@ def returned(kit: ConformanceKit) -> tuple[float, dict[str, float]]:
 
 
 def gradients_of_two_models(kit: ConformanceKit) -> tuple[State, State] | None:
-    one, other = kit.make_model(), shifted(kit.make_model())
-    with open_session(kit, model=one) as session:
-        models = [session.prepare_model(one), session.prepare_model(other)]
+    first, second = kit.make_model(), shifted(kit.make_model())
+    with open_session(kit, model=first) as session:
+        models = [session.prepare_model(first), session.prepare_model(second)]
         batch, share = whole(session)
         try:
             output = session.run_several(loss_of_two, models, batch)
@@ -977,8 +979,8 @@ def retains_the_graph(kit: ConformanceKit) -> bool:
         scale = torch.ones_like(loss).requires_grad_()
         scaled = loss * scale.square()  # keeps the scale for its own backward pass
         session.backward(scaled, share, retain_graph=True)
-        (found,) = torch.autograd.grad(scaled, [scale])
-        return torch.allclose(found, 2 * loss.detach())
+        (gradient,) = torch.autograd.grad(scaled, [scale])
+        return torch.allclose(gradient, 2 * loss.detach())
 
 
 def trained_in_groups(kit: ConformanceKit) -> State:
@@ -1002,7 +1004,9 @@ def gradients_beside_bad_stand_ins(kit: ConformanceKit) -> State:
         for batch, share in with_shares(session.prepare_loader(DataLoader(data(5), batch_size=4))):
             loss = loss_of(session.run(batch_loss(), model, batch))
             is_stand_in = share is not None and not share.samples
-            session.backward(loss * math.nan if is_stand_in else loss, share)
+            if is_stand_in:
+                loss = loss * math.nan
+            session.backward(loss, share)
         return kit.gradients(session, model)
 
 
@@ -1086,12 +1090,12 @@ class _Nested(Dataset[Any]):
 
 
 def modes(kit: ConformanceKit, mode: str) -> list[tuple[bool, bool, torch.dtype]]:
-    found = []
+    seen_modes = []
 
     def step(model: nn.Module, batch: Any) -> Tensor:
         x = batch[0]
         product = nn.functional.linear(x, x)
-        found.append((torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), product.dtype))
+        seen_modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), product.dtype))
         return loss_of(batch_loss()(model, batch))
 
     with prepared(kit, kit.make_model().float()) as (session, model):
@@ -1101,7 +1105,7 @@ def modes(kit: ConformanceKit, mode: str) -> list[tuple[bool, bool, torch.dtype]
             autocast = torch.autocast(session.device.type, dtype=torch.bfloat16)
         with torch.set_grad_enabled("no_grad" not in mode), autocast:
             session.run(step, model, batch)
-    return found
+    return seen_modes
 
 
 def drawn(kit: ConformanceKit) -> list[str]:

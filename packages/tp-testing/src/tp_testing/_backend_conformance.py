@@ -141,9 +141,9 @@ class BackendConformance(ConformanceKit):
 
     def test_inside_no_sync_nothing_is_reduced_over_ranks(self) -> None:
         reduced = checks.reference_gradients(self, samples=8, batch_size=8)
-        for data_size, held in self.everywhere(checks.held_gradients):
-            are_reduced = sorted(held) == sorted(reduced) and all(
-                held[n].shape == g.shape and relative_error(g, held[n]) <= SAME.rtol
+        for data_size, local in self.everywhere(checks.held_gradients):
+            are_reduced = sorted(local) == sorted(reduced) and all(
+                local[n].shape == g.shape and relative_error(g, local[n]) <= SAME.rtol
                 for n, g in reduced.items()
             )
             assert data_size == 1 or not are_reduced
@@ -179,16 +179,16 @@ class BackendConformance(ConformanceKit):
     def test_clipping_uses_the_global_norm(self, norm_type: float) -> None:
         reference = checks.reference(self)
         norm = nn.utils.clip_grad_norm_(reference.parameters(), 1e-3, norm_type)
-        for found, gradients in self.everywhere(checks.clipped, norm_type):
-            assert_same({"norm": found}, {"norm": norm})
+        for actual, gradients in self.everywhere(checks.clipped, norm_type):
+            assert_same({"norm": actual}, {"norm": norm})
             assert_same(gradients, checks.gradients(reference))
 
     @pytest.mark.parametrize("norm_type", checks.NORMS)
     def test_the_global_norm_is_returned_and_nothing_is_scaled(self, norm_type: float) -> None:
         expected = checks.gradients(checks.reference(self))
         norm = nn.utils.get_total_norm(list(expected.values()), norm_type)
-        for found, clipped, gradients in self.everywhere(checks.norms, norm_type):
-            assert_same({"norm": found, "clipped": clipped}, {"norm": norm, "clipped": norm})
+        for actual, clipped, gradients in self.everywhere(checks.norms, norm_type):
+            assert_same({"norm": actual, "clipped": clipped}, {"norm": norm, "clipped": norm})
             assert_same(gradients, expected)
 
     def test_gradients_are_scaled(self) -> None:
@@ -204,9 +204,9 @@ class BackendConformance(ConformanceKit):
 
     def test_a_parameter_that_is_not_finite_is_named(self) -> None:
         names = {n for n, p in self.make_reference().named_parameters() if p.requires_grad}
-        found = self.everywhere(checks.not_finite)
-        assert [before for before, _ in found] == [None] * len(found)
-        assert {after for _, after in found} & names, "no rank has named the parameter"
+        named = self.everywhere(checks.not_finite)
+        assert [before for before, _ in named] == [None] * len(named)
+        assert {after for _, after in named} & names, "no rank has named the parameter"
 
     def test_what_is_not_finite_is_found_by_one_rank_without_the_others(self) -> None:
         for is_answered in self.everywhere(checks.asked_alone):
@@ -224,9 +224,9 @@ class BackendConformance(ConformanceKit):
 
     @pytest.mark.parametrize("mode", [True, False])
     def test_a_step_finds_the_model_in_the_mode_that_it_is_in(self, mode: bool) -> None:
-        for first, found in self.everywhere(checks.modes_in_steps, mode):
+        for first, modes in self.everywhere(checks.modes_in_steps, mode):
             assert first, "prepare_model() must leave the mode alone"
-            assert found == [mode] * len(found), "run() must leave the mode alone"
+            assert modes == [mode] * len(modes), "run() must leave the mode alone"
 
     def test_all_that_a_step_returned_comes_back(self) -> None:
         for loss, others in self.everywhere(checks.returned):
@@ -235,10 +235,10 @@ class BackendConformance(ConformanceKit):
     def test_two_models_in_one_step_have_the_gradients_of_one_device(self) -> None:
         models = self.make_reference(), checks.shifted(self.make_reference())
         loss_of(checks.loss_of_two(*models, data(8).tensors)).backward()
-        for found in self.everywhere(checks.gradients_of_two_models):
-            if found is None:  # the backend runs a step on parts of the batch, which takes one model
+        for of_models in self.everywhere(checks.gradients_of_two_models):
+            if of_models is None:  # the backend runs a step on parts of the batch, which takes one model
                 continue
-            for model, gradients in zip(models, found, strict=True):
+            for model, gradients in zip(models, of_models, strict=True):
                 assert_same(gradients, checks.gradients(model))
 
     def test_a_graph_that_is_to_be_retained_is_there_after_the_backward_pass(self) -> None:
@@ -265,11 +265,11 @@ class BackendConformance(ConformanceKit):
     def test_shuffled_epochs_have_the_order_of_the_seed_and_the_epoch(self) -> None:
         loader = PreparedLoader(DataLoader(data(12), batch_size=4, shuffle=True), seed=make_job(self).seed)
         expected = [[rows[0] for rows in loader] for _ in range(2)]
-        found = dict(self.everywhere(checks.shuffled))  # by data rank
+        epochs = dict(self.everywhere(checks.shuffled))  # by data rank
         for number, epoch in enumerate(expected):
             for index, rows in enumerate(epoch):
                 # A backend may distribute the samples of a batch over its parts in any order.
-                together = torch.cat([found[rank][number][index] for rank in sorted(found)])
+                together = torch.cat([epochs[rank][number][index] for rank in sorted(epochs)])
                 is_it = together.shape == rows.shape and torch.equal(sorted_rows(together), sorted_rows(rows))
                 assert is_it, f"batch {index} of epoch {number} is not the one for (seed, epoch)"
 
@@ -298,8 +298,8 @@ class BackendConformance(ConformanceKit):
 
     @pytest.mark.parametrize("mode", checks.MODES)
     def test_a_step_runs_in_the_modes_of_its_caller(self, mode: str) -> None:
-        for found in self.everywhere(checks.modes, mode):
-            assert found == [checks.MODES[mode]] * len(found), (
+        for modes in self.everywhere(checks.modes, mode):
+            assert modes == [checks.MODES[mode]] * len(modes), (
                 "(gradients, autocast, type of a product) in the step"
             )
 
@@ -320,20 +320,20 @@ class BackendConformance(ConformanceKit):
     # -- Ranks and collectives --
 
     def test_ranks_know_who_they_are(self) -> None:
-        found = self.everywhere(checks.who)
-        assert [who["rank"] for who in found] == list(range(self.processes))
-        assert [who["is_main"] for who in found] == [rank == 0 for rank in range(self.processes)]
-        assert {who["world_size"] for who in found} == {self.processes}
-        assert all(who["local_rank"] == who["local_rank_of_launcher"] for who in found)
-        assert all(0 <= who["data_rank"] < who["data_size"] for who in found)
-        assert {who["data_rank"] for who in found} == set(range(found[0]["data_size"]))
-        assert all(who["is_its_device"] for who in found), "it computes on a device that it was not given"
+        ranks = self.everywhere(checks.who)
+        assert [who["rank"] for who in ranks] == list(range(self.processes))
+        assert [who["is_main"] for who in ranks] == [rank == 0 for rank in range(self.processes)]
+        assert {who["world_size"] for who in ranks} == {self.processes}
+        assert all(who["local_rank"] == who["local_rank_of_launcher"] for who in ranks)
+        assert all(0 <= who["data_rank"] < who["data_size"] for who in ranks)
+        assert {who["data_rank"] for who in ranks} == set(range(ranks[0]["data_size"]))
+        assert all(who["is_its_device"] for who in ranks), "it computes on a device that it was not given"
 
     def test_ranks_of_several_hosts_know_who_they_are(self) -> None:
-        found = self.everywhere(checks.who_on_hosts)
-        assert [who["rank"] for who in found] == list(range(self.processes))
-        assert [who["is_main"] for who in found] == [rank == 0 for rank in range(self.processes)]
-        assert [who["local_rank"] for who in found] == [0] * self.processes
+        ranks = self.everywhere(checks.who_on_hosts)
+        assert [who["rank"] for who in ranks] == list(range(self.processes))
+        assert [who["is_main"] for who in ranks] == [rank == 0 for rank in range(self.processes)]
+        assert [who["local_rank"] for who in ranks] == [0] * self.processes
 
     # Each operation with two types, each type with two operations or more; a mean of integers is no integer.
     @pytest.mark.parametrize(
@@ -351,16 +351,16 @@ class BackendConformance(ConformanceKit):
         ids=str,
     )
     def test_reduce_knows_every_operation(self, op: str, dtype: torch.dtype) -> None:
-        for size, found in self.everywhere(checks.reduced, op, dtype):
+        for size, actual in self.everywhere(checks.reduced, op, dtype):
             values = torch.stack([checks.of_rank(rank, dtype) for rank in range(size)])
-            assert_same({op: found}, {op: checks.REDUCTIONS[op](values)}, depth="sum")
+            assert_same({op: actual}, {op: checks.REDUCTIONS[op](values)}, depth="sum")
 
     def test_reduce_keeps_its_argument(self) -> None:
         assert all(self.everywhere(checks.kept_argument))
 
     def test_reduce_takes_a_scalar(self) -> None:
-        for size, found in self.everywhere(checks.reduced_scalar):
-            torch.testing.assert_close(found, torch.tensor(size * (size + 1) / 2, dtype=torch.float64))
+        for size, actual in self.everywhere(checks.reduced_scalar):
+            torch.testing.assert_close(actual, torch.tensor(size * (size + 1) / 2, dtype=torch.float64))
 
     @pytest.mark.parametrize(
         ("fewest", "dtype"),
@@ -368,13 +368,13 @@ class BackendConformance(ConformanceKit):
         ids=str,
     )
     def test_gather_takes_uneven_lengths(self, fewest: int, dtype: torch.dtype) -> None:
-        for size, found in self.everywhere(checks.gathered, fewest, dtype):
+        for size, actual in self.everywhere(checks.gathered, fewest, dtype):
             expected = torch.cat([checks.rows(rank, fewest, dtype) for rank in range(size)])
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(actual, expected)
 
     def test_gather_takes_scalars(self) -> None:
-        for size, found in self.everywhere(checks.gathered_scalars):
-            torch.testing.assert_close(found.reshape(-1), torch.arange(float(size)))
+        for size, actual in self.everywhere(checks.gathered_scalars):
+            torch.testing.assert_close(actual.reshape(-1), torch.arange(float(size)))
 
     @pytest.mark.parametrize("shape", [(2, 3, 2), (0, 3)], ids=str)
     def test_gather_and_reduce_take_any_shape_and_layout(self, shape: tuple[int, ...]) -> None:
@@ -409,8 +409,8 @@ class BackendConformance(ConformanceKit):
     # -- Collectives of more than two ranks --
 
     def test_reductions_are_those_of_all_ranks_where_there_are_more_than_two(self) -> None:
-        for found in self.exchanged():
-            values = torch.stack([checks.tensor_of(rank) for rank in range(found["data_size"])])
+        for exchanged in self.exchanged():
+            values = torch.stack([checks.tensor_of(rank) for rank in range(exchanged["data_size"])])
             expected = {
                 "sum": values.sum(0),
                 "mean": values.mean(0),
@@ -418,18 +418,18 @@ class BackendConformance(ConformanceKit):
                 "max": values.amax(0),
             }
             for op, tensor in expected.items():
-                torch.testing.assert_close(found[op], tensor)
+                torch.testing.assert_close(exchanged[op], tensor)
 
     def test_gathers_have_the_rows_of_all_ranks_where_there_are_more_than_two(self) -> None:
-        for found in self.exchanged():
-            parts = [checks.tensor_of(rank)[:rank] for rank in range(found["data_size"])]
-            torch.testing.assert_close(found["rows"], torch.cat(parts))
+        for exchanged in self.exchanged():
+            parts = [checks.tensor_of(rank)[:rank] for rank in range(exchanged["data_size"])]
+            torch.testing.assert_close(exchanged["rows"], torch.cat(parts))
 
     def test_objects_come_from_every_rank_where_there_are_more_than_two(self) -> None:
         ranks = len(self.exchanged())
-        for found in self.exchanged():
-            assert found["objects"] == [str(rank) for rank in range(ranks)]
-            assert found["broadcasts"] == [str(source) for source in range(ranks)]
+        for exchanged in self.exchanged():
+            assert exchanged["objects"] == [str(rank) for rank in range(ranks)]
+            assert exchanged["broadcasts"] == [str(source) for source in range(ranks)]
 
     # -- Shares of batches; the last one has fewer samples than there may be ranks --
 
@@ -439,34 +439,34 @@ class BackendConformance(ConformanceKit):
 
     @pytest.mark.parametrize("training", [True, False])
     def test_every_sample_counts_once(self, training: bool) -> None:
-        found = self.everywhere(checks.yielded, training)
-        shares = dict(found)  # ranks of one data rank read the same
+        yielded = self.everywhere(checks.yielded, training)
+        shares = dict(yielded)  # ranks of one data rank read the same
         rows = [rows for batches in shares.values() for share, rows in batches if share.samples]
         assert sum(share.samples for batches in shares.values() for share, _ in batches) == checks.SAMPLES
         x = data(checks.SAMPLES).tensors[0]
         torch.testing.assert_close(sorted_rows(torch.cat(rows)), sorted_rows(x))
 
     def test_in_evaluation_every_rank_has_samples_of_every_batch(self) -> None:
-        found = self.everywhere(checks.yielded, False)
-        for _, batches in found:
+        yielded = self.everywhere(checks.yielded, False)
+        for _, batches in yielded:
             assert all(share.samples for share, _ in batches), "a sample would be met twice"
-        assert len({len(batches) for _, batches in found}) == 1
+        assert len({len(batches) for _, batches in yielded}) == 1
 
     @pytest.mark.parametrize("samples", [1, 3])
     def test_evaluation_of_few_samples_neither_hangs_nor_counts_one_twice(self, samples: int) -> None:
         with torch.no_grad():
             expected = loss_of(batch_loss()(self.make_reference(), data(samples).tensors)).item()
-        for found, loss in self.everywhere(checks.evaluated, samples, 2):
-            assert found == samples
+        for counted, loss in self.everywhere(checks.evaluated, samples, 2):
+            assert counted == samples
             assert loss == pytest.approx(expected, rel=SAME.rtol)
 
     def test_ranks_may_evaluate_different_numbers_of_batches_of_their_own(self) -> None:
-        for size, found, loss in self.everywhere(checks.evaluated_unevenly):
+        for size, counted, loss in self.everywhere(checks.evaluated_unevenly):
             parts = [data(checks.own_samples(rank)).tensors for rank in range(size)]
             with torch.no_grad():
                 means = [loss_of(batch_loss()(self.make_reference(), part)).item() for part in parts]
             samples = [len(part[0]) for part in parts]
-            assert found == sum(samples)
+            assert counted == sum(samples)
             total = sum(n * mean for n, mean in zip(samples, means, strict=True))
             assert loss == pytest.approx(total / sum(samples), rel=SAME.rtol)
 
@@ -522,8 +522,8 @@ class BackendConformance(ConformanceKit):
             assert before == after
 
     def test_buffers_are_those_of_the_first_data_rank_after_they_are_synced(self) -> None:
-        found = self.everywhere(checks.synced_buffers)
-        for buffers in found:
+        synced = self.everywhere(checks.synced_buffers)
+        for buffers in synced:
             assert_same(buffers, checks.buffers(self.make_reference()))
 
     # -- Errors and lifetimes of sessions --
@@ -556,8 +556,8 @@ class BackendConformance(ConformanceKit):
     def test_a_second_session_in_one_process_works_as_the_first(self) -> None:
         expected = checks.reference_gradients(self, samples=8, batch_size=8)
         for gradients in [*self.everywhere(checks.two_sessions), *self._launched(checks.two_sessions)]:
-            for found in gradients:
-                assert_same(found, expected)
+            for actual in gradients:
+                assert_same(actual, expected)
 
     def _launched(self, body: Callable[..., Any]) -> list[Any]:
         """Run ``body(self)`` on ranks as under a launcher, with a store that survives a process group.

@@ -165,7 +165,9 @@ def _run(
     """Train with the callback; with ``stop_at``, raise after that step."""
     folder.mkdir(exist_ok=True)
     callback = kit.make(folder) if callback is _MAKE else callback
-    callbacks = ([] if callback is None else [callback]) + ([_Fail(stop_at)] if stop_at else [])
+    callbacks = [] if callback is None else [callback]
+    if stop_at:
+        callbacks.append(_Fail(stop_at))
     x = torch.randn(20, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     data = TensorDataset(x, x.sum(1, keepdim=True))
     with preserve_rng_state(), Trainer(seed=3, devices="cpu", progress=False, plugins=plugins) as trainer:
@@ -184,7 +186,8 @@ def _run(
         )
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     state = {} if callback is None else callback.state_dict()
-    return _RunResult(weights, state, history[-1].steps if len(history) else 0)
+    steps = history[-1].steps if len(history) else 0
+    return _RunResult(weights, state, steps)
 
 
 def _step(model: nn.Module, batch: Any) -> Tensor:
@@ -193,19 +196,19 @@ def _step(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def _assert_same(found: Any, wanted: Any, where: str) -> None:
+def _assert_same(actual: Any, expected: Any, where: str) -> None:
     """Compare nested states bit for bit."""
-    if isinstance(wanted, Tensor):
-        assert torch.equal(found, wanted), where
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), where
-        for key in wanted:
-            _assert_same(found[key], wanted[key], f"{where}, {key}")
-    elif isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted), where
-        for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            _assert_same(one, other, f"{where}, {i}")
-    elif not (isinstance(wanted, float) and isinstance(found, float) and math.isnan(wanted)):
-        assert found == wanted, where
+    if isinstance(expected, Tensor):
+        assert torch.equal(actual, expected), where
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), where
+        for key in expected:
+            _assert_same(actual[key], expected[key], f"{where}, {key}")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), where
+        for i, (item, other) in enumerate(zip(actual, expected, strict=True)):
+            _assert_same(item, other, f"{where}, {i}")
+    elif not (isinstance(expected, float) and isinstance(actual, float) and math.isnan(expected)):
+        assert actual == expected, where
     else:
-        assert math.isnan(found), where
+        assert math.isnan(actual), where

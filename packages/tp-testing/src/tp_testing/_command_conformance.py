@@ -105,7 +105,7 @@ class CommandConformance(DeclaredLimits):
         implementation = hookimpl(specname="tp_commands")(lambda: [self.command])
         plugins = PluginRegistry(environ={})
         # Where its distribution is installed, it is there already.
-        if self.command.name not in {found.item.name for found in plugins.commands()}:
+        if self.command.name not in {contribution.item.name for contribution in plugins.commands()}:
             plugins.register(SimpleNamespace(tp_commands=implementation), name="under-test")
         app: Any = build_app(plugins)
         self._capsys.readouterr()
@@ -115,4 +115,6 @@ class CommandConformance(DeclaredLimits):
         except SystemExit as end:
             status = end.code
         captured = self._capsys.readouterr()
-        return _CommandResult(0 if status is None else status, captured.out, captured.err)
+        if status is None:
+            status = 0
+        return _CommandResult(status, captured.out, captured.err)

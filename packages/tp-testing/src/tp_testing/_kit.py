@@ -168,6 +168,7 @@ def make_job(
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Job:
     """Return the job that the kit gives to its backend."""
+    options = kit.job_options() if options is None else options
     return Job(
         devices=resolve_devices(list(kit.devices)),
         environment=LaunchEnvironment.read(),
@@ -175,7 +176,7 @@ def make_job(
         model=model,
         seed=3,
         loss=loss,
-        options=kit.job_options() if options is None else options,
+        options=options,
     )
 
 

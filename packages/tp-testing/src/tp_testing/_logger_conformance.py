@@ -76,7 +76,7 @@ class LoggerConformance(DeclaredLimits, abc.ABC):
 
     def test_numbers_that_are_not_finite_stay_what_they_are(self, tmp_path: Path) -> None:
         self._write(tmp_path, [{"loss": math.nan}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": 1.0}])
-        (_, nan), *others = self._found(tmp_path)["loss"]
+        (_, nan), *others = self._read_back(tmp_path)["loss"]
         assert math.isnan(nan)
         assert others == [(2, math.inf), (3, -math.inf), (4, 1.0)]
 
@@ -84,18 +84,18 @@ class LoggerConformance(DeclaredLimits, abc.ABC):
     def test_names_of_many_kinds_are_taken(self, tmp_path: Path, name: str) -> None:
         """Log odd names: a store that allows fewer characters may replace some, but must take the number."""
         self._write(tmp_path, [{name: 1.0}, {name: 2.0}])
-        [values] = self._found(tmp_path).values()
+        [values] = self._read_back(tmp_path).values()
         assert values == [(1, 1.0), (2, 2.0)]
 
     def test_a_run_without_numbers_leaves_a_record_that_can_be_read(self, tmp_path: Path) -> None:
         self._write(tmp_path, [])
-        assert self._found(tmp_path) == {}
+        assert self._read_back(tmp_path) == {}
 
     def test_hyperparameters_are_written(self, tmp_path: Path) -> None:
         self._write(tmp_path, [{"loss": 1.0}])
-        found = self.read_hyperparameters(tmp_path)
-        if found is not None:
-            assert {name: str(value) for name, value in found.items()} == {
+        hyperparameters = self.read_hyperparameters(tmp_path)
+        if hyperparameters is not None:
+            assert {name: str(value) for name, value in hyperparameters.items()} == {
                 name: str(value) for name, value in HYPERPARAMETERS.items()
             }
 
@@ -161,25 +161,25 @@ class LoggerConformance(DeclaredLimits, abc.ABC):
             logger.log(row, step=step, epoch=1)
         logger.close("finished")
 
-    def _found(self, folder: Path) -> dict[str, list[tuple[int, float]]]:
-        found = self.read(folder)
-        if not isinstance(found, dict) or not all(isinstance(rows, list) for rows in found.values()):
+    def _read_back(self, folder: Path) -> dict[str, list[tuple[int, float]]]:
+        written = self.read(folder)
+        if not isinstance(written, dict) or not all(isinstance(rows, list) for rows in written.values()):
             msg = (
                 "read() must return the steps and values of each name in their order, "
-                f"{{'loss': [(1, 0.5), (2, 0.25)]}}, got {type(found).__name__}: {found!r}"
+                f"{{'loss': [(1, 0.5), (2, 0.25)]}}, got {type(written).__name__}: {written!r}"
             )
             raise ConfigError(msg)
-        return found
+        return written
 
     def _compare(self, folder: Path, expected: dict[str, list[tuple[int, float]]]) -> None:
-        found = self._found(folder)
-        assert sorted(found) == sorted(expected)
+        written = self._read_back(folder)
+        assert sorted(written) == sorted(expected)
         for name, values in expected.items():
-            assert [step for step, _ in found[name]] == [step for step, _ in values], name
+            assert [step for step, _ in written[name]] == [step for step, _ in values], name
             # Some stores keep 32 bits.
-            assert [v for _, v in found[name]] == pytest.approx([v for _, v in values], rel=1e-6, abs=0.0), (
-                name
-            )
+            assert [v for _, v in written[name]] == pytest.approx(
+                [v for _, v in values], rel=1e-6, abs=0.0
+            ), name
 
 
 def _info(folder: Path, *, resumed: bool = False, step: int = 0) -> RunInfo:

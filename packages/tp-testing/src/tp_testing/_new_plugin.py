@@ -94,7 +94,7 @@ def write_plugin(kind: PluginKind, name: str, into: Path) -> Path:
 
 def _copy(template: Path, folder: Path, renamed: dict[str, str]) -> None:
     def with_names(text: str) -> str:
-        return re.sub("|".join(map(re.escape, renamed)), lambda found: renamed[found.group()], text)
+        return re.sub("|".join(map(re.escape, renamed)), lambda match: renamed[match.group()], text)
 
     for path in template.rglob("*"):
         if path.suffix not in _SUFFIXES:

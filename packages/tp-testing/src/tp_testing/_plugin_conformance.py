@@ -157,8 +157,8 @@ class PluginConformance(DeclaredLimits):
         assert seen["threads"] == 1, "it starts threads while it is imported"
 
     def test_an_installed_distribution_names_it(self) -> None:
-        found = [point.value for point in entry_points(group=ENTRY_POINT_GROUP)]
-        assert self.plugin in found, (
+        modules = [point.value for point in entry_points(group=ENTRY_POINT_GROUP)]
+        assert self.plugin in modules, (
             f"no installed distribution has {self.plugin!r} in the entry-point group {ENTRY_POINT_GROUP!r}: "
             "pip install it, with -e while you work on it"
         )

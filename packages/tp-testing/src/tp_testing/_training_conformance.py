@@ -27,7 +27,7 @@ from tp_testing._kit import ConformanceKit
 
 @dataclass(frozen=True, slots=True)
 class TrainingCase:
-    """One way to train.
+    """A case of training that must equal a plain loop.
 
     Attributes:
         fits: The number of calls of ``fit`` in one session that share the epochs.
@@ -44,7 +44,7 @@ class TrainingCase:
     dtype: torch.dtype = torch.float64
 
 
-WAYS = {
+CASES = {
     "plain": TrainingCase(),
     "two fits": TrainingCase(fits=2),
     "schedule": TrainingCase(gamma=0.7),
@@ -65,7 +65,7 @@ WAYS = {
 
 
 SAMPLES, BATCH_SIZE, EPOCHS, RATE = 22, 4, 2, 0.1
-BAD = 5  # the sample of the ways that have a bad one
+BAD = 5  # the bad sample of the cases that have one
 
 State = dict[str, Tensor]
 
@@ -150,7 +150,8 @@ def fit(
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     if gamma is not None:
         arguments["scheduler"] = SchedulerOptions(_decaying(optimizer, gamma), every="step")
-    loader = DataLoader(samples() if data is None else data, batch_size=BATCH_SIZE, shuffle=shuffle)
+    data = samples() if data is None else data
+    loader = DataLoader(data, batch_size=BATCH_SIZE, shuffle=shuffle)
     arguments = {"epochs": EPOCHS // fits} | arguments
     records = []
     for _ in range(fits):
@@ -164,20 +165,20 @@ def _decaying(optimizer: torch.optim.Optimizer, gamma: float) -> torch.optim.lr_
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=gamma)
 
 
-def by_hand(kit: ConformanceKit, way: TrainingCase) -> TrainingOutcome:
+def by_hand(kit: ConformanceKit, case: TrainingCase) -> TrainingOutcome:
     """Train the reference on one device with a loop by hand, in the precision of the data."""
-    model = kit.make_reference().to(way.dtype)
+    model = kit.make_reference().to(case.dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    scheduler = _decaying(optimizer, way.gamma or 1.0)
-    few = samples(5, dtype=way.dtype).tensors
+    scheduler = _decaying(optimizer, case.gamma or 1.0)
+    few = samples(5, dtype=case.dtype).tensors
     records = []
     for _ in range(EPOCHS):
         count, total = 0, 0.0
-        for x, y in _steps(way):
+        for x, y in _steps(case):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
-            _clip(model, way.gradients)
+            _clip(model, case.gradients)
             optimizer.step()
             scheduler.step()
             count, total = count + len(x), total + len(x) * loss.item()
@@ -194,12 +195,12 @@ def _clip(model: nn.Module, gradients: GradientRules) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), gradients.clip_norm)
 
 
-def _steps(way: TrainingCase) -> list[tuple[Tensor, Tensor]]:
+def _steps(case: TrainingCase) -> list[tuple[Tensor, Tensor]]:
     """Return the data of each optimizer step of an epoch, as one batch."""
-    x, y = samples(dtype=way.dtype).tensors
-    size = BATCH_SIZE * way.trainer.get("accumulate", 1)
+    x, y = samples(dtype=case.dtype).tensors
+    size = BATCH_SIZE * case.trainer.get("accumulate", 1)
     steps = [(x[i : i + size], y[i : i + size]) for i in range(0, SAMPLES, size)]
-    if way.bad_target is not None:
+    if case.bad_target is not None:
         del steps[BAD // size]
     return steps
 
@@ -207,20 +208,26 @@ def _steps(way: TrainingCase) -> list[tuple[Tensor, Tensor]]:
 # -- On every rank --------------------------------------------------------------------------------
 
 
-def trained_in_all_ways(kit: ConformanceKit) -> dict[str, TrainingOutcome]:
-    return {name: _trained(kit, way) for name, way in WAYS.items()}
+def trained_in_all_cases(kit: ConformanceKit) -> dict[str, TrainingOutcome]:
+    return {name: _trained(kit, case) for name, case in CASES.items()}
 
 
-def _trained(kit: ConformanceKit, way: TrainingCase) -> TrainingOutcome:
-    data = samples(dtype=way.dtype)
-    if way.bad_target is not None:
-        data.tensors[1][BAD] = way.bad_target
+def _trained(kit: ConformanceKit, case: TrainingCase) -> TrainingOutcome:
+    data = samples(dtype=case.dtype)
+    if case.bad_target is not None:
+        data.tensors[1][BAD] = case.bad_target
     # An odd number of samples: some ranks have none of the last batch.
-    few = DataLoader(samples(5, dtype=way.dtype), batch_size=BATCH_SIZE)
-    model = kit.make_model().to(way.dtype)
-    with make_trainer(kit, **way.trainer) as trainer:
+    few = DataLoader(samples(5, dtype=case.dtype), batch_size=BATCH_SIZE)
+    model = kit.make_model().to(case.dtype)
+    with make_trainer(kit, **case.trainer) as trainer:
         return fit(
-            trainer, model, data=data, validation=few, fits=way.fits, gamma=way.gamma, gradients=way.gradients
+            trainer,
+            model,
+            data=data,
+            validation=few,
+            fits=case.fits,
+            gamma=case.gamma,
+            gradients=case.gradients,
         )
 
 
@@ -280,8 +287,8 @@ def interrupted(kit: ConformanceKit, folder: str) -> tuple[str, str, TrainingOut
     try:
         _noisy(kit, folder, NoisyStep(5, partial(_signal_last, kit, signal.SIGTERM)))
     except Interrupted as end:
-        found = _noisy(kit, folder, NoisyStep(), resume="auto")
-        return end.signal.name, Path(end.checkpoint).name, expected, found
+        resumed = _noisy(kit, folder, NoisyStep(), resume="auto")
+        return end.signal.name, Path(end.checkpoint).name, expected, resumed
     msg = "the signal did not end the run"
     raise RuntimeError(msg)
 
@@ -299,7 +306,7 @@ def _signal_last(kit: ConformanceKit, signum: signal.Signals) -> None:
 # -- Losses that are means over other units than samples ------------------------------------------
 
 
-WEIGHTED_WAYS = {
+WEIGHTED_CASES = {
     "each batch": TrainingCase(),
     "accumulate 2": TrainingCase({"accumulate": 2}),
     "accumulate 4": TrainingCase({"accumulate": 4}),
@@ -345,12 +352,12 @@ def total_error(model: nn.Module, batch: Any) -> StepOutput:
     return {"loss": (errors * counts).sum(), "weight": int(counts.sum())}
 
 
-def weighted_by_hand(kit: ConformanceKit, way: TrainingCase) -> TrainingOutcome:
+def weighted_by_hand(kit: ConformanceKit, case: TrainingCase) -> TrainingOutcome:
     """Train the reference on one device, with the masked_data of each optimizer step as one batch."""
     model = kit.make_reference()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    is_sum = way.trainer.get("loss") == "sum"
-    size = BATCH_SIZE * way.trainer.get("accumulate", 1)
+    is_sum = case.trainer.get("loss") == "sum"
+    size = BATCH_SIZE * case.trainer.get("accumulate", 1)
     tensors = masked_data().tensors
     records = []
     for _ in range(EPOCHS):
@@ -363,8 +370,9 @@ def weighted_by_hand(kit: ConformanceKit, way: TrainingCase) -> TrainingOutcome:
             sums += _sums(errors, counts)
             if not counts.any():
                 continue
-            (total if is_sum else total / counts.sum()).backward()
-            _clip(model, way.gradients)
+            loss = total if is_sum else total / counts.sum()
+            loss.backward()
+            _clip(model, case.gradients)
             optimizer.step()
         with torch.no_grad():
             x, y, counts = masked_data(9).tensors
@@ -390,15 +398,16 @@ def _means(sums: Tensor, is_sum: bool) -> dict[str, float]:
 
 def trained_by_weights(kit: ConformanceKit) -> dict[str, TrainingOutcome]:
     outcomes = {}
-    for name, way in WEIGHTED_WAYS.items():
-        with make_trainer(kit, **way.trainer) as trainer:
+    for name, case in WEIGHTED_CASES.items():
+        step = total_error if case.trainer.get("loss") == "sum" else masked_error
+        with make_trainer(kit, **case.trainer) as trainer:
             outcomes[name] = fit(
                 trainer,
                 kit.make_model(),
-                step=total_error if way.trainer.get("loss") == "sum" else masked_error,
+                step=step,
                 data=masked_data(),
                 validation=DataLoader(masked_data(9), batch_size=BATCH_SIZE),
-                gradients=way.gradients,
+                gradients=case.gradients,
             )
     return outcomes
 
@@ -458,8 +467,8 @@ def trained_in_own_loop(kit: ConformanceKit) -> tuple[State, Tensor]:
 # -- The tests -----------------------------------------------------------------------------------
 
 
-EXACT = [name for name, way in WAYS.items() if way.dtype == torch.float64]
-ROUGH = [name for name in WAYS if name not in EXACT]
+EXACT = [name for name, case in CASES.items() if case.dtype == torch.float64]
+ROUGH = [name for name in CASES if name not in EXACT]
 SAME = Bound.of([torch.float64], depth="training")
 STOPS = [1, 4, 7, 11]  # batches; every second one is in the middle of an accumulation of two
 DEADLINE_S = 600.0  # long, for a busy machine; then a hanging rank is ended
@@ -485,60 +494,60 @@ class TrainingConformance(ConformanceKit):
     _weighed: ClassVar[list[dict[str, TrainingOutcome]]]
 
     def trained(self) -> list[dict[str, TrainingOutcome]]:
-        """Return each rank's outcomes of all ways; the processes are started once."""
+        """Return each rank's outcomes of all cases; the processes are started once."""
         kit = type(self)
         if "_trained" not in kit.__dict__:
-            kit._trained = self.everywhere(trained_in_all_ways)
+            kit._trained = self.everywhere(trained_in_all_cases)
         return kit._trained
 
     @pytest.mark.parametrize("way", EXACT)
     def test_it_leads_where_one_device_leads(self, way: str) -> None:
-        expected = by_hand(self, WAYS[way])
+        expected = by_hand(self, CASES[way])
         for outcomes in self.trained():
-            found = outcomes[way]
-            assert_same(found.state, expected.state, depth="training")
-            for record, wanted in zip(found.epochs, expected.epochs, strict=True):
+            outcome = outcomes[way]
+            assert_same(outcome.state, expected.state, depth="training")
+            for record, wanted in zip(outcome.epochs, expected.epochs, strict=True):
                 assert record["samples"] == wanted["samples"], "a sample was dropped or counted twice"
                 assert record["train"] == pytest.approx(wanted["train"], rel=SAME.rtol)
                 assert record["val"] == pytest.approx(wanted["val"], rel=SAME.rtol)
 
     @pytest.mark.parametrize("way", ROUGH)
     def test_lower_precision_leads_close_to_it(self, way: str) -> None:
-        expected = by_hand(self, WAYS[way])
+        expected = by_hand(self, CASES[way])
         dtype = torch.bfloat16 if way == "bf16-true" else torch.float32
         for outcomes in self.trained():
-            found = outcomes[way].state
-            assert {tensor.dtype for tensor in found.values() if tensor.is_floating_point()} == {dtype}
-            same_type = {n: t.to(expected.state[n].dtype) for n, t in found.items()}
+            state = outcomes[way].state
+            assert {tensor.dtype for tensor in state.values() if tensor.is_floating_point()} == {dtype}
+            same_type = {n: t.to(expected.state[n].dtype) for n, t in state.items()}
             assert_same(same_type, expected.state, dtypes=[torch.bfloat16], depth="training")
             # All ranks must skip the same steps, and so have the same weights.
-            _assert_equal(found, self.trained()[0][way].state)
+            _assert_equal(state, self.trained()[0][way].state)
 
     def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(self, tmp_path: Path) -> None:
-        for expected, found in self.everywhere(resumed, str(tmp_path), STOPS):
-            assert len(found) == len(STOPS), "a run was not stopped"
-            for outcome in found:
+        for expected, outcomes in self.everywhere(resumed, str(tmp_path), STOPS):
+            assert len(outcomes) == len(STOPS), "a run was not stopped"
+            for outcome in outcomes:
                 _assert_same_run(outcome, expected)
 
     def test_a_checkpoint_goes_on_on_one_device(self, tmp_path: Path) -> None:
         self.everywhere(stopped, str(tmp_path), 8)
         with Trainer(backend="single", devices="cpu", seed=5, progress=False) as trainer:
-            found = fit(
+            outcome = fit(
                 trainer,
                 self.make_reference(),
                 checkpoint=Checkpoints(tmp_path, every_epochs=None),
                 resume="auto",
             )
-        expected = by_hand(self, WAYS["plain"])
-        assert_same(found.state, expected.state, depth="training")
-        assert [r["samples"] for r in found.epochs] == [r["samples"] for r in expected.epochs]
+        expected = by_hand(self, CASES["plain"])
+        assert_same(outcome.state, expected.state, depth="training")
+        assert [r["samples"] for r in outcome.epochs] == [r["samples"] for r in expected.epochs]
 
     def test_a_signal_to_one_rank_ends_all_saved_at_the_same_step(self, tmp_path: Path) -> None:
         ends = self.everywhere(interrupted, str(tmp_path))
         assert len({checkpoint for _, checkpoint, _, _ in ends}) == 1
-        for name, _, expected, found in ends:
+        for name, _, expected, resumed in ends:
             assert name == "SIGTERM"
-            _assert_same_run(found, expected)
+            _assert_same_run(resumed, expected)
 
     def test_a_rank_that_is_killed_leaves_nobody_hanging_and_a_checkpoint(self, tmp_path: Path) -> None:
         ends = rank_outcomes(killed, self.processes, self, str(tmp_path), timeout_s=DEADLINE_S)
@@ -546,34 +555,34 @@ class TrainingConformance(ConformanceKit):
         for end in ends[:-1]:
             assert end.error is not None, str(end)  # it raised, and was not ended at the deadline
         # On ranks again, and not here: with another number of threads, sums would round differently.
-        for expected, found in run_ranks(resumed_after, self.processes, self, str(tmp_path)):
-            _assert_same_run(found, expected)
+        for expected, outcome in run_ranks(resumed_after, self.processes, self, str(tmp_path)):
+            _assert_same_run(outcome, expected)
 
     # -- Losses that are means over other units than samples --
 
     def weighed(self) -> list[dict[str, TrainingOutcome]]:
-        """Return each rank's outcomes of all ways; the processes are started once."""
+        """Return each rank's outcomes of all cases; the processes are started once."""
         kit = type(self)
         if "_weighed" not in kit.__dict__:
             kit._weighed = self.everywhere(trained_by_weights)
         return kit._weighed
 
-    @pytest.mark.parametrize("way", WEIGHTED_WAYS)
+    @pytest.mark.parametrize("way", WEIGHTED_CASES)
     def test_batches_count_by_their_weights(self, way: str) -> None:
-        expected = weighted_by_hand(self, WEIGHTED_WAYS[way])
+        expected = weighted_by_hand(self, WEIGHTED_CASES[way])
         for outcomes in self.weighed():
-            found = outcomes[way]
-            assert_same(found.state, expected.state, depth="training")
-            for record, wanted in zip(found.epochs, expected.epochs, strict=True):
+            outcome = outcomes[way]
+            assert_same(outcome.state, expected.state, depth="training")
+            for record, wanted in zip(outcome.epochs, expected.epochs, strict=True):
                 assert record["samples"] == wanted["samples"]
                 for part in ("train", "val"):
                     for name, mean in wanted[part].items():
                         assert record[part][name] == pytest.approx(mean, rel=SAME.rtol), (part, name)
 
     def test_a_resumed_run_with_weights_is_the_uninterrupted_one_bit_for_bit(self, tmp_path: Path) -> None:
-        for expected, found in self.everywhere(resumed_by_weights, str(tmp_path), [3, 5, 8]):
-            assert len(found) == 3, "a run was not stopped"
-            for outcome in found:
+        for expected, outcomes in self.everywhere(resumed_by_weights, str(tmp_path), [3, 5, 8]):
+            assert len(outcomes) == 3, "a run was not stopped"
+            for outcome in outcomes:
                 _assert_same_run(outcome, expected)
 
     def test_a_loop_of_ones_own_weighs_alike(self) -> None:
@@ -592,12 +601,12 @@ class TrainingConformance(ConformanceKit):
             assert_same({"scores": gathered}, {"scores": scores}, depth="training")
 
 
-def _assert_same_run(found: TrainingOutcome, expected: TrainingOutcome) -> None:
-    assert found.epochs == expected.epochs
-    _assert_equal(found.state, expected.state)
+def _assert_same_run(actual: TrainingOutcome, expected: TrainingOutcome) -> None:
+    assert actual.epochs == expected.epochs
+    _assert_equal(actual.state, expected.state)
 
 
-def _assert_equal(found: State, expected: State) -> None:
-    assert sorted(found) == sorted(expected)
+def _assert_equal(actual: State, expected: State) -> None:
+    assert sorted(actual) == sorted(expected)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name

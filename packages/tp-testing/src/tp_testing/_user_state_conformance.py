@@ -67,7 +67,8 @@ class Calls(Callback):
     def __init__(self, event: str, call: Callable[[nn.Module], object]) -> None:
         self._call = call
         # On the object: a run calls what it overrides.
-        setattr(self, event, self._with_model if event != "on_setup" else self._with_both)
+        method = self._with_model if event != "on_setup" else self._with_both
+        setattr(self, event, method)
 
     def _with_model(self, run: Run, *_: object) -> None:
         self._call(run.model)
@@ -318,7 +319,8 @@ class Interpolating(Optimizer):
                     if "z" in self.state[parameter]:
                         z = self.state[parameter]["z"]
                         # From x to y = x + (z - x) / 10, and back.
-                        parameter.lerp_(z, 0.1 if training else -1 / 9)
+                        weight = 0.1 if training else -1 / 9
+                        parameter.lerp_(z, weight)
 
     def train(self) -> None:
         self._switch(training=True)
@@ -363,9 +365,9 @@ class AddsGroup(Callback):
 
     def on_step_end(self, run: Run) -> None:
         if run.step == 3:
-            held = {p for group in run.optimizer.param_groups for p in group["params"]}
-            others = [p for p in trained(run.model) if p not in held]
-            run.optimizer.add_param_group({"params": others, "lr": RATE / 2})
+            grouped = {p for group in run.optimizer.param_groups for p in group["params"]}
+            ungrouped = [p for p in trained(run.model) if p not in grouped]
+            run.optimizer.add_param_group({"params": ungrouped, "lr": RATE / 2})
 
 
 # -- What forward, and what the step, keep --------------------------------------------------------
@@ -428,8 +430,8 @@ def fit_by_number(kind: Kind, setting: Setting) -> State:
         def on_fit_start(self, run: Run) -> None:
             numbers[:] = [run]
 
-    given = replace(kind, make_callback=GivesRun, make_step=partial(step_by_number, numbers))
-    return fit_once(given, setting)
+    numbered = replace(kind, make_callback=GivesRun, make_step=partial(step_by_number, numbers))
+    return fit_once(numbered, setting)
 
 
 def counting_step() -> Step:
@@ -769,9 +771,9 @@ def state_alone(make_reference: Callable[[], nn.Module], name: str) -> State:
     """Return the state after training with a kind of state planted, on one device."""
     alone = partial(Trainer, backend="single", devices="cpu", seed=5, progress=False)
     with TemporaryDirectory() as folder:
-        found = outcome_of(KINDS[name], Setting(alone, make_reference, folder, stops=False))
-    assert found.state is not None, found
-    return found.state
+        outcome = outcome_of(KINDS[name], Setting(alone, make_reference, folder, stops=False))
+    assert outcome.state is not None, outcome
+    return outcome.state
 
 
 class UserStateConformance(ConformanceKit):
@@ -801,9 +803,9 @@ class UserStateConformance(ConformanceKit):
     def test_it_is_carried_or_refused(self, kind: str) -> None:
         expected = state_alone(self.make_reference, kind)
         for outcomes in self.outcomes():
-            found = outcomes[kind]
-            assert not found.crash, "an error that does not say what to do"
-            assert kind != NOTHING or not found.refusal
-            if found.state is not None:
+            outcome = outcomes[kind]
+            assert not outcome.crash, "an error that does not say what to do"
+            assert kind != NOTHING or not outcome.refusal
+            if outcome.state is not None:
                 dtypes = [torch.bfloat16] if "precision" in KINDS[kind].trainer else []
-                assert_same(found.state, expected, dtypes=dtypes, depth="training")
+                assert_same(outcome.state, expected, dtypes=dtypes, depth="training")

@@ -117,14 +117,14 @@ class GpuWrapperConformance(_Wrapped):
         gc.collect()
         gc.disable()
         try:
-            held = []
+            allocated = []
             for _ in range(5):
                 self.output(model, torch.randn(64, 512, device=device)).square().mean().backward()
                 model.zero_grad()
-                held.append(torch.accelerator.memory_allocated(device))
+                allocated.append(torch.accelerator.memory_allocated(device))
         finally:
             gc.enable()
-        assert held[2] == held[3] == held[4]
+        assert allocated[2] == allocated[3] == allocated[4]
 
 
 class _Graphs:
