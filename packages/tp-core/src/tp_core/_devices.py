@@ -104,6 +104,7 @@ def _accelerator_load(device: torch.device) -> DeviceLoad:
     properties = _ask(module, "get_device_properties", device)  # Apple's module has no such function
     total: int | None = getattr(properties, "total_memory", None)
     percent = _ask(module, "utilization", device)
+    utilization = None if percent is None else percent / 100
     used = _ask(module, "device_memory_used", device)
     if used is not None and total is not None:
         free: int | None = max(0, total - int(used))
@@ -114,7 +115,7 @@ def _accelerator_load(device: torch.device) -> DeviceLoad:
         name=str(getattr(properties, "name", device.type)),
         free_bytes=free,
         total_bytes=total,
-        utilization=None if percent is None else percent / 100,
+        utilization=utilization,
     )
 
 
@@ -335,7 +336,8 @@ def device_of_rank(
         return _CPU
     if len(devices) == count or (not explicit and len(devices) > count):
         return devices[rank]
-    if len(devices) == 1 and _is_isolated(os.environ if environ is None else environ):
+    environ = os.environ if environ is None else environ
+    if len(devices) == 1 and _is_isolated(environ):
         return devices[0]  # each process sees its own accelerator, and that under index 0
     source = "" if explicit else "as what is visible "
     problem = (

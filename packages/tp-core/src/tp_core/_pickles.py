@@ -301,13 +301,13 @@ _made: dict[tuple[str, str], Any] = {}
 
 def _global_of(module: str, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Return the global of this process; make it if there is none."""
-    made = make(*arguments)
+    value = make(*arguments)
     existing: Any = sys.modules.get(module)
     for part in name.split("."):
         existing = getattr(existing, part, None)
-    if type(existing) is type(made):
+    if type(existing) is type(value):
         return existing
-    return _made.setdefault((module, name), made)
+    return _made.setdefault((module, name), value)
 
 
 def _place_of(obj: Any) -> tuple[str, str] | None:

@@ -220,8 +220,9 @@ def _dataclass_of(cls: type) -> Container:
             new = copy.copy(old)
             for name, value in named.items():
                 object.__setattr__(new, name, value)  # frozen ones refuse plain assignment
-        for name in cached & vars(new).keys() if cached else ():
-            del new.__dict__[name]  # it was computed from the old values
+        if cached:
+            for name in cached & vars(new).keys():
+                del new.__dict__[name]  # it was computed from the old values
         return new
 
     def children(value: Any) -> Collection[Any]:

@@ -83,25 +83,25 @@ def _answer(call: str, arguments: Mapping[str, object], reason: str, answers: _A
     instead = answers.instead
     own = [name for name in _explained[call].parameters if name != "self"]
     name = next((name for name in arguments if name not in own), None)
-    here = call.partition("(")[0]
+    method = call.partition("(")[0]
     if name is None:
-        return f"{here}(): {reason}; write {call}"
+        return f"{method}(): {reason}; write {call}"
     advice = answers.by_value.get(name, {}).get(repr(arguments[name]))
     if advice is not None:
-        return f"{here}() has no argument {name!r}; for {arguments[name]!r} {advice}"
+        return f"{method}() has no argument {name!r}; for {arguments[name]!r} {advice}"
     if name in instead:
-        return f"{here}() has no argument {name!r}; write {instead[name]}"
+        return f"{method}() has no argument {name!r}; write {instead[name]}"
     begun = next((own_name for own_name in own if own_name.startswith(name)), None)
     if begun is not None:
-        return f"{here}() has no argument {name!r}; did you mean {begun!r}? It has: {', '.join(own)}"
+        return f"{method}() has no argument {name!r}; did you mean {begun!r}? It has: {', '.join(own)}"
     owners = [other for other, known in _explained.items() if name in known.parameters]
     owners.sort(key=lambda other: other.endswith("(...)"))  # settings after methods
     if owners:
-        return f"{here}() has no argument {name!r}, which belongs to {owners[0].partition('(')[0]}()"
-    meant = closest(name, [*own, *instead]) or ""
-    if meant in instead and meant not in own:
-        return f"{here}() has no argument {name!r}; write {instead[meant]}"
-    return f"{here}() has no argument {name!r}{those_known(name, own)}"
+        return f"{method}() has no argument {name!r}, which belongs to {owners[0].partition('(')[0]}()"
+    suggestion = closest(name, [*own, *instead]) or ""
+    if suggestion in instead and suggestion not in own:
+        return f"{method}() has no argument {name!r}; write {instead[suggestion]}"
+    return f"{method}() has no argument {name!r}{those_known(name, own)}"
 
 
 def check_call(method: Callable[..., object], contract: Callable[..., object], *, of: str) -> None:
@@ -109,12 +109,12 @@ def check_call(method: Callable[..., object], contract: Callable[..., object], *
     if getattr(method, "__func__", method) is contract:
         return
     parameters = list(inspect.signature(contract).parameters.values())[1:]  # the first is self
-    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     try:
-        inspect.signature(method).bind(*positional, **dict.fromkeys(named))
+        inspect.signature(method).bind(*positional, **dict.fromkeys(keywords))
     except TypeError:
-        keyword_only = ["*", *named] if named else []
+        keyword_only = ["*", *keywords] if keywords else []
         wanted = ", ".join(["self", *positional, *keyword_only])
         name = contract.__name__
         msg = f"{of} has a method {name}() that does not take what a run gives it; write {name}({wanted})"

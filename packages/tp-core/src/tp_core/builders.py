@@ -59,25 +59,25 @@ def call_builder(name: str, keys: Collection[str]) -> dict[str, Any]:
         msg = f"{name} takes {', '.join(needed)}, and a builder is called without arguments; give it defaults"
         raise ConfigError(msg)
     try:
-        made = build()
+        built = build()
     except TpError:
         raise
     except Exception as error:
         msg = f"{name} raised {raised_where(error)}"
         raise ModelError(msg) from error
-    if isinstance(made, nn.Module):
-        return {"model": made}
-    if not isinstance(made, Mapping) or not isinstance(made.get("model"), nn.Module):
+    if isinstance(built, nn.Module):
+        return {"model": built}
+    if not isinstance(built, Mapping) or not isinstance(built.get("model"), nn.Module):
         msg = (
             f'{name} has to return a torch.nn.Module, or a dict with one as "model"; got '
-            f"{type(made).__name__}"
+            f"{type(built).__name__}"
         )
         raise ModelError(msg)
-    unknown = sorted(set(made) - set(keys))
+    unknown = sorted(set(built) - set(keys))
     if unknown:
         msg = f"{name} returns {unknown} beside what is known: {', '.join(keys)}"
         raise ConfigError(msg)
-    return dict(made)
+    return dict(built)
 
 
 def _parameters(function: Callable[..., Any]) -> Collection[inspect.Parameter]:
@@ -100,15 +100,15 @@ def _module(place: str) -> ModuleType:
 def _imported(place: str) -> ModuleType:
     if not place.endswith(".py"):
         try:
-            if (here := str(Path.cwd())) not in sys.path:  # as python -m does, and no installed command
-                sys.path.insert(0, here)
+            if (folder := str(Path.cwd())) not in sys.path:  # as python -m does, and no installed command
+                sys.path.insert(0, folder)
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{place}.".startswith(f"{error.name}."):
                 raise  # it is there, and imports what is not
             file = Path(f"{place.rstrip('/')}.py")
-            meant = f"; a file is written with its .py: {file}" if file.is_file() else file_meant(file)
-            msg = f"there is no module {place!r}, neither in {here} nor among the installed ones{meant}"
+            hint = f"; a file is written with its .py: {file}" if file.is_file() else file_meant(file)
+            msg = f"there is no module {place!r}, neither in {folder} nor among the installed ones{hint}"
             raise ConfigError(msg) from error
     path = Path(place)
     if not path.is_file():

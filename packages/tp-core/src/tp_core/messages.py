@@ -21,8 +21,8 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 def those_known(given: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'one'? It has: one, two"``, or ``"; it has: one, two"``."""
-    meant = did_you_mean(given, known)
-    start = f"{meant} It" if meant else "; it"
+    suggestion = did_you_mean(given, known)
+    start = f"{suggestion} It" if suggestion else "; it"
     return f"{start} has: {', '.join(known) or 'none'}"
 
 

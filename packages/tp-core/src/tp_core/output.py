@@ -153,14 +153,14 @@ def output_console() -> "Console":
     from rich.console import Console
 
     columns = os.environ.get("COLUMNS", "")
-    asked = int(columns) if columns.isdecimal() and int(columns) else 10_000
+    width = int(columns) if columns.isdecimal() and int(columns) else 10_000
     stream = StandardStream("stdout")
     if stream.isatty():
         return Console()
     if isinstance(sys.stdout, io.TextIOBase) and not sys.stdout.closed:
-        return Console(width=asked)  # a report that finds a full disk is not to end as if it had been written
+        return Console(width=width)  # a report that finds a full disk is not to end as if it had been written
     # rich writes and flushes whatever the stream is, and raises what that raises.
-    return Console(file=cast("IO[str]", stream), width=asked)
+    return Console(file=cast("IO[str]", stream), width=width)
 
 
 def error_console() -> "Console":

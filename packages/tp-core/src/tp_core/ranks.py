@@ -308,8 +308,8 @@ def _collect(ranks: "list[tuple[Any, Pipe]]", *, deadline: float, together: bool
     reports: dict[int, RankReport] = {}
     pending = {reader: rank for rank, (_, reader) in enumerate(ranks)}
     try:
-        while pending and (left := deadline - time.monotonic()) > 0:
-            for reader in cast("list[Pipe]", _wait(list(pending), timeout=left)):
+        while pending and (left_s := deadline - time.monotonic()) > 0:
+            for reader in cast("list[Pipe]", _wait(list(pending), timeout=left_s)):
                 rank = pending.pop(reader)
                 try:
                     reports[rank] = pickle.loads(reader.recv_bytes())

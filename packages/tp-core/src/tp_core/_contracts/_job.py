@@ -105,7 +105,7 @@ class Footprint:
             attention=attention,
             kept={name: round(n * times) for name, n in self.kept.items()},
             passed={name: round(n * times) for name, n in self.passed.items()},
-            timeline={name: [round(n * times) for n in both] for name, both in self.timeline.items()},
+            timeline={name: [round(n * times) for n in levels] for name, levels in self.timeline.items()},
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,11 +184,13 @@ class MemoryNeed:
             f"weights {shown(self.weights)}",
             f"gradients {shown(self.gradients)}",
             f"optimizer {shown(self.optimizer)}",
-            *([f"communication {shown(self.communication)}"] if self.communication else []),
-            "activations unknown"
-            if self.activations is None
-            else f"activations about {shown(self.activations)}",
         ]
+        if self.communication:
+            parts.append(f"communication {shown(self.communication)}")
+        if self.activations is None:
+            parts.append("activations unknown")
+        else:
+            parts.append(f"activations about {shown(self.activations)}")
         assumed = f" ({self.assumed})" if self.assumed else ""
         kernels = f"; {self.kernels}" if self.kernels else ""
         return f"needs {least}{shown(self.total)} {unit}{free}: {', '.join(parts)}{assumed}{kernels}"
@@ -349,9 +351,11 @@ class Job:
             value = getattr(self, name)
             if value not in choices:
                 msg = f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
-                meant = [choice for choice in choices if choice.startswith(_PRECISIONS.get(str(value), "-"))]
-                if name == "precision" and meant:
-                    msg = f"precision={value!r} is {' or '.join(map(repr, meant))} here"
+                similar = [
+                    choice for choice in choices if choice.startswith(_PRECISIONS.get(str(value), "-"))
+                ]
+                if name == "precision" and similar:
+                    msg = f"precision={value!r} is {' or '.join(map(repr, similar))} here"
                 raise ConfigError(msg)
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             msg = f"accumulate must be a whole number from 1, got {self.accumulate!r}"

@@ -247,6 +247,11 @@ class Session:
             collate = CountingCollate
         if is_counted or self.device.type != "cpu":
             move = self.move_batch
+        shares_data = self.data_size > 1
+        together = shares_data and self.evaluates_together and not training
+        agree = self.check_agreement if shares_data else None
+        any_rank = self._any_rank if together else None
+        gather = self._gather_from_data_ranks if shares_data else None
         return PreparedLoader(
             loader,
             seed=self.job.seed,
@@ -255,11 +260,9 @@ class Session:
             training=training,
             shard=shard,
             move=move,
-            agree=self.check_agreement if self.data_size > 1 else None,
-            any_rank=self._any_rank
-            if self.evaluates_together and not training and self.data_size > 1
-            else None,
-            gather=self._gather_from_data_ranks if self.data_size > 1 else None,
+            agree=agree,
+            any_rank=any_rank,
+            gather=gather,
             collate=collate,
         )
 
@@ -271,12 +274,12 @@ class Session:
         everyones = dict(self.gather_objects((self.data_rank, value), where="what each data rank has"))
         return [everyones[rank] for rank in range(self.data_size)]
 
-    def _any_rank(self, here: bool) -> bool:
+    def _any_rank(self, holds: bool) -> bool:
         """Return whether something holds on any data rank.
 
         Collective: one all-reduce of a number.
         """
-        return bool(self.reduce(torch.tensor(float(here), device=self.device), "max"))
+        return bool(self.reduce(torch.tensor(float(holds), device=self.device), "max"))
 
     def move_batch(self, batch: Any) -> Any:
         """Move a batch to the device of the step."""

@@ -167,8 +167,8 @@ class _Tp(TyperGroup):
         installed = {*self._waiting, *self.commands}
         if name not in installed and name in _KNOWN:
             ctx.fail(f"no such command {name!r}: pip install {_KNOWN[name]}")
-        if name not in installed and (meant := did_you_mean(name, {*installed, *_KNOWN})):
-            ctx.fail(f"no such command {name!r}{meant}")
+        if name not in installed and (suggestion := did_you_mean(name, {*installed, *_KNOWN})):
+            ctx.fail(f"no such command {name!r}{suggestion}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -47,15 +47,15 @@ def other_batches(
         def other(
             tensor: Tensor, new: tuple[int, int] = new, hide: Callable[[Tensor], Tensor] = hide
         ) -> Tensor:
-            made = tensor.detach()
+            resized = tensor.detach()
             for dim, size in enumerate(tensor.shape):
                 wanted = new[dim > 0] if size == old[dim > 0] else size
                 # Spread over all places, so that labels that only some have are among them.
                 places = torch.arange(wanted) * size // max(1, wanted)
-                made = made.index_select(dim, places) if wanted != size else made
+                resized = resized.index_select(dim, places) if wanted != size else resized
             if id(tensor) in masks:
-                return hide(made)
-            return _drawn(made, tables.get(id(tensor)), generator).requires_grad_(tensor.requires_grad)
+                return hide(resized)
+            return _drawn(resized, tables.get(id(tensor)), generator).requires_grad_(tensor.requires_grad)
 
         yield mapped(batch, other)
 

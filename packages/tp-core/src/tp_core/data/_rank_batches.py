@@ -184,7 +184,7 @@ class IndexedBatches(RankBatches):
         dataset = getattr(loader, "dataset", None)
         is_torchs = loader.collate_fn is default_collate and not hasattr(dataset, "__getitems__")
         self._may_have_fewer = not is_torchs
-        self._left: Iterator[Any] | None = None  # the current iteration of a class with its own __iter__
+        self._current: Iterator[Any] | None = None  # the current iteration of a class with its own __iter__
         ranks.agree_on_data("the number of batches of a loader", len(self._sampler))
         if ranks.size > 1:
             ranks.agree_on_data("what a loader draws", drawing(loader))
@@ -219,7 +219,7 @@ class IndexedBatches(RankBatches):
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
             source = iterate_seeded(self._source, seed=self._seed, epoch=epoch, is_ours=True)
-            self._left = source if has_own else None
+            self._current = source if has_own else None
             if has_own and self._ranks.size == 1:  # it may leave batches out, or repeat them
                 yield from _counted(source, progress, first, move, BatchTotals(self._loader, self._ranks))
                 return
@@ -237,7 +237,8 @@ class IndexedBatches(RankBatches):
                 if self._may_have_fewer and has_fewer(batch, progress.share.samples):
                     self._may_have_fewer = False
                 yield batch if move is None else move(batch)
-            if batches.shares if shares is None else shares:
+            left_out = batches.shares if shares is None else shares
+            if left_out:
                 msg = (
                     f"the loader ended after {progress.number + 1} of {length} batches, without an error: "
                     "what loads a sample has raised StopIteration, as next() does on an iterator that has "
@@ -246,7 +247,7 @@ class IndexedBatches(RankBatches):
                 )
                 raise LoaderError(msg)
         finally:
-            self._left = None
+            self._current = None
             batches.end(epoch)
             if batches.is_begun:
                 progress.number, progress.share = before
@@ -258,8 +259,8 @@ class IndexedBatches(RankBatches):
             raise _no_length(self._loader) from error
 
     def has_more(self, number: int) -> bool:
-        if self._left is not None:
-            return next(self._left, NOTHING) is not NOTHING
+        if self._current is not None:
+            return next(self._current, NOTHING) is not NOTHING
         return len(self._sampler.order) > number + 1
 
     def state_dict(self, epoch: int, batches: int) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class LoadedBatches:
         self.counts: deque[int] = deque(maxlen=8)
         self.computing: dict[object, str] = {}
         # By identity, as tensors have no other equality; weak, as a batch is freed before the next is made.
-        self._others: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._without_rows: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     def add(self, batch: Any, chosen: int) -> None:
         """Record a batch, for which so many samples were chosen."""
@@ -76,12 +76,12 @@ class LoadedBatches:
         for leaf in tree_leaves(batch):
             is_tensor = isinstance(leaf, Tensor) or is_array(leaf)
             if is_tensor and length_along(leaf, self._dim) not in {None, samples}:
-                self._others[id(leaf)] = leaf
+                self._without_rows[id(leaf)] = leaf
 
     def has_other_rows(self, value: Any) -> bool:
         """Return whether a value is a tensor of a batch that has no row for each sample."""
         # A new object may have the id of a dead one.
-        return self._others.get(id(value)) is value
+        return self._without_rows.get(id(value)) is value
 
     @contextmanager
     def computing_part(self, where: str) -> Iterator[None]:
@@ -258,9 +258,9 @@ class Scattering:
 
     def __post_init__(self) -> None:
         if self.samples & self.broadcast:
-            both = ", ".join(sorted(map(repr, self.samples & self.broadcast)))
+            names = ", ".join(sorted(map(repr, self.samples & self.broadcast)))
             msg = (
-                f"samples and broadcast both name {both}; what has an entry for each row goes to samples "
+                f"samples and broadcast both name {names}; what has an entry for each row goes to samples "
                 "alone"
             )
             raise ConfigError(msg)

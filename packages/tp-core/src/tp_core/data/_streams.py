@@ -120,7 +120,7 @@ class Stream:
         self._seed, self._size, self._is_ours = seed, size, is_ours
         self._is_endless = is_stream(loader)
         self._iterator: Iterator[Any] | None = None
-        self._left: Iterator[Any] | None = None  # the current iteration, of a pass or of one epoch
+        self._current: Iterator[Any] | None = None  # the current iteration, of a pass or of one epoch
         self._ahead: Any = NOTHING  # a batch read by has_more, for the next epoch
         self._pass, self._done = 0, 0  # the current pass, and the batches of it that were yielded
         self._skip = 0
@@ -182,7 +182,7 @@ class Stream:
         if skip:
             with preserve_rng_state():  # reading batches again draws numbers again
                 deque(islice(iterator, skip), maxlen=0)
-        self._left = iterator
+        self._current = iterator
         return iterator
 
     def has_more(self) -> bool:
@@ -190,16 +190,16 @@ class Stream:
 
         Reading ahead would move that position, and a checkpoint would then skip a batch.
         """
-        if self._left is None or position_holder(self.loader) is not None:
+        if self._current is None or position_holder(self.loader) is not None:
             return False
-        batch = next(self._left, NOTHING)
-        if self._left is self._iterator:
+        batch = next(self._current, NOTHING)
+        if self._current is self._iterator:
             self._ahead = batch
         return batch is not NOTHING
 
     def leave(self) -> None:
         """Drop the current iteration, so that its workers end unless a later epoch continues it."""
-        self._left = None
+        self._current = None
 
     def again(self) -> "Stream":
         """Return a stream from the same beginning, with its own iteration and workers."""

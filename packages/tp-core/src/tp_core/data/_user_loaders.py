@@ -103,10 +103,10 @@ class PartsOfElastic:
             shares = [loader.share or Share(1, 1) for loader in self._parts]
             counts = [share.samples for share in shares]
             self.share, self.number = Share(sum(counts), shares[0].total), self._parts[0].number
-            taken = [i for i, count in enumerate(counts) if count]
-            if taken or self._stand_ins:
-                taken = taken or [0]
-                yield Parts([batches[i] for i in taken], counts=[max(counts[i], 1) for i in taken])
+            filled = [i for i, count in enumerate(counts) if count]
+            if filled or self._stand_ins:
+                filled = filled or [0]
+                yield Parts([batches[i] for i in filled], counts=[max(counts[i], 1) for i in filled])
 
 
 def is_elastic(loader: object) -> TypeGuard[ElasticLoader]:

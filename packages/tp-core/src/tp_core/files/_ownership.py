@@ -249,8 +249,8 @@ def _holder(file: Path) -> str:
     if not owner.keys() >= {"pid", "host", "since"}:
         return "another process writes there"
     # Not by the process id: in containers many processes have id 1 on hosts of one name.
-    here = " (this process)" if _held_at(file) else ""
-    return f"process {owner['pid']}{here} on host {owner['host']} writes there since {owner['since']}"
+    process = " (this process)" if _held_at(file) else ""
+    return f"process {owner['pid']}{process} on host {owner['host']} writes there since {owner['since']}"
 
 
 def _held_at(file: Path) -> list[Ownership]:

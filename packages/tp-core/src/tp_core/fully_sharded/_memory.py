@@ -44,19 +44,19 @@ class _Unit:
 
 def resolve_options(job: Job, options: OptionsT, *, ranks: int) -> OptionsT:
     """Return the options with values in place of "auto": the fastest ones with which the job fits."""
-    ways = list(_ways(job, options))
+    candidates = list(_candidates(job, options))
     footprint, model = job.footprint, job.model
     if footprint is None or model is None:
-        return ways[0] if len(ways) == 1 else _usual(options)
-    if all(way == ways[0] for way in ways):
-        return ways[0]
-    for way in ways:
-        need = _need(job, way, footprint, model, ranks)
-        is_generous = way.reshard_after_forward is False and options.reshard_after_forward == "auto"
+        return candidates[0] if len(candidates) == 1 else _usual(options)
+    if all(candidate == candidates[0] for candidate in candidates):
+        return candidates[0]
+    for candidate in candidates:
+        need = _need(job, candidate, footprint, model, ranks)
+        is_generous = candidate.reshard_after_forward is False and options.reshard_after_forward == "auto"
         is_safe = need.is_known and (need.free is None or need.total <= _SAFE * need.free)
         if need.fits and (is_safe or not is_generous):
-            return way
-    return ways[-1]
+            return candidate
+    return candidates[-1]
 
 
 def sharded_memory(job: Job, options: FullyShardOptions, *, ranks: int) -> MemoryNeed | None:
@@ -75,7 +75,7 @@ def _usual(options: OptionsT) -> OptionsT:
     )
 
 
-def _ways(job: Job, options: OptionsT) -> Iterator[OptionsT]:
+def _candidates(job: Job, options: OptionsT) -> Iterator[OptionsT]:
     """Yield the options with each value that "auto" may have, the fastest first."""
     # Where the trainer chooses what is computed again, offloading, which is slower, comes after all of that.
     can_offload = job.devices[0].type != "cpu" and job.recomputation in (None, "every block")
@@ -92,7 +92,7 @@ def _ways(job: Job, options: OptionsT) -> Iterator[OptionsT]:
         )
         if offloads and options.offload == "auto" and not can_offload:
             continue
-        values = [way if given == "auto" else given for given, way in wanted]
+        values = [automatic if option == "auto" else option for option, automatic in wanted]
         chosen = replace(
             options,
             reshard_after_forward=values[0],
@@ -116,12 +116,14 @@ def _need(
     moments = _moments(footprint, activations or 0, rest, units)
     beyond = max(_highest(job, options, moments, rest, units, ranks) - gradients, update)
     communication = max(0, beyond - (activations or 0))
+    if activations is not None:
+        activations = beyond - communication + footprint.batch
     return MemoryNeed(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         communication=communication,
-        activations=None if activations is None else beyond - communication + footprint.batch,
+        activations=activations,
         free=job.free_nbytes,
         device=str(job.devices[0]),
         assumed=footprint.assumed,
@@ -170,7 +172,7 @@ def _highest(
     # Units that stay whole after the forward are whole where the backward begins; else the last one alone is.
     whole_units = units if kept else units[-1:]
     gathered = rest.whole + sum(unit.whole for unit in whole_units)
-    peak = waiting = left = 0
+    peak = waiting = activations = 0
     at_work = rest
     for unit, nbytes, before, beside, after in moments:
         ahead = next_ones.get(unit.name, 0)
@@ -178,25 +180,25 @@ def _highest(
             at_work, gathered = unit, rest.whole + unit.whole + ahead
             # gloo gathers into a buffer of its own, from a copy of the shard.
             copied = ahead + ahead // ranks if is_cpu else 0
-            peak = max(peak, max(left, after) + gradients + waiting + gathered + copied)
+            peak = max(peak, max(activations, after) + gradients + waiting + gathered + copied)
         peak = max(peak, before + gathered + gradients + waiting)
         if unit is rest or not accumulates:
             gradients += nbytes
-        left = after
-        peak = max(peak, max(beside, left) + gathered + gradients + waiting)
+        activations = after
+        peak = max(peak, max(beside, activations) + gathered + gradients + waiting)
         if unit is rest:
             continue
         missing[unit.name] -= 1
         if not missing[unit.name]:
             gathered = gathered - unit.whole if kept else rest.whole + ahead
             # The reduction's input stays until the next one.
-            peak = max(peak, left + gathered + gradients + _reducing(unit, ranks, is_cpu=is_cpu))
+            peak = max(peak, activations + gathered + gradients + _reducing(unit, ranks, is_cpu=is_cpu))
             gradients -= unit.gradients
             if not options.offload:
                 gradients += unit.reduced // ranks
             waiting = unit.reduced
     # Whole weights are freed before the reduction.
-    return max(peak, left + gradients + max(rest.whole, _reducing(rest, ranks, is_cpu=is_cpu)))
+    return max(peak, activations + gradients + max(rest.whole, _reducing(rest, ranks, is_cpu=is_cpu)))
 
 
 def _reducing(unit: _Unit, ranks: int, *, is_cpu: bool) -> int:
@@ -227,13 +229,13 @@ def _activations(
 def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_Unit, list[_Unit]]:
     """Return the bytes of parameters in no unit, and of each unit."""
     low, reduced = parameter_type(options, job), reduction_type(options, job)
-    left = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def measured(name: str, module: nn.Module) -> _Unit:
         whole = sums = 0
         sizes: dict[str, int] = {}
         for parameter in module.parameters():
-            path = left.pop(id(parameter), None)
+            path = names.pop(id(parameter), None)
             if path is None:
                 continue
             n = parameter.numel()

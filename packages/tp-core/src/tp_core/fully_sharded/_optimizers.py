@@ -253,9 +253,9 @@ class WholeSteps:
             _check_steps_alone(optimizer, group, weight)
         _step_only(optimizer, group, [weight])
         fill_from_whole(SliceBuffer(self._cut, parameter, None).target, weight)
-        made = optimizer.state.pop(weight, None)
-        if made:
-            optimizer.state[parameter] = {k: self._part(v, parameter, weight) for k, v in made.items()}
+        state = optimizer.state.pop(weight, None)
+        if state:
+            optimizer.state[parameter] = {k: self._part(v, parameter, weight) for k, v in state.items()}
 
     def _part(self, value: object, parameter: Tensor, weight: Tensor) -> object:
         """Return this rank's part of a state's value, if it has the parameter's shape."""

@@ -128,12 +128,12 @@ def check_offload(options: FullyShardOptions, job: Job) -> None:
 
 def remedy(options: FullyShardOptions) -> str:
     """Return what lowers the memory of a rank, beside the options that do so already."""
-    ways = [
-        "more ranks" if options.replicas == 1 else "fewer replicas",
-        *(["reshard_after_forward=True"] if not options.reshard_after_forward else []),
-        *(["activation_checkpointing=True"] if not options.activation_checkpointing else []),
-        *(["offload=True on an accelerator"] if not options.offload else []),
-        "smaller units",
-        "a smaller batch with accumulate=",
-    ]
-    return f"less is needed with {', '.join(ways[:-1])} or {ways[-1]}"
+    remedies = ["more ranks" if options.replicas == 1 else "fewer replicas"]
+    if not options.reshard_after_forward:
+        remedies.append("reshard_after_forward=True")
+    if not options.activation_checkpointing:
+        remedies.append("activation_checkpointing=True")
+    if not options.offload:
+        remedies.append("offload=True on an accelerator")
+    remedies.append("smaller units")
+    return f"less is needed with {', '.join(remedies)} or a smaller batch with accumulate="

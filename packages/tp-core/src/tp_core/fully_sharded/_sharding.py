@@ -179,17 +179,20 @@ class Sharding:
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if is_root and type(module).forward is nn.Module.forward:
             mix_in(_WithForward, module)
+        # None: torch keeps the root's parameters after forward, as backward begins with them.
+        reshard_after_forward = None if is_root else bool(self._options.reshard_after_forward)
+        param_dtype = None if is_norm else parameter_type(self._options, self._job)
+        offload_policy = CPUOffloadPolicy() if self._options.offload else OffloadPolicy()
         fully_shard(
             module,
             mesh=self.mesh,
-            # None: torch keeps the root's parameters after forward, as backward begins with them.
-            reshard_after_forward=None if is_root else bool(self._options.reshard_after_forward),
+            reshard_after_forward=reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(
-                param_dtype=None if is_norm else parameter_type(self._options, self._job),
+                param_dtype=param_dtype,
                 reduce_dtype=reduction_type(self._options, self._job),
                 cast_forward_inputs=False,  # autocast casts them where it is needed
             ),
-            offload_policy=CPUOffloadPolicy() if self._options.offload else OffloadPolicy(),
+            offload_policy=offload_policy,
             ignored_params=set(odd),
         )
         if not is_root:

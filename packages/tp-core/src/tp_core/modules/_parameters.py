@@ -229,6 +229,6 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor if put_together is None else put_together()
     device = tensor.device_mesh.device_type
     # With offload the host keeps the parts, and the ranks' group communicates on the device only.
-    there: Any = tensor if tensor.device.type == device else tensor.to(device)
-    full: Tensor = there.full_tensor()
+    on_device: Any = tensor if tensor.device.type == device else tensor.to(device)
+    full: Tensor = on_device.full_tensor()
     return full

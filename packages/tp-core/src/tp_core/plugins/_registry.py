@@ -309,9 +309,9 @@ class PluginRegistry:
         """
         with self._lock:
             kinds = list(map(class_of, HOOKS)) if kind is None else [kind]
-            for asked in kinds:
-                self._collect(asked)
-            return tuple(conflict for asked in kinds for conflict in self._conflicts[asked])
+            for each in kinds:
+                self._collect(each)
+            return tuple(conflict for each in kinds for conflict in self._conflicts[each])
 
     def contributions(self, plugin: str) -> dict[str, tuple[str, ...]]:
         """Return the names of a plugin's contributions by kind: ``{"backend": ("mine",)}``."""

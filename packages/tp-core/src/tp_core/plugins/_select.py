@@ -125,7 +125,8 @@ def select(
         PluginError: The backend that was asked for raised while it assessed the job.
     """
     candidates = tuple(sorted((_assess(job, c) for c in backends), key=_rank))
-    wanted, asked_by = _wanted(name, os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    wanted, asked_by = _wanted(name, environ)
     if wanted is None:
         chosen = next((c for c in candidates if c.verdict.is_fit), None)
         if chosen is None:
@@ -157,7 +158,8 @@ def check_backend_name(
     Raises:
         SelectionError: The backend is not installed; the message suggests a similar name.
     """
-    wanted, asked_by = _wanted(name, os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    wanted, asked_by = _wanted(name, environ)
     if wanted is not None and wanted not in installed:
         raise SelectionError(_unknown(wanted, asked_by, installed))
 
@@ -275,9 +277,9 @@ def _unknown(wanted: str, asked_by: str, installed: Collection[str]) -> str:
         lines.append(f"{wanted!r} is a transport of torch.distributed, which is chosen by the devices")
     elif wanted in ("deepspeed", "fully_shard", "zero"):
         lines.append("'fsdp' shards weights, gradients and optimizer state")
-    elif meant := get_close_matches(str(wanted).lower(), known, n=1):
-        source = f" (pip install {missing[meant[0]]})" if meant[0] in missing else ""
-        lines.append(f"did you mean {meant[0]!r}{source}?")
+    elif similar := get_close_matches(str(wanted).lower(), known, n=1):
+        source = f" (pip install {missing[similar[0]]})" if similar[0] in missing else ""
+        lines.append(f"did you mean {similar[0]!r}{source}?")
     elif missing:
         offers = ", ".join(f"{n!r} (pip install {d})" for n, d in sorted(missing.items()))
         lines.append(f"this project also offers: {offers}")

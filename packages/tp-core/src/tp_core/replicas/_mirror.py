@@ -343,18 +343,18 @@ class ParameterMirror:
         if len(stale) == len(self.copies) or is_capturing(self.device):
             return []
         positions = set(stale)
-        left = tuple(
+        compared = tuple(
             i
             for i, (parameter, copy) in enumerate(zip(self.parameters, self.copies, strict=True))
             if i not in positions and copy is not parameter and copy.numel() and is_comparable(parameter)
         )
-        if not left:
+        if not compared:
             return []
-        if self._digest is None or self._digest[0] != left:
-            numbers, lengths = digest_of([self.copies[i] for i in left])
-            home = self.parameters[left[0]].device
-            self._digest = left, Digest(to_device(numbers, home), lengths)
-        return [left[i] for i in digest_at(left).changed_since(self._digest[1])]
+        if self._digest is None or self._digest[0] != compared:
+            numbers, lengths = digest_of([self.copies[i] for i in compared])
+            home = self.parameters[compared[0]].device
+            self._digest = compared, Digest(to_device(numbers, home), lengths)
+        return [compared[i] for i in digest_at(compared).changed_since(self._digest[1])]
 
     def note_copied(self, now: Any, stale: Sequence[int]) -> None:
         for i in stale:

@@ -596,16 +596,16 @@ class Replicas:
         if self._lock.acquire(blocking=False):
             self._owner = threading.get_ident()
             return self._lock
-        here = threading.get_ident()
+        thread = threading.get_ident()
         # From a forward, in the caller's thread or a replica's: waiting for the lock would never end.
-        if here == self._owner or here in self._threads:
+        if thread == self._owner or thread in self._threads:
             msg = (
                 "the module's own forward called its replicas again: that would wait for itself; "
                 "call the plain module inside of forward"
             )
             raise ModelError(msg)
         self._lock.acquire()
-        self._owner = here
+        self._owner = thread
         return self._lock
 
     def _begin_in_fork(self) -> None:

@@ -178,11 +178,12 @@ class ProcessGroupSession(Session):
                 theirs = each[i]
                 if theirs == first:
                     continue
-                here = [line for line in first if line not in theirs][:1] or ["nothing of it"]
-                there = [line for line in theirs if line not in first][:1] or ["nothing of it"]
+                in_first = [line for line in first if line not in theirs][:1] or ["nothing of it"]
+                in_other = [line for line in theirs if line not in first][:1] or ["nothing of it"]
                 msg = (
-                    f"ranks disagree on the model's {what}: rank 0 has {here[0]}, rank {rank} has "
-                    f"{there[0]} ({len(first)} and {len(theirs)} {what}); build the same model on every rank"
+                    f"ranks disagree on the model's {what}: rank 0 has {in_first[0]}, rank {rank} has "
+                    f"{in_other[0]} ({len(first)} and {len(theirs)} {what}); build the same model on "
+                    "every rank"
                 )
                 raise DisagreementError(msg)
         if self.is_main:
@@ -213,9 +214,10 @@ class ProcessGroupSession(Session):
         check_no_max_norm(model, "each rank")
         self._share_quantized(model)
         self._check_scales(model)
+        device_ids = None if self.device.type == "cpu" else [self.device]
         averaging = SteppingDataParallel(
             model,
-            device_ids=None if self.device.type == "cpu" else [self.device],
+            device_ids=device_ids,
             process_group=self._gradient_group,
             **options,
         )

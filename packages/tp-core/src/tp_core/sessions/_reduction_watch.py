@@ -40,7 +40,7 @@ class ReductionWatch:
         self._models: list[ref[SteppingDataParallel]] = []
         # The ids of parameters with averaged gradients, while their modules live: later objects may have
         # the same ids. Weak references to parameters would keep torch from converting them in place.
-        self._known: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+        self._parameter_ids: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
         self._prepared: WeakSet[Optimizer] = WeakSet()
         self._steps = 0
         # The parameter lists of each optimizer that passed the check, by the optimizer's id.
@@ -55,7 +55,7 @@ class ReductionWatch:
     def know(self, model: nn.Module) -> None:
         """Record that the gradients of the present parameters of ``model`` are averaged."""
         plain = model.module if isinstance(model, SteppingDataParallel) else model
-        self._known.setdefault(plain, set()).update(map(id, model.parameters()))
+        self._parameter_ids.setdefault(plain, set()).update(map(id, model.parameters()))
         self.listen()
 
     def listen(self) -> None:
@@ -172,7 +172,7 @@ class ReductionWatch:
         return False
 
     def _knows(self, parameter: Tensor) -> bool:
-        return any(id(parameter) in known for known in self._known.values())
+        return any(id(parameter) in ids for ids in self._parameter_ids.values())
 
 
 _open: WeakSet[ReductionWatch] = WeakSet()

@@ -242,14 +242,14 @@ def _origins(names: Sequence[Sequence[str]], saved: OptimizerValues) -> list[set
 def _check_parameters(names: Sequence[Sequence[str]], saved: OptimizerValues, path: Path) -> None:
     now = {name for group in names for name in group}
     before = {name for group in saved.groups for name in group["params"]}
-    for these, has in (
+    for differing, has in (
         (sorted(before - now), "an optimizer with {}, which this one lacks"),
         (sorted(now - before), "an optimizer without {}, which this one has"),
     ):
-        if these:
-            parameters = f"the parameter {these[0]!r}"
-            if len(these) > 1:
-                parameters += f" (and {len(these) - 1} more)"
+        if differing:
+            parameters = f"the parameter {differing[0]!r}"
+            if len(differing) > 1:
+                parameters += f" (and {len(differing) - 1} more)"
             msg = f"{path} is of {has.format(parameters)}; make the optimizer from the parameters that it had"
             raise StateError(msg)
 

@@ -118,8 +118,8 @@ def _collect_optimizer(
             tensors[name] = value.detach()
         return StoredTensor(name, like)
 
-    named = replace(named_state(model, optimizer, put), quantized=quantized)
-    values = {"format": FORMAT} | {field.name: getattr(named, field.name) for field in fields(named)}
+    saved = replace(named_state(model, optimizer, put), quantized=quantized)
+    values = {"format": FORMAT} | {field.name: getattr(saved, field.name) for field in fields(saved)}
     text = to_json("the state of the optimizer", values).encode()
     tensors[f"{prefix}{_VALUES}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -229,13 +229,13 @@ def restore_state(
         for ref in refs_in([values.others, values.extra]):
             places[ref.name] = _whole_place(infos[ref.name])
     stored.fill({name: place.target for name, place in places.items()})
-    taken = {name: place.take() for name, place in places.items()}
+    tensors = {name: place.take() for name, place in places.items()}
     names = {n: plain_name(n) for n in _model_tensors(model) if plain_name(n) not in without}
-    state = {name: taken[f"{_MODEL}{plain}"] for name, plain in names.items()}
+    state = {name: tensors[f"{_MODEL}{plain}"] for name, plain in names.items()}
     model.load_state_dict(state, strict=not without)
     lists = [id(member.param_groups) for member in optimizers.values()]
     for prefix, member in optimizers.items():
-        _load_optimizer(model, member, saved[prefix], taken, infos, cut=cut)
+        _load_optimizer(model, member, saved[prefix], tensors, infos, cut=cut)
     # An optimizer within another (SAM's base_optimizer) has the groups of that one, where schedulers set the
     # learning rate of both. torch's load_state_dict gives each groups of its own.
     owners: dict[int, Optimizer] = {}
@@ -270,12 +270,12 @@ def _load_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
     saved: OptimizerValues,
-    taken: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     infos: Mapping[str, TensorInfo],
     *,
     cut: Cut,
 ) -> None:
-    optimizer.load_state_dict(numbered_state(model, optimizer, saved, lambda ref, _: taken[ref.name]))
+    optimizer.load_state_dict(numbered_state(model, optimizer, saved, lambda ref, _: tensors[ref.name]))
     # torch's own load casts every tensor, also a counter, to its parameter's dtype, and takes text apart.
     for name, parameter in parameters_as_saved(model, optimizer, saved).items():
         entries, kept = saved.state.get(name), optimizer.state.get(parameter)
@@ -289,9 +289,9 @@ def _load_optimizer(
                 kept[key] = entry
             elif same_type and isinstance(entry, StoredTensor) and isinstance(now, Tensor):
                 if now.dtype != infos[entry.name].dtype:
-                    kept[key] = taken[entry.name].to(now.device)
+                    kept[key] = tensors[entry.name].to(now.device)
             elif same_type:
-                kept[key] = joined(entry, None, _taken_to(parameter.device, taken))
+                kept[key] = joined(entry, None, _taken_to(parameter.device, tensors))
             if not isinstance(entry, StoredTensor):
                 continue
             # As torchao's optimizers make them; another kind of optimizer takes the values as they are.
@@ -302,8 +302,8 @@ def _load_optimizer(
                 setattr(kept[key], SHARDED_ATTRIBUTE, True)
 
 
-def _taken_to(device: torch.device, taken: Mapping[str, Tensor]) -> Get:
-    return lambda ref, _: taken[ref.name].to(device)
+def _taken_to(device: torch.device, tensors: Mapping[str, Tensor]) -> Get:
+    return lambda ref, _: tensors[ref.name].to(device)
 
 
 def _optimizer_values(stored: StoredTensors, prefix: str) -> OptimizerValues:

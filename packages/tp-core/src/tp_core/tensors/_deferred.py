@@ -281,13 +281,13 @@ class DeferringMode(TorchDispatchMode):
     def _note(
         self, func: Any, args: Any, kwargs: Any, state: Tensor | None, written: Tensor | None, results: Any
     ) -> Any:
-        made = []
+        created = []
         for place, result in enumerate(listed(results)):
             if isinstance(result, Tensor) and not self._knows(result):
                 key = self._key(result)
                 self._storages[key] = result.untyped_storage()
-                made.append((place, key))
-        if written is None and not made:
+                created.append((place, key))
+        if written is None and not created:
             return results  # a view, which is known by its storage
         refs, named = tree_map(self._ref, list(args)), tree_map(self._ref, kwargs)
         leaves = tree_leaves([refs, named], table=_ARGUMENTS)
@@ -299,8 +299,8 @@ class DeferringMode(TorchDispatchMode):
         )
         if overwrites and target is not None and storages.count(target) == 1:
             reads.discard(target)
-        operation = Operation(func, refs, named, state, tuple(made), frozenset(reads), target, overwrites)
-        touched = [key for _, key in made]
+        operation = Operation(func, refs, named, state, tuple(created), frozenset(reads), target, overwrites)
+        touched = [key for _, key in created]
         if target is not None:
             touched.append(target)
         for key in touched:
@@ -348,20 +348,20 @@ class DeferringMode(TorchDispatchMode):
     def value(self, tensor: Tensor) -> Tensor:
         """Return the value that a tensor would have by now, by a replay of the operations that it needs."""
         needed: set[int] = set()
-        asked = [(self._key(tensor), len(self._operations))]
-        while asked:
-            storage, before = asked.pop()
+        pending = [(self._key(tensor), len(self._operations))]
+        while pending:
+            storage, before = pending.pop()
             for number in reversed(self._touched[storage]):
                 if number >= before:
                     continue
                 operation = self._operations[number]
                 if number not in needed:
                     needed.add(number)
-                    asked += [(read, number) for read in operation.reads if read != storage]
+                    pending += [(read, number) for read in operation.reads if read != storage]
                 if operation.writes != storage:  # it was made here
                     break
                 if operation.overwrites:  # earlier values do not matter, but its memory must be made
-                    asked.append((storage, self._touched[storage][0] + 1))
+                    pending.append((storage, self._touched[storage][0] + 1))
                     break
         memory: dict[int, Any] = {}
         with torch.no_grad():
