@@ -113,8 +113,8 @@ def _launch_config(plan: LaunchPlan, *, logs: RankLogs, is_host: bool | None) ->
         "signals_to_handle": "",
         "shutdown_timeout": int(request.grace_s),
     }
-    known = {field.name for field in fields(LaunchConfig)}  # differ between versions of torch
-    return LaunchConfig(**{name: value for name, value in options.items() if name in known})
+    names = {field.name for field in fields(LaunchConfig)}  # differ between versions of torch
+    return LaunchConfig(**{name: value for name, value in options.items() if name in names})
 
 
 @contextlib.contextmanager

@@ -168,7 +168,8 @@ class FailureBroadcast:
         if self._thread is None:
             return None
         self._tried.wait(_CONNECT_S)  # a rank may have failed in its first moments
-        deadline = time.monotonic() + (0.0 if sure else _WAIT_FOR_CAUSE_S)
+        wait_s = 0.0 if sure else _WAIT_FOR_CAUSE_S
+        deadline = time.monotonic() + wait_s
         while not self._listen() and self._store.is_open and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if self._report is None:
@@ -328,8 +329,8 @@ class HostHeartbeats:
         was_paused = now - self._checked > _PAUSE * self._host.timeout_s
         self._checked = now
         hosts = store.add(self._key("hosts"), 0)
-        others = [n for n in range(1, hosts + 1) if n not in self._gone and n != self._number]
-        for number in others:
+        numbers = [n for n in range(1, hosts + 1) if n not in self._gone and n != self._number]
+        for number in numbers:
             pulse = self._pulses.setdefault(number, _Pulse(since=now))
             count = store.add(self._key("beat", number), 0)
             if count != pulse.count or was_paused:
@@ -343,7 +344,7 @@ class HostHeartbeats:
                 self._gone.add(number)
                 # A count that never changed is of a host that was gone before: no rank waits for it.
                 if pulse.beats:
-                    alive = [n for n in others if n not in self._gone]
+                    alive = [n for n in numbers if n not in self._gone]
                     self._publish_loss(store, number, hosts_left=1 + len(alive))
 
     def _publish_loss(self, store: Any, number: int, *, hosts_left: int) -> None:

@@ -76,8 +76,8 @@ def _stop(
 ) -> None:
     """End a detached job and all of its processes."""
     detached = find_job(job)
-    if (known := detached.status()).state == "unreadable":
-        msg = f"whether job {detached.id} runs cannot be read: {known.reason}; nothing was ended"
+    if (state := detached.status()).state == "unreadable":
+        msg = f"whether job {detached.id} runs cannot be read: {state.reason}; nothing was ended"
         raise StateError(msg)
     was_running = detached.is_running()
     status = stop_job(detached, grace_s=grace_s)
@@ -122,12 +122,14 @@ def _table(jobs: Sequence[DetachedJob], *, now: float) -> Table:
         until = status.ended
         if until is None and state == "running":
             until = now
+        words = f"failed({status.code})" if state == "failed" else state
+        duration = "-" if until is None else elapsed(until - status.started)
         table.add_row(
             Text(job.id),
             Text(printable(job.name)),
-            Text(f"failed({status.code})" if state == "failed" else state, style=_STYLES.get(state, "")),
+            Text(words, style=_STYLES.get(state, "")),
             datetime.fromtimestamp(status.started).strftime("%Y-%m-%d %H:%M:%S"),  # local, for people
-            "-" if until is None else elapsed(until - status.started),
+            duration,
             Text(printable(shlex.join(job.command))),
         )
     return table

@@ -76,7 +76,8 @@ def _fits(value: object, hint: Any) -> bool:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # it is a number
     if hint in (int, str, bool):
         return type(value) is hint  # isinstance(True, int) is true
-    return isinstance(value, NoneType if hint is None else hint)
+    kind = NoneType if hint is None else hint
+    return isinstance(value, kind)
 
 
 def _type_name(hint: Any) -> str:

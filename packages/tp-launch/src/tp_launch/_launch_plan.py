@@ -187,6 +187,7 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
     if local_addr is None and isinstance(endpoint, Endpoint):
         local_addr = own_address(endpoint.host) or address_towards(endpoint)
     single = max_nodes == 1 and request.rdzv_endpoint is None
+    default_id = uuid.uuid4().hex[:12] if single else "tp"
     return LaunchPlan(
         request=request,
         nproc=nproc,
@@ -194,7 +195,7 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
         max_nodes=max_nodes,
         backend=backend,
         endpoint=endpoint,
-        run_id=request.rdzv_id or (uuid.uuid4().hex[:12] if single else "tp"),
+        run_id=request.rdzv_id or default_id,
         is_host=is_host,
         may_follow=may_follow,
         local_addr=local_addr,
@@ -274,11 +275,11 @@ def _backend(request: LaunchRequest) -> str:
             "was given; c10d numbers the hosts itself: leave them out, or leave the backend out"
         )
         raise ConfigError(msg)
-    known = {"c10d", "etcd", "etcd-v2", "static", *(e.name for e in entry_points(group="torchrun.handlers"))}
-    if request.rdzv_backend not in known:
+    names = {"c10d", "etcd", "etcd-v2", "static", *(e.name for e in entry_points(group="torchrun.handlers"))}
+    if request.rdzv_backend not in names:
         msg = (
-            f"--rdzv-backend must be one of {', '.join(sorted(known))}; got {request.rdzv_backend!r}"
-            f"{did_you_mean(request.rdzv_backend, known)}"
+            f"--rdzv-backend must be one of {', '.join(sorted(names))}; got {request.rdzv_backend!r}"
+            f"{did_you_mean(request.rdzv_backend, names)}"
         )
         raise ConfigError(msg)
     return request.rdzv_backend
@@ -290,7 +291,8 @@ def _endpoint(request: LaunchRequest, *, backend: str, max_nodes: int) -> Endpoi
     if request.rdzv_endpoint is not None:
         endpoint = parse_endpoint(request.rdzv_endpoint)
     elif backend == "static":
-        host = request.master_addr or ("127.0.0.1" if max_nodes == 1 else None)
+        default_host = "127.0.0.1" if max_nodes == 1 else None
+        host = request.master_addr or default_host
         if host is None:
             msg = (
                 "several hosts need an address where they meet: give --master-addr (the address of "
@@ -372,7 +374,8 @@ def _environment(*, nproc: int, max_nodes: int, local_addr: str | None) -> dict[
         env[ON_TERMINAL] = "1"
     if nproc > 1:  # a single process gets all cores, as is torch's default
         env["OMP_NUM_THREADS"] = str(max(1, available_cores() // nproc))
-    interface = interface_of(_LOOPBACK if max_nodes == 1 else local_addr or "")
+    own_addr = _LOOPBACK if max_nodes == 1 else local_addr or ""
+    interface = interface_of(own_addr)
     if interface is not None:
         # By itself gloo resolves the host's name: it may choose an interface that the other hosts cannot
         # reach, or that hosts outside of the job can.

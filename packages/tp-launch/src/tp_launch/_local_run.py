@@ -84,10 +84,11 @@ def execute(request: LaunchRequest, *, is_program: bool = True) -> LaunchOutcome
         if logs is not None:
             logs.remove()
 
+    on_unresponsive = leave_stopped if is_program else None
     with StopSignals(
         on_stop=local.end,
         on_hurry=local.hurry,
-        on_unresponsive=leave_stopped if is_program else None,
+        on_unresponsive=on_unresponsive,
         grace_s=request.grace_s + _TEARDOWN_S,
     ) as signals:
         try:
@@ -152,7 +153,8 @@ class LocalRun:
         SIGUSR1, a scheduler's warning, is passed on; other signals become SIGTERM.
         """
         # In the handler, before it raises: torch's agent kills the ranks when an exception passes through it.
-        self._watch.signal(signum if signum == signal.SIGUSR1 else signal.SIGTERM)
+        passed_on = signum if signum == signal.SIGUSR1 else signal.SIGTERM
+        self._watch.signal(passed_on)
         self._wait_for_ends(self._plan.request.grace_s)
         if len(self._watch.deaths()) < len(self._ranks):
             self.kill()
@@ -339,9 +341,8 @@ class LocalRun:
         else:
             failure = outcome.failure
             sure = bool(self._loss) or (failure is not None and not failure.is_consequence)
-            report = self._broadcast.report(
-                outcome.to_report(host="" if self._loss else self._name), sure=sure
-            )
+            host = "" if self._loss else self._name
+            report = self._broadcast.report(outcome.to_report(host=host), sure=sure)
         if report is None:
             return outcome
         return LaunchOutcome.from_report(report)

@@ -106,7 +106,8 @@ def report(outcome: LaunchOutcome) -> None:
     flush_streams()  # the ranks' output comes before the reason
     if outcome.failure is not None:
         whole = not outcome.failure.is_shown or os.environ.get("TP_TRACEBACK") == "full"
-        print_to_stderr(str(outcome.failure) if whole else outcome.failure.brief())
+        text = str(outcome.failure) if whole else outcome.failure.brief()
+        print_to_stderr(text)
     elif outcome.message:
         print_line(outcome.message)
 
@@ -178,7 +179,8 @@ class RankFailure:
             f"{title}: {name}, status {self.status}",
             f"  where   host {self.host}, local rank {self.local_rank}, pid {self.pid}",
         ]
-        hint = _HINTS.get("exit" if _THREADS_LEFT in self.text else name)
+        kind = "exit" if _THREADS_LEFT in self.text else name
+        hint = _HINTS.get(kind)
         if hint and _HEAD not in self.text:  # a traceback explains more than the hint
             lines.append(f"  hint    {hint}")
         if is_peer_missing:
@@ -192,7 +194,8 @@ class RankFailure:
         if self.log is not None:
             lines.append(f"  log     {self.log}")
         if text:
-            lines.append("" if self.is_traceback else "  the end of its stderr:")
+            title = "" if self.is_traceback else "  the end of its stderr:"
+            lines.append(title)
             lines += [f"  {line}".rstrip() for line in text.splitlines()]
         else:
             lines.append("  it wrote nothing to stderr")
@@ -240,6 +243,7 @@ def first_failure(
         if has_succeeded and death.order < order:
             exited.append(ranks[other].rank)
     tail = tails[local]
+    log = str(ranks[local].stderr) if keep_logs else None
     return RankFailure(
         rank=ranks[local].rank,
         local_rank=local,
@@ -251,7 +255,7 @@ def first_failure(
         is_consequence=tail.is_consequence,
         others=_others(codes, ranks=ranks, killed=killed, first=local),
         exited=tuple(sorted(exited)),
-        log=str(ranks[local].stderr) if keep_logs else None,
+        log=log,
         is_shown=True,
     )
 

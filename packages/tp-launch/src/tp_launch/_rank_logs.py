@@ -69,7 +69,9 @@ def _lock(directory: Path, *, create: bool) -> int | None:
     import fcntl  # Windows, on which nothing is launched, has none
 
     # O_NOFOLLOW: another user of the folder may have put a link there.
-    flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    flags = os.O_RDWR | os.O_NOFOLLOW
+    if create:
+        flags |= os.O_CREAT
     descriptor = os.open(directory / _LOCK, flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,11 +205,11 @@ def _take_lines(source: _FollowedLog) -> list[str]:
     # Progress bars end lines with a carriage return: each state becomes a line. A last "\r" is held back, as
     # the "\n" of a line end may follow.
     if source.pending.endswith("\r"):
-        text, held = source.pending[:-1], "\r"
+        text, carriage_return = source.pending[:-1], "\r"
     else:
-        text, held = source.pending, ""
+        text, carriage_return = source.pending, ""
     *lines, rest = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    source.pending = rest + held
+    source.pending = rest + carriage_return
     if lines and source.cut:
         source.cut = False
         if not lines[0]:

@@ -220,7 +220,8 @@ def _ended(pid: int) -> tuple[bool, int | None]:
         return True, None
     if seen is None:
         return False, None
-    return True, seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+    status = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+    return True, status
 
 
 def _signal_living(pid: int, signum: int) -> None:

@@ -92,7 +92,8 @@ class StopSignals:
             signal.set_wakeup_fd(self._wake_before)
             os.close(self._write_fd)  # the thread reads the end of the pipe and returns
         for signum, handler in self._before.items():
-            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+            before = handler if handler is not None else signal.SIG_DFL
+            signal.signal(signum, before)
 
     def ignore(self) -> None:
         """Ignore further signals: the cleanup is short and must not be interrupted."""
