@@ -117,7 +117,8 @@ def resolve_weights(
         if weights == "auto":
             return Speeds(count)
         if weights == "memory":
-            return free_memory(resolve_devices(count if devices is None else list(devices)))
+            chosen = count if devices is None else list(devices)
+            return free_memory(resolve_devices(chosen))
         msg = f"weights must be numbers, 'memory', 'auto' or a Speeds, got {weights!r}"
         raise ConfigError(msg)
     return check_weights(weights, count)

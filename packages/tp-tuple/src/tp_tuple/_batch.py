@@ -88,12 +88,13 @@ def _attributes(obj: Any) -> dict[str, Any]:
     for cls in type(obj).__mro__:
         for slot in _slots_of(cls):
             is_mangled = slot.startswith("__") and not slot.endswith("__")
-            slots.append(f"_{cls.__name__.lstrip('_')}{slot}" if is_mangled else slot)
-    held = {slot: getattr(obj, slot) for slot in slots if hasattr(obj, slot)}
+            attribute = f"_{cls.__name__.lstrip('_')}{slot}" if is_mangled else slot
+            slots.append(attribute)
+    values = {slot: getattr(obj, slot) for slot in slots if hasattr(obj, slot)}
     if not slots and not hasattr(obj, "__dict__"):
         msg = f"cannot move the attributes of a {type(obj).__qualname__}: it has none; use recursive_cuda"
         raise TransferError(msg)
-    return held | getattr(obj, "__dict__", {})
+    return values | getattr(obj, "__dict__", {})
 
 
 def _slots_of(cls: type) -> list[str]:

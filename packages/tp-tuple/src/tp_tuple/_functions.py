@@ -235,10 +235,10 @@ def arguments_of_parts(
 def _count(name: int | str, arg: Any, count: int, most: int | None) -> int:
     if not isinstance(arg, tuple | list) or isinstance(arg, PackedSequence):
         shape = getattr(arg, "shape", None)
-        what = f": {arg!r:.80}" if shape is None else f" of shape {tuple(shape)}"
+        shape_text = f": {arg!r:.80}" if shape is None else f" of shape {tuple(shape)}"
         msg = (
             f"argument {name!r} must be a tuple or list with one part per device, "
-            f"got {type(arg).__name__}{what}; tp_tuple.tp_collate makes a loader's batches so"
+            f"got {type(arg).__name__}{shape_text}; tp_tuple.tp_collate makes a loader's batches so"
         )
         raise ConfigError(msg)
     parts = len(arg)

@@ -110,13 +110,15 @@ class PartGather:
         with self._changed:
             if len(self._gathered) == time:  # the first part here; none is two gathers ahead of another
                 self._gathered.append({})
-            given = self._gathered[time]
-            given[number] = _Rows(rows, _record_event(rows))
+            rows_of_parts = self._gathered[time]
+            rows_of_parts[number] = _Rows(rows, _record_event(rows))
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(given) == self._count or self._ended_parts - given.keys())
-            if len(given) < self._count:
+            self._changed.wait_for(
+                lambda: len(rows_of_parts) == self._count or self._ended_parts - rows_of_parts.keys()
+            )
+            if len(rows_of_parts) < self._count:
                 raise _PartEndedError
-        in_order = [given[i] for i in range(self._count)]
+        in_order = [rows_of_parts[i] for i in range(self._count)]
         leave_to_others([part.tensor for i, part in enumerate(in_order) if i != number])
         shapes = {(tuple(part.tensor.shape[1:]), part.tensor.dtype) for part in in_order}
         if len(shapes) > 1:
@@ -217,6 +219,7 @@ class TupleSession(Session):
                 "from an iterable of your own"
             )
             raise LoaderError(msg)
+        move = self.move_batch if shard else self._move_parts
         return PreparedLoader(
             loader,
             seed=self.job.seed,
@@ -224,7 +227,7 @@ class TupleSession(Session):
             size=self.data_size,
             training=training,
             shard=shard,
-            move=self.move_batch if shard else self._move_parts,
+            move=move,
             collate=partial(
                 AdaptedCollate,
                 adapters=self._adapters,
@@ -272,10 +275,10 @@ class TupleSession(Session):
     ) -> StepOutput:
         if len(models) == 1:
             return self.run(step, models[0], batch)
-        known = self._together.get(models[0])
-        if known is None:
-            known = self._together[models[0]] = {}
-        together = known.setdefault(tuple(map(id, models)), nn.ModuleList(models))
+        modules = self._together.get(models[0])
+        if modules is None:
+            modules = self._together[models[0]] = {}
+        together = modules.setdefault(tuple(map(id, models)), nn.ModuleList(models))
         return self._run(
             lambda replica, part: step(*cast("nn.ModuleList", replica), part),
             self._replicas_of(together),
