@@ -23,6 +23,7 @@ class AllGatherAttention(torch.autograd.Function):
 
     Forward: all-gathers of keys and values. Backward: the same, then sums of their gradients. None of them if
     all keys are here.
+    Ranks hold: sharded -> sharded; gradient: sharded -> sharded.
     """
 
     @staticmethod

@@ -25,6 +25,7 @@ class RingAttention(torch.autograd.Function):
 
     Forward: keys and values go around, each step to the next rank. Backward: they go around again, and their
     gradients with them, to end where they began.
+    Ranks hold: sharded -> sharded; gradient: sharded -> sharded.
     """
 
     @staticmethod
@@ -111,7 +112,10 @@ def _packed(tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Tensor:
 
 
 def _pass_on(tensor: Tensor, cut: Cut) -> tuple[Tensor, list[Any]]:
-    """Send a tensor to the next rank, and receive the one before's. It arrives after the waits."""
+    """Send a tensor to the next rank, and receive the one before's. It arrives after the waits.
+
+    Ranks hold: varying -> varying.
+    """
     following = (cut.rank + 1) % cut.size
     before = (cut.rank - 1) % cut.size
     if cut.group is not None:

@@ -372,6 +372,7 @@ class ContextSession(SessionWrapper):
             raise DisagreementError(msg)
 
     def _gather_numbers(self, mine: Tensor) -> list[Tensor]:
+        # Ranks hold: varying -> replicated.
         sent = mine.to(self.device)
         rows = [torch.empty_like(sent) for _ in range(self.ranks.size)]
         dist.all_gather(rows, sent, group=self.ranks.group)

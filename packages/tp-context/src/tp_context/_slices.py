@@ -103,6 +103,7 @@ class Cut:
         """Return the whole of a tensor of which each rank has its part along ``dim``.
 
         Collectives: in forward an all-gather; in backward a sum over the ranks, of which each keeps its part.
+        Ranks hold: sharded -> replicated; gradient: partial -> sharded.
         """
         if not part.is_floating_point():
             return self.all_gather(part, dim)
@@ -117,6 +118,7 @@ class Cut:
         """Return the wholes of several tensors of one type.
 
         Collective: an all-gather of padded parts, one for each tensor if they are large.
+        Ranks hold: sharded -> replicated.
         """
         if len(parts) > 1 and sum(p.nbytes // self.tokens for p in parts) * self.length > TOGETHER:
             return [self.all_gather(part, dim) for part in parts]
@@ -177,6 +179,7 @@ class Cut:
         its tensors need no memory when sums arrive.
 
         Collective: an all-to-all, one for each tensor if they are large.
+        Ranks hold: partial -> sharded.
         """
         if len(wholes) > 1 and sum(w.nbytes for w in wholes) > TOGETHER:
             return [self.sum_and_take([wholes.pop(0)], dim)[0] for _ in range(len(wholes))]
@@ -306,7 +309,10 @@ def _balanced(work: Tensor, size: int) -> list[list[tuple[int, int]]]:
 
 
 class _GatherSlices(torch.autograd.Function):
-    """All-gather in forward; a sum over the ranks in backward, of which each rank keeps its part."""
+    """All-gather in forward; a sum over the ranks in backward, of which each rank keeps its part.
+
+    Ranks hold: sharded -> replicated; gradient: partial -> sharded.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, cut: Cut, dim: int) -> Tensor:
@@ -319,7 +325,10 @@ class _GatherSlices(torch.autograd.Function):
 
 
 class _SumAndTake(torch.autograd.Function):
-    """The adjoint of `_GatherSlices`, as a function of its own: so attention can be differentiated twice."""
+    """The adjoint of `_GatherSlices`, as a function of its own: so attention can be differentiated twice.
+
+    Ranks hold: partial -> sharded; gradient: sharded -> replicated.
+    """
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, cut: Cut, dim: int) -> Tensor:

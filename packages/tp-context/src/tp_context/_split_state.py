@@ -105,6 +105,7 @@ def gather(slices: Tensor, dim: int = 1) -> Tensor:
         StepError: The dimension has another length than the slices of the batch.
 
     Collectives: an all-gather in forward, a sum in backward, over the ranks of a sequence.
+    Ranks hold: sharded -> replicated; gradient: partial -> sharded.
 
     Example:
         >>> gather(torch.ones(1, 3)).shape

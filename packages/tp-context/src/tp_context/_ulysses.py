@@ -77,6 +77,8 @@ def _rows_of_heads(table: Tensor, rows: Cut, mine: slice, each: int) -> Tensor:
 def _to_heads(tensors: Sequence[Tensor], cut: Cut) -> list[Tensor]:
     """Return whole sequences of some heads, from slices of all. Collective: an all-to-all.
 
+    Ranks hold: sharded -> sharded.
+
     Heads that do not divide are padded with zeros at the end: all ranks have as many.
     """
     cut.announce(("to heads", [[*t.shape[:-2], *t.shape[-1:]] for t in tensors], str(tensors[0].dtype)))
@@ -97,7 +99,10 @@ def _to_heads(tensors: Sequence[Tensor], cut: Cut) -> list[Tensor]:
 
 
 def _to_tokens(wholes: Sequence[Tensor], cut: Cut, heads: Sequence[int]) -> list[Tensor]:
-    """Return slices of all heads, from whole sequences of some. Collective: an all-to-all."""
+    """Return slices of all heads, from whole sequences of some. Collective: an all-to-all.
+
+    Ranks hold: sharded -> sharded.
+    """
     cut.announce(("to tokens", [[*t.shape[:-2], *t.shape[-1:]] for t in wholes], str(wholes[0].dtype)))
     shapes = [resized(w.shape, -2, cut.tokens) for w in wholes]
     count = sum(shape.numel() for shape in shapes)
@@ -120,7 +125,10 @@ def _heads_of(tensor: Tensor, rank: int, each: int) -> Tensor:
 
 
 class _ToHeads(torch.autograd.Function):
-    """Forward: the all-to-all to heads. Backward: the one to tokens."""
+    """Forward: the all-to-all to heads. Backward: the one to tokens.
+
+    Ranks hold: sharded -> sharded; gradient: sharded -> sharded.
+    """
 
     @staticmethod
     def forward(ctx: Any, cut: Cut, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -133,7 +141,10 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Forward: the all-to-all to tokens. Backward: the one to heads."""
+    """Forward: the all-to-all to tokens. Backward: the one to heads.
+
+    Ranks hold: sharded -> sharded; gradient: sharded -> sharded.
+    """
 
     @staticmethod
     def forward(ctx: Any, cut: Cut, heads: Sequence[int], *wholes: Tensor) -> tuple[Tensor, ...]:

@@ -157,6 +157,7 @@ def _broadcast_buffers(ddp: DistributedDataParallel) -> None:
     """Copy the first rank's buffers to all ranks.
 
     Collectives: a broadcast for each buffer that is not split.
+    Ranks hold: varying -> replicated.
     """
     for name, buffer in ddp.module.named_buffers():
         # A split buffer differs by rank, and a broadcast would overwrite it.
@@ -179,6 +180,7 @@ def _average_ignored(ddp: DistributedDataParallel) -> None:
     """Broadcast the parallel parameters that DDP ignores, and average their gradients from now on.
 
     Collectives: a broadcast of each such parameter; backward an all-reduce of each gradient.
+    Ranks hold: varying -> replicated.
     """
     ignored = set(ddp.parameters_to_ignore)
     for name in _parallel_names(ddp.module):
@@ -227,6 +229,7 @@ def _average(parameter: Tensor, *, group: dist.ProcessGroup, size: int) -> None:
     the average of equal parts is the part itself.
 
     Collectives: one all-reduce.
+    Ranks hold: partial -> replicated.
     """
     if parameter.grad is not None:
         dist.all_reduce(parameter.grad, group=group)

@@ -115,6 +115,7 @@ class ShardSession(ProcessGroupSession):
         """Copy the parameters and buffers that are not split from the first rank of a copy to the others.
 
         Collectives: a broadcast of each such tensor.
+        Ranks hold: varying -> replicated.
         """
         if self.tensor_group.size == 1:
             return

@@ -171,6 +171,7 @@ def gather_shard(name: str, local: Tensor, shard: Shard, *, to: Destination) -> 
 
     Collectives: a broadcast of each rank's shard, or with "rank0" a point-to-point message; under
     ``fully_shard`` first an all-gather of this rank's shard.
+    Ranks hold: sharded -> replicated.
     """
     group, split = shard.group, shard.split
     if local.shape != shard.tensor.shape:
@@ -200,6 +201,7 @@ def _to_first(local: Tensor, shard: Shard) -> Tensor:
     """Send the shards, one after another, to the first rank that holds the model, into host memory.
 
     Collectives: a point-to-point message from each other rank of its group.
+    Ranks hold: sharded -> varying.
     """
     group, split = shard.group, shard.split
     # The first of all ranks need not be the first of its group: a group may have its ranks in any order.

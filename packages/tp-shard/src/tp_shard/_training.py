@@ -138,6 +138,7 @@ def _norm_over_groups(norms: dict[Axes, Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients, from this rank's norms by the groups over which they are split.
 
     Collectives: an all-reduce for each group.
+    Ranks hold: partial -> replicated.
     """
     is_max = norm_type == math.inf
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
@@ -186,7 +187,12 @@ class GradScaler(torch.amp.GradScaler):
     # Private: torch's `step` and `unscale_` both call it, and no public method sees the flags of an overflow.
     # `a_scaler_leaves_the_step_out_on_all_ranks_or_on_none` notices its loss.
     def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        # Ranks hold: varying -> replicated.
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         flags: dict[torch.device, Tensor] = super()._unscale_grads_(
             optimizer, inv_scale, found_inf, allow_fp16
@@ -343,7 +349,10 @@ def _is_same(first: list[float], other: list[float], bound: Bound, largest: floa
 
 
 def gather_numbers(tensor: Tensor, group: Group) -> Tensor:
-    """Return the tensors of all ranks of a group: (ranks, ...). Collective: an all-gather."""
+    """Return the tensors of all ranks of a group: (ranks, ...). Collective: an all-gather.
+
+    Ranks hold: varying -> replicated.
+    """
     gathered = [torch.empty_like(tensor) for _ in range(group.size)]
     dist.all_gather(gathered, tensor, group=group.handle)
     return torch.stack(gathered)  # (ranks, ...)

@@ -1,4 +1,12 @@
-"""Collectives over plain tensors: without gradients, and as autograd functions with a backward collective."""
+"""Collectives over plain tensors: without gradients, and as autograd functions with a backward collective.
+
+Each declares how ranks hold what it takes and what it gives, and then the same of the gradient::
+
+    replicated    all ranks have the same
+    sharded       each has its slice along one dimension
+    partial       each has a summand, and their sum is the tensor
+    varying       each has its own
+"""
 
 import functools
 from typing import Any
@@ -84,6 +92,7 @@ def all_gather_flat(output: Tensor, local: Tensor, group: Group) -> None:
     """Fill a contiguous ``output`` with the ranks' tensors, contiguous and of one shape, one after the other.
 
     Collectives: one all-gather.
+    Ranks hold: sharded -> replicated.
     """
     # Both flat, because gloo wants the gathered tensor to have as many dimensions as the single one.
     all_gather_single(output.view(-1), local.view(-1), group=group.handle)
@@ -95,6 +104,7 @@ def all_reduce_(tensor: Tensor, group: Group, *, layer: Any = None) -> Tensor:
     The caller owns the tensor: nobody else may hold it.
 
     Collectives: one all-reduce.
+    Ranks hold: partial -> replicated.
     """
     if _debug.state.enabled:
         _debug.check("all_reduce", tensor, group, layer)
@@ -106,6 +116,7 @@ def start_all_reduce_(tensor: Tensor, group: Group, *, layer: Any) -> dist.Work:
     """Start to sum a contiguous tensor over the ranks, in place; call ``wait()`` before you read it.
 
     Collectives: one asynchronous all-reduce.
+    Ranks hold: partial -> replicated.
     """
     if _debug.state.enabled:
         _debug.check("all_reduce", tensor, group, layer)
@@ -117,6 +128,7 @@ def gather_sizes(size: int, group: Group, device: torch.device) -> list[int]:
     """Return the ``size`` of each rank.
 
     Collectives: one all-gather of a number.
+    Ranks hold: varying -> replicated.
     """
     local_size = torch.tensor([size], device=device)
     if _debug.state.enabled:
@@ -130,6 +142,7 @@ def all_gather(tensor: Tensor, dim: int, sizes: list[int], group: Group, *, laye
     """Return the ranks' tensors joined along ``dim``; ``sizes`` are their sizes in that dimension.
 
     Collectives: one all-gather, of shards padded to the longest.
+    Ranks hold: sharded -> replicated.
     """
     dim %= tensor.dim()
     # Before anything is sent: the collective itself would mix the bytes of tensors of different sizes.
@@ -169,6 +182,7 @@ def copy(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
     """Pass a tensor that all ranks have to each rank's own shard of a layer.
 
     Forward: nothing. Backward: an all-reduce of the gradient. Megatron-LM's "f" (arXiv:1909.08053).
+    Ranks hold: replicated -> replicated; gradient: partial -> replicated.
 
     Args:
         tensor: The same tensor on all ranks, of any shape.
@@ -186,6 +200,7 @@ def reduce(tensor: Tensor, *, group: GroupLike = None) -> Tensor:
 
     Forward: an all-reduce. Backward: nothing, each rank has the gradient of the sum already. Megatron-LM's
     "g" (arXiv:1909.08053).
+    Ranks hold: partial -> replicated; gradient: replicated -> replicated.
 
     Args:
         tensor: A tensor of the same shape on all ranks.
@@ -202,6 +217,7 @@ def scatter(tensor: Tensor, dim: int = -1, *, group: GroupLike = None) -> Tensor
     """Return this rank's shard of a tensor that all ranks have, in storage of its own.
 
     Forward: nothing. Backward: an all-gather of the gradient.
+    Ranks hold: replicated -> sharded; gradient: sharded -> replicated.
 
     Args:
         tensor: The same tensor on all ranks.
@@ -225,6 +241,7 @@ def gather(tensor: Tensor, dim: int = -1, *, size: int | None = None, group: Gro
     Forward: an all-gather; without ``size`` one more, of a number. Backward: nothing, each rank takes its own
     part of the gradient. This is right where all ranks compute the same with the joined tensor. To gather a
     batch to which each rank brings its own samples, use :func:`gather_batch`.
+    Ranks hold: sharded -> replicated; gradient: replicated -> sharded.
 
     Args:
         tensor: This rank's shard; the shards may have different sizes in ``dim``.
@@ -259,6 +276,7 @@ def gather_batch(tensor: Tensor, *, size: int | None = None, group: GroupLike = 
 
     Forward: an all-gather; without ``size`` one more, of a number. Backward: nothing, each rank takes its own
     part of the gradient, times the number of ranks.
+    Ranks hold: sharded -> replicated; gradient: replicated -> sharded.
 
     Args:
         tensor: The samples of this rank, of shape (samples, ...); their numbers may differ.
@@ -287,6 +305,7 @@ def reduce_(tensor: Tensor, group: Group, layer: Any) -> Tensor:
     saved the old values raises in its backward pass.
 
     Forward: an all-reduce. Backward: nothing.
+    Ranks hold: partial -> replicated; gradient: replicated -> replicated.
     """
     return apply(_ReduceInPlace, to_change(tensor), group, layer)
 
@@ -310,6 +329,7 @@ def _sizes(tensor: Tensor, dim: int, size: int | None, group: Group) -> list[int
 
 class _Copy(torch.autograd.Function):
     # Forward: nothing. Backward: an all-reduce.
+    # Ranks hold: replicated -> replicated; gradient: partial -> replicated.
     @staticmethod
     def keep(ctx: Any, _tensor: Tensor, group: Group) -> None:
         ctx.group = group
@@ -326,6 +346,7 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     # Forward: an all-reduce. Backward: nothing.
+    # Ranks hold: partial -> replicated; gradient: replicated -> replicated.
     @staticmethod
     def keep(ctx: Any, _tensor: Tensor, group: Group) -> None:
         ctx.group = group
@@ -342,6 +363,7 @@ class _Reduce(torch.autograd.Function):
 
 class _ReduceInPlace(torch.autograd.Function):
     # Forward: an all-reduce, in place. Backward: nothing.
+    # Ranks hold: partial -> replicated; gradient: replicated -> replicated.
     @staticmethod
     def keep(ctx: Any, tensor: Tensor, group: Group, _layer: Any) -> None:
         ctx.group = group
@@ -359,6 +381,7 @@ class _ReduceInPlace(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     # Forward: nothing. Backward: an all-gather.
+    # Ranks hold: replicated -> sharded; gradient: sharded -> replicated.
     @staticmethod
     def keep(ctx: Any, tensor: Tensor, dim: int, group: Group) -> None:
         ctx.dim, ctx.group, ctx.size = dim, group, tensor.size(dim)
@@ -378,6 +401,7 @@ class _Scatter(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     # Forward: an all-gather. Backward: nothing, this rank's part of the gradient.
+    # Ranks hold: sharded -> replicated; gradient: replicated -> sharded.
     @staticmethod
     def keep(ctx: Any, _tensor: Tensor, dim: int, sizes: list[int], group: Group, factor: int) -> None:
         ctx.dim, ctx.sizes, ctx.rank, ctx.factor = dim, sizes, group.rank, factor

@@ -145,6 +145,7 @@ def exchange(statistics: Tensor, rows: TargetRows, options: LossOptions) -> Tens
             torch asserts instead.
 
     Collectives: one all-gather; none on one rank.
+    Ranks hold: varying -> replicated.
     """
     group = options.group
     # Reading values would wait for an accelerator and break a compiled graph in two.

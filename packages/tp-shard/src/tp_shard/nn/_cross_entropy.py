@@ -60,6 +60,7 @@ class _CrossEntropy(torch.autograd.Function):
     because their buffer of float32 exponentials would be larger than the gradient.
 
     Forward: an all-gather. Backward: nothing.
+    Ranks hold: sharded -> replicated; gradient: replicated -> sharded.
     """
 
     @staticmethod
@@ -121,6 +122,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 class _Compiled(torch.autograd.Function):
     # Forward: an all-gather. Backward: nothing.
+    # Ranks hold: sharded -> replicated; gradient: replicated -> sharded.
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossOptions) -> Tensor:
         dtype = computed_in(logits.dtype)

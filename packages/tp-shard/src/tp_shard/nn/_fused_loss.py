@@ -169,6 +169,7 @@ class _GradientInForward(torch.autograd.Function):
     """A fused loss with gradients from the forward pass, while a chunk's logits exist; backward scales them.
 
     Forward: an all-gather and an all-reduce for each chunk. Backward: nothing.
+    Ranks hold: replicated, sharded -> replicated; gradient: replicated -> replicated, sharded.
     """
 
     @staticmethod
@@ -227,6 +228,7 @@ class _RecomputeInBackward(torch.autograd.Function):
     """A fused loss that computes each chunk's logits in both passes, for gradients that differ by row.
 
     Forward: one all-gather. Backward: an all-reduce for each chunk.
+    Ranks hold: replicated, sharded -> replicated; gradient: replicated -> replicated, sharded.
     """
 
     @staticmethod

@@ -113,6 +113,7 @@ def _shared(split: Split) -> list[tuple[int, int]]:
 
 class _SumShared(torch.autograd.Function):
     # Forward: nothing. Backward: one all-reduce.
+    # Ranks hold: sharded -> sharded; gradient: partial -> sharded.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, split: Split, group: Group) -> Tensor:
         ctx.split = split

@@ -238,6 +238,7 @@ def same_generator(group: Group, device: torch.device, generator: torch.Generato
 
 
 def _broadcast(state: Tensor, group: Group, device: torch.device) -> Tensor:
+    # Ranks hold: varying -> replicated.
     if _debug.state.enabled:
         _debug.check("broadcast of a generator's state", state, group, None)
     moved = state.to(device)  # NCCL cannot send from the CPU

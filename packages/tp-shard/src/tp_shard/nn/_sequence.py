@@ -95,6 +95,7 @@ def scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tens
     """Return this rank's part of a sequence that all ranks have.
 
     Forward: nothing. Backward: an all-gather.
+    Ranks hold: replicated -> sharded; gradient: sharded -> replicated.
     """
     size = state.note(tensor.size(state.dim), is_split=True)
     if group.size == 1:
@@ -107,6 +108,7 @@ def gather_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tenso
 
     Forward: an all-gather; one more of a number, if the lengths so far are ambiguous. Backward: a
     reduce-scatter, because each rank has the gradient of its own features alone.
+    Ranks hold: sharded -> replicated; gradient: partial -> sharded.
     """
     if group.size == 1:
         return tensor
@@ -118,6 +120,7 @@ def reduce_scatter_sequence(tensor: Tensor, state: SequenceState, group: Group) 
     """Return this rank's part of the sum of the ranks' sequences.
 
     Forward: a reduce-scatter. Backward: an all-gather.
+    Ranks hold: partial -> sharded; gradient: sharded -> replicated.
     """
     size = state.note(tensor.size(state.dim))
     if group.size == 1:
@@ -130,6 +133,7 @@ def join_sequence(tensor: Tensor, state: SequenceState, group: Group) -> Tensor:
 
     Forward: an all-gather; one more of a number, if the lengths so far are ambiguous. Backward: nothing, each
     rank takes its own part of the gradient.
+    Ranks hold: sharded -> replicated; gradient: replicated -> sharded.
     """
     if group.size == 1:
         return tensor
@@ -146,6 +150,7 @@ def _sum_and_take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
     """Sum over the ranks and return this rank's part.
 
     Collectives: one reduce-scatter, of parts padded to the longest.
+    Ranks hold: partial -> sharded.
     """
     if _debug.state.enabled:
         _debug.check("reduce_scatter", tensor, group, "the sequence")
@@ -164,6 +169,7 @@ def _sum_and_take(tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
 
 class _ScatterSequence(torch.autograd.Function):
     # Forward: nothing. Backward: an all-gather.
+    # Ranks hold: replicated -> sharded; gradient: sharded -> replicated.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
         ctx.args = dim, size, group
@@ -177,6 +183,8 @@ class _ScatterSequence(torch.autograd.Function):
 class _GatherSequence(torch.autograd.Function):
     # Forward: an all-gather. Backward: a reduce-scatter; or nothing, this rank's part of the gradient, where
     # every rank has the gradient of all.
+    # Ranks hold: sharded -> replicated; gradient: partial -> sharded.
+    # Ranks hold: sharded -> replicated; gradient: replicated -> sharded. That is with `replicated_grad`.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group, replicated_grad: bool) -> Tensor:
         ctx.args = dim, size, group
@@ -191,6 +199,7 @@ class _GatherSequence(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     # Forward: a reduce-scatter. Backward: an all-gather.
+    # Ranks hold: partial -> sharded; gradient: sharded -> replicated.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: Group) -> Tensor:
         ctx.args = dim, size, group
@@ -256,6 +265,7 @@ class SummedGradients:
 
 class _SumAll(torch.autograd.Function):
     # Forward: nothing. Backward: one all-reduce for each type and device.
+    # Ranks hold: replicated -> replicated; gradient: partial -> replicated.
     @staticmethod
     def forward(group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - it is for backward
         return tuple(p.view_as(p) for p in parameters)

@@ -53,6 +53,7 @@ def vocabulary_embedding(
     """Look up tokens, the same on all ranks, in a table (local rows, features) with split rows.
 
     Forward: an all-reduce of the output. Backward: nothing.
+    Ranks hold: sharded -> replicated; gradient: replicated -> sharded.
     """
     start, stop = bounds(num_embeddings, group.size, group.rank)
     is_local = (tokens >= start) & (tokens < stop)
@@ -84,6 +85,7 @@ def renormalize_(tokens: Tensor, weight: Tensor, lookup: Lookup, group: Group, l
     """Scale the rows of ``tokens`` to a norm of at most ``max_norm``, in a table with split features.
 
     Collectives: an all-reduce of one number for each distinct token; none without ``max_norm``.
+    Ranks hold: partial -> replicated.
     """
     if lookup.max_norm is None:
         return
@@ -113,6 +115,7 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
 
     Forward: nothing. Backward: an all-reduce of the input's gradient, which overlaps the computation of the
     weight's gradient.
+    Ranks hold: replicated, sharded -> sharded; gradient: sharded -> replicated, sharded.
     """
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = autocast(input, weight, bias)
@@ -123,6 +126,7 @@ def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, group: Group,
     """Apply a weight with split input features (out, local in) to an input split as they are (..., local in).
 
     Forward: an all-reduce of the output. Backward: nothing.
+    Ranks hold: sharded, sharded -> replicated; gradient: replicated -> sharded, sharded.
     """
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = autocast(input, weight, bias)
@@ -160,6 +164,7 @@ def _keep(ctx: Any, x: Tensor, weight: Tensor, _bias: Tensor | None, where: _Whe
 
 class _Column(torch.autograd.Function):
     # Forward: nothing. Backward: an all-reduce of the input's gradient.
+    # Ranks hold: replicated, sharded -> sharded; gradient: sharded -> replicated, sharded.
     keep = staticmethod(_keep)
 
     @staticmethod
@@ -197,6 +202,7 @@ class _Column(torch.autograd.Function):
 
 class _Row(torch.autograd.Function):
     # Forward: an all-reduce of the output. Backward: nothing.
+    # Ranks hold: sharded, sharded -> replicated; gradient: replicated -> sharded, sharded.
     keep = staticmethod(_keep)
 
     @staticmethod
