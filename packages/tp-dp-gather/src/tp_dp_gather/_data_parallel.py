@@ -364,10 +364,10 @@ def _split_scattered(args: tuple[Any, ...], kwargs: dict[str, Any], *, most: int
     count: int | None = None
     for name, arg in named:
         if isinstance(arg, Tensor | PackedSequence):
-            what = f"tensor of shape {tuple(arg.shape)}" if isinstance(arg, Tensor) else "PackedSequence"
+            kind = f"tensor of shape {tuple(arg.shape)}" if isinstance(arg, Tensor) else "PackedSequence"
             msg = (
                 f"with inputs_are_scattered=True {name} must be a tuple or list with one part per device, "
-                f"got a {what}"
+                f"got a {kind}"
             )
             raise ConfigError(msg)
         if not isinstance(arg, tuple | list):

@@ -104,8 +104,8 @@ class Gathering:
             return False
         shapes = [tuple(output.shape) for output in outputs]
         if all(length_along(o, self._dim) == n for o, n in zip(outputs, self._sizes, strict=True)):
-            others = {(*s[: self._dim], *s[self._dim + 1 :]) for s in shapes}
-            if len(others) == 1:
+            other_sizes = {(*s[: self._dim], *s[self._dim + 1 :]) for s in shapes}
+            if len(other_sizes) == 1:
                 return True
             remedy = "only their rows may differ: pad them to one length"
         else:
@@ -125,7 +125,10 @@ class Gathering:
     def _are_samples(self, outputs: Sequence[Any], path: str) -> bool:
         """Return whether a list or tuple has an entry for each row of its part, and not for each value."""
         sizes = self._sizes
-        if sizes is None or [len(o) if is_sequence(o) else -1 for o in outputs] != list(sizes):
+        if sizes is None:
+            return False
+        lengths = [len(o) if is_sequence(o) else -1 for o in outputs]
+        if lengths != list(sizes):
             return False
         if len(set(sizes)) > 1:
             return True

@@ -39,11 +39,11 @@ def check_left_values(loss: Tensor, forwards: Sequence[Sequence[Any]], model: nn
         for attribute, value in vars(module).items()
         if isinstance(value, Tensor) and value.grad_fn in used
     ]
-    what = "what a hook or a list of the program has kept"
+    kept = "what a hook or a list of the program has kept"
     if names:  # the last one is computed from others
-        what = f"{names[-1]!r}, which forward has set"
+        kept = f"{names[-1]!r}, which forward has set"
     msg = (
-        f"the loss depends on a value of the model's forward pass that it does not return: {what}. It is of "
+        f"the loss depends on a value of the model's forward pass that it does not return: {kept}. It is of "
         "the first or the last device's part of the batch alone. Return it from forward, a row for each "
         "sample, or take a backend that runs the step on each part ('tuple', 'ddp')"
     )
@@ -56,11 +56,11 @@ def _next(node: Any) -> list[Any]:
 
 def _nodes_below(first: Iterable[Any], *, without: set[Any]) -> set[Any]:
     """Return the nodes of a graph that lead on from the first ones, these too, but not past some."""
-    found: set[Any] = set()
+    nodes: set[Any] = set()
     left = [node for node in first if node is not None and node not in without]
     while left:
         node = left.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             left += [following for following in _next(node) if following not in without]
-    return found
+    return nodes

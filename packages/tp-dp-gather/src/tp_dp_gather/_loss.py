@@ -35,9 +35,9 @@ def parallel_loss(
     gradient to the parts.
     """
     if not isinstance(outputs, tuple | list) or not 0 < len(outputs) <= len(replicas):
-        what = f"{len(outputs)} of them" if isinstance(outputs, tuple | list) else type(outputs).__name__
+        got = f"{len(outputs)} of them" if isinstance(outputs, tuple | list) else type(outputs).__name__
         msg = (
-            f"outputs must be 1 to {len(replicas)} parts, one per device, got {what}; make them with "
+            f"outputs must be 1 to {len(replicas)} parts, one per device, got {got}; make them with "
             "gather_to_one_device=False or except_keywords"
         )
         raise ConfigError(msg)

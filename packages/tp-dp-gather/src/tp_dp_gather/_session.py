@@ -96,12 +96,12 @@ class GatherSession(Session):
     ) -> None:
         """Check the first loss of a step, or of those that a loop makes anew for each batch."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        known = step_identity(step)
+        identity = step_identity(step)
         forwards, model.first_outputs = model.first_outputs, []
-        is_due = forwards and (is_seen or known not in self._checked)
+        is_due = forwards and (is_seen or identity not in self._checked)
         if is_due and isinstance(loss, Tensor) and loss.grad_fn is not None:
             check_left_values(loss, forwards, model.module)
-            self._checked.add(known)
+            self._checked.add(identity)
 
     def check_in_step(self, what: str, *, may_meet: bool = False) -> None:  # noqa: ARG002 - parts never meet
         for where in tuple(self._batches.computing.values()):  # a copy: threads add and remove entries
