@@ -96,8 +96,8 @@ class Accelerator:
     ) -> None:
         for name, value in others.items():
             if value is not None:
-                known = [p for p in inspect.signature(Accelerator).parameters if p != "others"]
-                refuse_argument(name, known)
+                parameters = [p for p in inspect.signature(Accelerator).parameters if p != "others"]
+                refuse_argument(name, parameters)
         if not device_placement:
             msg = "device_placement=False is not here: write your own loop with trainer.session"
             raise ConfigError(msg)
@@ -119,12 +119,14 @@ class Accelerator:
         self.save_iteration = int(getattr(project_config, "iteration", 0))
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         name = "ddp" if LaunchEnvironment.read().is_distributed else "single"
-        options = ddp_options(kwargs_handlers or ())
+        of_ddp = ddp_options(kwargs_handlers or ())
+        options = of_ddp if name == "ddp" else None
+        devices = "cpu" if cpu else first_device(name)
         self._trainer = Trainer(
             backend=name,
-            devices="cpu" if cpu else first_device(name),
+            devices=devices,
             precision="bf16-mixed" if runs_in_bfloat16(self.mixed_precision) else "fp32",
-            options=options if name == "ddp" else None,
+            options=options,
             progress=False,
         )
         self._session = self._trainer.session
@@ -297,10 +299,13 @@ class Accelerator:
         def picked(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value[indices]
-            found = [value[i] for i in indices]
-            return tuple(found) if isinstance(value, tuple) else found
+            items = [value[i] for i in indices]
+            return tuple(items) if isinstance(value, tuple) else items
 
-        yield {k: picked(v) for k, v in inputs.items()} if isinstance(inputs, Mapping) else picked(inputs)
+        if isinstance(inputs, Mapping):
+            yield {k: picked(v) for k, v in inputs.items()}
+        else:
+            yield picked(inputs)
 
     # -- preparing ----------------------------------------------------------------------------------
 
@@ -319,19 +324,19 @@ class Accelerator:
         for model in models:
             if self.mixed_precision == "bf16":
                 _in_autocast(model, self._trainer)
-        mine = [o for o in objects if isinstance(o, nn.Module | Optimizer)]
+        trained = [o for o in objects if isinstance(o, nn.Module | Optimizer)]
         prepared = {}
-        if mine:
-            done = self._trainer.prepare(*mine)
-            several = done if len(mine) > 1 else (done,)  # of one object the object itself comes back
-            prepared = dict(zip(map(id, mine), several, strict=True))
+        if trained:
+            done = self._trainer.prepare(*trained)
+            several = done if len(trained) > 1 else (done,)  # of one object the object itself comes back
+            prepared = dict(zip(map(id, trained), several, strict=True))
         self._models += [prepared[id(model)] for model in models]
-        for value in mine:
+        for value in trained:
             if isinstance(value, Optimizer) and value not in self._optimizers:
                 self._optimizers.append(prepared[id(value)])
                 self._guard_step(prepared[id(value)])
-        found = tuple(prepared[id(o)] if id(o) in prepared else self._prepared(o) for o in objects)
-        return found[0] if len(found) == 1 else found
+        results = tuple(prepared[id(o)] if id(o) in prepared else self._prepared(o) for o in objects)
+        return results[0] if len(results) == 1 else results
 
     def _prepared(self, value: Any) -> Any:
         if isinstance(value, LRScheduler | ReduceLROnPlateau):
@@ -388,8 +393,8 @@ class Accelerator:
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget what was prepared; return a ``None`` for each argument."""
-        for known in (self._models, self._optimizers, self._schedulers, self._loaders, self._objects):
-            known.clear()
+        for prepared in (self._models, self._optimizers, self._schedulers, self._loaders, self._objects):
+            prepared.clear()
         self.step = 0
         return [None] * len(objects)
 
@@ -414,7 +419,8 @@ class Accelerator:
             self.step += 1
             self.sync_gradients = self.step % self.gradient_accumulation_steps == 0
         with contextlib.ExitStack() as stack:
-            for model in () if self.sync_gradients else models:
+            unsynced = () if self.sync_gradients else models
+            for model in unsynced:
                 stack.enter_context(self.no_sync(model))
             yield
 
@@ -443,8 +449,8 @@ class Accelerator:
 
     def check_trigger(self) -> bool:
         """Return whether any process has raised the flag, and lower it."""
-        mine = torch.tensor(float(self._flag), device=self.device)
-        raised = bool(self._session.reduce(mine, "max"))
+        flag = torch.tensor(float(self._flag), device=self.device)
+        raised = bool(self._session.reduce(flag, "max"))
         self._flag = False
         return raised
 
@@ -460,9 +466,8 @@ class Accelerator:
         if tensors and not use_gather_object:
             return self._trainer.gather_for_metrics(input_data)
         is_nothing = bool(self._active) and self._active[-1].holds_nothing
-        gathered = self._session.gather_objects(
-            [] if is_nothing else list(input_data), where="objects for metrics"
-        )
+        own = [] if is_nothing else list(input_data)
+        gathered = self._session.gather_objects(own, where="objects for metrics")
         return [value for values in gathered for value in values]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -484,7 +489,8 @@ class Accelerator:
             shape = list(value.shape)
             shape[dim] = missing
             padding = value.new_full(shape, pad_index)
-            return torch.cat([padding, value] if pad_first else [value, padding], dim)
+            parts = [padding, value] if pad_first else [value, padding]
+            return torch.cat(parts, dim)
 
         return tree_map(padded, tensor)
 
@@ -566,10 +572,10 @@ class Accelerator:
             folder = require_folder(output_dir, "save_state(output_dir)")
         common = {
             "models": [self._session.model_state(model) for model in self._models],
-            "optimizers": [one.state_dict() for one in self._optimizers],
-            "schedulers": [one.state_dict() for one in self._schedulers],
-            "loaders": [one.prepared.state_dict() for one in self._loaders],
-            "objects": [one.state_dict() for one in self._objects],
+            "optimizers": [stateful.state_dict() for stateful in self._optimizers],
+            "schedulers": [stateful.state_dict() for stateful in self._schedulers],
+            "loaders": [stateful.prepared.state_dict() for stateful in self._loaders],
+            "objects": [stateful.state_dict() for stateful in self._objects],
             "generators": self._session.gather_objects(
                 capture_rng_state([self.device]), where="states of generators"
             ),
@@ -601,27 +607,27 @@ class Accelerator:
             )
             raise StateError(msg)
         state = load_state(path)
-        mine: dict[str, list[Any]] = {
+        by_kind: dict[str, list[Any]] = {
             "models": self._models,
             "optimizers": self._optimizers,
             "schedulers": self._schedulers,
             "loaders": self._loaders,
             "objects": self._objects,
         }
-        for name, objects in mine.items():
+        for name, objects in by_kind.items():
             if len(state[name]) != len(objects):
                 msg = (
                     f"{path} has the state of {len(state[name])} {name}, and {len(objects)} were prepared or "
                     "registered; prepare all of them, in the same order, before load_state()"
                 )
                 raise StateError(msg)
-        for model, found in zip(self._models, state["models"], strict=True):
-            self._session.load_model_state(model, found)
+        for model, saved in zip(self._models, state["models"], strict=True):
+            self._session.load_model_state(model, saved)
         for name in ("optimizers", "schedulers", "objects"):
-            for one, found in zip(mine[name], state[name], strict=True):
-                one.load_state_dict(found)
-        for loader, found in zip(self._loaders, state["loaders"], strict=True):
-            loader.load(found, within=self._is_stateful)
+            for stateful, saved in zip(by_kind[name], state[name], strict=True):
+                stateful.load_state_dict(saved)
+        for loader, saved in zip(self._loaders, state["loaders"], strict=True):
+            loader.load(saved, within=self._is_stateful)
         kept = state["generators"]
         if len(kept) != self.num_processes:
             lost = f"{len(kept)} processes, and this run has {self.num_processes}"
@@ -689,9 +695,9 @@ def _in_autocast(model: nn.Module, trainer: Trainer) -> None:
 def _nbytes(size: int | str) -> int:
     if isinstance(size, int):
         return size
-    found = re.fullmatch(r"(\d+)\s*([KMGT]?)B", size.upper().replace("IB", "B"))
-    if found is None:
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)B", size.upper().replace("IB", "B"))
+    if match is None:
         msg = f"max_shard_size must be a number of bytes, or text such as '5GB', got {size!r}"
         raise ConfigError(msg)
-    thousands = " KMGT".index(found[2] or " ")
-    return int(found[1]) * int(1000**thousands)
+    thousands = " KMGT".index(match[2] or " ")
+    return int(match[1]) * int(1000**thousands)

@@ -21,7 +21,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         device_specific: Whether to add the rank to it.
         deterministic: Whether torch is to use deterministic algorithms alone.
     """
-    seed_everything(seed + (LaunchEnvironment.read().rank if device_specific else 0))
+    if device_specific:
+        seed += LaunchEnvironment.read().rank
+    seed_everything(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -42,8 +44,8 @@ class StateFolders:
     def next(self, number: int, *, deletes: bool) -> Path:
         """Return the folder of a number, after the oldest ones have made room for it."""
         if self._limit is not None and deletes:
-            known = self._known()
-            for old in known[: max(0, len(known) + 1 - self._limit)]:
+            folders = self._known()
+            for old in folders[: max(0, len(folders) + 1 - self._limit)]:
                 shutil.rmtree(old)
         return self._parent() / f"checkpoint_{number}"
 

@@ -33,10 +33,10 @@ class Trackers:
         Raises:
             ConfigError: tp has no logger of a name.
         """
-        factories = {found.item.name: found.item for found in registry.loggers()}
-        for one in self._wanted:
-            name = str(getattr(one, "value", one))
-            if not _is_tracker(one) and name not in factories:
+        factories = {contribution.item.name: contribution.item for contribution in registry.loggers()}
+        for wanted in self._wanted:
+            name = str(getattr(wanted, "value", wanted))
+            if not _is_tracker(wanted) and name not in factories:
                 meant = closest_name(name, factories)
                 hint = f"those there are: {', '.join(sorted(factories))}"
                 if meant:
@@ -47,12 +47,12 @@ class Trackers:
             return
         folder = None if self._folder is None else Path(self._folder) / project_name
         info = RunInfo(folder=folder, hyperparameters=dict(config))
-        for one in self._wanted:
-            if _is_tracker(one):
-                one.store_init_configuration(dict(config))
-                self._open.append(one)
+        for wanted in self._wanted:
+            if _is_tracker(wanted):
+                wanted.store_init_configuration(dict(config))
+                self._open.append(wanted)
             else:
-                logger = factories[str(getattr(one, "value", one))].make()
+                logger = factories[str(getattr(wanted, "value", wanted))].make()
                 logger.open(info)
                 self._open.append(logger)
 

@@ -88,8 +88,8 @@ class HardwareArguments:
     def __post_init__(self) -> None:
         self._check_devices()
         if self.backend is None and self.strategy not in _STRATEGIES:
-            known = ", ".join(_STRATEGIES)
-            msg = f"strategy={self.strategy!r} is not here: {known} are, or write backend='shard'"
+            names = ", ".join(_STRATEGIES)
+            msg = f"strategy={self.strategy!r} is not here: {names} are, or write backend='shard'"
             raise ConfigError(msg)
         if self._precision_text not in _PRECISIONS:
             msg = f"precision={self.precision!r} is not here: {', '.join(_PRECISIONS)} are"
@@ -158,9 +158,11 @@ class LengthArguments:
         """Return the limits of Lightning's arguments: 1000 epochs where there is none, as there."""
         if max_epochs is None and max_steps == -1:
             max_epochs = 1000
+        epochs = None if max_epochs == -1 else max_epochs
+        steps = None if max_steps == -1 else max_steps
         return cls(
-            epochs=None if max_epochs == -1 else max_epochs,
-            steps=None if max_steps == -1 else max_steps,
+            epochs=epochs,
+            steps=steps,
             time=_seconds(max_time),
             overfit_batches=overfit_batches or None,
         )

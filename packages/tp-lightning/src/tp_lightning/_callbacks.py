@@ -33,25 +33,25 @@ _CALLBACK_OPTIONS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
 _NOT_NEEDED = ("ModelSummary", "ProgressBar", "RichModelSummary")
 
 
-def sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Any]:
+def sort_callbacks(callbacks: Any) -> tuple[list[Any], list[Callback], Any]:
     """Return callbacks with Lightning's hooks, tp's own, and a ``ModelCheckpoint``, of what was given."""
     theirs: list[Any] = []
     ours: list[Callback] = []
     checkpoints = None
-    if given is None:
-        given = []
-    elif not isinstance(given, list | tuple):
-        given = [given]
-    for one in given:
-        kind = type(one)
-        if isinstance(one, Callback):
-            ours.append(one)
+    if callbacks is None:
+        callbacks = []
+    elif not isinstance(callbacks, list | tuple):
+        callbacks = [callbacks]
+    for callback in callbacks:
+        kind = type(callback)
+        if isinstance(callback, Callback):
+            ours.append(callback)
         elif not kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
-            theirs.append(one)
+            theirs.append(callback)
         elif kind.__name__ == "EarlyStopping":
-            ours.append(_early_stopping(one))
+            ours.append(_early_stopping(callback))
         elif kind.__name__ == "LearningRateMonitor":
-            _refuse_options(one)
+            _refuse_options(callback)
             ours.append(LearningRateMonitor())
         elif kind.__name__ == "ModelCheckpoint":
             if checkpoints is not None:
@@ -60,11 +60,11 @@ def sort_callbacks(given: Any) -> tuple[list[Any], list[Callback], Any]:
                     "Trainer(checkpoint=Checkpoints('run', every_steps=..., every_epochs=...))"
                 )
                 raise ConfigError(msg)
-            _refuse_options(one)
-            checkpoints = one
+            _refuse_options(callback)
+            checkpoints = callback
         elif not kind.__name__.endswith(_NOT_NEEDED):
-            known = {"Timer": "Trainer(max_time=...)", "Callback": "a class of your own"}
-            instead = known.get(kind.__name__, "one of tp_trainer.callbacks")
+            successors = {"Timer": "Trainer(max_time=...)", "Callback": "a class of your own"}
+            instead = successors.get(kind.__name__, "one of tp_trainer.callbacks")
             msg = f"Lightning's callback {kind.__name__} is not here; with tp, write {instead}"
             raise ConfigError(msg)
     return theirs, ours, checkpoints
@@ -85,9 +85,10 @@ def _early_stopping(theirs: Any) -> EarlyStopping:
     _refuse_options(theirs)
     at_epochs = not theirs.monitor.startswith("val_")
     if theirs._check_on_train_epoch_end not in (None, at_epochs):
+        period = "epoch" if at_epochs else "validation"
         msg = (
             f"EarlyStopping(check_on_train_epoch_end={not at_epochs}) is not here; with tp, leave it out: "
-            f"{theirs.monitor!r} is checked after each {'epoch' if at_epochs else 'validation'}"
+            f"{theirs.monitor!r} is checked after each {period}"
         )
         raise ConfigError(msg)
     return EarlyStopping(

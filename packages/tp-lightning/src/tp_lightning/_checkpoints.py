@@ -40,8 +40,8 @@ class SavingArguments:
         """
         of_callback = None if callback is None else checkpoints_of(callback)
         if of_callback and (checkpoint is not None or enable_checkpointing is False):
-            given = "enable_checkpointing=False" if checkpoint is None else "checkpoint="
-            msg = f"{given} and a ModelCheckpoint contradict each other; give one of them"
+            argument = "enable_checkpointing=False" if checkpoint is None else "checkpoint="
+            msg = f"{argument} and a ModelCheckpoint contradict each other; give one of them"
             raise ConfigError(msg)
         if enable_checkpointing is False:
             return cls(None, callback)
@@ -101,13 +101,15 @@ def checkpoints_of(theirs: Any) -> Checkpoints | None:
     if theirs.save_top_k == 0 and not theirs.save_last:
         return None
     interval = theirs._train_time_interval  # Lightning has the times in private fields alone; 0 is never
+    keep = sys.maxsize if theirs.save_top_k == -1 else 1
+    best = theirs.monitor if theirs.save_top_k else None
     return Checkpoints(
         theirs.dirpath or "checkpoints",
         every_steps=theirs._every_n_train_steps or None,
         every_s=interval and interval.total_seconds(),
         every_epochs=theirs._every_n_epochs or None,
-        keep=sys.maxsize if theirs.save_top_k == -1 else 1,
-        best=theirs.monitor if theirs.save_top_k else None,
+        keep=keep,
+        best=best,
         mode=theirs.mode,
     )
 
@@ -128,14 +130,14 @@ class ModuleState:
         module: dict[str, Any] = {}
         call(self._run.model, "on_save_checkpoint", module)
         data = call(self._run.datamodule, "state_dict") or {}
-        callbacks = [call(one, "state_dict") or {} for one in self._run.callbacks]
+        callbacks = [call(callback, "state_dict") or {} for callback in self._run.callbacks]
         return {"module": module, "data": data, "callbacks": callbacks, "step": self._run.global_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         call(self._run.model, "on_load_checkpoint", dict(state["module"]))
         if state["data"]:
             call(self._run.datamodule, "load_state_dict", state["data"])
-        for one, found in zip(self._run.callbacks, state["callbacks"], strict=True):
-            if found:
-                one.load_state_dict(found)
+        for callback, saved in zip(self._run.callbacks, state["callbacks"], strict=True):
+            if saved:
+                callback.load_state_dict(saved)
         self._run.global_step = state["step"]

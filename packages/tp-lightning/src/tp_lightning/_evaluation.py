@@ -30,7 +30,8 @@ def evaluate(
     word = "validation" if stage == "validate" else stage
     step = f"{word}_step"
     prepared = [
-        one if isinstance(one, PreparedLoader) else own.prepare(one, training=False) for one in loaders
+        given if isinstance(given, PreparedLoader) else own.prepare(given, training=False)
+        for given in loaders
     ]
     modes = {module: module.training for module in model.modules()}
     was_training = run.training
@@ -63,7 +64,7 @@ def evaluate(
             run.results.loader = None
             run.results.begin(f"on_{word}_epoch_end", None)
             run.hook(f"on_{word}_epoch_end")
-            found = run.results.finish(word, run.session)
+            logged = run.results.finish(word, run.session)
             run.hook(f"on_{word}_end")
     finally:
         for module, mode in modes.items():
@@ -72,7 +73,7 @@ def evaluate(
         run.validating = False
         run.testing = False
         run.predicting = False
-    return found
+    return logged
 
 
 def _all_rows(run: ModuleRun, output: Any) -> Any:

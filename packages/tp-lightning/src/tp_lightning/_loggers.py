@@ -7,20 +7,22 @@ from tp_trainer import loggers as own_loggers
 
 
 def loggers_of(given: Any) -> list[Any]:
-    found: list[Any] = []
-    for one in given if isinstance(given, list | tuple) else [given]:
-        kind = type(one).__name__
-        if one is None or isinstance(one, bool):
+    loggers: list[Any] = []
+    if not isinstance(given, list | tuple):
+        given = [given]
+    for logger in given:
+        kind = type(logger).__name__
+        if logger is None or isinstance(logger, bool):
             continue
         if kind == "CSVLogger":
-            found.append(own_loggers.CsvLogger(one.log_dir))
-        elif kind == "TensorBoardLogger" and not hasattr(one, "load_state_dict"):
-            found.append(own_loggers.TensorBoardLogger(one.log_dir))
-        elif kind == "WandbLogger" and not hasattr(one, "load_state_dict"):
-            found.append("wandb")
+            loggers.append(own_loggers.CsvLogger(logger.log_dir))
+        elif kind == "TensorBoardLogger" and not hasattr(logger, "load_state_dict"):
+            loggers.append(own_loggers.TensorBoardLogger(logger.log_dir))
+        elif kind == "WandbLogger" and not hasattr(logger, "load_state_dict"):
+            loggers.append("wandb")
         else:
-            found.append(one)
-    return found
+            loggers.append(logger)
+    return loggers
 
 
 class LoggerView:

@@ -83,12 +83,12 @@ class ModuleData:
         raise ConfigError(msg)
 
     def loaders(self, name: str, given: Any, *, optional: bool = False) -> list[Any]:
-        found = self.loader(name, given, optional=optional)
-        if isinstance(found, Mapping):
-            return list(found.values())
-        if isinstance(found, list | tuple):
-            return list(found)
-        return [] if found is None else [found]
+        several = self.loader(name, given, optional=optional)
+        if isinstance(several, Mapping):
+            return list(several.values())
+        if isinstance(several, list | tuple):
+            return list(several)
+        return [] if several is None else [several]
 
 
 def length_of(loader: Any) -> int | None:

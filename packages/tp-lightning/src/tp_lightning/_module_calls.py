@@ -80,13 +80,13 @@ class ModuleCalls:
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:  # noqa: ARG002 - both are torch's
         """Return the optimizer, or a list of them."""
-        found = self._run.optimizers
-        return found[0] if len(found) == 1 else found
+        optimizers = self._run.optimizers
+        return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, a list of them, or nothing."""
-        found = [one.scheduler for one in self._run.schedules]
-        return found[0] if len(found) == 1 else found or None
+        schedulers = [schedule.scheduler for schedule in self._run.schedules]
+        return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
     def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         """Add the gradients of a loss, averaged over ranks."""
@@ -113,13 +113,13 @@ class ModuleCalls:
         algorithm = gradient_clip_algorithm or self._run.gradients.algorithm
         if not limit:
             return
-        mine = parameters_of(optimizer)
+        parameters = parameters_of(optimizer)
         if str(getattr(algorithm, "value", algorithm)) == "value":
-            nn.utils.clip_grad_value_(mine, limit)
+            nn.utils.clip_grad_value_(parameters, limit)
         elif self._run.prepared is not None and len(self._run.optimizers) == 1:
             self._run.session.clip_grad_norm(self._run.prepared, limit)
         else:
-            nn.utils.clip_grad_norm_(mine, limit)
+            nn.utils.clip_grad_norm_(parameters, limit)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:  # noqa: ARG002 - all ranks
         """Return tensors of all ranks in a new first dimension, (ranks, ...)."""

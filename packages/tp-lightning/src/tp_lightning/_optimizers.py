@@ -23,36 +23,36 @@ class LearningRateSchedule:
     name: str | None = None
 
 
-def configured(found: Any) -> tuple[list[Optimizer], list[LearningRateSchedule]]:
+def configured(returned: Any) -> tuple[list[Optimizer], list[LearningRateSchedule]]:
     """Return the optimizers and schedulers of what ``configure_optimizers`` returned, in any of its forms."""
-    if isinstance(found, Optimizer):
-        return [found], []
-    if isinstance(found, Mapping) and "optimizer" in found:
-        schedulers = [found["lr_scheduler"]] if found.get("lr_scheduler") is not None else []
-        return [found["optimizer"]], [_make_schedule(s, found.get("monitor")) for s in schedulers]
-    if isinstance(found, list | tuple) and found:
-        if all(isinstance(one, Optimizer) for one in found):
-            return list(found), []
-        if len(found) == 2 and all(isinstance(part, list | tuple) for part in found):
-            return list(found[0]), [_make_schedule(one) for one in found[1]]
-        if all(isinstance(one, Mapping) for one in found):
-            pairs = [configured(one) for one in found]
+    if isinstance(returned, Optimizer):
+        return [returned], []
+    if isinstance(returned, Mapping) and "optimizer" in returned:
+        schedulers = [returned["lr_scheduler"]] if returned.get("lr_scheduler") is not None else []
+        return [returned["optimizer"]], [_make_schedule(s, returned.get("monitor")) for s in schedulers]
+    if isinstance(returned, list | tuple) and returned:
+        if all(isinstance(item, Optimizer) for item in returned):
+            return list(returned), []
+        if len(returned) == 2 and all(isinstance(part, list | tuple) for part in returned):
+            return list(returned[0]), [_make_schedule(item) for item in returned[1]]
+        if all(isinstance(item, Mapping) for item in returned):
+            pairs = [configured(item) for item in returned]
             return [o for os, _ in pairs for o in os], [s for _, ss in pairs for s in ss]
     msg = (
-        f"configure_optimizers() has returned {type(found).__name__}; return an optimizer, a list of them, "
-        "two lists, or a dict with 'optimizer' and 'lr_scheduler'"
+        f"configure_optimizers() has returned {type(returned).__name__}; return an optimizer, a list of "
+        "them, two lists, or a dict with 'optimizer' and 'lr_scheduler'"
     )
     raise ConfigError(msg)
 
 
-def _make_schedule(given: Any, monitor: str | None = None) -> LearningRateSchedule:
-    fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+def _make_schedule(schedule: Any, monitor: str | None = None) -> LearningRateSchedule:
+    fields = dict(schedule) if isinstance(schedule, Mapping) else {"scheduler": schedule}
     plateau = fields.pop("reduce_on_plateau", isinstance(fields["scheduler"], ReduceLROnPlateau))
     fields.setdefault("monitor", monitor)
     unknown = fields.keys() - set(LearningRateSchedule.__slots__)
     if unknown:
-        known = LearningRateSchedule.__slots__
-        msg = f"the dict of a scheduler has {', '.join(sorted(unknown))}, and may have {known}"
+        names = LearningRateSchedule.__slots__
+        msg = f"the dict of a scheduler has {', '.join(sorted(unknown))}, and may have {names}"
         raise ConfigError(msg)
     return LearningRateSchedule(**fields, on_plateau=plateau)
 

@@ -62,10 +62,10 @@ class LoggedResults:
         stage = next((s for s in ("validation", "test", "predict") if s in self._function), "train")
         if indexed and self.loader is not None:
             name = f"{name}/dataloader_idx_{self.loader}"
-        known = self._values.setdefault((stage, name), LoggedValue(reduction))
-        known.forked, known.on_epoch = on_step and on_epoch, on_epoch
+        logged = self._values.setdefault((stage, name), LoggedValue(reduction))
+        logged.forked, logged.on_epoch = on_step and on_epoch, on_epoch
         if hasattr(value, "compute") and hasattr(value, "update"):
-            known.metric = value
+            logged.metric = value
             return None
         if not isinstance(value, Tensor):
             number = torch.tensor(float(value))
@@ -76,8 +76,8 @@ class LoggedResults:
         if on_epoch:
             if reduction in ("min", "max"):
                 pick = torch.minimum if reduction == "min" else torch.maximum
-                known.total = number if not known.weight else pick(torch.as_tensor(known.total), number)
-                known.weight = 1.0
+                logged.total = number if not logged.weight else pick(torch.as_tensor(logged.total), number)
+                logged.weight = 1.0
             else:
                 if reduction == "sum":
                     count = 1.0
@@ -85,11 +85,11 @@ class LoggedResults:
                     count = weight
                 else:
                     count = 1.0 if self._batch is None else float(count_samples(self._batch))
-                known.total = known.total + number * count
-                known.weight += count
+                logged.total = logged.total + number * count
+                logged.weight += count
         if on_step:
             self.newest[name] = number
-            if known.forked:
+            if logged.forked:
                 self.newest[forked_name(name, "step")] = number
         return number if on_step or stage == "train" else None
 
@@ -98,25 +98,25 @@ class LoggedResults:
 
         Collective: one gather of objects.
         """
-        mine = {n: v for (s, n), v in self._values.items() if s == stage}
-        self.forked = {name for name, value in mine.items() if value.forked}
-        for name in mine:
+        of_stage = {n: v for (s, n), v in self._values.items() if s == stage}
+        self.forked = {name for name, value in of_stage.items() if value.forked}
+        for name in of_stage:
             del self._values[stage, name]
-        sums = {n: (v.reduction, float(v.total), v.weight) for n, v in mine.items() if v.metric is None}
+        sums = {n: (v.reduction, float(v.total), v.weight) for n, v in of_stage.items() if v.metric is None}
         everyone = session.gather_objects(sums, where="means of logged values")
-        found: dict[str, Tensor] = {}
-        for name, value in mine.items():
+        results: dict[str, Tensor] = {}
+        for name, value in of_stage.items():
             if value.metric is not None:
                 result = value.metric.compute()
                 value.metric.reset()
-                found[name] = torch.as_tensor(result)
+                results[name] = torch.as_tensor(result)
             elif value.on_epoch:
-                found[name] = torch.tensor(_joined([each[name] for each in everyone if name in each]))
-            if name in found:
-                self.newest[name] = found[name]
+                results[name] = torch.tensor(_joined([each[name] for each in everyone if name in each]))
+            if name in results:
+                self.newest[name] = results[name]
                 if value.forked:
-                    self.newest[forked_name(name, "epoch")] = found[name]
-        return {n: v for n, v in found.items() if v.numel() == 1}
+                    self.newest[forked_name(name, "epoch")] = results[name]
+        return {n: v for n, v in results.items() if v.numel() == 1}
 
 
 def forked_name(name: str, word: str) -> str:
@@ -128,6 +128,7 @@ def forked_name(name: str, word: str) -> str:
 def _joined(parts: Sequence[tuple[str, float, float]]) -> float:
     reduction = parts[0][0]
     if reduction in ("min", "max"):
-        return (min if reduction == "min" else max)(total for _, total, _ in parts)
+        extreme = min if reduction == "min" else max
+        return extreme(total for _, total, _ in parts)
     total, weight = sum(p[1] for p in parts), sum(p[2] for p in parts)
     return total if reduction == "sum" else total / weight

@@ -472,17 +472,17 @@ class Trainer:
             name = "val_dataloader" if stage == "validate" else "test_dataloader"
             loaders = data.loaders(name, dataloaders)
             self._prepare_for(model, ckpt_path)
-            found = evaluate(self._run, stage, loaders)
+            logged = evaluate(self._run, stage, loaders)
         forked = self._run.results.forked
-        found = {forked_name(name, "epoch") if name in forked else name: v for name, v in found.items()}
+        logged = {forked_name(name, "epoch") if name in forked else name: v for name, v in logged.items()}
         if verbose:
-            for name, value in found.items():
+            for name, value in logged.items():
                 self.print(f"{name}  {float(value):.6g}")
         count = len(loaders)
         return [
             {
                 n: float(v)
-                for n, v in found.items()
+                for n, v in logged.items()
                 if f"/dataloader_idx_{i}" in n or "/dataloader_idx_" not in n
             }
             for i in range(count)

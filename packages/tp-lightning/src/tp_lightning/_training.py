@@ -55,7 +55,7 @@ class ModuleTraining:
         run = self._run
         model = run.model
         loader = run.own.prepare(train)
-        val_loaders = [run.own.prepare(one, training=False) for one in validation]
+        val_loaders = [run.own.prepare(given, training=False) for given in validation]
         steps_per_epoch = None
         if run.batches.fit is not None:
             steps_per_epoch = run.batches.cut("fit", len(loader))
@@ -93,9 +93,10 @@ class ModuleTraining:
         run = self._run
         state: dict[str, Any] = {"model": run.prepared, "module": ModuleState(run)}
         for i, optimizer in enumerate(run.optimizers):
-            state["optimizer" if len(run.optimizers) == 1 else f"optimizer_{i}"] = optimizer
-        for i, one in enumerate(run.schedules):
-            state[f"scheduler_{i}"] = one.scheduler
+            name = "optimizer" if len(run.optimizers) == 1 else f"optimizer_{i}"
+            state[name] = optimizer
+        for i, schedule in enumerate(run.schedules):
+            state[f"scheduler_{i}"] = schedule.scheduler
         return state
 
     def _log_options(self) -> LogOptions | None:
@@ -120,10 +121,10 @@ class ModuleTraining:
         def validate() -> dict[str, float]:
             if (run.current_epoch + 1) % self._times.every_epochs:
                 return {}
-            found = evaluate(run, "validate", loaders)
+            logged = evaluate(run, "validate", loaders)
             if run.loop is not None:  # under their own names; those with "val_" get theirs from tp
-                run.loop.log(**{n: v for n, v in found.items() if not n.startswith("val_")})
-            return {n.removeprefix("val_"): float(v) for n, v in found.items() if n.startswith("val_")}
+                run.loop.log(**{n: v for n, v in logged.items() if not n.startswith("val_")})
+            return {n.removeprefix("val_"): float(v) for n, v in logged.items() if n.startswith("val_")}
 
         every = self._times.interval
         if every is None or every == 1.0:
@@ -235,24 +236,26 @@ class ModuleTraining:
     def _step_schedulers(self, interval: str, done: int, *, plateau: bool) -> None:
         model = self._run.model
         results = self._run.results
-        for one in self._run.schedules:
-            if one.interval != interval or done % one.frequency or one.on_plateau is not plateau:
+        for schedule in self._run.schedules:
+            is_due = schedule.interval == interval and not done % schedule.frequency
+            if not is_due or schedule.on_plateau is not plateau:
                 continue
             metric = None
             if plateau:
-                if one.monitor not in results.newest:
-                    if not one.strict:
+                if schedule.monitor not in results.newest:
+                    if not schedule.strict:
                         continue
                     msg = (
-                        f"a scheduler monitors {one.monitor!r}, which was not logged; logged were "
+                        f"a scheduler monitors {schedule.monitor!r}, which was not logged; logged were "
                         f"{', '.join(sorted(results.newest)) or 'no numbers'}"
                     )
                     raise ConfigError(msg)
-                metric = results.newest[one.monitor]
+                metric = results.newest[schedule.monitor]
             if hasattr(model, "lr_scheduler_step"):
-                model.lr_scheduler_step(one.scheduler, metric)
+                model.lr_scheduler_step(schedule.scheduler, metric)
             else:
-                one.scheduler.step(*(() if metric is None else (metric,)))
+                arguments = () if metric is None else (metric,)
+                schedule.scheduler.step(*arguments)
 
     def end_epoch(self) -> None:
         """End an epoch: the module's hook, the means of it, schedulers that look at them."""

@@ -97,22 +97,23 @@ class RayFleet(Fleet):
             self._group = reserve(self._ray, self._all_needs(), placement, limit_s)
         for worker in missing:
             self._launch(worker)
-        others: list[Event] = []
+        events: list[Event] = []
         grace_until = time.monotonic() + GRACE_S
         while left := [worker for worker in self._starting.values() if worker in missing]:
-            self.wait(None if grace_until == math.inf else GRACE_S)
+            timeout_s = None if grace_until == math.inf else GRACE_S
+            self.wait(timeout_s)
             if time.monotonic() >= grace_until:
                 grace_until = math.inf
                 _log.warning("still waiting for the cluster to start %d actors", len(left))
             for event in self.poll():
                 if event.worker not in missing:
-                    others.append(event)
+                    events.append(event)
                 elif isinstance(event, Died):
                     if event.failure is not None or not may_restart(event):
                         self.reset()
                         raise self.error(event.worker, event.failure or failure_of_death(event))
                     self.revive(event.worker)
-        return others
+        return events
 
     def _all_needs(self) -> list[dict[str, float]]:
         resources = self._settings.resources or {}
@@ -150,7 +151,10 @@ class RayFleet(Fleet):
         for worker in self._scaling.idle_workers(ready, busy):
             actor = self._actors.pop(worker)
             self._leaving[actor.end.remote()] = worker, actor
-        for reference in self._ray.wait(list(self._leaving), timeout=0)[0] if self._leaving else ():
+        if not self._leaving:
+            return
+        ended, _ = self._ray.wait(list(self._leaving), timeout=0)
+        for reference in ended:
             worker, actor = self._leaving.pop(reference)
             # A warning: nobody waits for this end, so nobody could catch an error.
             for _, failure in self._finish_worker(worker, reference):

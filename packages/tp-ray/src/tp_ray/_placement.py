@@ -48,7 +48,7 @@ def require_room(nodes: Sequence[dict[str, Any]], workers: Sequence[Needs], plac
     left = [dict(node["Resources"]) for node in nodes if node["Alive"]]
     if placement == "strict_pack":
         tried = [_count_placed([node], workers) for node in left or [{}]]
-        n_placed, needs = max(tried, key=lambda found: found[0])
+        n_placed, needs = max(tried, key=lambda attempt: attempt[0])
     else:
         n_placed, needs = _count_placed(left, workers, once=placement == "strict_spread")
     if n_placed < len(workers):
