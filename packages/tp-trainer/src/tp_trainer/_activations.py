@@ -94,11 +94,12 @@ def checkpoint_activations(
     chosen = _modules_of(model, kinds) if kinds else list(repeated_blocks(model).values())
     for module in chosen[::every]:
         if not isinstance(module, _Checkpointed):
-            mix_in(_Checkpointed if keep == "inputs" else _CheckpointedButProducts, module)
+            mixin = _Checkpointed if keep == "inputs" else _CheckpointedButProducts
+            mix_in(mixin, module)
 
 
 def _modules_of(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    found: dict[nn.Module, None] = {}
+    matching: dict[nn.Module, None] = {}
     for kind in kinds:
         modules = [m for m in model.modules() if _is_of(m, kind)]
         if not modules:
@@ -106,8 +107,8 @@ def _modules_of(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> lis
             name = kind if isinstance(kind, str) else kind.__name__
             msg = f"the model has no module of the class {name!r}{those_known(name, names)}"
             raise ModelError(msg)
-        found |= dict.fromkeys(modules)
-    return [module for module in model.modules() if module in found]
+        matching |= dict.fromkeys(modules)
+    return [module for module in model.modules() if module in matching]
 
 
 def _is_of(module: nn.Module, kind: type[nn.Module] | str) -> bool:
@@ -126,7 +127,7 @@ def _is_matmul(operator: Any) -> bool:
 # -- The least recomputation with which a job fits ------------------------------------------------
 
 
-_WAYS: dict[Recomputation, dict[str, Any]] = {
+_CHECKPOINTING: dict[Recomputation, dict[str, Any]] = {
     "nothing": {},
     "all but matmuls": {"keep": "matmuls"},
     "every 2nd block": {"every": 2},
@@ -140,10 +141,10 @@ def recomputations(model: nn.Module) -> list[Recomputation]:
         repeated_blocks(model)
     except ModelError:
         return ["nothing"]
-    return list(_WAYS)
+    return list(_CHECKPOINTING)
 
 
-def recompute(model: nn.Module, what: Recomputation | None) -> None:
+def recompute(model: nn.Module, recomputation: Recomputation | None) -> None:
     """Checkpoint a model's activations so; a model without blocks, such as a second one, stays as it is."""
-    if what not in (None, "nothing") and len(recomputations(model)) > 1:
-        checkpoint_activations(model, **_WAYS[what])
+    if recomputation not in (None, "nothing") and len(recomputations(model)) > 1:
+        checkpoint_activations(model, **_CHECKPOINTING[recomputation])

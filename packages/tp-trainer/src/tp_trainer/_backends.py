@@ -137,10 +137,10 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
             return Verdict.fits(40, f"parameters sharded over {over}; ddp is faster where a model fits")
         from tp_core.fully_sharded import describe_presharded  # to list the backends takes no sharding
 
-        given = describe_presharded(model)
-        if given is not None:
+        presharded = describe_presharded(model)
+        if presharded is not None:
             # Above ddp's score: no other backend trains a model that the user has sharded.
-            return Verdict.fits(60, f"{given}, over {over}")
+            return Verdict.fits(60, f"{presharded}, over {over}")
         if job.traits is not None and job.traits.has_sharded_parameters:
             return Verdict.unfit(
                 "the model's parameters are split otherwise already", remedy="give the plain model"
@@ -148,13 +148,13 @@ class FsdpBackend(RanksBackend[FsdpOptions]):
         units = find_units(model, options.units)
         chosen = ""
         if job.footprint is not None:
-            found = resolve_options(job, options, ranks=size // options.replicas)
-            ways = {
-                "kept after the forward pass": found.reshard_after_forward is False,
-                "with checkpointed activations": found.activation_checkpointing,
-                "offloaded to the host": found.offload,
+            resolved = resolve_options(job, options, ranks=size // options.replicas)
+            savings = {
+                "kept after the forward pass": resolved.reshard_after_forward is False,
+                "with checkpointed activations": resolved.activation_checkpointing,
+                "offloaded to the host": resolved.offload,
             }
-            chosen = "".join(f", {way}" for way, is_on in ways.items() if is_on)
+            chosen = "".join(f", {saving}" for saving, is_on in savings.items() if is_on)
         reason = f"parameters sharded over {over}{chosen}, {units}; ddp is faster where a model fits"
         return Verdict.fits(40, reason)
 

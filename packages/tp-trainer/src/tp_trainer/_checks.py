@@ -192,11 +192,11 @@ def recognize_prepare(trainer: object = None, *_: object, **named: object) -> st
     )
 
 
-def recognize_log(loop: object = None, *given: object, **_: object) -> str | None:  # noqa: ARG001
+def recognize_log(loop: object = None, *numbers: object, **_: object) -> str | None:  # noqa: ARG001
     """Return a sentence on a call of ``loop.log`` that gives its numbers by place."""
-    if not given:
+    if not numbers:
         return None
-    first = given[0]
+    first = numbers[0]
     if isinstance(first, Mapping):
         return "loop.log() takes its numbers by name, got a dict; write loop.log(**numbers)"
     name = first if isinstance(first, str) and first.isidentifier() else "loss"
@@ -246,8 +246,10 @@ def _check_steps_alone(optimizer: Optimizer) -> None:
 
 @cache
 def _needs_closure(step: Callable[..., object]) -> bool:
-    given = list(inspect.signature(step).parameters.values())[1:]
-    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in given)
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
+    )
 
 
 def check_loader(what: str, loader: object) -> None:
@@ -289,8 +291,8 @@ def check_not_distributed(model: nn.Module) -> None:
         # transformers sets this on the instance, and keeps the rest in the configuration.
         if not vars(module).get("_is_distributed_loading_by_transformers", False):
             continue
-        given = getattr(module.config, "distributed_config", None)
-        sizes = {name: getattr(given, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")}
+        distributed = getattr(module.config, "distributed_config", None)
+        sizes = {name: getattr(distributed, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")}
         split = [f"{name}={size}" for name, size in sizes.items() if size > 1]
         if split:
             msg = (
@@ -311,7 +313,9 @@ def check_not_prepared(value: object) -> None:
             "itself, and a trainer would do so once more; leave accelerator.prepare() out, and give what it "
             "was given"
         )
-        raise (ModelError if isinstance(value, nn.Module) else ConfigError)(msg)
+        if isinstance(value, nn.Module):
+            raise ModelError(msg)
+        raise ConfigError(msg)
 
 
 def check_preparable(value: object) -> None:
@@ -323,8 +327,10 @@ def check_preparable(value: object) -> None:
     if isinstance(value, nn.Module | Optimizer | LRScheduler | ReduceLROnPlateau | PreparedLoader):
         return
     if isinstance(value, _SEVERAL):
-        held = value.values() if isinstance(value, Mapping) else value
-        if isinstance(value, Mapping) or any(isinstance(o, nn.Module | Optimizer | DataLoader) for o in held):
+        values = value.values() if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) or any(
+            isinstance(o, nn.Module | Optimizer | DataLoader) for o in values
+        ):
             msg = f"prepare() takes its objects one by one, as in prepare(*objects), got {_described(value)}"
             raise ConfigError(msg)
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | os.PathLike | Tensor):
@@ -334,18 +340,18 @@ def check_preparable(value: object) -> None:
 
 def check_owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     """Make sure that an optimizer has trained parameters of one of the models."""
-    mine = {key for model in models for key in _parameters_of(model)}
-    held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
-    if not held:
+    own_ids = {key for model in models for key in _parameters_of(model)}
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own_ids]
+    if not stepped:
         msg = (
             "the optimizer has none of the model's parameters, so training would change nothing; "
             "make it from model.parameters()"
         )
         raise ConfigError(msg)
-    if not any(p.requires_grad for p in held):
+    if not any(p.requires_grad for p in stepped):
         msg = (
-            f"the optimizer's {len(held)} parameters are all frozen, so training would change nothing; make "
-            "it from those that are trained, [p for p in model.parameters() if p.requires_grad]"
+            f"the optimizer's {len(stepped)} parameters are all frozen, so training would change nothing; "
+            "make it from those that are trained, [p for p in model.parameters() if p.requires_grad]"
         )
         raise ConfigError(msg)
     for model in models:
@@ -371,22 +377,22 @@ def _check_copies(model: nn.Module) -> None:
             dict(copy.named_parameters()) for copy in wrapper.get_submodule("modules_to_save").children()
         ]
         for name, parameter in wrapper.get_submodule("original_module").named_parameters():
-            others = [place for place in places[id(parameter)] if not place.startswith(f"{path}.")]
-            if others and any(len(places[id(copy[name])]) == 1 for copy in copies):
+            elsewhere = [place for place in places[id(parameter)] if not place.startswith(f"{path}.")]
+            if elsewhere and any(len(places[id(copy[name])]) == 1 for copy in copies):
                 msg = (
-                    f"{path!r} is in modules_to_save, and shares {name!r} with {others[0]!r}: its copy would "
-                    "be trained apart, and lost when the adapter is merged; give the adapter's configuration "
-                    "ensure_weight_tying=True, or untie the two first"
+                    f"{path!r} is in modules_to_save, and shares {name!r} with {elsewhere[0]!r}: its "
+                    "copy would be trained apart, and lost when the adapter is merged; give the adapter's "
+                    "configuration ensure_weight_tying=True, or untie the two first"
                 )
                 raise ModelError(msg)
 
 
 def check_not_shared(models: Sequence[nn.Module]) -> None:
     """Make sure that models share no parameter, since ranks average each model's gradients separately."""
-    known: dict[int, tuple[int, str]] = {}
+    owners: dict[int, tuple[int, str]] = {}
     for number, model in enumerate(models, start=1):
         for name, parameter in model.named_parameters():
-            first, its_name = known.setdefault(id(parameter), (number, name))
+            first, its_name = owners.setdefault(id(parameter), (number, name))
             if first != number:
                 msg = (
                     f"models {first} and {number} share a parameter ({its_name!r} and {name!r}), and on "
@@ -397,10 +403,10 @@ def check_not_shared(models: Sequence[nn.Module]) -> None:
 
 
 def check_no_others(optimizer: Optimizer, model: nn.Module, why: str) -> None:
-    mine = _parameters_of(model)
+    own_ids = _parameters_of(model)
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in mine:
+            if id(parameter) not in own_ids:
                 msg = (
                     f"the optimizer's parameter {position} of group {index}, of shape "
                     f"{tuple(parameter.shape)}, is not the model's: {why}; make what it belongs to a "
@@ -488,4 +494,6 @@ def _described(value: object) -> str:
             else f"an empty {type(value).__name__}"
         )
     text = repr(value)
-    return f"{type(value).__name__}: {text if len(text) <= 100 else text[:100] + '...'}"
+    if len(text) > 100:
+        text = text[:100] + "..."
+    return f"{type(value).__name__}: {text}"

@@ -93,10 +93,12 @@ def _estimate(
             precision=cast(Any, precision),  # which is checked there
             accumulate=accumulate,
         )
-    typer.echo(json.dumps(table.to_dict(), indent=2) if as_json else str(table))
+    text = json.dumps(table.to_dict(), indent=2) if as_json else str(table)
+    typer.echo(text)
     if built.get("batch") is None and not as_json:
         typer.echo('activations are known where the builder returns {"model": model, "batch": batch}')
-    raise typer.Exit(0 if table.fitting else 1)
+    status = 0 if table.fitting else 1
+    raise typer.Exit(status)
 
 
 def _built(name: str) -> dict[str, Any]:
@@ -110,16 +112,16 @@ def _built(name: str) -> dict[str, Any]:
             return call_builder(name, _KEYS)
     except (ConfigError, ModelError):  # it may read numbers, or be wrong, which the second try says
         pass
-    found: list[Any] = []
+    made_by_builder: list[Any] = []
 
     def make() -> "nn.Module":
-        made = call_builder(name, _KEYS)
-        found.append(made)
-        model: nn.Module = made["model"]
+        built_values = call_builder(name, _KEYS)
+        made_by_builder.append(built_values)
+        model: nn.Module = built_values["model"]
         return model
 
     build_deferred(make)
-    built: dict[str, Any] = found[-1]
+    built: dict[str, Any] = made_by_builder[-1]
     return built
 
 

@@ -59,34 +59,34 @@ def find_checkpoint(
     if step is not None and best is not None:
         msg = "a step and the best both choose a checkpoint; give one of them"
         raise ConfigError(msg)
-    found = RunFolder(source).committed()
-    if not found:
+    checkpoints = RunFolder(source).committed()
+    if not checkpoints:
         if not source.exists():
             msg = f"there is no checkpoint at {source}"
             raise FileNotFoundError(msg)
         if step is not None or best is not None:
             msg = f"{source} is not the folder of a run with checkpoints, so there is none to choose"
             raise ConfigError(msg)
-        known = (source / MANIFEST, source / INDEX)
-        if source.is_dir() and not is_safetensors(source) and not any(path.is_file() for path in known):
+        index_files = (source / MANIFEST, source / INDEX)
+        if source.is_dir() and not is_safetensors(source) and not any(path.is_file() for path in index_files):
             msg = f"{source} has no checkpoint: neither step-... folders, nor {MANIFEST}, nor {INDEX}"
             raise FileNotFoundError(msg)
         return source
     if best is not None:
-        return _best(found, best, mode)
+        return _best(checkpoints, best, mode)
     if step is None:
-        return found[0]
-    for path in found:
+        return checkpoints[0]
+    for path in checkpoints:
         if step_of(path) == step:
             return path
-    steps = ", ".join(str(step_of(path)) for path in found)
+    steps = ", ".join(str(step_of(path)) for path in checkpoints)
     msg = f"{source} has no checkpoint of step {step}; it has {steps}"
     raise ConfigError(msg)
 
 
-def _best(found: list[Path], metric: str, mode: str) -> Path:
+def _best(checkpoints: list[Path], metric: str, mode: str) -> Path:
     """Return the checkpoint with the best value; the newest of equals."""
-    manifests: dict[Path, Manifest] = {path: read_manifest(path) for path in found}
+    manifests: dict[Path, Manifest] = {path: read_manifest(path) for path in checkpoints}
     values = {
         path: manifest.metrics[metric]
         for path, manifest in manifests.items()
@@ -143,12 +143,12 @@ def convert(
     patterns = (f"{place.stem}.safetensors*", f"{place.stem}-*-of-*.safetensors")
     place.parent.mkdir(parents=True, exist_ok=True)
     with Ownership(place.absolute()):
-        there = sorted(file for pattern in patterns for file in place.parent.glob(pattern))
-        if there and not overwrite:
-            msg = f"{there[0]} is there already; overwrite=True, or --overwrite, replaces it"
+        existing = sorted(file for pattern in patterns for file in place.parent.glob(pattern))
+        if existing and not overwrite:
+            msg = f"{existing[0]} is there already; overwrite=True, or --overwrite, replaces it"
             raise ConfigError(msg)
         files = write_model(stored, place, max_file_nbytes=limit)
-        for old in set(there) - set(files):  # readers would take old files for parts of the new weights
+        for old in set(existing) - set(files):  # readers would take old files for parts of the new weights
             old.unlink(missing_ok=True)
     return files
 
@@ -163,9 +163,9 @@ def open_model(path: Path, *, name: str | None) -> StoredTensors:
         stored: StoredTensors = SafetensorsFiles(path, prefix=MODEL)
     elif path.is_file():
         state = plain_state(load_state(path, mapped=zipfile.is_zipfile(path)))
-        others = [key for key, value in state.items() if not isinstance(value, Tensor)]
-        if others:
-            msg = f"{path} holds {others[0]!r}, which is {type(state[others[0]]).__name__} and not a tensor"
+        plain = [key for key, value in state.items() if not isinstance(value, Tensor)]
+        if plain:
+            msg = f"{path} holds {plain[0]!r}, which is {type(state[plain[0]]).__name__} and not a tensor"
             raise StateError(msg)
         stored = StateInAFile(path, state)
     else:
@@ -212,12 +212,12 @@ def _read(stored: StoredTensors, infos: Mapping[str, TensorInfo], room: int) -> 
 
 def _groups(infos: Mapping[str, TensorInfo], room: int) -> Iterator[list[str]]:
     group: list[str] = []
-    taken = 0
+    nbytes = 0
     for name, info in infos.items():
-        if group and taken + info.nbytes > room:
+        if group and nbytes + info.nbytes > room:
             yield group
-            group, taken = [], 0
+            group, nbytes = [], 0
         group.append(name)
-        taken += info.nbytes
+        nbytes += info.nbytes
     if group:
         yield group

@@ -53,7 +53,7 @@ class Evaluation:
             batches = preparation.prepare_loader(each, shard=shard, training=False)
             epoch = batches.next_epoch
             try:
-                found = evaluate(
+                means = evaluate(
                     session,
                     self._run_step(batches),
                     step,
@@ -64,12 +64,12 @@ class Evaluation:
                 )
             finally:
                 batches.set_epoch(epoch)
-            if not found and session.is_main:
+            if not means and session.is_main:
                 log.warning(
                     "evaluate() has no result: the loader has yielded no sample; an iterator, such as a "
                     "generator, is gone through once"
                 )
-            results |= {prefix + name: value for name, value in found.items()}
+            results |= {prefix + name: value for name, value in means.items()}
         return results
 
     def predict(self, model: nn.Module, loader: Iterable[Any], step: Step, *, shard: bool) -> Predictions:

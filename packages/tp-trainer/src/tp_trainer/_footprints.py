@@ -52,7 +52,7 @@ class StepFootprints:
         self._device = device
         self._model, self._batch, self._step, self._precision = model, batch, step, precision
         self._blocks = None if batch is None or step is None else _blocks_alike(model)
-        self._found: dict[tuple[int, Recomputation], Footprint] = {}
+        self._footprints: dict[tuple[int, Recomputation], Footprint] = {}
         # The optimizer's step is the same for all samples.
         self._updated = measure_footprint(model, optimizer, precision=precision, device=device)
         is_assumed = optimizer is not None and self._updated.optimizer is None
@@ -61,9 +61,9 @@ class StepFootprints:
     def measure(self, samples: int, recomputation: Recomputation) -> Footprint:
         """Return the footprint of a device with the whole model that gets so many samples."""
         key = (samples, recomputation)
-        if key not in self._found:
-            self._found[key] = self._measured(samples, recomputation)
-        return self._found[key]
+        if key not in self._footprints:
+            self._footprints[key] = self._measured(samples, recomputation)
+        return self._footprints[key]
 
     def _measured(self, samples: int, recomputation: Recomputation) -> Footprint:
         if self._blocks is None:
@@ -132,7 +132,7 @@ def _blocks_alike(model: nn.Module) -> tuple[str, int] | None:
 
 def _with_blocks(model: nn.Module, path: str, count: int) -> nn.Module:
     """Return a model with the first blocks of it alone; it has the parameters of the given one."""
-    found = copy.copy(model)
+    shortened = copy.copy(model)
     modules = dict(model._modules)
     if path:
         name, _, rest = path.partition(".")
@@ -141,11 +141,11 @@ def _with_blocks(model: nn.Module, path: str, count: int) -> nn.Module:
         modules[name] = _with_blocks(child, rest, count)
     else:
         modules = dict(list(modules.items())[:count])
-    found._modules = modules
-    return found
+    shortened._modules = modules
+    return shortened
 
 
-def _with_all(found: Footprint, few: Footprint, many: Footprint, path: str, count: int) -> Footprint:
+def _with_all(footprint: Footprint, few: Footprint, many: Footprint, path: str, count: int) -> Footprint:
     """Return a footprint with the parts of all blocks: those of the middle one, but for the ends."""
     first, last = (f"{path}.{i}" for i in (0, _FEW))
 
@@ -165,20 +165,22 @@ def _with_all(found: Footprint, few: Footprint, many: Footprint, path: str, coun
         }
 
     def of_all(name: str) -> dict[str, int]:
-        outside = {n: v for n, v in getattr(found, name).items() if is_outside(n)}
+        outside = {n: v for n, v in getattr(footprint, name).items() if is_outside(n)}
         return outside | {n: v for i in range(count) for n, v in named(getattr(many, name), i).items()}
 
     # Gradients of later blocks come while activations of all blocks before are there.
     ahead = f"{path}.{_FEW - 1}"
     step = {
-        name[len(last) :]: [b - a for a, b in zip(few.timeline[ahead + name[len(last) :]], both, strict=True)]
-        for name, both in many.timeline.items()
+        name[len(last) :]: [
+            b - a for a, b in zip(few.timeline[ahead + name[len(last) :]], levels, strict=True)
+        ]
+        for name, levels in many.timeline.items()
         if name.startswith(f"{last}.")
     }
     timeline: dict[str, list[int]] = {}
-    for name, both in many.timeline.items():
+    for name, levels in many.timeline.items():
         if is_outside(name):
-            timeline[name] = list(found.timeline.get(name, both))
+            timeline[name] = list(footprint.timeline.get(name, levels))
         elif name.startswith(f"{last}.") and not any(not is_outside(n) for n in timeline):
             for i in reversed(range(count)):
                 measured = 1
@@ -191,10 +193,10 @@ def _with_all(found: Footprint, few: Footprint, many: Footprint, path: str, coun
                     grown = step[block_name[len(f"{path}.{i}") :]]
                     timeline[block_name] = [v + more * g for v, g in zip(values, grown, strict=True)]
     return replace(
-        found,
+        footprint,
         attentions=few.attentions + (many.attentions - few.attentions) * (count - _FEW),
         # Late in the backward pass there are all gradients, and few activations.
-        with_gradients=max(found.with_gradients, found.gradients),
+        with_gradients=max(footprint.with_gradients, footprint.gradients),
         kept=of_all("kept"),
         passed=of_all("passed"),
         timeline=timeline,

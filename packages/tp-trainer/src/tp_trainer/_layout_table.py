@@ -60,7 +60,8 @@ class LayoutNeed:
 
     def lines(self, *, accumulate: int, precision: Precision) -> list[str]:
         """Return what starts it: the command, and the lines of the script."""
-        lines = [f"tp launch -n {self.layout.ranks} train.py" if self.is_launched else "python train.py"]
+        command = f"tp launch -n {self.layout.ranks} train.py" if self.is_launched else "python train.py"
+        lines = [command]
         lines += self.layout.setup.splitlines()
         if self.recomputation in _CHECKPOINTS:
             lines.append(_CHECKPOINTS[self.recomputation])
@@ -127,10 +128,10 @@ class LayoutTable:
     @property
     def fitting(self) -> list[LayoutNeed]:
         """The layouts that fit."""
-        return [found for found in self.layouts if found.memory.fits]
+        return [layout for layout in self.layouts if layout.memory.fits]
 
     def __str__(self) -> str:
-        totals = [found.memory.total for found in self.layouts]
+        totals = [layout.memory.total for layout in self.layouts]
         unit, size = ("GiB", 2**30) if max([*totals, self.free_nbytes or 0]) >= 2**30 else ("MiB", 2**20)
         head = f"{self.devices} device{'s' * (self.devices != 1)}"
         if self.samples is not None:
@@ -139,13 +140,13 @@ class LayoutTable:
         if self.free_nbytes is not None:
             head += f", {self.free_nbytes / size:.1f} {unit} free"
         lines = [f"{head}; {unit} of the fullest device, the least first", *self._rows(size)]
-        lacking = [found for found in self.layouts if not found.memory.fits]
+        lacking = [layout for layout in self.layouts if not layout.memory.fits]
         if lacking:
             lines.append("do not fit:")
-        for found in lacking:
-            again = "" if found.recomputation == "nothing" else f", {found.recomputation} again"
-            lines.append(f"  {found.name} ({found.backends}{again}): {found.memory}")
-        remedies = [found.memory.remedy for found in lacking if found.memory.remedy]
+        for layout in lacking:
+            again = "" if layout.recomputation == "nothing" else f", {layout.recomputation} again"
+            lines.append(f"  {layout.name} ({layout.backends}{again}): {layout.memory}")
+        remedies = [layout.memory.remedy for layout in lacking if layout.memory.remedy]
         lines += [f"  {remedy}" for remedy in dict.fromkeys(remedies)]
         lines += [f"left out: {name}: {reason}" for name, reason in self.left_out.items()]
         if self.unknown:
@@ -159,12 +160,13 @@ class LayoutTable:
             return
         parts = ("weights", "grads", "optim", "comm", "activations")
         table: list[tuple[str, ...]] = [("total", *parts, "again", "layout", "backend")]
-        for found in self.fitting:
-            need = found.memory
+        for layout in self.fitting:
+            need = layout.memory
             sizes = (need.total, need.weights, need.gradients, need.optimizer, need.communication)
             shown = [f"{nbytes / size:.1f}" for nbytes in sizes]
-            shown.append("?" if need.activations is None else f"{need.activations / size:.1f}")
-            table.append((*shown, found.recomputation, found.name, found.backends))
+            activations = "?" if need.activations is None else f"{need.activations / size:.1f}"
+            shown.append(activations)
+            table.append((*shown, layout.recomputation, layout.name, layout.backends))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         for number, cells in enumerate(table):
             numbers = [cell.rjust(width) for cell, width in zip(cells[:6], widths[:6], strict=True)]
@@ -177,8 +179,8 @@ class LayoutTable:
                 if kernels := self.fitting[number - 1].memory.kernels:
                     yield f"    {kernels}"
 
-    def _start(self, found: LayoutNeed) -> list[str]:
-        return found.lines(accumulate=self.accumulate, precision=self.precision)
+    def _start(self, layout: LayoutNeed) -> list[str]:
+        return layout.lines(accumulate=self.accumulate, precision=self.precision)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as values for JSON."""
@@ -192,14 +194,14 @@ class LayoutTable:
             "left_out": dict(self.left_out),
             "layouts": [
                 {
-                    "backend": found.backend,
-                    "axes": dict(found.layout.axes),
-                    "recomputation": found.recomputation,
-                    "fits": found.memory.fits,
-                    "memory": found.memory.to_dict(),
-                    "start": self._start(found),
+                    "backend": layout.backend,
+                    "axes": dict(layout.layout.axes),
+                    "recomputation": layout.recomputation,
+                    "fits": layout.memory.fits,
+                    "memory": layout.memory.to_dict(),
+                    "start": self._start(layout),
                 }
-                for found in self.layouts
+                for layout in self.layouts
             ],
         }
 
@@ -250,13 +252,14 @@ def estimate(
         check_positive("samples", samples)
     rows = row_count_of(batch)
     each = None if rows is None else samples or rows
+    free_nbytes = parse_nbytes(memory) if isinstance(memory, str) else memory
     job = Job(
         devices=(torch.device(EXAMPLE, 0),),
         environment=LaunchEnvironment(),
         model=model,
         precision=precision,
         accumulate=accumulate,
-        free_nbytes=parse_nbytes(memory) if isinstance(memory, str) else memory,
+        free_nbytes=free_nbytes,
         recomputation="nothing",
     )
     footprints = StepFootprints(model, optimizer, batch, step, precision, job.devices[0])
@@ -267,16 +270,16 @@ def estimate(
     for candidates in by_layout:
         name = candidates[0].backend.name
         try:
-            found = _first_that_fits(candidates, footprints, recomputed)
+            need = _first_that_fits(candidates, footprints, recomputed)
         except Exception as error:  # noqa: BLE001 - a plugin may raise anything
             left_out[name] = f"its estimate raised {type(error).__name__}: {error}"
             continue
-        if found is None:
+        if need is None:
             left_out[name] = "it estimates no memory"
         else:
-            layouts.append(found)
+            layouts.append(need)
     return LayoutTable(
-        layouts=tuple(sorted(layouts, key=lambda found: (not found.memory.fits, found.memory.total))),
+        layouts=tuple(sorted(layouts, key=lambda need: (not need.memory.fits, need.memory.total))),
         left_out=left_out,
         devices=devices,
         samples=each,
@@ -312,11 +315,11 @@ def _list_candidates(
     batch = None if samples is None else samples * devices
     rows: dict[tuple[str, str], list[_Candidate]] = {}
     left_out: dict[str, str] = {}
-    asked: set[str] = set()
+    backend_names: set[str] = set()
     for contribution in backends:
         backend = contribution.item
-        asked.add(backend.name)
-        found: list[_Candidate] = []
+        backend_names.add(backend.name)
+        fitting: list[_Candidate] = []
         reasons: list[str] = []
         for of_rank in jobs:
             try:
@@ -326,17 +329,17 @@ def _list_candidates(
                     if reason:
                         reasons.append(reason)
                     else:
-                        found.append(candidate)
+                        fitting.append(candidate)
             except (ConfigError, ModelError) as error:
                 reasons.append(str(error))
             except Exception as error:  # noqa: BLE001 - a plugin may raise anything
                 reasons.append(f"its layouts raised {type(error).__name__}: {error}")
-        for candidate in found:
+        for candidate in fitting:
             key = (_backends_of(backend.name, candidate.layout), _name_of(candidate.layout))
             rows.setdefault(key, []).append(candidate)
-        if not found:
+        if not fitting:
             left_out[backend.name] = reasons[0] if reasons else _reason_of_none(backend, jobs[0])
-    missing = [name for name in _SPLITTING if name not in asked]
+    missing = [name for name in _SPLITTING if name not in backend_names]
     left_out |= {name: f"it is not installed: pip install {KNOWN_BACKENDS[name]}" for name in missing}
     return list(rows.values()), left_out
 
@@ -345,7 +348,8 @@ def _candidate(backend: Backend[Any], layout: Layout, job: Job, batch: int | Non
     # One process has a device for each of its ranks; a process of several has one.
     devices = job.devices[: layout.ranks]
     of_layout = replace(job, devices=devices, options={**job.options, **layout.options})
-    return _Candidate(backend, layout, of_layout, None if batch is None else batch // layout.readers)
+    share = None if batch is None else batch // layout.readers
+    return _Candidate(backend, layout, of_layout, share)
 
 
 def _refusal(candidate: _Candidate) -> str:
@@ -358,7 +362,9 @@ def _refusal(candidate: _Candidate) -> str:
     verdict = candidate.backend.assess(replace(job, footprint=None))
     if verdict.is_fit:
         return ""
-    return verdict.reason + (f"; {verdict.remedy}" if verdict.remedy else "")
+    if verdict.remedy:
+        return f"{verdict.reason}; {verdict.remedy}"
+    return verdict.reason
 
 
 def _reason_of_none(backend: Backend[Any], job: Job) -> str:
@@ -370,33 +376,37 @@ def _first_that_fits(
     candidates: Sequence[_Candidate], footprints: StepFootprints, recomputed: Sequence[Recomputation]
 ) -> LayoutNeed | None:
     """Return the first candidate that fits, with the least recomputation; else the one that lacks least."""
-    found: list[LayoutNeed] = []
-    for what in recomputed:
+    needs: list[LayoutNeed] = []
+    for recomputation in recomputed:
         for candidate in candidates:
-            need = _need(candidate, footprints, what)
+            need = _need(candidate, footprints, recomputation)
             if need is None:
                 continue
             if need.memory.fits:
                 return need
-            found.append(need)
-    return min(found, key=lambda need: need.memory.total, default=None)
+            needs.append(need)
+    return min(needs, key=lambda need: need.memory.total, default=None)
 
 
-def _need(candidate: _Candidate, footprints: StepFootprints, what: Recomputation) -> LayoutNeed | None:
+def _need(
+    candidate: _Candidate, footprints: StepFootprints, recomputation: Recomputation
+) -> LayoutNeed | None:
     layout, job = candidate.layout, candidate.job
-    footprint = footprints.measure(candidate.samples or 1, what)
-    if what != "nothing" and footprint.activations is None:  # such a step cannot be run without memory
+    footprint = footprints.measure(candidate.samples or 1, recomputation)
+    if (
+        recomputation != "nothing" and footprint.activations is None
+    ):  # such a step cannot be run without memory
         return None
     if candidate.samples is not None:
         # Ranks that read the same samples have a part of them each.
         footprint = replace(footprint, part=layout.readers / layout.ranks)
-    memory = candidate.backend.estimate_memory(replace(job, footprint=footprint, recomputation=what))
+    memory = candidate.backend.estimate_memory(replace(job, footprint=footprint, recomputation=recomputation))
     if memory is None:
         return None
     return LayoutNeed(
         backend=candidate.backend.name,
         layout=layout,
         is_launched=job.environment.world_size > 1,
-        recomputation=what,
+        recomputation=recomputation,
         memory=memory,
     )

@@ -107,7 +107,9 @@ class FunctionMetric:
 def _as_numpy(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()  # numpy has no bfloat16
+    if leaf.dtype == torch.bfloat16:
+        leaf = leaf.float()  # numpy has no bfloat16
+    return leaf.numpy()
 
 
 # -- The metrics of an evaluation -----------------------------------------------------------------
@@ -174,9 +176,10 @@ class MetricSet:
             self._feed(self._gather.reach(number))
             return output
         is_nothing = share is not None and share.samples == 0  # a stand-in
-        mine = {k: v.pieces for k, v in output.items() if isinstance(v, SampleRows)}
-        self._feed(self._gather.add(number, {} if is_nothing else mine))
-        return {k: v for k, v in output.items() if k not in mine}
+        rows = {k: v.pieces for k, v in output.items() if isinstance(v, SampleRows)}
+        own_rows = {} if is_nothing else rows
+        self._feed(self._gather.add(number, own_rows))
+        return {k: v for k, v in output.items() if k not in rows}
 
     def finish(self) -> None:
         """Update the metrics with the remaining batches, on all ranks.
@@ -265,7 +268,9 @@ def _place(metric: Metric) -> torch.device | None:
 
 def _disable_sync(metric: Metric) -> None:
     """Switch off the synchronization of torchmetrics: each rank has all rows, which would count again."""
-    for member in metric.modules() if isinstance(metric, nn.Module) else ():
+    if not isinstance(metric, nn.Module):
+        return
+    for member in metric.modules():
         if hasattr(member, "distributed_available_fn"):
             vars(member)["distributed_available_fn"] = _is_alone
 
@@ -278,8 +283,10 @@ def _flat(name: str, result: Any) -> dict[str, Any]:
     if isinstance(result, Mapping):
         return {k: v for key, value in result.items() for k, v in _flat(f"{name}/{key}", value).items()}
     if isinstance(result, Tensor):
-        return {name: float(result) if result.numel() == 1 else result.detach().cpu()}
-    return {name: float(result) if isinstance(result, Real) else result}
+        value = float(result) if result.numel() == 1 else result.detach().cpu()
+    else:
+        value = float(result) if isinstance(result, Real) else result
+    return {name: value}
 
 
 # -- Values of batches, gathered in the order of the data -----------------------------------------
@@ -391,9 +398,9 @@ class OrderedGather:
         Collectives: as in `Session.gather_objects`.
         """
         signal = 0 if self._boundaries is None else self._boundaries.seen
-        mine = _Contribution(self._session.data_rank, has_more, signal, self._waiting)
+        own = _Contribution(self._session.data_rank, has_more, signal, self._waiting)
         self._waiting = []
-        everyones = self._session.gather_objects(mine, where="values for metrics")
+        everyones = self._session.gather_objects(own, where="values for metrics")
         if signal := max(theirs.signal for theirs in everyones):
             raise GatherInterruptedError(signal)
         of_data_rank = {theirs.data_rank: theirs for theirs in everyones}
@@ -413,17 +420,18 @@ def on_cpu(leaf: Any) -> Any:
 # -- The evaluation of a model on a loader --------------------------------------------------------
 
 
-def named_loaders(what: str, given: Any) -> dict[str, Iterable[Any]]:
+def named_loaders(what: str, loaders: Any) -> dict[str, Iterable[Any]]:
     """Return loaders by the prefix of their results' names; the prefix of a single loader is empty."""
-    if not isinstance(given, Mapping):
-        return {"": given}
-    bad = [name for name in given if not isinstance(name, str) or not name or "/" in name]
-    if bad or not given:
+    if not isinstance(loaders, Mapping):
+        return {"": loaders}
+    bad = [name for name in loaders if not isinstance(name, str) or not name or "/" in name]
+    if bad or not loaders:
         msg = (
-            f"{what} must be a loader, or a dict of loaders by names without '/', got the names {list(given)}"
+            f"{what} must be a loader, or a dict of loaders by names without '/', got the names "
+            f"{list(loaders)}"
         )
         raise ConfigError(msg)
-    return {f"{name}/": loader for name, loader in given.items()}
+    return {f"{name}/": loader for name, loader in loaders.items()}
 
 
 def evaluate(
@@ -454,7 +462,8 @@ def evaluate(
             share = batches.share
             output = metric_set.take(batches.number, run(collecting, model, batch), share)
             has_no_loss = isinstance(output, Mapping) and "loss" not in output
-            meter.add(None if has_no_loss else loss_of(output, training=False), output, share)
+            loss = None if has_no_loss else loss_of(output, training=False)
+            meter.add(loss, output, share)
         metric_set.finish()
         means = meter.means()
         return {**means, **metric_set.compute()} if meter.samples else {}
@@ -512,16 +521,16 @@ class Evaluator:
         for prefix, batches in self.loaders.items():
             batches.set_epoch(epoch)
             cut: dict[str, Any] = {"boundaries": boundaries, "most": most}
-            found = evaluate(session, self.run(batches), self.step, model, batches, self.metrics, **cut)
-            if not found:
-                which = f" {prefix.rstrip('/')!r}" if prefix else ""
+            measured = evaluate(session, self.run(batches), self.step, model, batches, self.metrics, **cut)
+            if not measured:
+                loader_name = f" {prefix.rstrip('/')!r}" if prefix else ""
                 msg = (
-                    f"the validation's loader{which} has yielded no sample, so there is no result; an "
+                    f"the validation's loader{loader_name} has yielded no sample, so there is no result; an "
                     "iterator, such as a generator, is gone through once: give what begins again, such as a "
                     "list or a DataLoader"
                 )
                 raise LoaderError(msg)
-            results |= {prefix + name: value for name, value in numbers_in(found).items()}
+            results |= {prefix + name: value for name, value in numbers_in(measured).items()}
         return results
 
 
@@ -550,15 +559,17 @@ def metric_for_scheduler(
 
     Without a name it is the validation loss, or in a run without validation the training loss.
     """
-    known = {**train, **{f"val_{key}": value for key, value in val.items()}}
+    metrics = {**train, **{f"val_{key}": value for key, value in val.items()}}
     wanted = scheduler_metric(name, validates=validates)
-    check_scheduler_metric(wanted, known)
-    return known[wanted]
+    check_scheduler_metric(wanted, metrics)
+    return metrics[wanted]
 
 
 def scheduler_metric(name: str | None, *, validates: bool) -> str:
     """Return the name of the metric that a scheduler looks at."""
-    return name or ("val_loss" if validates else "loss")
+    if name:
+        return name
+    return "val_loss" if validates else "loss"
 
 
 def check_scheduler_metric(name: str, known: Iterable[str]) -> None:

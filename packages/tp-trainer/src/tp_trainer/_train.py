@@ -60,20 +60,20 @@ def parse_call(target: str, words: Sequence[str]) -> FunctionCall:
     function = load_function(target, example="main")
     parser = _parser_of(target, function)
     try:
-        found = parser.parse_args(list(words))
+        parsed = parser.parse_args(list(words))
     except UnicodeDecodeError as error:
         msg = f"{target}: a file of values is not text in UTF-8: {error}"
         raise ConfigError(msg) from error
     except argparse.ArgumentError as error:
-        said = _in_our_words(_in_one_line(error)) + _suggestion(parser, str(error))
-        if "did you mean" not in said:
-            said += f"; tp train {target} --help lists what it takes"
-        msg = f"{target}: {said}"
+        message = _in_our_words(_in_one_line(error)) + _suggestion(parser, str(error))
+        if "did you mean" not in message:
+            message += f"; tp train {target} --help lists what it takes"
+        msg = f"{target}: {message}"
         raise ConfigError(msg) from error
-    found.pop("config")
-    plain = json.loads(parser.dump(found, format="json", skip_unset=False))
-    text = parser.dump(found, skip_unset=False)
-    return FunctionCall(function, dict(vars(parser.instantiate(found))), dict(_flat(plain)), text)
+    parsed.pop("config")
+    plain = json.loads(parser.dump(parsed, format="json", skip_unset=False))
+    text = parser.dump(parsed, skip_unset=False)
+    return FunctionCall(function, dict(vars(parser.instantiate(parsed))), dict(_flat(plain)), text)
 
 
 def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
@@ -104,8 +104,8 @@ def _parser_of(target: str, function: Callable[..., Any]) -> "ArgumentParser":
 
 def _suggestion(parser: "ArgumentParser", message: str) -> str:
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
-    known = {f"--{name}" for name in parser.get_defaults().keys()}  # noqa: SIM118 - keys() also has the names within groups
-    return "" if unknown is None else did_you_mean(unknown[1], known | {"--help", "--print-config"})
+    options = {f"--{name}" for name in parser.get_defaults().keys()}  # noqa: SIM118 - keys() also has the names within groups
+    return "" if unknown is None else did_you_mean(unknown[1], options | {"--help", "--print-config"})
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -121,11 +121,11 @@ def _in_our_words(text: str) -> str:
     text = re.sub(r'^Parser key "([\w.]+)": ?', r"--\1: ", text)
     text = re.sub(r"<class '(?:builtins\.)?([\w.]+)'>", r"\1", text)
     text = re.sub(r"Expected (?:an? )?(.+?)\. Got value: (.+)", r"expected \1, got \2", text)
-    if found := re.fullmatch(r"Unexpected config: ?(.*)", text):
-        return f"--config has to name a file of YAML with a value for each name, got {found[1] or 'nothing'}"
-    if found := re.search(r"(typing\.Literal\[(.+)\]|member of <enum '\w+'>: \{(.+)\}), got (.+)", text):
-        choices = [choice.strip(" '\"") for choice in (found[2] or found[3]).split(",")]
-        return text.replace(found[1], f"one of {', '.join(choices)}") + did_you_mean(found[4], choices)
+    if match := re.fullmatch(r"Unexpected config: ?(.*)", text):
+        return f"--config has to name a file of YAML with a value for each name, got {match[1] or 'nothing'}"
+    if match := re.search(r"(typing\.Literal\[(.+)\]|member of <enum '\w+'>: \{(.+)\}), got (.+)", text):
+        choices = [choice.strip(" '\"") for choice in (match[2] or match[3]).split(",")]
+        return text.replace(match[1], f"one of {', '.join(choices)}") + did_you_mean(match[4], choices)
     if re.search(r"expected (?:list|tuple|set|dict)", text):
         text += "; lists are written [1,2] and dicts {a: 1}, in quotes"
     return text
@@ -200,14 +200,14 @@ def _train(
     values as hyperparameters, and leave a config.yaml in their folders.
     """
     call = parse_call(function, values or ())  # before any process is started
-    known = _launch_options()
-    asked = {name for name, value in options.items() if value != known[name].default}
+    defaults = _launch_options()
+    launch_options = {name for name, value in options.items() if value != defaults[name].default}
     # In a rank: PET_... variables may still be set, so only options on the command line are refused.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _check_launched(context, {"nproc_per_node", *asked})
+        _check_launched(context, {"nproc_per_node", *launch_options})
         _run_here(call)
         return
-    if nproc_per_node is None and not asked:
+    if nproc_per_node is None and not launch_options:
         _run_here(call)
         return
     launch = _find_launch()
@@ -226,10 +226,10 @@ def _train(
 def _check_launched(context: typer.Context, names: Iterable[str]) -> None:
     """Refuse launch options in a rank."""
     sources = {name: context.get_parameter_source(name) for name in sorted(names)}
-    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-    if given:
+    named = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if named:
         spellings = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-        options = ", ".join(spellings[name] for name in given)
+        options = ", ".join(spellings[name] for name in named)
         msg = (
             f"tp train was given {options} in rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, which "
             "a launcher has started; leave that out, or start tp train without a launcher"

@@ -201,6 +201,7 @@ class Trainer:
         if self.environment.is_distributed:  # under a launcher, one device of the host
             self._devices = (device_of_rank(self._devices, self.environment, explicit=explicit),)
         compile_options = _compile_options(compile)
+        recomputation: Literal["nothing"] | None = None if activation_checkpointing is None else "nothing"
         job = Job(
             devices=self._devices,
             environment=self.environment,
@@ -210,7 +211,7 @@ class Trainer:
             accumulate=accumulate,
             compile=compile_options,
             options=options_by_backend(options, plugins),
-            recomputation=None if activation_checkpointing is None else "nothing",
+            recomputation=recomputation,
         )
         self._preparation = Preparation(
             LazySession(job, plugins, backend, seed=seed),
@@ -378,7 +379,8 @@ class Trainer:
             check_preparable(value)
         models = [o for o in objects if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if isinstance(o, Optimizer)]
-        work = StepParts(optimizers[0] if len(optimizers) == 1 and len(models) == 1 else None)
+        optimizer = optimizers[0] if len(optimizers) == 1 and len(models) == 1 else None
+        work = StepParts(optimizer)
         session = self._preparation.open(*models, by="prepare()", work=work)
         if session.data_size > 1:
             check_not_shared(models)
@@ -669,16 +671,18 @@ class Trainer:
         limits, checkpoint, resume = from_environment(limits, checkpoint, resume)
         if validation is not None and not isinstance(validation, Validation):
             validation = Validation(validation)
-        found = find_callbacks(callbacks, self._preparation.plugins)
+        if not isinstance(log, LogOptions):
+            log = LogOptions(log)
+        chosen = find_callbacks(callbacks, self._preparation.plugins)
         if self._preparation.compile_options is not None:
-            found[0].append(CompileMonitor())
+            chosen[0].append(CompileMonitor())
         return LoopSettings(
             limits=limits,
             validation=validation,
             checkpoint=as_checkpoints(checkpoint, resume, validates=validation is not None),
             resume=resume,
-            events=Events(*found),
-            log=log if isinstance(log, LogOptions) else LogOptions(log),
+            events=Events(*chosen),
+            log=log,
             state=check_state(state),
             progress=self.progress,
         )
@@ -841,13 +845,14 @@ class Trainer:
         units = samples if weight is None or not samples else read_weight(weight)
         is_sum = session.job.loss == "sum"
         if not units:
-            mine = loss.new_zeros((), dtype=torch.float64)
+            total = loss.new_zeros((), dtype=torch.float64)
         elif is_sum:
-            mine = loss.double()
+            total = loss.double()
         else:
-            mine = loss.double() * units
-        sums = session.reduce(torch.stack([mine, torch.full_like(mine, units)]), "sum")
-        return (sums[0] if is_sum else sums[0] / sums[1]).to(loss.dtype)
+            total = loss.double() * units
+        sums = session.reduce(torch.stack([total, torch.full_like(total, units)]), "sum")
+        whole = sums[0] if is_sum else sums[0] / sums[1]
+        return whole.to(loss.dtype)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of the trainer's precision, for the loss of a custom loop."""
@@ -1149,12 +1154,12 @@ class Trainer:
         return verify_this_script(steps=steps, timeout_s=timeout_s, world_size=self.environment.world_size)
 
 
-def _compile_options(given: object) -> CompileOptions | None:
-    if isinstance(given, CompileOptions):
-        return given
-    if isinstance(given, bool):
-        return CompileOptions() if given else None
-    if given == "blocks":
+def _compile_options(value: object) -> CompileOptions | None:
+    if isinstance(value, CompileOptions):
+        return value
+    if isinstance(value, bool):
+        return CompileOptions() if value else None
+    if value == "blocks":
         return CompileOptions(blocks=True)
-    msg = f"compile must be True, False, 'blocks' or CompileOptions(...), got {given!r}"
+    msg = f"compile must be True, False, 'blocks' or CompileOptions(...), got {value!r}"
     raise ConfigError(msg)

@@ -53,7 +53,8 @@ def verify_this_script(*, steps: int | None, timeout_s: float, world_size: int) 
         raise ConfigError(msg)
     # -P: no modules of the current folder in the place of Python's own, as for the installed command.
     command = [sys.executable, "-P", "-m", "tp_core.cli", "verify", script, "--json"]
-    command += [] if steps is None else ["--steps", str(steps)]
+    if steps is not None:
+        command += ["--steps", str(steps)]
     command += ["--timeout-s", str(timeout_s), "--", *sys.argv[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:

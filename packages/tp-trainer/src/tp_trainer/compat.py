@@ -55,7 +55,8 @@ class ParallelTrainer:
             msg = f"config.n_gpus must be a whole number from 1, got {n_gpus!r}"
             raise ConfigError(msg)
         environment = LaunchEnvironment.read()
-        device = _device_here(wanted, environment if self.synch else None)
+        launched = environment if self.synch else None
+        device = _device_here(wanted, launched)
         options: dict[str, Any] = {}
         if self.synch:
             _check_launched(environment, n_gpus)
@@ -65,12 +66,13 @@ class ParallelTrainer:
             # Without the switch each process trains alone, even if a launcher has started it.
             environment = LaunchEnvironment.read({})
         name = "ddp" if environment.is_distributed else "single"
+        options_of_backend = {name: options} if name == "ddp" else {}
         job = Job(
             devices=(device,),
             environment=environment,
             explicit_devices=True,
             seed=self._seed,
-            options={name: options} if name == "ddp" else {},
+            options=options_of_backend,
         )
         selection = select(job, registry.backends(), name=name)
         self.session: Session = open_session(selection, job, {"seed": self._seed})
@@ -195,8 +197,8 @@ def _device_here(wanted: object, environment: LaunchEnvironment | None) -> torch
     if device is None:
         msg = f"config.device must be a device such as 'cuda' or 'cpu', got {wanted!r}"
         raise ConfigError(msg)
-    here = available_devices()
-    if device.type != "cpu" and all(d.type != device.type for d in here):
+    devices = available_devices()
+    if device.type != "cpu" and all(d.type != device.type for d in devices):
         warnings.warn(
             f"config.device is {str(wanted)!r}, and this machine has no {device.type}: the CPU is used",
             stacklevel=3,

@@ -63,7 +63,8 @@ class Checkpoints:
             if value is None and name != "keep":
                 continue
             whole = name != "every_s"
-            if not isinstance(value, int if whole else int | float) or isinstance(value, bool) or value <= 0:
+            kinds = (int,) if whole else (int, float)
+            if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
                 kind = "a whole number from 1" if whole else "a number of seconds above 0"
                 msg = f"Checkpoints({name}=...) must be {kind}, got {value!r}"
                 raise ConfigError(msg)

@@ -37,17 +37,18 @@ def is_adapter(path: Path) -> bool:
 def _find_adapted(model: nn.Module, what: str) -> tuple[str, Any]:
     """Return the only ``PeftModel`` in a model, after the prefix of its names there."""
     peft = sys.modules.get("peft")
-    found: list[tuple[str, Any]] = []
+    models: list[tuple[str, Any]] = []
     if peft is not None:
-        found = [(name, m) for name, m in model.named_modules() if isinstance(m, peft.PeftModel)]
-    if len(found) != 1:
-        has = len(found) or "none"
+        models = [(name, m) for name, m in model.named_modules() if isinstance(m, peft.PeftModel)]
+    if len(models) != 1:
+        has = len(models) or "none"
         msg = (
             f"{what} needs one model with adapters, a PeftModel of peft, and {type(model).__name__} has {has}"
         )
         raise ConfigError(msg)
-    name, adapted = found[0]
-    return plain_name(f"{name}." if name else ""), adapted
+    name, adapted = models[0]
+    prefix = f"{name}." if name else ""
+    return plain_name(prefix), adapted
 
 
 # -- peft's own format -----------------------------------------------------------------------------
@@ -93,11 +94,11 @@ def _names_in_file(
 ) -> dict[str, str]:
     """Return the names of an adapter's tensors in the model's state, by their names in peft's file."""
     peft = sys.modules["peft"]
-    found = peft.get_peft_model_state_dict(
+    in_file = peft.get_peft_model_state_dict(
         adapted, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=with_embeddings
     )
     names = {id(tensor): name for name, tensor in reversed(list(state.items()))}
-    for name, tensor in found.items():
+    for name, tensor in in_file.items():
         if id(tensor) not in names:
             kind = adapted.peft_config[adapter].peft_type
             msg = (
@@ -106,7 +107,7 @@ def _names_in_file(
                 "that splits no weights"
             )
             raise ConfigError(msg)
-    return {name: names[id(tensor)] for name, tensor in found.items()}
+    return {name: names[id(tensor)] for name, tensor in in_file.items()}
 
 
 def _write_config(adapted: Any, adapter: str, place: Path) -> None:
@@ -223,7 +224,8 @@ def export_merged(session: Session, model: nn.Module, path: Path, *, max_file_nb
         _check_floating(name, part, is_merged=owner is not None)
         out = name if owner is None else f"{owner}.{within}"
         out = start + out.removeprefix(f"{start}{plain_name(inner)}.") if out.startswith(start) else out
-        infos[out], origins[out] = part, None if owner is None else (owner, within)
+        infos[out] = part
+        origins[out] = None if owner is None else (owner, within)
     last: dict[str, dict[str, Tensor]] = {}  # the layer that was merged last
 
     def read(out: str) -> Tensor:
@@ -243,13 +245,13 @@ def export_merged(session: Session, model: nn.Module, path: Path, *, max_file_nb
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return the outermost modules that peft has put in the place of others, by their plain names."""
-    found: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     for name, module in model.named_modules():
         path = plain_name(name)
         is_one = hasattr(module, "base_layer") or hasattr(module, "unload_and_optionally_merge_module")
-        if is_one and not any(path.startswith(f"{outer}.") for outer in found):
-            found[path] = module
-    return found
+        if is_one and not any(path.startswith(f"{outer}.") for outer in layers):
+            layers[path] = module
+    return layers
 
 
 def _replaced(layer: Any) -> nn.Module:

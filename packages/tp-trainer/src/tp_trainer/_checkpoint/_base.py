@@ -51,8 +51,8 @@ class Base:
     def of_model(self, name: str) -> "Base":
         """Return the weights of one of several models, with the names that they have in it."""
         start = f"{name}."
-        found = {n.removeprefix(start): w for n, w in self.weights.items() if n.startswith(start)}
-        return Base(self.source, found)
+        weights = {n.removeprefix(start): w for n, w in self.weights.items() if n.startswith(start)}
+        return Base(self.source, weights)
 
     def check(self, session: Session, model: nn.Module, path: Path) -> None:
         """Make sure that a model has these weights.
@@ -63,9 +63,9 @@ class Base:
         Collectives: one gather of digests.
         """
         entries = named_entries(model)
-        found = digests(session, {n: entries[n] for n in self.weights if n in entries})
+        current = digests(session, {n: entries[n] for n in self.weights if n in entries})
         for name, (_, dtype, shape) in self.weights.items():
-            now = found.get(name)
+            now = current.get(name)
             if now == self.weights[name]:
                 continue
             how = "the model has none of that name"
@@ -101,11 +101,11 @@ def read_base(path: Path) -> Base | None:
 
 def base_of(values: Mapping[str, Any]) -> Base | None:
     """Return the frozen weights that the plain values of a checkpoint name; ``None`` if there are none."""
-    found = values.get("base")
-    if found is None:
+    base = values.get("base")
+    if base is None:
         return None
-    weights = {n: (digest, dtype, tuple(shape)) for n, (digest, dtype, shape) in found["weights"].items()}
-    return Base(found["source"], weights)
+    weights = {n: (digest, dtype, tuple(shape)) for n, (digest, dtype, shape) in base["weights"].items()}
+    return Base(base["source"], weights)
 
 
 class FrozenWeights:
@@ -146,12 +146,12 @@ class FrozenWeights:
         if not self._is_compared:
             self._is_compared = True
             now = digests(self._session, {n: frozen[n] for n in self._base.weights if n in frozen})
-            changed |= {name for name, found in now.items() if found != self._base.weights[name]}
+            changed |= {name for name, weight in now.items() if weight != self._base.weights[name]}
         # The same on all ranks, as they write the checkpoint together.
         everyones = self._session.gather_objects(changed, where="changed weights of a base")
         self._changed |= set().union(*everyones)
-        left = {n: w for n, w in self._base.weights.items() if n not in self._changed}
-        return Base(self._base.source, left)
+        unchanged = {n: w for n, w in self._base.weights.items() if n not in self._changed}
+        return Base(self._base.source, unchanged)
 
 
 # -- The weights of a model ------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
     """
     parameters, buffers = {id(p) for p in model.parameters()}, {id(b) for b in model.buffers()}
     modules = {plain_name(name): module for name, module in model.named_modules()}
-    found = {}
+    weights = {}
     for name, tensor in named_entries(model).items():
         if id(tensor) in parameters:
             is_frozen = not tensor.requires_grad
@@ -179,8 +179,8 @@ def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
             is_quantized = bool(own) and not any(p.requires_grad for p in own)
             is_frozen = id(tensor) not in buffers and is_quantized and not name.endswith("_extra_state")
         if is_frozen:
-            found[name] = tensor
-    return found
+            weights[name] = tensor
+    return weights
 
 
 def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module:
@@ -207,17 +207,17 @@ def describe_frozen(model: nn.Module, weights: str) -> str | None:
     share = sum(map(_nbytes, frozen.values())) / max(1, sum(map(_nbytes, all_of_it.values())))
     if share < 0.5:
         return None
-    which = f"{share:.0%} of the model, {len(frozen)} frozen weights"
+    amount = f"{share:.0%} of the model, {len(frozen)} frozen weights"
     if weights == "trainable":
         source = _source_of(model)
         of = "" if source is None else f" of {source}"
-        return f"checkpoints leave out {which}{of}, and keep their digests"
-    return f"each checkpoint holds the frozen weights too ({which}): weights='trainable' leaves them out"
+        return f"checkpoints leave out {amount}{of}, and keep their digests"
+    return f"each checkpoint holds the frozen weights too ({amount}): weights='trainable' leaves them out"
 
 
 def _nbytes(tensor: Tensor) -> int:
-    held = quantized_parts(tensor) or [tensor]
-    return sum(one.numel() * one.element_size() for one in held)
+    parts = quantized_parts(tensor) or [tensor]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def _source_of(model: nn.Module) -> str | None:
@@ -238,34 +238,34 @@ def digests(session: Session, tensors: Mapping[str, Tensor]) -> dict[str, tuple[
 
     Collectives: one gather of small objects.
     """
-    mine: dict[str, tuple[str, tuple[int, ...], _Sums]] = {}
-    known: dict[int, tuple[str, tuple[int, ...], _Sums]] = {}  # tied weights have several names
+    own: dict[str, tuple[str, tuple[int, ...], _Sums]] = {}
+    described: dict[int, tuple[str, tuple[int, ...], _Sums]] = {}  # tied weights have several names
     for name, tensor in tensors.items():
-        if id(tensor) not in known:
-            known[id(tensor)] = _described(session, tensor)
-        mine[name] = known[id(tensor)]
-    everyones = session.gather_objects(mine, where="digests of weights")
-    found = {}
-    for name, (dtype, shape, _) in mine.items():
+        if id(tensor) not in described:
+            described[id(tensor)] = _described(session, tensor)
+        own[name] = described[id(tensor)]
+    everyones = session.gather_objects(own, where="digests of weights")
+    result = {}
+    for name, (dtype, shape, _) in own.items():
         # Ranks may hold the same part: of copies of a model, and of shared heads.
         parts = {(start, size): part for theirs in everyones for start, size, part in theirs[name][2]}
-        found[name] = (f"{sum(parts.values()) % (1 << 64):016x}", dtype, shape)
-    return found
+        result[name] = (f"{sum(parts.values()) % (1 << 64):016x}", dtype, shape)
+    return result
 
 
 def _described(session: Session, tensor: Tensor) -> tuple[str, tuple[int, ...], _Sums]:
     """Return the dtype and the whole shape of a tensor, and the sums of the parts that this rank holds."""
     inner = quantized_parts(tensor)
     if inner is not None:  # whole on each rank
-        sums: _Sums = [((i,), tuple(one.shape), _sum(one, (0,) * one.dim())) for i, one in enumerate(inner)]
-        kinds = ", ".join(str(one.dtype).removeprefix("torch.") for one in inner)
+        sums: _Sums = [((i,), tuple(t.shape), _sum(t, (0,) * t.dim())) for i, t in enumerate(inner)]
+        kinds = ", ".join(str(t.dtype).removeprefix("torch.") for t in inner)
         return f"{type(tensor).__name__} of {kinds}", tuple(tensor.shape), sums
-    held = slice_of(session.as_slice, tensor, tensor.detach())
+    own = slice_of(session.as_slice, tensor, tensor.detach())
     parts: Iterable[tuple[Sequence[int], Tensor]] = (
-        held.parts if isinstance(held, TensorSlice) else [((0,) * held.dim(), held)]
+        own.parts if isinstance(own, TensorSlice) else [((0,) * own.dim(), own)]
     )
     sums = [(tuple(start), tuple(part.shape), _sum(part, start)) for start, part in parts]
-    return str(tensor.dtype).removeprefix("torch."), tuple(held.shape), sums
+    return str(tensor.dtype).removeprefix("torch."), tuple(own.shape), sums
 
 
 def _sum(part: Tensor, start: Sequence[int]) -> int:
@@ -307,8 +307,8 @@ def _versions(tensor: Tensor) -> tuple[tuple[int, int, bytes], ...]:
     if not isinstance(tensor, nn.Parameter):  # made again in each state, as the scales of bitsandbytes are
         return ()
     with torch.no_grad():
-        held = [tensor.to_local()] if is_dtensor(tensor) else quantized_parts(tensor) or [tensor]
-        return tuple((0 if t.is_inference() else t._version, t.data_ptr(), _sampled(t)) for t in held)
+        parts = [tensor.to_local()] if is_dtensor(tensor) else quantized_parts(tensor) or [tensor]
+        return tuple((0 if t.is_inference() else t._version, t.data_ptr(), _sampled(t)) for t in parts)
 
 
 def _sampled(tensor: Tensor) -> bytes:

@@ -184,7 +184,8 @@ class Checkpointer:
             if self._written_into is None:
                 continue
             now = bytes_in(self._written_into)
-            size, left_s = now, _GRACE_S if now != size else left_s - _LOOK_S
+            left_s = _GRACE_S if now != size else left_s - _LOOK_S
+            size = now
             if left_s <= 0:
                 log.error(
                     "the last checkpoint was not finished: for %g s no rank has written any more of it",
@@ -269,11 +270,11 @@ class Checkpointer:
         """
         failure: OSError | StateError | None = None
         try:
-            found = open_tensors(path), read_json(path / STATE), read_json(path / RANKS)
+            contents = open_tensors(path), read_json(path / STATE), read_json(path / RANKS)
         except (OSError, StateError) as error:
             failure = error
         agree_on_failure(failure, self._session.gather_objects, f"read {path}")
-        return found
+        return contents
 
 
 # -- One checkpoint, written by rank 0 alone or together with the other ranks ---------------------
@@ -480,17 +481,17 @@ class Writer:
         from tp_core.state import write_tensors
 
         failure: Exception | None = None
-        mine: dict[str, FileRecord] = {}
+        files: dict[str, FileRecord] = {}
         try:
             written = write_tensors(tensors, folder / TENSORS_FOLDER, together=True, group=self._group)
-            mine = {f"{TENSORS_FOLDER}/{name}": record for name, record in written.items()}
+            files = {f"{TENSORS_FOLDER}/{name}": record for name, record in written.items()}
         except Exception as error:  # noqa: BLE001 - the others wait to learn of it
             failure = error
         answers: list[Any] = [None] * self._session.world_size
         try:
             text = None if failure is None else str(failure) or repr(failure)
             kind = FileNotFoundError if isinstance(failure, FileNotFoundError) else OSError
-            dist.all_gather_object(answers, (text, kind, mine), group=self._group)
+            dist.all_gather_object(answers, (text, kind, files), group=self._group)
         except RuntimeError as error:  # a rank has gone
             for lost in (failure, error):
                 if lost is not None:

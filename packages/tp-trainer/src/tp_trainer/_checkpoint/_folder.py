@@ -83,8 +83,8 @@ class RunFolder:
     ) -> Path:
         """Add the manifest to a written folder, sync all of it to the disk, and rename it."""
         files = dict(known or {})
-        found = sorted(written.rglob("*"))
-        paths = [p for p in found if not p.is_dir() and str(p.relative_to(written)) not in files]
+        entries = sorted(written.rglob("*"))
+        paths = [p for p in entries if not p.is_dir() and str(p.relative_to(written)) not in files]
         with ThreadPoolExecutor(1) as beside:  # the disk syncs while the processor computes digests
             syncing = [beside.submit(sync_file, path) for path in paths]
             files |= {str(path.relative_to(written)): record_of(path) for path in paths}
@@ -92,7 +92,7 @@ class RunFolder:
                 sync.result()
         final = self.path / written.name.removeprefix(".").split(".")[0]
         sync_file(write_manifest(written, step_of(final), facts, files))
-        for path in (written, *(path for path in found if path.is_dir())):
+        for path in (written, *(path for path in entries if path.is_dir())):
             sync_folder(path)  # before the rename: after a power loss a name must not precede its contents
         if os.path.lexists(final):  # not of this run
             log.warning("%s is in the way of a checkpoint; it is now %s", final, self._set_aside(final))
@@ -110,25 +110,26 @@ class RunFolder:
         nothing is deleted: the next call looks again.
         """
         try:
-            found = self.committed()
+            checkpoints = self.committed()
             kept = [written]
-            for path in found:
+            for path in checkpoints:
                 if len(kept) == keep:
                     break
                 if path != written and self._is_whole(path):
                     kept.append(path)
             if best is not None:
-                kept += self._best(found, best, 1.0 if mode == "min" else -1.0)
+                sign = 1.0 if mode == "min" else -1.0
+                kept += self._best(checkpoints, best, sign)
         except OSError as error:
             log.warning("%s; no checkpoint is deleted until it can be read", error)
             return
-        for path in found:
+        for path in checkpoints:
             if path not in kept and os.path.lexists(path):
                 self._remove(path)
 
     def _best(self, paths: list[Path], metric: str, sign: float) -> list[Path]:
         """Return the whole checkpoint with the best value of a metric, the newest of equals, if any."""
-        found: list[tuple[float, Path]] = []
+        scored: list[tuple[float, Path]] = []
         for path in paths:
             try:
                 value = self._metrics_of(path).get(metric)
@@ -137,9 +138,9 @@ class RunFolder:
                     self._on_damage(path, error)
                 continue
             if isinstance(value, int | float) and not math.isnan(value):
-                found.append((sign * value, path))
-        found.sort(key=lambda pair: pair[0])  # stable: the newest of equals stays the first
-        return next(([path] for _, path in found if self._is_whole(path)), [])
+                scored.append((sign * value, path))
+        scored.sort(key=lambda pair: pair[0])  # stable: the newest of equals stays the first
+        return next(([path] for _, path in scored if self._is_whole(path)), [])
 
     def _metrics_of(self, path: Path) -> Mapping[str, Any]:
         """Return the metrics of a checkpoint; of a manifest that was verified, from memory."""
@@ -210,10 +211,10 @@ class RunFolder:
 
         Collectives: with a session one broadcast, then as in :func:`verify` for each checkpoint.
         """
-        found = on_first_rank(session, self.committed, where="checkpoints of a run")
+        checkpoints = on_first_rank(session, self.committed, where="checkpoints of a run")
         is_main = session is None or session.is_main
         damaged: dict[Path, StateError] = {}
-        for path in found:
+        for path in checkpoints:
             try:
                 verify(path, session)
             except FormatError:
@@ -255,19 +256,19 @@ class _Verified(NamedTuple):
 def _signature(path: Path) -> Signature:
     """Return inode, size and times of each file, which differ after every change."""
     # By `os.scandir`: a save looks at all files of all kept checkpoints, and `rglob` takes much longer.
-    found = []
+    described = []
     folders = [os.fspath(path)]
     while folders:
         try:
             with os.scandir(folders.pop()) as entries:
                 for entry in entries:
-                    found.append(_described(entry.path, entry.stat(follow_symlinks=False)))
+                    described.append(_described(entry.path, entry.stat(follow_symlinks=False)))
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
         except OSError as error:
             if not is_absence(error):
                 raise
-    return tuple(sorted(found))
+    return tuple(sorted(described))
 
 
 # -- Verification: names of folders, manifest, and the digest of every file -----------------------
@@ -317,35 +318,35 @@ def on_first_rank(session: Session | None, look: Callable[[], T], *, where: str)
     """
     if session is None or session.world_size == 1:
         return look()
-    found: T | None = None
+    seen: T | None = None
     failure: OSError | StateError | None = None
     if session.is_main:
         try:
-            found = look()
+            seen = look()
         except (OSError, StateError) as error:
             failure = error
-    found, failure = session.broadcast((found, failure), where=where)
+    seen, failure = session.broadcast((seen, failure), where=where)
     if failure is not None:
         raise failure
-    return cast("T", found)
+    return cast("T", seen)
 
 
 def _problem_of_all(path: Path, files: Mapping[str, FileRecord], session: Session) -> str | None:
     # A host without the folder checks nothing; if it must read the folder, that raises.
     seen = session.gather_objects(session.is_main or _is_there(path), where="readers of a checkpoint")
     readers = [rank for rank, sees in enumerate(seen) if sees]
-    mine = {n: f for n, f in files.items() if readers[_writer_of(n) % len(readers)] == session.rank}
+    own_files = {n: f for n, f in files.items() if readers[_writer_of(n) % len(readers)] == session.rank}
     problem: str | None = None
     failure: OSError | None = None
     try:
-        problem = _problem_in(path, mine)
+        problem = _problem_in(path, own_files)
     except OSError as error:
         failure = error
-    found = session.gather_objects((problem, failure), where="problems of a checkpoint")
-    for _, failed in found:
+    answers = session.gather_objects((problem, failure), where="problems of a checkpoint")
+    for _, failed in answers:
         if failed is not None:
             raise failed
-    return next((problem for problem, _ in found if problem is not None), None)
+    return next((problem for problem, _ in answers if problem is not None), None)
 
 
 def _is_there(path: Path) -> bool:
@@ -359,8 +360,8 @@ def _is_there(path: Path) -> bool:
 
 def _writer_of(name: str) -> int:
     """Return the rank that wrote a file. The same rank checks it, as its host may have it in page cache."""
-    found = _OF_RANK.fullmatch(name.rpartition("/")[2])
-    return 0 if found is None else int(found[1])
+    match = _OF_RANK.fullmatch(name.rpartition("/")[2])
+    return 0 if match is None else int(match[1])
 
 
 def _files_of(path: Path) -> Mapping[str, FileRecord]:
@@ -386,10 +387,10 @@ def _problem_in(path: Path, files: Mapping[str, FileRecord]) -> str | None:
     with ThreadPoolExecutor(_READERS) as pool:
         problems = pool.map(lambda name: files[name].difference(path / name), files)
         try:
-            found = dict(zip(files, problems, strict=True))
+            problem_of = dict(zip(files, problems, strict=True))
         except OSError as error:
             raise _not_readable(path, error) from error
-    return next((f"{name} {problem}" for name, problem in found.items() if problem is not None), None)
+    return next((f"{name} {problem}" for name, problem in problem_of.items() if problem is not None), None)
 
 
 # -- The manifest: the step, the files with their digests, and the digest of the manifest itself --

@@ -58,14 +58,12 @@ class OneOfSeveral(StoredTensors):
 
     def __init__(self, whole: StoredTensors, name: str) -> None:
         self._whole, self._prefix = whole, f"{MODEL}{name}."
-        found = {
-            n.removeprefix(self._prefix): t for n, t in whole.infos.items() if n.startswith(self._prefix)
-        }
-        if not found:
+        own = {n.removeprefix(self._prefix): t for n, t in whole.infos.items() if n.startswith(self._prefix)}
+        if not own:
             models = {n.removeprefix(MODEL).partition(".")[0] for n in whole.infos if n.startswith(MODEL)}
             msg = f"{whole.path} has no model {name!r}; the names in it begin with {sorted(models)}"
             raise ConfigError(msg)
-        self.path, self.infos = whole.path, {MODEL + n: info for n, info in found.items()}
+        self.path, self.infos = whole.path, {MODEL + n: info for n, info in own.items()}
 
     def fill(self, targets: Mapping[str, Tensor | TensorSlice]) -> None:
         self._whole.fill({self._prefix + n.removeprefix(MODEL): target for n, target in targets.items()})
@@ -224,13 +222,13 @@ def load_model(
 def _check_fits(
     path: str | os.PathLike[str], expected: Mapping[str, Tensor | TensorSlice], stored: StoredTensors
 ) -> None:
-    found = {name: info.shape for name, info in stored.infos.items()}
-    problems = [f"lacks {_plain(name)}" for name in expected.keys() - found.keys()]
-    problems += [f"has {_plain(name)}, which the model lacks" for name in found.keys() - expected.keys()]
+    shapes = {name: info.shape for name, info in stored.infos.items()}
+    problems = [f"lacks {_plain(name)}" for name in expected.keys() - shapes.keys()]
+    problems += [f"has {_plain(name)}, which the model lacks" for name in shapes.keys() - expected.keys()]
     problems += [
-        f"has {_plain(name)} of shape {found[name]}, not {tuple(tensor.shape)}"
+        f"has {_plain(name)} of shape {shapes[name]}, not {tuple(tensor.shape)}"
         for name, tensor in expected.items()
-        if name in found and found[name] != tuple(tensor.shape)
+        if name in shapes and shapes[name] != tuple(tensor.shape)
     ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""

@@ -40,7 +40,8 @@ class StandIns:
         for tensor in [*model.parameters(), *model.buffers()]:
             is_parameter = isinstance(tensor, nn.Parameter)
             is_converted = tensor.is_floating_point() and (is_parameter or self._buffers)
-            fake = self.of_tensor(tensor, self._dtype if is_converted else None)
+            dtype = self._dtype if is_converted else None
+            fake = self.of_tensor(tensor, dtype)
             self._copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
             copy_attributes(tensor, self._copies[id(tensor)])
         return copy.deepcopy(model, self._copies).train()
@@ -121,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
         self.gradient_shapes: set[tuple[int, ...]] = set()  # of gradients under computation
         self._sizes: dict[int, tuple[int, str]] = {}  # by the address of a living storage
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._known = {_address(tensor) for tensor in known}
+        self._addresses = {_address(tensor) for tensor in known}
 
     def __torch_dispatch__(
         self, operator: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -132,8 +133,9 @@ class LiveBytes(TorchDispatchMode):
             self.attentions += 1
             self.keys += sum(t.numel() * t.element_size() for t in args[1:3])
             self._note_attention(operator, args, kwargs or {})
-        is_cast = operator is torch.ops.aten._to_copy.default and _address(args[0]) in self._known
-        for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
+        is_cast = operator is torch.ops.aten._to_copy.default and _address(args[0]) in self._addresses
+        several = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        for output in several:
             if isinstance(output, Tensor):
                 self._note(output, is_cast=is_cast)
         return outputs
@@ -166,9 +168,9 @@ class LiveBytes(TorchDispatchMode):
             self._add(kind, -size)
             self._add("gradient", size)
             self._sizes[address] = size, "gradient"
-        left = self.values - self._making
-        self.timeline[name] = [self._peak, self._peak_making, left]
-        self._peak, self._peak_making = left, 0
+        kept = self.values - self._making
+        self.timeline[name] = [self._peak, self._peak_making, kept]
+        self._peak, self._peak_making = kept, 0
 
     def keep(self, tensors: Iterable[Tensor]) -> int:
         """Count tensors as known from now on, for an optimizer's state; return their bytes."""
@@ -179,7 +181,7 @@ class LiveBytes(TorchDispatchMode):
             if kind:
                 self._references.pop(address)
                 self._add(kind, -size)
-                self._known.add(address)
+                self._addresses.add(address)
                 total += size
         return total
 
@@ -191,7 +193,7 @@ class LiveBytes(TorchDispatchMode):
         # _cdata is private: the data_ptr() of fake storages does not distinguish them.
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._known or address in self._sizes:
+        if address in self._addresses or address in self._sizes:
             return
         kind = "cast" if is_cast else "value"
         if tuple(sorted(tensor.shape)) in self.gradient_shapes:
@@ -212,8 +214,10 @@ class LiveBytes(TorchDispatchMode):
             self.gradients += nbytes
         else:
             self.values += nbytes
-            self.casts += nbytes if kind == "cast" else 0
-            self._making += nbytes if kind == "making" else 0
+            if kind == "cast":
+                self.casts += nbytes
+            if kind == "making":
+                self._making += nbytes
         self.highest = max(self.highest, self.values)
         alone = self.values - self._making
         self.highest_alone, self._peak = max(self.highest_alone, alone), max(self._peak, alone)

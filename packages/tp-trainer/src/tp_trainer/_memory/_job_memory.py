@@ -59,19 +59,23 @@ def add_memory(job: Job, work: StepParts) -> Iterator[Job]:
     if job.recomputation is None or job.model is None:
         yield _with_memory(job, work)
         return
-    for what in recomputations(job.model):
-        found = _with_memory(replace(job, recomputation=what), work)
-        if found.footprint is None or found.footprint.activations is None:
+    for recomputation in recomputations(job.model):
+        measured = _with_memory(replace(job, recomputation=recomputation), work)
+        if measured.footprint is None or measured.footprint.activations is None:
             if job.environment.is_main:
-                why = "the free memory is not known" if found.footprint is None else found.footprint.unknown
+                why = (
+                    "the free memory is not known"
+                    if measured.footprint is None
+                    else measured.footprint.unknown
+                )
                 log.warning(
                     "activation_checkpointing='auto' has nothing to go by, and changes nothing: %s; "
                     "checkpoint_activations(model) does not need to know",
                     why,
                 )
-            yield replace(found, recomputation=None)
+            yield replace(measured, recomputation=None)
             return
-        yield found
+        yield measured
 
 
 def _with_memory(job: Job, work: StepParts) -> Job:
@@ -80,22 +84,22 @@ def _with_memory(job: Job, work: StepParts) -> Job:
         return job
 
     def decide(everyones: list[int | None]) -> dict[str, Any]:
-        known = [free for free in everyones if free is not None]
-        free = min(known, default=None)
+        free_bytes = [free for free in everyones if free is not None]
+        free = min(free_bytes, default=None)
         is_small = job.recomputation is None and 4 * traits.nbytes < LEAST_PART * (free or 0)
         if free is None or is_small:
             return {"footprint": None, "free": None}
         return {"footprint": _measure(model, job, work).to_dict(), "free": free}
 
-    found = agree_at_start(
+    agreed = agree_at_start(
         job.environment,
         {"bytes of the model": traits.nbytes},
         message=_free(job, model, work.optimizer),
         decide=decide,
     )
-    if found["footprint"] is None:
+    if agreed["footprint"] is None:
         return job
-    return replace(job, footprint=Footprint(**found["footprint"]), free_nbytes=found["free"])
+    return replace(job, footprint=Footprint(**agreed["footprint"]), free_nbytes=agreed["free"])
 
 
 def estimate_job(
@@ -117,8 +121,9 @@ def estimate_job(
     rows = row_count_of(batch)
     share = batch if rows is None else resized(batch, -(-rows // count))
     backends = list(backends)
-    for what in [None] if job.recomputation is None else recomputations(model):
-        job = replace(job, recomputation=what)
+    tried = [None] if job.recomputation is None else recomputations(model)
+    for recomputation in tried:
+        job = replace(job, recomputation=recomputation)
         footprint = measure_footprint(
             model,
             work.optimizer,
@@ -126,7 +131,7 @@ def estimate_job(
             work.step,
             precision=job.precision,
             device=job.devices[0],
-            recomputation=what,
+            recomputation=recomputation,
         )
         footprint = replace(footprint, part=_part(rows, count))
         job = replace(job, footprint=footprint, free_nbytes=free)
@@ -144,17 +149,17 @@ def _free(job: Job, model: nn.Module, optimizer: Optimizer | None) -> int | None
         return None
     states = [] if optimizer is None else tree_leaves([dict(state) for state in optimizer.state.values()])
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    held = {id(t): t for t in [*model.parameters(), *model.buffers(), *gradients, *states]}
-    there = [t for t in held.values() if isinstance(t, Tensor) and t.device.type == device.type]
+    occupied = {id(t): t for t in [*model.parameters(), *model.buffers(), *gradients, *states]}
+    on_device = [t for t in occupied.values() if isinstance(t, Tensor) and t.device.type == device.type]
     free = max(0, free - RESERVED.get(device.type, RESERVED_ELSEWHERE))
-    return free + sum(t.numel() * t.element_size() for t in there)
+    return free + sum(t.numel() * t.element_size() for t in on_device)
 
 
 def _measure(model: nn.Module, job: Job, work: StepParts) -> Footprint:
     traits = job.traits
     # No step for DTensors: it makes collectives, and only rank 0 is here.
     batch = None if traits is not None and traits.has_dtensors else _one_share(work.loader, job)
-    found = measure_footprint(
+    footprint = measure_footprint(
         model,
         work.optimizer,
         batch,
@@ -163,7 +168,7 @@ def _measure(model: nn.Module, job: Job, work: StepParts) -> Footprint:
         device=job.devices[0],
         recomputation=job.recomputation,
     )
-    return replace(found, part=_part(_batch_size(work.loader), _device_count(job)))
+    return replace(footprint, part=_part(_batch_size(work.loader), _device_count(job)))
 
 
 def _part(samples: int | None, devices: int) -> float:

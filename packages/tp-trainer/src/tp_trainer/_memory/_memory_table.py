@@ -21,14 +21,14 @@ def parse_nbytes(text: str) -> int:
     Raises:
         ConfigError: The text is something else.
     """
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
-    if found is None or found[1].count(".") > 1 or not found[1].strip("."):
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
+    if match is None or match[1].count(".") > 1 or not match[1].strip("."):
         msg = f"an amount of memory is written 80GiB, 512MiB or 24e9, got {text!r}"
         raise ConfigError(msg)
-    size = _UNITS[found[2].upper()]
-    if not found[3]:  # powers of ten
-        size = 1000 ** list(_UNITS).index(found[2].upper())
-    return int(float(found[1]) * size)
+    size = _UNITS[match[2].upper()]
+    if not match[3]:  # powers of ten
+        size = 1000 ** list(_UNITS).index(match[2].upper())
+    return int(float(match[1]) * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,10 @@ class MemoryTable:
         lines = [head]
         for name, verdict in self.verdicts.items():
             mark = "*" if name == self.best else "-"
-            said = verdict.reason if verdict.memory is None else str(verdict.memory)
+            reason = verdict.reason if verdict.memory is None else str(verdict.memory)
             more = f"; {verdict.remedy}" if not verdict.is_fit and verdict.remedy else ""
-            lines.append(f"  {mark}  {name:{width}}  {'fits ' if verdict.is_fit else 'unfit'}  {said}{more}")
+            fits = "fits " if verdict.is_fit else "unfit"
+            lines.append(f"  {mark}  {name:{width}}  {fits}  {reason}{more}")
         if self.footprint.unknown:
             lines.append(f"not known: {self.footprint.unknown}")
         return "\n".join(lines)
@@ -102,11 +103,11 @@ def table_of(
     """
     names = tuple(torch.device(kind) if kind == "cpu" else torch.device(kind, i) for i in range(devices))
     processes = LaunchEnvironment(world_size=devices, local_world_size=devices)
-    ways = [
+    jobs = [
         replace(job, environment=processes, devices=names[:1]),
         replace(job, environment=LaunchEnvironment(), devices=names),
     ]
-    verdicts = {c.item.name: _best([_assess(c.item, way) for way in ways]) for c in backends}
+    verdicts = {c.item.name: _best([_assess(c.item, each) for each in jobs]) for c in backends}
     ordered = sorted(
         ((name, verdict) for name, (verdict, _) in verdicts.items()),
         key=lambda item: (-_rank(item[1]) - verdicts[item[0]][1], item[0]),
@@ -146,10 +147,11 @@ def _assess(backend: Backend[Any], job: Job) -> Verdict:
 
 
 def _best(verdicts: list[Verdict]) -> tuple[Verdict, float]:
-    """Return the better verdict of the two ways, and a bonus: a process per device is faster."""
+    """Return the better verdict, and a bonus for a process per device, which is faster."""
     by_process, in_one = verdicts
     if _rank(by_process) >= _rank(in_one):
-        return by_process, 1000.0 if by_process.is_fit else 0.0
+        bonus = 1000.0 if by_process.is_fit else 0.0
+        return by_process, bonus
     return in_one, 0.0
 
 

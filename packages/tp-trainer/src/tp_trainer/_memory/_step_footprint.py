@@ -48,7 +48,7 @@ def measure_footprint(
     """
     dtype = torch.bfloat16 if precision == "bf16-true" else None
     block = block_of(device)
-    found = Footprint(
+    footprint = Footprint(
         weights=nbytes_of([*model.parameters(), *model.buffers()], dtype, block=block),
         gradients=nbytes_of([p for p in model.parameters() if p.requires_grad], dtype, block=block),
         unknown="no batch and step are known",
@@ -62,7 +62,7 @@ def measure_footprint(
             recompute(copied, recomputation)
         except Exception as error:  # of the user's __deepcopy__, of locks, open files and other handles
             log.debug("a model could not be copied", exc_info=True)
-            return replace(found, unknown=f"the model cannot be copied: {_short(error)}")
+            return replace(footprint, unknown=f"the model cannot be copied: {_short(error)}")
         trained = [p for p in copied.parameters() if p.requires_grad]
         live = LiveBytes([*copied.parameters(), *copied.buffers()], block=block)
         if batch is not None and step is not None:
@@ -71,24 +71,24 @@ def measure_footprint(
                     _exchange_nothing()
                 values = stand_ins.of_batch(batch)
                 with stand_ins.mode:
-                    found = _run_step(found, live, copied, values, step, precision)
-                if found.attention and attending.drops:
-                    found = replace(found, attention={**found.attention, "dropout": 1})
+                    footprint = _run_step(footprint, live, copied, values, step, precision)
+                if footprint.attention and attending.drops:
+                    footprint = replace(footprint, attention={**footprint.attention, "dropout": 1})
                 if precision in LOWER:
-                    found = _with_lower(found, model, batch, step, precision, device, recomputation)
+                    footprint = _with_lower(footprint, model, batch, step, precision, device, recomputation)
             except Exception as error:
                 log.debug("a step could not be run on tensors without memory", exc_info=True)
-                found = replace(found, unknown=f"the step needs values: {_short(error)}")
+                footprint = replace(footprint, unknown=f"the step needs values: {_short(error)}")
         if optimizer is None:
-            return found
+            return footprint
         try:
             using = stand_ins.of_optimizer(optimizer)
             _choose_kernels(using, device)
             with stand_ins.mode:
-                return _run_update(found, trained, using, block)
+                return _run_update(footprint, trained, using, block)
         except Exception as error:
             log.debug("an optimizer could not be run on tensors without memory", exc_info=True)
-            return replace(found, unknown=f"{type(optimizer).__name__} needs values: {_short(error)}")
+            return replace(footprint, unknown=f"{type(optimizer).__name__} needs values: {_short(error)}")
 
 
 def _short(error: Exception) -> str:
@@ -105,7 +105,7 @@ def _exchange_nothing() -> None:
 
 
 def _run_step(
-    found: Footprint,
+    footprint: Footprint,
     live: LiveBytes,
     model: nn.Module,
     batch: Any,
@@ -137,7 +137,7 @@ def _run_step(
             loss.backward()
             del loss
     return replace(
-        found,
+        footprint,
         activations=live.highest,
         alone=live.highest_alone,
         with_gradients=live.highest_with_gradients,
@@ -154,7 +154,7 @@ def _run_step(
 
 
 def _with_lower(
-    found: Footprint,
+    footprint: Footprint,
     model: nn.Module,
     batch: Any,
     step: Callable[[Any, Any], StepOutput],
@@ -170,12 +170,12 @@ def _with_lower(
     values = stand_ins.of_batch(batch)
     try:
         with stand_ins.mode:
-            lower = _run_step(found, live, copied, values, step, precision)
+            lower = _run_step(footprint, live, copied, values, step, precision)
     except Exception:  # a step may ask for the dtype of a parameter
         log.debug("a step could not be run with parameters in the lower dtype", exc_info=True)
-        return replace(found, alone=max(0, found.alone - found.casts))
+        return replace(footprint, alone=max(0, footprint.alone - footprint.casts))
     own = {name: getattr(lower, name) for name in ("alone", "kept", "passed", "timeline")}
-    return replace(found, **own)
+    return replace(footprint, **own)
 
 
 def _watch(
@@ -217,7 +217,9 @@ def _choose_kernels(optimizer: Optimizer, device: torch.device | None) -> None:
             group["foreach"] = True
 
 
-def _run_update(found: Footprint, trained: list[nn.Parameter], optimizer: Optimizer, block: int) -> Footprint:
+def _run_update(
+    footprint: Footprint, trained: list[nn.Parameter], optimizer: Optimizer, block: int
+) -> Footprint:
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
@@ -236,7 +238,7 @@ def _run_update(found: Footprint, trained: list[nn.Parameter], optimizer: Optimi
     # At the end of an epoch, and to clip gradients: the norm of each tensor, then of all of them.
     norms = block * (len(owned) + 2)
     return replace(
-        found,
+        footprint,
         optimizer=nbytes_of(counts) + nbytes_of(others, block=block),
         update=max(live.highest, norms),
     )

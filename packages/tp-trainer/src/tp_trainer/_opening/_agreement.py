@@ -63,8 +63,8 @@ def agree_at_start(
     # The rounds that rank 0 has ended: ranks' own counts differ once an attempt failed on some alone.
     round_ = job.add("ended", 0)
     store = PrefixStore(str(round_), job)
-    mine = {"facts": facts, "message": message}
-    store.set(f"facts/{environment.rank}", json.dumps(mine, sort_keys=True, default=_plain))
+    own = {"facts": facts, "message": message}
+    store.set(f"facts/{environment.rank}", json.dumps(own, sort_keys=True, default=_plain))
     failure: Exception | None = None
     # Rank 0 compares for all: if every rank read every other's facts, the reads would be quadratic.
     if environment.rank == 0:
@@ -161,21 +161,22 @@ def check_same_optimizers(session: Session, optimizers: Mapping[str, Optimizer],
 
 def _numbers_in(group: Mapping[str, Any]) -> dict[str, float]:
     """Return the numeric settings of a parameter group; those in tuples, such as betas, one by one."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in group.items():
         if key == "params":
             continue
         several = value if isinstance(value, tuple) else (value,)
-        for i, one in enumerate(several):
-            if isinstance(one, Real) or (isinstance(one, Tensor) and one.numel() == 1):
-                found[key if several is not value else f"{key}[{i}]"] = float(one)
-    return found
+        for i, setting in enumerate(several):
+            if isinstance(setting, Real) or (isinstance(setting, Tensor) and setting.numel() == 1):
+                name = key if several is not value else f"{key}[{i}]"
+                numbers[name] = float(setting)
+    return numbers
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
-    return bool(one == other)
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, float) and isinstance(other, float):
+        return math.isclose(value, other, rel_tol=1e-6) or (math.isnan(value) and math.isnan(other))
+    return bool(value == other)
 
 
 def _wait(store: PrefixStore, key: str, *, of: int, timeout_s: float) -> None:

@@ -144,14 +144,14 @@ class StepBoundaries:
             return True
         if self._thread is None:
             return self.calls
-        here = (self._phase, self.passed)
+        boundary = (self._phase, self.passed)
         with self._lock:  # the thread may be about to vote
-            if self._at is None or here < self._at:
+            if self._at is None or boundary < self._at:
                 return False
         while not self._is_decided.wait(_OPEN_S) and self._thread.is_alive():
             pass  # a thread that has lost the store decides nothing
         with self._lock:
-            if self._at is None or here < self._at:
+            if self._at is None or boundary < self._at:
                 return False
             if self._at[0] == self._phase:
                 return True
@@ -364,7 +364,9 @@ class SignalWatch:
 
     def _put_back(self, number: int) -> None:
         before = self._previous[number]  # None for a handler that was not set from Python
-        signal.signal(number, signal.SIG_DFL if before is None else before)
+        if before is None:
+            before = signal.SIG_DFL
+        signal.signal(number, before)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -386,10 +388,10 @@ class SignalWatch:
 
         Collectives: one all-gather of objects over all ranks.
         """
-        asked = self._session.gather_objects(
+        requests = self._session.gather_objects(
             (self._boundaries.seen, due, stop, save), where="what is due between steps"
         )
-        signals, is_due, reasons, saves = zip(*asked, strict=True)
+        signals, is_due, reasons, saves = zip(*requests, strict=True)
         reason = next((reason for reason in reasons if reason is not None), None)
         return Decision(max(signals), is_due[0], reason, any(saves))
 
@@ -399,8 +401,8 @@ class SignalWatch:
         Collectives: one all-gather of objects over all ranks.
         """
         boundaries = self._boundaries
-        mine = time.monotonic() - boundaries.seen_at if boundaries.seen else 0.0
-        return max(self._session.gather_objects(mine, where="seconds since a signal"))
+        seconds = time.monotonic() - boundaries.seen_at if boundaries.seen else 0.0
+        return max(self._session.gather_objects(seconds, where="seconds since a signal"))
 
 
 @cache

@@ -34,13 +34,14 @@ def options_by_backend(given: Options | None, plugins: PluginRegistry) -> dict[s
         return {}
     if isinstance(given, Mapping):
         return dict(given)
-    known = {c.item.options_type: c.item.name for c in plugins.backends()}
-    known.pop(NoOptions, None)
+    backend_of = {c.item.options_type: c.item.name for c in plugins.backends()}
+    backend_of.pop(NoOptions, None)
     options: dict[str, Any] = {}
-    for value in given if isinstance(given, list | tuple) else [given]:
-        name = known.get(type(value))
+    values = given if isinstance(given, list | tuple) else [given]
+    for value in values:
+        name = backend_of.get(type(value))
         if name is None:
-            types = ", ".join(sorted(kind.__name__ for kind in known))
+            types = ", ".join(sorted(kind.__name__ for kind in backend_of))
             msg = (
                 f"options must be objects of {types}, the options of the installed backends, or a dict by "
                 f"backends' names, got {type(value).__name__}: {value!r:.100}"
@@ -87,7 +88,9 @@ def check_name(plugins: PluginRegistry, name: str) -> None:
 
 
 def _require(plugins: PluginRegistry, name: str) -> None:
-    plugins.require(os.environ.get("TP_BACKEND", "auto") if name == "auto" else name)
+    if name == "auto":
+        name = os.environ.get("TP_BACKEND", "auto")
+    plugins.require(name)
 
 
 def _note_broken(plugins: PluginRegistry, error: SelectionError) -> None:
@@ -101,14 +104,17 @@ def check_choice(
     """Make sure that the backend of a running session fits models that came later."""
     chosen = selection.chosen.name
     verdict = selection.backend.assess(job)
-    when = f"when {opened_by} started the job, " + ("with the models before" if known else "without a model")
+    models = "with the models before" if known else "without a model"
+    when = f"when {opened_by} started the job, {models}"
     remedy = (
         "give all models in one call, prepare(model, other, ...)"
         if known
         else "call fit(model, ...) or prepare(model, ...) before it"
     )
     if not verdict.is_fit:
-        reason = verdict.reason + (f"; {verdict.remedy}" if verdict.remedy else "")
+        reason = verdict.reason
+        if verdict.remedy:
+            reason += f"; {verdict.remedy}"
         msg = f"backend {chosen!r} was chosen {when}, and does not fit this model: {reason}; {remedy}"
         if job.traits is not None and job.traits.has_dtensors:
             raise ModelError(_about_dtensors(msg))

@@ -123,7 +123,9 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         steps.append(trace)
         trace = trace.tb_next
     calls = [i for i, step in enumerate(steps) if step.tb_frame.f_globals.get("__name__") == _COMMAND]
-    yield from steps[calls[-1] :] if calls else steps
+    if calls:
+        steps = steps[calls[-1] :]
+    yield from steps
 
 
 def _is_trimmed(step: TracebackType) -> bool:
@@ -162,8 +164,8 @@ def _in_one_line(error: BaseException, trace: TracebackType | None) -> str:
     if steps:
         name = Path(steps[-1].tb_frame.f_code.co_filename).name
         where = f" at line {steps[-1].tb_lineno} of {name}"
-    said = " ".join(str(error).split())
-    return f"{LOST_RANK}{where}, and ends: {type(error).__name__}: {said}"
+    text = " ".join(str(error).split())
+    return f"{LOST_RANK}{where}, and ends: {type(error).__name__}: {text}"
 
 
 def _end() -> None:

@@ -91,6 +91,7 @@ def _draw_spans(axes: Any, timeline: Timeline, palette: _Palette) -> None:
     whole = max((span.end for span in timeline.spans), default=0.0)
     unit, scale = ("ms", 1e3) if whole < 1 else ("s", 1.0)
     for (kind, place), spans in sorted(groups.items()):
+        label = None if place else kinds[kind]
         bars = axes.barh(
             [span.row for span in spans],
             [scale * span.duration for span in spans],
@@ -100,7 +101,7 @@ def _draw_spans(axes: Any, timeline: Timeline, palette: _Palette) -> None:
             alpha=max(0.4, 1 - 0.3 * place),
             edgecolor=palette.paper,
             linewidth=0.5,
-            label=None if place else kinds[kind],
+            label=label,
         )
         numbers = [span.number if span.duration > whole / 60 * len(span.number) else "" for span in spans]
         axes.bar_label(bars, numbers, label_type="center", color=palette.paper, fontsize=6)
@@ -112,13 +113,15 @@ def _draw_spans(axes: Any, timeline: Timeline, palette: _Palette) -> None:
 def _draw_curves(axes: Any, chart: Chart, palette: _Palette) -> None:
     for curve in chart.curves:
         steps, values = _thinned(curve.steps, curve.values)
+        linestyle = "--" if curve.dashed else "-"
+        marker = "o" if len(steps) <= 30 else None
         axes.plot(
             steps,
             values,
             color=palette.series[curve.color % len(palette.series)],
-            linestyle="--" if curve.dashed else "-",
+            linestyle=linestyle,
             linewidth=1.4,
-            marker="o" if len(steps) <= 30 else None,
+            marker=marker,
             markersize=3,
             label=curve.label,
         )

@@ -89,20 +89,21 @@ def _classify_state(
     module, for example an average of weights, is saved as a plain object with state.
     """
     models, optimizers, schedulers = dict(models or {}), dict(optimizers or {}), dict(schedulers or {})
-    for taken in (models, optimizers, schedulers):
-        for name in taken:
+    for objects in (models, optimizers, schedulers):
+        for name in objects:
             if name in state:
                 msg = f"state= cannot have {name!r}: fit() keeps its own {name} under that name"
                 raise ConfigError(msg)
     optimizers |= {name: value for name, value in state.items() if isinstance(value, Optimizer)}
-    trained = {id(p) for one in optimizers.values() for group in one.param_groups for p in group["params"]}
+    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+    trained = {id(p) for group in groups for p in group["params"]}
     prepared = dict(models)
     others = []
     for name, value in state.items():
         if isinstance(value, nn.Module):
-            found = preparation.known_model(value)
-            if found is not None:
-                models[name] = prepared[name] = found
+            wrapped = preparation.known_model(value)
+            if wrapped is not None:
+                models[name] = prepared[name] = wrapped
             elif any(id(p) in trained for p in value.parameters()):
                 models[name] = value
             else:
@@ -111,11 +112,11 @@ def _classify_state(
             schedulers[name] = value
         elif not isinstance(value, Optimizer):
             others.append(name)
-    known = {id(p) for model in models.values() for p in model.parameters()}
-    for name, one in optimizers.items():
-        preparation.session.check_optimizer(one)
-        parameters = [p for group in one.param_groups for p in group["params"]]
-        if name in state and any(id(p) not in known for p in parameters):
+    saved_ids = {id(p) for model in models.values() for p in model.parameters()}
+    for name, optimizer in optimizers.items():
+        preparation.session.check_optimizer(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if name in state and any(id(p) not in saved_ids for p in parameters):
             msg = (
                 f"the optimizer {name!r} in state= has parameters of no model there, so what it trains would "
                 "be lost: name the model too, as in state={'model': model, 'optimizer': optimizer}"

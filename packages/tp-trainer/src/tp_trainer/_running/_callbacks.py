@@ -70,12 +70,12 @@ def find_callbacks(
         msg = f"callbacks must be a list of callbacks or names, got {type(given).__name__}: {given!r}"
         raise ConfigError(msg)
     installed = {c.item.name: c for c in plugins.callbacks()}
-    named: set[str] = set()
-    found: list[Callback] = []
-    for one in given:
-        callback = _made(installed, one, plugins) if isinstance(one, str) else one
-        if isinstance(one, str):
-            named.add(one)
+    names: set[str] = set()
+    chosen: list[Callback] = []
+    for entry in given:
+        callback = _made(installed, entry, plugins) if isinstance(entry, str) else entry
+        if isinstance(entry, str):
+            names.add(entry)
         if not isinstance(callback, Callback):
             hint = f"; give an object: {callback.__name__}()" if isinstance(callback, type) else ""
             msg = (
@@ -84,33 +84,33 @@ def find_callbacks(
             )
             raise ConfigError(msg)
         _check_events(callback)
-        if any(callback is other for other in found):
+        if any(callback is other for other in chosen):
             msg = f"the callback {type(callback).__name__} is given twice: {callback!r}"
             raise ConfigError(msg)
-        found.append(callback)
+        chosen.append(callback)
     joined: dict[Callback, str] = {}
     for name, contribution in installed.items():
-        if not contribution.item.joins or name in named:
+        if not contribution.item.joins or name in names:
             continue
         try:
             callback = _loaded(contribution)
         except Exception as error:  # noqa: BLE001 - a plugin may raise anything
             log.warning("the callback %r of %s is left out: %r", name, contribution.distribution, error)
             continue
-        found.append(callback)
+        chosen.append(callback)
         joined[callback] = name
-    return found, joined
+    return chosen, joined
 
 
 def _made(installed: dict[str, Contribution[NamedCallback]], name: str, plugins: PluginRegistry) -> Callback:
     if name not in installed:
         plugins.require(name)
         close = get_close_matches(name, installed, n=1)
-        others = ", ".join(installed) or "none"
+        names = ", ".join(installed) or "none"
         hint = (
             f"did you mean {close[0]!r}?"
             if close
-            else f"installed: {others}; or give an object: EarlyStopping()"
+            else f"installed: {names}; or give an object: EarlyStopping()"
         )
         if blocked := plugins.disabled():
             hint += f"; TP_DISABLE_PLUGINS blocks {', '.join(map(str, blocked))}"
@@ -187,20 +187,20 @@ class Events:
             try:
                 call(*arguments)
             except Exception:
-                which = self._joined[joined]
-                log.exception("the callback %r failed in %s and is left out of the run", which, name)
+                callback_name = self._joined[joined]
+                log.exception("the callback %r failed in %s and is left out of the run", callback_name, name)
                 self.callbacks = [other for other in self.callbacks if other is not joined]
                 self._find()  # on this rank alone: see `Requests`
 
     def states(self) -> dict[str, Callback]:
         """Return the callbacks by the names that their states have in checkpoints."""
         numbers: dict[str, int] = {}
-        named = {}
+        by_name = {}
         for callback in self.callbacks:
             kind = type(callback).__name__
             number = numbers[kind] = numbers.get(kind, -1) + 1
-            named[f"{kind}:{number}"] = callback
-        return named
+            by_name[f"{kind}:{number}"] = callback
+        return by_name
 
 
 def _overrides(callback: Callback, name: str) -> bool:

@@ -82,19 +82,19 @@ class DriftWatch:
             return {}
         places: list[Place] = []
         tolerances: list[float] = []
-        found: list[Tensor] = []
+        stored: list[Tensor] = []
         wide = wide_float(self._session.device)
         for place, parts in self._parts():
             pieces = [piece for part in parts for piece in _pieces(part)]
             total = sum(piece.sum(dtype=wide) for piece in pieces)
             square = sum(torch.linalg.vector_norm(piece, dtype=wide).square() for piece in pieces)
-            found += [torch.as_tensor(total), torch.as_tensor(square).sqrt()]
+            stored += [torch.as_tensor(total), torch.as_tensor(square).sqrt()]
             places.append(place)
             tolerances.append(torch.finfo(parts[0].dtype).eps ** 0.5)
-        if not found:
+        if not stored:
             return {}
         # Read together, so that an accelerator waits once.
-        numbers = torch.stack([number.to(self._session.device) for number in found]).view(-1, 2).tolist()
+        numbers = torch.stack([number.to(self._session.device) for number in stored]).view(-1, 2).tolist()
         return {
             place: TensorSum(total, norm, tolerance)
             for place, (total, norm), tolerance in zip(places, numbers, tolerances, strict=True)
@@ -124,7 +124,9 @@ class DriftWatch:
                 yield (self._full_name(model_name, name), starts), [_real(part) for _, part in parts]
             # Where several ranks hold a model together, each may have buffers of its part alone.
             has_all = self._session.data_size == self._session.world_size
-            for name, buffer in _named_buffers(plain) if has_all else ():
+            if not has_all:
+                continue
+            for name, buffer in _named_buffers(plain):
                 if name in own_names or not _has_sum(buffer) or not buffer.numel():
                     continue
                 if self._is_written(f"{model_name}.{name}", buffer):
@@ -144,13 +146,13 @@ class DriftWatch:
         """Compare the sums of all ranks, which hold the same values where they have the same place."""
         first: dict[Place, tuple[int, TensorSum]] = {}
         for rank, sums in enumerate(everyones):
-            for place, found in sums.items():
-                holder, expected = first.setdefault(place, (rank, found))
-                if found.differs(expected):
+            for place, tensor_sum in sums.items():
+                holder, expected = first.setdefault(place, (rank, tensor_sum))
+                if tensor_sum.differs(expected):
                     self._warn(place[0], holder, rank, step)
                     return
 
-    def _warn(self, name: str, one: int, other: int, step: int) -> None:
+    def _warn(self, name: str, first_rank: int, other: int, step: int) -> None:
         self._warns = False
         if name in self._buffers:
             log.warning(
@@ -159,10 +161,10 @@ class DriftWatch:
                 "running mean has the rows of that one. Gather the rows of all ranks before, as by "
                 "trainer.all_gather in the step",
                 step,
-                one,
+                first_rank,
                 other,
                 name,
-                one,
+                first_rank,
             )
             return
         log.warning(
@@ -173,10 +175,10 @@ class DriftWatch:
             "the same, or with generator=torch.Generator().manual_seed(run.step); gather rows before, as by "
             "trainer.all_gather. Checkpoints have the values of rank %d",
             step,
-            one,
+            first_rank,
             other,
             name,
-            one,
+            first_rank,
         )
 
 
@@ -187,7 +189,8 @@ def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}" if prefix else key, buffer
+                name = f"{prefix}.{key}" if prefix else key
+                yield name, buffer
 
 
 def _has_sum(buffer: Tensor) -> bool:
@@ -213,7 +216,10 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         return
     rows = max(1, _MOST_AT_ONCE * len(tensor) // tensor.numel())
     for piece in tensor.split(rows):
-        yield from _pieces(piece[0]) if rows == 1 and tensor.dim() > 1 else [piece]
+        if rows == 1 and tensor.dim() > 1:
+            yield from _pieces(piece[0])
+        else:
+            yield piece
 
 
 def _real(tensor: Tensor) -> Tensor:

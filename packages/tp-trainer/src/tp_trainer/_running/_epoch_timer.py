@@ -44,14 +44,14 @@ class EpochTimer:
         Collectives: one gather of objects and one all-reduce, for a loader that measures.
         """
         session = self._session
-        mine = self.measured()
-        if not mine:
+        own = self.measured()
+        if not own:
             return {}
         seconds = time.perf_counter() - self._began_here
         # A rank without a sample so far may lack names.
-        everyones = session.gather_objects(sorted(mine), where="names of times")
+        everyones = session.gather_objects(sorted(own), where="names of times")
         names = sorted({name for theirs in everyones for name in theirs})
-        sums = [mine.get(name, 0.0) for name in names]
+        sums = [own.get(name, 0.0) for name in names]
         totals = session.reduce(torch.tensor(sums, dtype=torch.float64))
         results = dict(zip(names, totals.tolist(), strict=True))
         if "wait_s" in results:

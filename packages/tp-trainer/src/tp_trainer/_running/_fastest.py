@@ -87,8 +87,8 @@ def _find_fastest(
         raise ModelError(msg)
     best = min(times, key=lambda name: times[name])
     measured = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items())
-    left = f"; left out {'; '.join(refusals)}" if refusals else ""
-    return best, f"fastest, by the time of a step: {measured}{left}"
+    left_out = f"; left out {'; '.join(refusals)}" if refusals else ""
+    return best, f"fastest, by the time of a step: {measured}{left_out}"
 
 
 def _first_batches(loader: Iterable[Any]) -> DataLoader[Any]:
@@ -110,8 +110,8 @@ def _time_steps(
 ) -> float:
     """Return the seconds of the fastest step, of the slowest rank."""
     with trainer:
-        made, using = trainer.prepare(model, optimizer)
-        made.train()
+        prepared, using = trainer.prepare(model, optimizer)
+        prepared.train()
         session = trainer.session
         seconds: list[float] = []
         loader = trainer.prepare(batches)
@@ -120,8 +120,8 @@ def _time_steps(
                 session.barrier()
                 began = perf_counter()
                 using.zero_grad()
-                trainer.backward(trainer.run(step, made, batch))
-                trainer.update(made, using)
+                trainer.backward(trainer.run(step, prepared, batch))
+                trainer.update(prepared, using)
                 if session.device.type != "cpu":
                     torch.accelerator.synchronize(session.device)
                 seconds.append(perf_counter() - began)

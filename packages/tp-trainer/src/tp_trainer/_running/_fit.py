@@ -94,8 +94,8 @@ class FitHooks(LoopHooks):
             return None  # it is gone through once
         # Without the metrics: some need more than the samples of a batch.
         step = without_metrics(evaluator.step, evaluator.metrics)
-        found = self._evaluate(replace(evaluator, step=_counted(step), metrics={}), None, 1)
-        return own | {f"val_{name}" for name in found if not name.endswith(_COUNTED)}
+        names = self._evaluate(replace(evaluator, step=_counted(step), metrics={}), None, 1)
+        return own | {f"val_{name}" for name in names if not name.endswith(_COUNTED)}
 
     def _evaluate(
         self, evaluator: Evaluator, boundaries: StepBoundaries | None, max_batches: int | None
@@ -257,7 +257,8 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         output = hooks.step_state.run(
             lambda counted: watched(counted, model, batch), step, [model], own=settings.step
         )
-        loop._check_training_metrics({"loss", *output} if isinstance(output, Mapping) else {"loss"})
+        metrics = {"loss", *output} if isinstance(output, Mapping) else {"loss"}
+        loop._check_training_metrics(metrics)
         return output
 
     def run_first_of_epoch(_: Step, model: Any, batch: Any) -> StepOutput:

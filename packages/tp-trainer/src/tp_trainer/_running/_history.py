@@ -196,18 +196,18 @@ class History:
         """
         from tp_trainer._reports import charts, draw
 
-        found = {chart.name: chart for chart in charts([("", self._as_logged())])}
-        missing = [name for name in names if name not in found]
-        if missing or not found:
-            what = ", ".join(map(repr, missing)) or "anything"
-            there = ", ".join(found) or "none, as no epoch ended"
-            msg = f"the run has no numbers called {what}; it has {there}"
+        by_name = {chart.name: chart for chart in charts([("", self._as_logged())])}
+        missing = [name for name in names if name not in by_name]
+        if missing or not by_name:
+            listed = ", ".join(map(repr, missing)) or "anything"
+            available = ", ".join(by_name) or "none, as no epoch ended"
+            msg = f"the run has no numbers called {listed}; it has {available}"
             raise ConfigError(msg)
         if in_notebook():
             import matplotlib.pyplot as plt
 
             plt.close(plt.figure())  # loads the notebook's backend: without it no figure is shown
-        return draw(*(found[name] for name in names or found), png=True)
+        return draw(*(by_name[name] for name in names or by_name), png=True)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
         """Write one HTML page of the run, as ``tp report`` does, and return its path.
@@ -230,7 +230,8 @@ class History:
                 raise ConfigError(msg)
             out = self.folder / "report.html"
         is_logged = self.folder is not None and (self.folder / FILENAME).is_file()
-        return write_page([read_run(self.folder) if self.folder and is_logged else self._as_logged()], out)
+        run = read_run(self.folder) if self.folder and is_logged else self._as_logged()
+        return write_page([run], out)
 
     def _as_logged(self) -> "LoggedRun":
         """Return the numbers of the epochs in the form of a run's log, without times and environment."""
@@ -262,7 +263,7 @@ class History:
             drawn = [svg(chart) for chart in charts([("", self._as_logged())])]
         except ConfigError:  # no matplotlib: show the table alone
             return ""
-        figures = "".join(f"<div style='flex:1 1 18em;max-width:30em'>{one}</div>" for one in drawn)
+        figures = "".join(f"<div style='flex:1 1 18em;max-width:30em'>{figure}</div>" for figure in drawn)
         return f"<div style='display:flex;flex-wrap:wrap;gap:1em'>{figures}</div>"
 
 

@@ -161,7 +161,7 @@ class RunLog:
             for position in range(len(self._loggers)):
                 # A logger that fails keeps its last state, for a resumed run.
                 self._call(
-                    position, lambda one, at=position: self._last_states.update({at: one.state_dict()})
+                    position, lambda logger, at=position: self._last_states.update({at: logger.state_dict()})
                 )
         states = [
             {"name": logger.name, "state": self._last_states.get(position, {})}
@@ -173,13 +173,13 @@ class RunLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the loggers from a checkpoint; loggers without a state there start fresh."""
-        left = list(state.get("loggers", []))
+        entries = list(state.get("loggers", []))
         for position, logger in enumerate(self._loggers):
-            found = next((entry for entry in left if entry["name"] == logger.name), None)
-            if found is not None:
-                left.remove(found)
-                self._last_states[position] = found["state"]
-                logger.load_state_dict(found["state"])
+            saved = next((entry for entry in entries if entry["name"] == logger.name), None)
+            if saved is not None:
+                entries.remove(saved)
+                self._last_states[position] = saved["state"]
+                logger.load_state_dict(saved["state"])
 
     # -- failures of loggers --------------------------------------------------------------------
 
@@ -208,8 +208,8 @@ def _copy_number(name: str, value: Any) -> Number:
         return value.detach().reshape(()).clone()
     if isinstance(value, Real):
         return float(value)
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
-    msg = f"what is logged must be numbers or tensors of one element; {name!r} is {what}"
+    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
+    msg = f"what is logged must be numbers or tensors of one element; {name!r} is {got}"
     raise ConfigError(msg)
 
 
@@ -241,12 +241,12 @@ def plan_log(preparation: Preparation, settings: LoopSettings, optimizers: Itera
     if config is not None and folder is not None:
         loggers.append(ConfigLogger(folder, config[1]))
 
-    known = _hyperparameters(preparation, settings.limits, optimizers)
+    hyperparameters = _hyperparameters(preparation, settings.limits, optimizers)
 
     def facts() -> dict[str, Any]:
         return {
             "hyperparameters": mask_secrets(
-                {**known, **(config[0] if config else {}), **(options.hyperparameters or {})}
+                {**hyperparameters, **(config[0] if config else {}), **(options.hyperparameters or {})}
             ),
             "environment": environment(),
             "selection": str(selection),
@@ -262,7 +262,7 @@ def _hyperparameters(
 ) -> dict[str, Any]:
     """Return the hyperparameters that the trainer knows itself."""
     session, compiled = preparation.session, preparation.compile_options
-    known = {
+    hyperparameters = {
         "epochs": limits.epochs,
         "max_steps": limits.max_steps,
         "precision": preparation.precision,
@@ -272,12 +272,12 @@ def _hyperparameters(
         "backend": preparation.selection.chosen.name,
     }
     if compiled is not None:
-        known["compile"] = "blocks" if compiled.blocks else "model"
+        hyperparameters["compile"] = "blocks" if compiled.blocks else "model"
     if session.job.recomputation is not None:
-        known["recomputation"] = session.job.recomputation
+        hyperparameters["recomputation"] = session.job.recomputation
     for optimizer in optimizers:
-        known |= _of_optimizer(optimizer)
-    return known
+        hyperparameters |= _of_optimizer(optimizer)
+    return hyperparameters
 
 
 def _of_optimizer(optimizer: Optimizer) -> dict[str, Any]:

@@ -390,9 +390,9 @@ class Loop:
     def _metrics_in_use(self) -> dict[str, Callable[[Iterable[str]], None]]:
         """Return the names of the metrics that decide something, and the check of each among those known."""
         # Not of subclasses, which may look at numbers of their own.
-        stoppings = [one for one in self._settings.events.callbacks if type(one) is EarlyStopping]
+        stoppings = [c for c in self._settings.events.callbacks if type(c) is EarlyStopping]
         checks = self._hooks.metric_checks()
-        checks |= {one.metric: one._check_known for one in stoppings}
+        checks |= {stopping.metric: stopping._check_known for stopping in stoppings}
         saving = self._saving
         if saving is not None and saving.checkpointer.settings.best is not None:
             checks[saving.checkpointer.settings.best] = saving.check_best
@@ -813,7 +813,8 @@ class Loop:
             self._run_state.seconds = self._timer.seconds
             self._hooks.check_parameters()
             self._compare_ranks()
-        with nullcontext() if self._watchdog is None else self._watchdog.paused():
+        paused = nullcontext() if self._watchdog is None else self._watchdog.paused()
+        with paused:
             return self._saving.capture(done, meter)
 
     def _compare_ranks(self) -> None:
@@ -838,7 +839,8 @@ class Loop:
         if saving is None:
             return
         if captured is not None:
-            with nullcontext() if self._watchdog is None else self._watchdog.paused():
+            paused = nullcontext() if self._watchdog is None else self._watchdog.paused()
+            with paused:
                 self._send_checkpoint_of(lambda: saving.write(captured))
         self._warn_unsaved()
 

@@ -67,7 +67,7 @@ class StepSchedule:
     def next_after(self, step: int) -> float:
         """Return how many steps after ``step`` something is due next; infinity if nothing is."""
         periods = (self.log_every, self.validate_every, self.save_every)
-        left = [every - step % every for every in periods if every is not None]
+        distances = [every - step % every for every in periods if every is not None]
         if self.last_step is not None:
-            left.append(max(self.last_step - step, 1))
-        return min(left, default=math.inf)
+            distances.append(max(self.last_step - step, 1))
+        return min(distances, default=math.inf)

@@ -239,10 +239,10 @@ def _parsed(text: str) -> float | None:
     if re.fullmatch(r"\d+:\d\d:\d\d", text):
         hours, minutes, seconds = map(int, text.split(":"))
         return hours * 3600.0 + minutes * 60.0 + seconds
-    found = _TIME.findall(text)
-    if not found or _TIME.sub("", text).strip():
+    parts = _TIME.findall(text)
+    if not parts or _TIME.sub("", text).strip():
         return None
-    return sum(float(number) * _UNITS[unit] for number, unit in found)
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
 # -- The settings of a call: its objects, with the shortcuts in them ------------------------------

@@ -108,35 +108,37 @@ class UserState:
         """
         common: dict[str, Any] = {}
         tensors: Tensors = {}
-        found: dict[str, tuple[Any, Tensors]] = {}
+        collected: dict[str, tuple[Any, Tensors]] = {}
         for name in self._names:
-            found[name] = collect_values(f"state.{name}", self._state_of(name))
+            collected[name] = collect_values(f"state.{name}", self._state_of(name))
         for name in self._callbacks:
             if state := self._state_of(name):
                 pairs = self._averages_in(state)
                 cuts = {id(a): slice_of(self._session.as_slice, p, a.detach()) for p, a in pairs.values()}
-                found[name] = collect_values(f"state.{name}", state, parts=cuts)
-        different = self._different(found)
-        for name, (plain, own) in found.items():
+                collected[name] = collect_values(f"state.{name}", state, parts=cuts)
+        different = self._different(collected)
+        for name, (plain, own) in collected.items():
             if name not in different:
                 common[name] = plain
                 tensors |= own
         if not different:
             return CapturedUserState(common, {}, tensors)
-        rank, mine = self._session.rank, {}
+        rank, own_values = self._session.rank, {}
         for name in sorted(different):
-            mine[name] = collect_values(f"state.{name}@{rank}", self._state_of(name), own=True)
-        everyones = self._session.gather_objects([own for _, own in mine.values()], where="states of ranks")
+            own_values[name] = collect_values(f"state.{name}@{rank}", self._state_of(name), own=True)
+        everyones = self._session.gather_objects(
+            [own for _, own in own_values.values()], where="states of ranks"
+        )
         for theirs in everyones:
             for own in theirs:
                 tensors |= own
-        return CapturedUserState(common, {name: plain for name, (plain, _) in mine.items()}, tensors)
+        return CapturedUserState(common, {name: plain for name, (plain, _) in own_values.items()}, tensors)
 
     def restore(
         self, path: Path, stored: StoredTensors, common: Mapping[str, Any], ranks: list[Mapping[str, Any]]
     ) -> None:
-        mine = {**common, **ranks[self._session.rank % len(ranks)]}
-        lost = sorted(mine.keys() - set(self._names) - self._callbacks.keys())
+        saved = {**common, **ranks[self._session.rank % len(ranks)]}
+        lost = sorted(saved.keys() - set(self._names) - self._callbacks.keys())
         if lost:
             log.warning("%s has state of %s, which this run does not keep", path, ", ".join(map(repr, lost)))
         own: set[str] = set().union(*ranks)
@@ -150,17 +152,17 @@ class UserState:
                 self._session.world_size,
                 len(ranks),
             )
-        missing = next((name for name in self._names if name not in mine), None)
+        missing = next((name for name in self._names if name not in saved), None)
         if missing is not None:
             msg = f"{path} has no state of {missing!r}, which this run keeps; resume with what the run had"
             raise ConfigError(msg)
         for name in self._names:
             # An object moves its state by itself, as torch's optimizers do.
             device = None if _has_state(self._values[name]) else self._session.device
-            self._put_back(name, restore_values(mine[name], stored, device))
+            self._put_back(name, restore_values(saved[name], stored, device))
         for name in self._callbacks:
             # One without a state on this rank was not asked to load one when there was a single rank, either.
-            if name in mine and (state := restore_values(mine[name], stored)):
+            if name in saved and (state := restore_values(saved[name], stored)):
                 for of, (parameter, average) in self._averages_in(state).items():
                     place = SliceBuffer(self._session.as_slice, parameter, average.dtype)
                     if place.target.shape == average.shape:  # another one is refused by the callback
@@ -220,7 +222,7 @@ class UserState:
         else:
             self._values[name] = state
 
-    def _different(self, found: Mapping[str, tuple[Any, Tensors]]) -> set[str]:
+    def _different(self, collected: Mapping[str, tuple[Any, Tensors]]) -> set[str]:
         """Return the names of the states that differ between ranks.
 
         Collectives: over several ranks one gather of digests.
@@ -231,13 +233,15 @@ class UserState:
             return set()
         digests = {
             name: _digest(plain, tensors)
-            for name, (plain, tensors) in found.items()
+            for name, (plain, tensors) in collected.items()
             if not isinstance(self._values.get(name), nn.Module)
         }
         everyones = self._session.gather_objects(digests, where="digests of states")
         known: set[str] = set().union(*everyones)
-        first, *others = everyones
-        different = {name for name in known if any(theirs.get(name) != first.get(name) for theirs in others)}
+        first, *of_others = everyones
+        different = {
+            name for name in known if any(theirs.get(name) != first.get(name) for theirs in of_others)
+        }
         # A copy of a split model, such as an average of it, has other shards on each rank.
         return different | {name for name in self._names if _is_split(self._values[name])}
 
@@ -273,11 +277,11 @@ def _digest(plain: Any, tensors: Mapping[str, Tensor | TensorSlice]) -> str:
 def unsaved_optimizers(known: Iterable[Optimizer]) -> Iterator[Callable[[], None]]:
     """Record which optimizers step; yield a function that warns, once, of those that nothing saves."""
     ids = {id(optimizer) for optimizer in known}
-    others: dict[int, str] = {}
+    unsaved: dict[int, str] = {}
 
     def note(optimizer: Optimizer, *_: object) -> None:
         if id(optimizer) not in ids:
-            others[id(optimizer)] = type(optimizer).__name__
+            unsaved[id(optimizer)] = type(optimizer).__name__
 
     # A global hook, since nothing else finds an optimizer that was not named. It costs a call in each step,
     # so `warn` removes it at the first checkpoint.
@@ -285,13 +289,13 @@ def unsaved_optimizers(known: Iterable[Optimizer]) -> Iterator[Callable[[], None
 
     def warn() -> None:
         handle.remove()
-        if others:
+        if unsaved:
             log.warning(
                 "the checkpoint has nothing of %s, which steps in this run too: name it and its model in "
                 "state={...}, or a resumed run begins with a new one",
-                " and ".join(others.values()),
+                " and ".join(unsaved.values()),
             )
-            others.clear()
+            unsaved.clear()
 
     try:
         yield warn
@@ -419,8 +423,8 @@ class RunState:
         tensors = collect_state(model, self._optimizers(), cut=session.as_slice, without=without)
         captured = self.user_state.capture()
         schedulers: dict[str, Any] = {}
-        for name, one in trained.schedulers.items():
-            schedulers[name], own_tensors = collect_values(f"state.scheduler:{name}", _state_of(one))
+        for name, scheduler in trained.schedulers.items():
+            schedulers[name], own_tensors = collect_values(f"state.scheduler:{name}", _state_of(scheduler))
             tensors |= own_tensors
         if meter is not None and done:
             position = train.state_dict(batches=done)
@@ -492,7 +496,7 @@ class RunState:
         self.metrics, self.validated_at = common.get("metrics", {}), common.get("validated_at", 0)
         self.epoch, self.seconds = common["epoch"], common["seconds"]
         self.user_state.restore(
-            path, tensors, common.get("state", {}), [mine.get("state", {}) for mine in ranks]
+            path, tensors, common.get("state", {}), [values.get("state", {}) for values in ranks]
         )
         position = common["position"] | {"stream": self._stream_in(ranks)}
         self.first = self._train.load_state_dict(position, replay=replay)
@@ -500,18 +504,18 @@ class RunState:
 
     def _stream_in(self, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the position of this rank's share of a stream, or of data rank 0's if it had none."""
-        by_rank = {mine["data_rank"]: mine.get("stream") for mine in ranks}
+        by_rank = {values["data_rank"]: values.get("stream") for values in ranks}
         return by_rank.get(self._session.data_rank, by_rank.get(0))
 
     def _restore_own(self, path: Path, common: Mapping[str, Any], ranks: list[dict[str, Any]]) -> None:
         session = self._session
         # Not the world size alone: of two ranks, each may read half the data, or both all of it (two stages).
-        shares = 1 + max(mine["data_rank"] for mine in ranks)
+        shares = 1 + max(own["data_rank"] for own in ranks)
         if (common["world_size"], shares) == (session.world_size, session.data_size):
-            mine = ranks[session.rank]
-            self.meter_state, logged = mine["meter"], mine.get("logged")
+            own = ranks[session.rank]
+            self.meter_state, logged = own["meter"], own.get("logged")
             self.logged = None if logged is None else (logged[0], logged[1])
-            self._restore_generators(path, common, mine)
+            self._restore_generators(path, common, own)
             return
         self.meter_state = _share_of_sums(session.data_rank, ranks)
         if session.rank == 0:
@@ -526,20 +530,20 @@ class RunState:
             )
         seed_everything(self._seed_of_resumed(common))
 
-    def _restore_generators(self, path: Path, common: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    def _restore_generators(self, path: Path, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         session = self._session
         devices = session.job.devices
-        for device in restore_rng_state(mine["generators"], devices):
+        for device in restore_rng_state(own["generators"], devices):
             seed_device(device, self._seed_of_resumed(common))
-        here = _device_places(devices)
-        before = mine.get("devices", here)  # earlier versions did not note them
-        if before != here and session.rank == 0:
+        places = _device_places(devices)
+        before = own.get("devices", places)  # earlier versions did not note them
+        if before != places and session.rank == 0:
             log.warning(
                 "%s was saved on %s, and this run is on %s: what it draws there at random, such as dropout, "
                 "differs from what the run would have drawn",
                 path,
                 ", ".join(before),
-                ", ".join(here),
+                ", ".join(places),
             )
 
     def _seed_of_resumed(self, common: Mapping[str, Any]) -> int:
@@ -574,7 +578,7 @@ def _schedulers_in(path: Path, common: Mapping[str, Any], wanted: Mapping[str, A
 def _share_of_sums(data_rank: int, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return a rank's part of all ranks' sums: data rank 0 takes everything, the others nothing."""
     # One per data rank: ranks with the same data have each counted all of it.
-    shares = {mine["data_rank"]: mine["meter"] for mine in ranks if mine["meter"] is not None}
+    shares = {values["data_rank"]: values["meter"] for values in ranks if values["meter"] is not None}
     states = list(shares.values())
     if not states:
         return None

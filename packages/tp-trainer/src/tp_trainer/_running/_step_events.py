@@ -33,7 +33,8 @@ class OptimizerStepEvent:
             self._events.send("on_optimizer_step", run, grad_norm)
             return
         step, number = self._last
-        self._last = run.step, number + 1 if run.step == step else 0
+        number = number + 1 if run.step == step else 0
+        self._last = run.step, number
         with preserve_torch_rng_state([session.device]):
             seed_torch(seed_of((session.job.seed, *self._last, 3)), [session.device])
             self._events.send("on_optimizer_step", run, grad_norm)

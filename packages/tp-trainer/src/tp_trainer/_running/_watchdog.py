@@ -195,8 +195,8 @@ class Watchdog:
             time.sleep(0.05)
         standings = []
         for rank, key in enumerate(keys):
-            said = json.loads(store.get(key)) if store.check([key]) else "code that lets no Python run"
-            standings.append(f"rank {rank} in {said}")
+            position = json.loads(store.get(key)) if store.check([key]) else "code that lets no Python run"
+            standings.append(f"rank {rank} in {position}")
         store.add("read", 1)  # the rank that serves the store leaves last: without it the others read nothing
         while store.add("read", 0) < size and time.monotonic() < deadline:
             time.sleep(0.05)

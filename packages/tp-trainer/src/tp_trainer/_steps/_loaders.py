@@ -51,15 +51,16 @@ class BatchShares:
         loader.watch = lambda batches: self._watched(batches, loader, training=training)
 
     def _watched(self, batches: Iterator[Any], loader: PreparedLoader, *, training: bool) -> Iterator[Any]:
-        key, under_way = id(batches), self._training if training else self._evaluating
-        size, known, note = self._session.data_size, None, self._by_tensor.note_all
+        key = id(batches)
+        under_way = self._training if training else self._evaluating
+        size, latest, note = self._session.data_size, None, self._by_tensor.note_all
         self._met_stand_in = False
         try:
             for batch in batches:
                 share = self._latest_share = loader.share
                 if share is not None:
-                    if share is not known:
-                        under_way[key] = known = share
+                    if share is not latest:
+                        under_way[key] = latest = share
                         self._met_stand_in |= training and share.total < size
                         noted = share, training
                     self._latest = batch if note(batch, noted) else _NO_BATCH
@@ -76,20 +77,20 @@ class BatchShares:
         self._knows_losses = True
         if batch is self._latest and self._latest_share is not None:
             self._by_loss.note(loss, self._latest_share)
-        elif len(found := self._shares_in(batch)) == 1:
-            self._by_loss.note(loss, found[0])
+        elif len(shares := self._shares_in(batch)) == 1:
+            self._by_loss.note(loss, shares[0])
 
     def of_batch(self, batch: Any) -> Share:
-        found = self._shares_in(batch)
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        shares = self._shares_in(batch)
+        if len(shares) == 1:
+            return shares[0]
+        if not shares:
             msg = (
                 f"batch={type(batch).__name__} has no tensor that a prepared loader has yielded, so which "
                 "share of it is this rank's is not known; give the batch as the loader yielded it"
             )
         else:
-            msg = _ambiguous(found)
+            msg = _ambiguous(shares)
         raise StepError(msg)
 
     def of_loss(self, loss: Tensor) -> Share | None:
@@ -100,16 +101,16 @@ class BatchShares:
         if len(under_way) == 1:
             for share in under_way.values():
                 return share
-        found = _different(under_way.values())
-        if not found:  # the iteration has ended, and the loop may still hold its batches
-            found = _different(share for share, training in self._by_tensor.values() if training)
-        if len(found) > 1:
-            raise StepError(_ambiguous(found))
-        return found[0] if found else self._latest_share
+        shares = _different(under_way.values())
+        if not shares:  # the iteration has ended, and the loop may still hold its batches
+            shares = _different(share for share, training in self._by_tensor.values() if training)
+        if len(shares) > 1:
+            raise StepError(_ambiguous(shares))
+        return shares[0] if shares else self._latest_share
 
     def _shares_in(self, batch: Any) -> list[Share]:
         noted = [self._by_tensor.get(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        return _different(found[0] for found in noted if found is not None)
+        return _different(share_of_tensor[0] for share_of_tensor in noted if share_of_tensor is not None)
 
     def in_steps(self, run: RunStep, batches: PreparedLoader) -> RunStep:
         """Return ``run`` with steps on the batch that ``batches`` yielded last."""
@@ -136,7 +137,8 @@ class BatchShares:
         if batch is not None:
             shares = [self.of_batch(batch)]
         elif of_step is not None:
-            shares, evaluated = [of_step], [] if torch.is_grad_enabled() else [of_step]
+            shares = [of_step]
+            evaluated = [] if torch.is_grad_enabled() else [of_step]
         else:
             shares = evaluated or list(self._training.values())
         if not shares:
@@ -157,10 +159,10 @@ class BatchShares:
                 "batch size"
             )
             raise StepError(msg)
-        found = {share.samples == 0: share for share in shares}
-        if len(found) > 1:
-            raise StepError(_ambiguous(list(found.values())))
-        return True in found
+        by_nothing = {share.samples == 0: share for share in shares}
+        if len(by_nothing) > 1:
+            raise StepError(_ambiguous(list(by_nothing.values())))
+        return True in by_nothing
 
 
 class _OfLiving(Generic[T]):
@@ -172,15 +174,15 @@ class _OfLiving(Generic[T]):
 
     def __init__(self) -> None:
         self._new: list[tuple[weakref.ref[Tensor], T]] = []  # in the order in which they were noted
-        self._known: dict[int, tuple[weakref.ref[Tensor], T]] = {}  # by id, which a later tensor may reuse
+        self._entries: dict[int, tuple[weakref.ref[Tensor], T]] = {}  # by id, which a later tensor may reuse
         self._most = 2 * _MANY
 
-    def note(self, tensor: Tensor, known: T) -> None:
-        self._new.append((ref(tensor), known))
+    def note(self, tensor: Tensor, value: T) -> None:
+        self._new.append((ref(tensor), value))
         if len(self._new) > _MANY:
             self._put_in_order()
 
-    def note_all(self, batch: Any, known: T) -> bool:
+    def note_all(self, batch: Any, value: T) -> bool:
         """Note a value for each tensor in a batch, and return whether it has any."""
         new = self._new
         before, kind = len(new), type(batch)
@@ -192,23 +194,23 @@ class _OfLiving(Generic[T]):
             leaves = (batch,)
         for leaf in leaves:
             if type(leaf) is Tensor:  # the usual case: a walk of the tree costs four times as much
-                new.append((ref(leaf), known))
+                new.append((ref(leaf), value))
             else:
-                new += [(ref(inner), known) for inner in tree_leaves(leaf) if isinstance(inner, Tensor)]
+                new += [(ref(inner), value) for inner in tree_leaves(leaf) if isinstance(inner, Tensor)]
         after = len(new)
         if after > _MANY:
             self._put_in_order()
         return after > before
 
     def _put_in_order(self) -> None:
-        known = self._known
+        entries = self._entries
         for noted in self._new:
             if (tensor := noted[0]()) is not None:
-                known[id(tensor)] = noted
+                entries[id(tensor)] = noted
         self._new.clear()
-        if len(known) > self._most:
-            self._known = {key: noted for key, noted in known.items() if noted[0]() is not None}
-            self._most = 2 * (len(self._known) + _MANY)
+        if len(entries) > self._most:
+            self._entries = {key: noted for key, noted in entries.items() if noted[0]() is not None}
+            self._most = 2 * (len(self._entries) + _MANY)
 
     def get(self, tensor: Tensor) -> T | None:
         new = self._new
@@ -217,12 +219,12 @@ class _OfLiving(Generic[T]):
             if refers() is tensor:  # often the newest note is looked up
                 return value
             self._put_in_order()
-        found = self._known.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        entry = self._entries.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def values(self) -> list[T]:
         self._put_in_order()
-        return [value for refers, value in self._known.values() if refers() is not None]
+        return [value for refers, value in self._entries.values() if refers() is not None]
 
 
 def _loss_in(output: Any) -> Tensor | None:
@@ -307,7 +309,8 @@ def gather_rows(session: Session, value: Any, *, is_nothing: bool) -> Any:
 
     def gathered(leaf: Tensor) -> Tensor:
         rows = leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach()
-        return session.gather(rows[:0] if is_nothing else rows)
+        own = rows[:0] if is_nothing else rows
+        return session.gather(own)
 
     return tree_map(gathered, value)
 
@@ -325,8 +328,8 @@ def gather_with_gradients(session: Session, rows: Tensor, *, is_nothing: bool) -
     of the rows' gradients.
     """
     if not isinstance(rows, Tensor) or rows.dim() == 0:
-        what = "a scalar" if isinstance(rows, Tensor) else type(rows).__name__
-        msg = f"all_gather() takes a tensor with a first dimension over samples, got {what}"
+        kind = "a scalar" if isinstance(rows, Tensor) else type(rows).__name__
+        msg = f"all_gather() takes a tensor with a first dimension over samples, got {kind}"
         raise StepError(msg)
     if session.runs_step_in_parts:
         rows = session.gather_parts(rows)
@@ -343,12 +346,12 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, session: Session, is_nothing: bool) -> Tensor:
-        mine = rows[:0] if is_nothing else rows
-        counts = session.gather(torch.tensor([len(mine)], device=session.device)).tolist()
+        own = rows[:0] if is_nothing else rows
+        counts = session.gather(torch.tensor([len(own)], device=session.device)).tolist()
         first = sum(counts[: session.data_rank])
         ctx.session, ctx.is_nothing = session, is_nothing
-        ctx.own, ctx.shape = slice(first, first + len(mine)), rows.shape
-        return session.gather(mine)
+        ctx.own, ctx.shape = slice(first, first + len(own)), rows.shape
+        return session.gather(own)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -356,4 +359,6 @@ class _GatherRows(torch.autograd.Function):
             # A loss over no sample may be NaN; the all-reduce would carry NaN to every rank.
             gradient = torch.zeros_like(gradient)
         total = ctx.session.reduce(gradient.contiguous(), "sum")[ctx.own]
-        return (total if len(total) else total.new_zeros(ctx.shape)), None, None
+        if not len(total):
+            total = total.new_zeros(ctx.shape)
+        return total, None, None

@@ -54,7 +54,7 @@ class Meter:
         self._pending: list[tuple[Tensor, int, float]] = []
         self._losses = 0.0
         self._weight: float = 0
-        self._others: dict[str, tuple[Any, float]] = {}
+        self._metrics: dict[str, tuple[Any, float]] = {}
         self._has_loss: bool | None = None
         self.weighs = weighs
         self.samples = 0
@@ -99,9 +99,9 @@ class Meter:
             if len(self._pending) >= _FLUSH_EVERY:
                 self.flush()
         if output is not loss and counts:
-            for name, given in output.items():
+            for name, returned in output.items():
                 if name not in {"loss", "weight"}:
-                    self._add_other(name, given, samples, units)
+                    self._add_other(name, returned, samples, units)
         return weight
 
     def log(self, numbers: Mapping[str, Any], share: Share | None) -> None:
@@ -125,9 +125,9 @@ class Meter:
         Collectives: in training over several data ranks, once: an all-gather of objects.
         """
         if self.weighs is not None:
-            here, before = ("a", "none") if gives else ("no", "one")
+            now, before = ("a", "none") if gives else ("no", "one")
             msg = (
-                f"the step returned {here} 'weight' at {self._what} step {self._step}, and {before} before; "
+                f"the step returned {now} 'weight' at {self._what} step {self._step}, and {before} before; "
                 "return it always (0 where there is nothing to count), or never"
             )
             raise StepError(msg)
@@ -138,9 +138,9 @@ class Meter:
     def _note_loss(self, *, has_loss: bool) -> None:
         """Record whether steps return a loss; refuse a mixture."""
         if self._has_loss is (not has_loss):
-            here, before = ("a", "none") if has_loss else ("no", "one")
+            now, before = ("a", "none") if has_loss else ("no", "one")
             msg = (
-                f"the step returned {here} 'loss' at {self._what} step {self._step}, and {before} before; "
+                f"the step returned {now} 'loss' at {self._what} step {self._step}, and {before} before; "
                 "return it always, or, in an evaluation, never"
             )
             raise StepError(msg)
@@ -149,12 +149,12 @@ class Meter:
     def begin_step(self) -> None:
         """Record the sums at the beginning of an optimizer step, for :meth:`forget_step`."""
         if self.tolerates:
-            self._before = (self.samples, self._losses, self._weight, dict(self._others))
+            self._before = (self.samples, self._losses, self._weight, dict(self._metrics))
 
     def forget_step(self) -> None:
         """Restore the sums of :meth:`begin_step`; all ranks skip the same steps."""
         if self.tolerates:
-            self.samples, self._losses, self._weight, self._others = self._before
+            self.samples, self._losses, self._weight, self._metrics = self._before
 
     def totals(self) -> tuple[float, float]:
         self.flush()
@@ -190,9 +190,9 @@ class Meter:
             self.last_loss = total / units
         return True
 
-    def _add_other(self, name: str, given: Any, samples: int, units: float) -> None:
-        others = self._others
-        value, own = split_weight(name, given)
+    def _add_other(self, name: str, returned: Any, samples: int, units: float) -> None:
+        metrics = self._metrics
+        value, own = split_weight(name, returned)
         if own is None:
             weight = units
         else:
@@ -212,8 +212,8 @@ class Meter:
                 "of a model's output, return the loss alone: output.loss"
             )
             raise StepError(msg)
-        total, before = others.get(name, (0.0, 0))
-        others[name] = (total + number * weight, before + weight) if weight else (total, before)
+        total, before = metrics.get(name, (0.0, 0))
+        metrics[name] = (total + number * weight, before + weight) if weight else (total, before)
 
     def state_dict(self) -> dict[str, Any]:
         self.flush()
@@ -222,13 +222,13 @@ class Meter:
             "samples": self.samples,
             "weighs": self.weighs,
             "loss": [self._losses, self._weight],
-            "others": {name: [float(total), weight] for name, (total, weight) in self._others.items()},
+            "others": {name: [float(total), weight] for name, (total, weight) in self._metrics.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step, self.samples, self.weighs = state["step"], state["samples"], state["weighs"]
         self._losses, self._weight = state["loss"]
-        self._others = {name: (total, weight) for name, (total, weight) in state["others"].items()}
+        self._metrics = {name: (total, weight) for name, (total, weight) in state["others"].items()}
 
     def means(self) -> dict[str, float]:
         """Return the means over all data ranks, "loss" first if there is one; a mean of weight 0 is NaN.
@@ -241,19 +241,19 @@ class Meter:
         """
         self.flush()
         session = self._session
-        seen = (self.weighs, self._has_loss, sorted(self._others))
-        known = session.gather_objects(seen, where="names of means")
-        has_losses = any(weighs is not None for weighs, _, _ in known)
-        if {True, False} <= {weighs for weighs, _, _ in known}:
+        seen = (self.weighs, self._has_loss, sorted(self._metrics))
+        everyones = session.gather_objects(seen, where="names of means")
+        has_losses = any(weighs is not None for weighs, _, _ in everyones)
+        if {True, False} <= {weighs for weighs, _, _ in everyones}:
             session.check_agreement("whether the step returns a 'weight'", self.weighs)
-        names = sorted({name for _, _, theirs in known for name in theirs})
-        has_no_loss = any(has_loss is False for _, has_loss, _ in known)
-        mine = [self._others.get(name, (0.0, 0)) for name in names]
+        names = sorted({name for _, _, theirs in everyones for name in theirs})
+        has_no_loss = any(has_loss is False for _, has_loss, _ in everyones)
+        own = [self._metrics.get(name, (0.0, 0)) for name in names]
         sums = [
             self.samples,
             self._losses,
             self._weight,
-            *(float(number) for pair in mine for number in pair),
+            *(float(number) for pair in own for number in pair),
         ]
         totals = torch.tensor(sums, dtype=torch.float64)
         if session.data_size > 1:
@@ -262,11 +262,11 @@ class Meter:
         self.samples = int(samples)
         if not samples:
             return {}
-        found = list(zip(["loss", *names], pairs[::2], pairs[1::2], strict=True))
+        summed = list(zip(["loss", *names], pairs[::2], pairs[1::2], strict=True))
         if not has_losses:
-            del found[0]  # a loop of one's own may log a "loss" among the others
+            del summed[0]  # a loop of one's own may log a "loss" among the others
         means = {}
-        for name, total, weight in found:
+        for name, total, weight in summed:
             means[name] = total / weight if weight else math.nan
         if has_no_loss:
             del means["loss"]

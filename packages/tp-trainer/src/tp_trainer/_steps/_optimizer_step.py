@@ -52,7 +52,8 @@ def add_whole(
         return
     if session.job.loss == "mean":
         scale *= weight / total * session.data_size  # without a share the session averages over the ranks
-    session.backward(loss if scale == 1.0 else loss * scale, None, **graph)
+    scaled = loss if scale == 1.0 else loss * scale
+    session.backward(scaled, None, **graph)
 
 
 def add_nothing(session: Session, loss: Tensor, **graph: bool) -> None:
@@ -199,7 +200,8 @@ class OptimizerStep:
             self._first = self._first or samples
             self._total += samples
             factor *= samples / self._first
-        self.session.backward(loss if factor == 1.0 else loss * factor, share)
+        scaled = loss if factor == 1.0 else loss * factor
+        self.session.backward(scaled, share)
 
     def weighted_backward(self, loss: Tensor, weight: float) -> None:
         """Add the gradients of a batch with a weight: the number of units that its loss is a mean over.
@@ -282,9 +284,9 @@ class OptimizerStep:
         if self._looks or self._checked == self.count:
             return
         self._checked = self.count
-        mine = self.session.find_nonfinite(self.model)
-        found = self.session.gather_objects(mine, where="parameters that are not finite")
-        rank, name = next(((r, n) for r, n in enumerate(found) if n is not None), (0, None))
+        own = self.session.find_nonfinite(self.model)
+        names = self.session.gather_objects(own, where="parameters that are not finite")
+        rank, name = next(((r, n) for r, n in enumerate(names) if n is not None), (0, None))
         if name is not None:
             msg = (
                 f"the parameter {name!r} (rank {rank}) holds NaN or infinity after optimizer step "

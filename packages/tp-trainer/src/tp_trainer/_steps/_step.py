@@ -404,10 +404,10 @@ def outline(value: Any, depth: int = 3) -> str:
     if not depth or not isinstance(value, Mapping | list | tuple):
         return kind
     if isinstance(value, Mapping):
-        held = [f"{key!r}: {outline(item, depth - 1)}" for key, item in list(value.items())[:8]]
+        items = [f"{key!r}: {outline(item, depth - 1)}" for key, item in list(value.items())[:8]]
     else:
-        held = [outline(item, depth - 1) for item in value[:8]]
-    return f"{kind} of {len(value)} ({', '.join(held)}{', ...' * (len(value) > 8)})"
+        items = [outline(item, depth - 1) for item in value[:8]]
+    return f"{kind} of {len(value)} ({', '.join(items)}{', ...' * (len(value) > 8)})"
 
 
 def _refuse(optimizer: Optimizer, *_: object) -> None:

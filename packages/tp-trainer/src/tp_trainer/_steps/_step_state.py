@@ -30,11 +30,11 @@ def step_values(step: Step, models: Sequence[nn.Module] = ()) -> dict[str, objec
         function = function.func
     owner = getattr(function, "__self__", None)
     try:
-        found = inspect.getclosurevars(getattr(function, "__func__", function))
+        closure = inspect.getclosurevars(getattr(function, "__func__", function))
     except (TypeError, ValueError):  # not written in Python, or a variable has no value yet
         variables: dict[str, Any] = {}
     else:
-        variables = {**found.globals, **found.nonlocals}
+        variables = {**closure.globals, **closure.nonlocals}
     if owner is not None and not isinstance(owner, nn.Module):
         variables |= {f"self.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
     trained = {id(module) for model in models for module in model.modules()}

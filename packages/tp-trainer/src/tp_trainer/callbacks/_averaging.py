@@ -54,7 +54,7 @@ class _AveragedWeights(Callback):
         if not self._averages:
             return
         parameters = dict(run.model.named_parameters())
-        held: dict[str, Tensor] = {}
+        averages: dict[str, Tensor] = {}
         for name, average in self._averages.items():
             weight = parameters.get(name)
             moved = None if weight is None else _held_as(weight, average)
@@ -64,22 +64,22 @@ class _AveragedWeights(Callback):
                     "run a new callback"
                 )
                 raise ConfigError(msg)
-            held[name] = moved
-        self._averages = held
+            averages[name] = moved
+        self._averages = averages
 
     @torch.no_grad()
     def _update(self, model: nn.Module) -> None:
-        known = self._averages
-        parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad or n in known}
-        began = {name: p.clone() for name, p in parameters.items() if name not in known}
-        if known:
+        earlier = self._averages
+        parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad or n in earlier}
+        began = {name: p.clone() for name, p in parameters.items() if name not in earlier}
+        if earlier:
             by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
             for name, average in self._averages.items():
                 by_kind.setdefault((average.device, average.dtype), []).append(name)
             for names in by_kind.values():  # torch's functions need tensors of one device and type
                 averages = [self._averages[n] for n in names]
                 self._move(averages, [parameters[n] for n in names], self._updates)
-        self._averages = known | began
+        self._averages = earlier | began
         self._updates += 1
 
     @torch.no_grad()
@@ -198,8 +198,10 @@ class StochasticWeightAveraging(_AveragedWeights):
                 f"start_epoch={start_epoch!r}, start_step={start_step!r}"
             )
             raise ConfigError(msg)
-        check_positive("start_epoch", 1 if start_epoch is None else start_epoch)
-        check_positive("start_step", 1 if start_step is None else start_step)
+        if start_epoch is not None:
+            check_positive("start_epoch", start_epoch)
+        if start_step is not None:
+            check_positive("start_step", start_step)
         super().__init__(get_swa_multi_avg_fn())
         self._start_epoch, self._start_step = start_epoch or 1, start_step or 1
 
@@ -216,9 +218,9 @@ def _held_as(parameter: Tensor, average: Tensor) -> Tensor | None:
         place = SliceBuffer(lambda _, whole: whole, parameter, average.dtype)
         fill_from_whole(place.target, average)
         return place.take()
-    held: Any = parameter.detach().clone()
-    if average.shape != held.to_local().shape:
+    sharded: Any = parameter.detach().clone()
+    if average.shape != sharded.to_local().shape:
         return None
-    held.to_local().copy_(average)
-    result: Tensor = held
+    sharded.to_local().copy_(average)
+    result: Tensor = sharded
     return result

@@ -32,7 +32,8 @@ class LearningRateMonitor(Callback):
             for i, group in enumerate(groups):
                 rate = group.get("lr")  # a tensor stays on its device
                 if rate is not None:
-                    rates[prefix if len(groups) == 1 else f"{prefix}/{group.get('name', i)}"] = rate
+                    metric = prefix if len(groups) == 1 else f"{prefix}/{group.get('name', i)}"
+                    rates[metric] = rate
         run.log(**rates)
 
 
@@ -98,7 +99,9 @@ class Throughput(Callback):
         loader, before = run.loader, run.loader.watch
 
         def watch(batches: Iterator[Any]) -> Iterator[Any]:
-            return self._watched(loader, batches if before is None else before(batches))
+            if before is not None:
+                batches = before(batches)
+            return self._watched(loader, batches)
 
         def leave() -> None:
             loader.watch = before
@@ -123,7 +126,8 @@ class Throughput(Callback):
             except StopIteration:
                 return
             self._waited += time.perf_counter() - began
-            self._samples += 0 if loader.share is None else loader.share.total
+            if loader.share is not None:
+                self._samples += loader.share.total
             yield batch
 
     def on_epoch_start(self, run: RunView) -> None:

@@ -84,10 +84,13 @@ class Profiler(Callback):
         activities = [ProfilerActivity.CPU]
         if torch.accelerator.is_available():  # else torch warns of activities that it was built for
             activities += sorted(supported_activities() - {ProfilerActivity.CPU}, key=str)
+        # Without a warm-up step there is no schedule: the profiler records until it is stopped.
+        steps = None
+        if warm_up:
+            steps = schedule(wait=0, warmup=1, active=self._last - first + 1, repeat=1)
         self._profile = profile(
             activities=activities,
-            # Without a warm-up step there is no schedule: the profiler records until it is stopped.
-            schedule=schedule(wait=0, warmup=1, active=self._last - first + 1, repeat=1) if warm_up else None,
+            schedule=steps,
             on_trace_ready=write,
             with_stack=self._with_stack,
             record_shapes=self._record_shapes,

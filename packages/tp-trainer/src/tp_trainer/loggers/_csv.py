@@ -66,8 +66,8 @@ class CsvLogger(Logger):
         waiting, self._waiting = self._waiting, []
         if self._file is None or not waiting:
             return
-        known = set(self._columns)
-        new = dict.fromkeys(name for *_, numbers in waiting for name in numbers if name not in known)
+        columns = set(self._columns)
+        new = dict.fromkeys(name for *_, numbers in waiting for name in numbers if name not in columns)
         if new:
             self._columns += new
             self._rewrite(_read(self._place.path)[1])
@@ -76,7 +76,8 @@ class CsvLogger(Logger):
         for step, epoch, numbers in waiting:
             row: list[Any] = [step, epoch]
             for name in names:
-                row.append(repr(float(numbers[name])) if name in numbers else "")
+                cell = repr(float(numbers[name])) if name in numbers else ""
+                row.append(cell)
             rows.append(row)
         with showing_system_errors(self._place.path):
             csv.writer(self._file).writerows(rows)

@@ -74,9 +74,9 @@ class LogPlace:
                     self._ownership.renew()
             self.path = path
             return goes_on
-        found = self._place_of_run(path) if info.resumed else None
-        if found is not None:
-            self._take(found)
+        place = self._place_of_run(path) if info.resumed else None
+        if place is not None:
+            self._take(place)
             return True
         self._run = self._run if info.resumed and self._run else secrets.token_hex(8)
         with suppress(ConfigError):  # another run writes there
@@ -136,8 +136,9 @@ class LogPlace:
         """Return the place of the resumed run, or the first place if its lock file names no run."""
         places = takewhile(os.path.lexists, (_numbered(path, n) for n in itertools.count()))
         runs = {place: self._run_at(place) for place in places}
-        mine = (place for place, run in runs.items() if run is not None and run == self._run)
-        return next(mine, path if runs and runs[path] is None else None)
+        places_of_run = (place for place, run in runs.items() if run is not None and run == self._run)
+        unnamed = path if runs and runs[path] is None else None
+        return next(places_of_run, unnamed)
 
 
 def keep_aside(path: Path, files: str | None = None, *, run: str | None = None) -> None:
@@ -145,7 +146,8 @@ def keep_aside(path: Path, files: str | None = None, *, run: str | None = None) 
 
     Of a folder, only the files of the pattern ``files``. ``run`` is the identity of the earlier run.
     """
-    if not (os.path.lexists(path) if files is None else any(path.glob(files))):
+    exists = os.path.lexists(path) if files is None else any(path.glob(files))
+    if not exists:
         return
     for aside in _next_names(path):
         if files is not None:

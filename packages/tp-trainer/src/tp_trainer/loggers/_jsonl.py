@@ -196,7 +196,8 @@ class JsonLinesLogger(Logger):
                 ):
                     file.writelines(_line(line) for line in lines)
             self._file = open(path, "a", encoding="utf-8", errors=_ERRORS, opener=_private)  # noqa: SIM115
-            facts = {**asdict(info), "folder": None if info.folder is None else str(info.folder)}
+            folder = None if info.folder is None else str(info.folder)
+            facts = {**asdict(info), "folder": folder}
             self._write("run", {"format": FORMAT, **facts})
 
     def log(self, numbers: Mapping[str, float], *, step: int, epoch: int) -> None:

@@ -85,8 +85,10 @@ class MlflowLogger(Logger):
     def _begin(self, client: "MlflowClient", info: RunInfo) -> None:
         from mlflow.entities import Param, RunTag
 
-        found = client.get_experiment_by_name(self._experiment)
-        experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
+        existing = client.get_experiment_by_name(self._experiment)
+        experiment = (
+            client.create_experiment(self._experiment) if existing is None else existing.experiment_id
+        )
         tags = {
             **{f"environment.{name}": value for name, value in info.environment.items()},
             **{f"version.{name}": value for name, value in info.versions.items()},
@@ -106,8 +108,8 @@ class MlflowLogger(Logger):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        for given, value in numbers.items():
-            name = _name(given)
+        for full_name, value in numbers.items():
+            name = _name(full_name)
             if step > self._newest(name):
                 self._pending.append(Metric(name, float(value), now, step))
         if len(self._pending) >= _MOST_METRICS or time.monotonic() - self._sent_at > _PATIENCE_S:

@@ -33,38 +33,39 @@ def make_loggers(log: LogSpec, plugins: PluginRegistry) -> list[Logger]:
         return []
     if isinstance(log, str | Logger) or not isinstance(log, Iterable):
         log = [log]
-    made = [entry if isinstance(entry, Logger) else _make(entry, plugins) for entry in log]
-    for position, logger in enumerate(made):
-        if any(logger is other for other in made[:position]):
+    loggers = [entry if isinstance(entry, Logger) else _make(entry, plugins) for entry in log]
+    for position, logger in enumerate(loggers):
+        if any(logger is other for other in loggers[:position]):
             msg = f"the same {type(logger).__name__} is in log= twice; make one for each place"
             raise ConfigError(msg)
-    return made
+    return loggers
 
 
 def _make(name: object, plugins: PluginRegistry) -> Logger:
-    known = {found.item.name: found.item for found in plugins.loggers()}
-    if isinstance(name, str) and name in known:
-        made = known[name].make()
-        if not isinstance(made, Logger):
-            msg = f"the factory of the logger {name!r} must make a Logger, got {type(made).__name__}"
+    factories = {contribution.item.name: contribution.item for contribution in plugins.loggers()}
+    if isinstance(name, str) and name in factories:
+        logger = factories[name].make()
+        if not isinstance(logger, Logger):
+            msg = f"the factory of the logger {name!r} must make a Logger, got {type(logger).__name__}"
             raise ConfigError(msg)
-        return made
+        return logger
     if isinstance(name, str):
         plugins.require(name)
-        msg = f"there is no logger {name!r}; {_advice(name, list(known.values()))}"
+        msg = f"there is no logger {name!r}; {_advice(name, list(factories.values()))}"
         raise ConfigError(msg)
     example = f"{name.__name__}()" if isinstance(name, type) else "'csv' or CsvLogger('run')"
     msg = f"log= takes names of loggers and loggers, as {example}; got {name!r:.100}"
     raise ConfigError(msg)
 
 
-def _advice(name: str, known: Sequence[LoggerFactory]) -> str:
+def _advice(name: str, factories: Sequence[LoggerFactory]) -> str:
     """Return the closest known name, with the extra to install for it."""
-    meant = get_close_matches(name.lower(), [factory.name for factory in known], n=1)
-    if meant:
-        extra = next(factory.extra for factory in known if factory.name == meant[0])
-        return f"did you mean {meant[0]!r}?" + (f" (pip install '{extra}')" if extra else "")
-    return f"those there are: {', '.join(repr(f.name) for f in known) or 'none'}"
+    similar = get_close_matches(name.lower(), [factory.name for factory in factories], n=1)
+    if similar:
+        extra = next(factory.extra for factory in factories if factory.name == similar[0])
+        install = f" (pip install '{extra}')" if extra else ""
+        return f"did you mean {similar[0]!r}?{install}"
+    return f"those there are: {', '.join(repr(f.name) for f in factories) or 'none'}"
 
 
 # -- Facts about a run for its loggers: environment, versions, revision, candidates ---------------
@@ -121,14 +122,14 @@ def _revision() -> str:
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of Python, torch, numpy, and the distributions with plugins."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("numpy", "torch", "tp-core"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
+            versions[name] = version(name)
     # Not of all distributions: reading all their metadata takes longer than many a step.
     brought = {point.dist for point in entry_points(group="tp.plugins") if point.dist is not None}
-    found |= {str(distribution.name).lower(): distribution.version for distribution in brought}
-    return {name: found[name] for name in sorted(found)}
+    versions |= {str(distribution.name).lower(): distribution.version for distribution in brought}
+    return {name: versions[name] for name in sorted(versions)}
 
 
 def candidates(selection: Selection) -> tuple[dict[str, object], ...]:

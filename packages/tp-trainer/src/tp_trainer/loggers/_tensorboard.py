@@ -60,9 +60,10 @@ class TensorBoardLogger(Logger):
                 )
                 raise ConfigError(msg)
             _await_next_name(folder)
+            purge_step = info.step + 1 if goes_on else None
             self._writer = SummaryWriter(
                 str(folder),
-                purge_step=info.step + 1 if goes_on else None,
+                purge_step=purge_step,
                 max_queue=_QUEUE,
                 flush_secs=self._flush_s,
             )

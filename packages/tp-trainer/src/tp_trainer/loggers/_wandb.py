@@ -82,7 +82,8 @@ class WandbLogger(Logger):
     def close(self, status: RunStatus) -> None:
         """End the run; mark it as failed if it was interrupted or failed."""
         if self._run is not None:
-            self._run.finish(exit_code=0 if status == "finished" else 1)
+            exit_code = 0 if status == "finished" else 1
+            self._run.finish(exit_code=exit_code)
             self._run = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,7 +34,8 @@ def traceless(trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> Itera
     gradients: list[Tensor | None] = []
     for parameter in model.parameters():
         gradient = parameter.grad
-        gradients.append(None if gradient is None else gradient.detach().to("cpu", copy=True))
+        copied = None if gradient is None else gradient.detach().to("cpu", copy=True)
+        gradients.append(copied)
     state = {parameter: _on_cpu(saved) for parameter, saved in optimizer.state.items()}
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scale = None if scaler is None else scaler.state_dict()
@@ -184,8 +185,8 @@ class _Repeated(Dataset[object]):
 
     def __init__(self, dataset: Dataset[object], size: int) -> None:
         self._dataset = dataset
-        known: int = len(dataset)  # type: ignore[arg-type]  # a dataset with indices has a length
-        self._indices = list(islice(cycle(range(known)), size))
+        length: int = len(dataset)  # type: ignore[arg-type]  # a dataset with indices has a length
+        self._indices = list(islice(cycle(range(length)), size))
 
     def __len__(self) -> int:
         return len(self._indices)

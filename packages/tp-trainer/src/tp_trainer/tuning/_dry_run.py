@@ -88,7 +88,9 @@ def dry_run(
         options = validation if isinstance(validation, Validation) else Validation(validation)
         source: Any = options.source
         if isinstance(source, Mapping):
-            validation = replace(options, source={name: _one_batch(one) for name, one in source.items()})
+            validation = replace(
+                options, source={name: _one_batch(loader) for name, loader in source.items()}
+            )
         else:
             check_loader("validation", source)
             validation = replace(options, source=_one_batch(source))
@@ -114,8 +116,8 @@ def dry_run(
         with _part("export", seconds):
             trainer.export(model, place / "model.safetensors")
         sizes = _nbytes(place / "checkpoints") // 2, _nbytes(place / "model.safetensors")
-        found: tuple[int, int] = session.broadcast(sizes, where="sizes of a dry run")
-    return DryRun(seconds, *found)
+        agreed: tuple[int, int] = session.broadcast(sizes, where="sizes of a dry run")
+    return DryRun(seconds, *agreed)
 
 
 @contextmanager
@@ -135,26 +137,25 @@ def _folder(session: Session, parent: str | Path | None) -> Iterator[Path]:
 
     Collectives: one broadcast before, one barrier after.
     """
-    made: Path | None = None
+    folder: Path | None = None
     failure: OSError | None = None
     if session.is_main:
         try:
             if parent is not None:
                 Path(parent).mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(prefix=".dry-run-", dir=parent))
+            folder = Path(tempfile.mkdtemp(prefix=".dry-run-", dir=parent))
         except OSError as error:
             failure = error
-    made, reason = session.broadcast(
-        (made, None if failure is None else str(failure)), where="the model of a dry run"
-    )
-    if failure is not None or made is None:
+    reason = None if failure is None else str(failure)
+    folder, reason = session.broadcast((folder, reason), where="the model of a dry run")
+    if failure is not None or folder is None:
         raise failure or OSError(reason)
     try:
-        yield made
+        yield folder
     finally:
         session.barrier()  # rank 0 must not delete the folder while another rank still uses it
         if session.is_main:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -169,8 +170,8 @@ def _restore_after(objects: Iterable[Any], values: dict[str, Any] | None) -> Ite
     try:
         yield
     finally:
-        for one, before in states:
-            one.load_state_dict(before)
+        for restored, before in states:
+            restored.load_state_dict(before)
         if values is not None:
             values.update(plain)
 
@@ -182,9 +183,9 @@ def _one_batch(loader: Iterable[Any]) -> Iterable[Any]:
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         dataset: Dataset[Any] = loader.dataset
         size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
-        known: int = len(dataset)  # type: ignore[arg-type]  # one without a length has an IterableDataset
+        length: int = len(dataset)  # type: ignore[arg-type]  # one without a length has an IterableDataset
         return DataLoader(
-            Subset(dataset, range(min(size, known))), batch_size=size, collate_fn=loader.collate_fn
+            Subset(dataset, range(min(size, length))), batch_size=size, collate_fn=loader.collate_fn
         )
     return _First(loader)
 

@@ -166,7 +166,8 @@ def _mean_over_ranks(session: Session, output: StepOutput, share: Share | None) 
     if units and not isinstance(output, Tensor) and "weight" in output:
         units = read_weight(output["weight"])
     total = loss * units if session.job.loss == "mean" else loss
-    sums = torch.tensor([total if units else 0.0, units], dtype=torch.float64)
+    counted = total if units else 0.0
+    sums = torch.tensor([counted, units], dtype=torch.float64)
     if session.data_size > 1:
         sums = session.reduce(sums, "sum")
     return float(sums[0] / sums[1]) if sums[1] else math.nan
