@@ -293,13 +293,13 @@ def load_pretrained(
     names = _names(model, files, table, prefix, strict=strict)
     _check_buffers(model)
     shards = {id(shard.tensor): shard for shard in table.exact.values()}
-    made: dict[int, Tensor] = {}
+    materialized: dict[int, Tensor] = {}
     targets: dict[str, Tensor | TensorSlice] = {}
     for tensor, name in names:
-        target = made[id(tensor)] = _with_memory(tensor, device)
+        target = materialized[id(tensor)] = _with_memory(tensor, device)
         targets[name] = _slice(target, shards.get(id(tensor)))
     files.fill(targets)
-    _put_in_place(model, made)
+    _put_in_place(model, materialized)
     _make_buffers(model, device)
     return model
 
@@ -308,17 +308,17 @@ def _names(
     model: nn.Module, files: SafetensorsFiles, table: ShardTable, prefix: str, *, strict: bool
 ) -> list[tuple[Tensor, str]]:
     """Return each tensor of the state with its name in the files."""
-    named: dict[int, tuple[Tensor, list[str]]] = {}
+    by_id: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
-            named.setdefault(id(tensor), (tensor, []))[1].append(name)
+            by_id.setdefault(id(tensor), (tensor, []))[1].append(name)
     result = []
     known: set[str] = set()
-    for tensor, own in named.values():
+    for tensor, own in by_id.values():
         stored = [prefix + plain_name(name) for name in own]
         known.update(stored)
-        there = next((name for name in stored if name in files.infos), None)
-        if there is None:
+        stored_name = next((name for name in stored if name in files.infos), None)
+        if stored_name is None:
             some = ", ".join(list(files.infos)[:5])
             msg = (
                 f"{files.path} lacks {stored[0]!r}; it has {some} ...; prefix= goes before the model's names"
@@ -326,13 +326,13 @@ def _names(
             raise StateError(msg)
         shard = table.get(own[0])
         shape = tuple(tensor.shape) if shard is None else shard.full_shape
-        if files.infos[there].shape != shape:
-            msg = f"{files.path} has {there!r} of shape {files.infos[there].shape}, not {shape}"
+        if files.infos[stored_name].shape != shape:
+            msg = f"{files.path} has {stored_name!r} of shape {files.infos[stored_name].shape}, not {shape}"
             raise StateError(msg)
         if is_dtensor(tensor) and tensor.is_meta:
             msg = f"{own[0]} is a DTensor on the meta device: call model.to_empty(device=...) first"
             raise StateError(msg)
-        result.append((tensor, there))
+        result.append((tensor, stored_name))
     extra = [name for name in files.infos if name not in known]
     if strict and extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
@@ -350,21 +350,21 @@ def _slice(target: Tensor, shard: Shard | None) -> Tensor | TensorSlice:
     return slice_of(TensorSlice(tuple(target.shape), [part_of(target)]), shard)
 
 
-def _put_in_place(model: nn.Module, made: dict[int, Tensor]) -> None:
+def _put_in_place(model: nn.Module, materialized: dict[int, Tensor]) -> None:
     """Replace tensors on the meta device by the loaded ones, under all of their names."""
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
-            if old is None or not old.is_meta or id(old) not in made:
+            if old is None or not old.is_meta or id(old) not in materialized:
                 continue
             if id(old) not in parameters:
-                parameters[id(old)] = nn.Parameter(made[id(old)], old.requires_grad)
+                parameters[id(old)] = nn.Parameter(materialized[id(old)], old.requires_grad)
                 copy_attributes(old, parameters[id(old)])
                 move_gradient_hooks(old, parameters[id(old)])
             module._parameters[name] = parameters[id(old)]
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and id(buffer) in made:
-                module._buffers[name] = made[id(buffer)]
+            if buffer is not None and buffer.is_meta and id(buffer) in materialized:
+                module._buffers[name] = materialized[id(buffer)]
 
 
 def _meta_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -397,10 +397,10 @@ def _make_buffers(model: nn.Module, device: torch.device | str | None) -> None:
     for module in {id(module): module for _, module, _, _ in missing}.values():
         model._init_weights(module)  # type: ignore[operator]  # a method, as _check_buffers saw
     for full_name, module, name, buffer in missing:
-        made = module._buffers[name]
+        computed = module._buffers[name]
         # NaN is unequal to itself, so both sides get a number in its place.
         nothing = torch.full_like(buffer, _sentinel(buffer.dtype), device="cpu")
-        if made is None or torch.equal(made.cpu().nan_to_num(7.5), nothing.nan_to_num(7.5)):
+        if computed is None or torch.equal(computed.cpu().nan_to_num(7.5), nothing.nan_to_num(7.5)):
             msg = f"{full_name} is not part of the state, and the model's _init_weights() does not make it"
             raise StateError(msg)
 

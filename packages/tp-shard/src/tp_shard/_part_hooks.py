@@ -19,14 +19,14 @@ class PartHooks:
     """Warns of hooks on split layers, once for each layer."""
 
     def __init__(self) -> None:
-        self._named: set[str] = set()
+        self._warned: set[str] = set()
 
     def warn(self, model: nn.Module) -> None:
         """Warn of the hooks that a plain model has now, if there are new ones."""
-        sizes = {name: size for name, size in _hooked(model) if name not in self._named}
+        sizes = {name: size for name, size in _hooked(model) if name not in self._warned}
         if not sizes:
             return
-        self._named |= sizes.keys()
+        self._warned |= sizes.keys()
         log.warning(
             "the hooks on %s see this rank's part of a tensor, as the layer is split over %d ranks: of a "
             "gradient, or of the layer's features. What they do to each element by itself is right; a row, a "

@@ -57,13 +57,14 @@ class ShardSession(ProcessGroupSession):
         forms = not distributed.is_initialized()
         if forms:
             distributed.init_process_group(group_size)
+        leave = distributed.destroy_process_group if forms else None
         data = current_data_group() or ALONE
         super().__init__(
             job,
             data_group=data.process_group,
             data_rank=data.rank,
             data_size=data.size,
-            leave=distributed.destroy_process_group if forms else None,
+            leave=leave,
         )
         self.tensor_group = current_group() or ALONE
         self._find_unused_parameters = find_unused_parameters

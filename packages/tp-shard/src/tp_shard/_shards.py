@@ -387,11 +387,11 @@ class ParallelLayer(nn.Module):
         changed = weight.clone()
         half = weight.size(split.dim) // 2
         changed.narrow(split.dim, half, weight.size(split.dim) - half).add_(1.0)
-        made = []
+        transformed = []
         for value in (weight, changed):
             with torch.no_grad(), preserve_torch_rng_state([weight.device]):
-                made.append(copy.deepcopy(transform)(value))
-        kept = [value.narrow(split.dim, 0, half) for value in made]
+                transformed.append(copy.deepcopy(transform)(value))
+        kept = [value.narrow(split.dim, 0, half) for value in transformed]
         if not torch.equal(*kept):
             raise self._mixes_shard(transform, "compute with this rank's shard as with the whole weight")
 

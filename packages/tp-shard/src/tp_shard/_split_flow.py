@@ -39,15 +39,15 @@ class SplitDim(NamedTuple):
             TakesPartForWholeError: The places lie within a piece.
         """
         at = 0
-        which = []
+        numbers = []
         for i, piece in enumerate(self.pieces):
             if start <= at and at + piece <= stop:
-                which.append(i)
+                numbers.append(i)
             at += piece
-        pieces = tuple(self.pieces[i] for i in which)
+        pieces = tuple(self.pieces[i] for i in numbers)
         if step != 1 or sum(pieces) != stop - start:
             raise TakesPartForWholeError
-        shared = tuple(self.shared[i] for i in which if self.shared)
+        shared = tuple(self.shared[i] for i in numbers if self.shared)
         if shared and all(shared):
             return None
         if not any(shared):
@@ -257,14 +257,14 @@ def _view(call: OperatorCall) -> Splits:
         pieces = pieces[:1]
     block = sum(pieces) * after
     shape = call.results[0].shape
-    asked = list(call.arguments.get("size", call.arguments.get("shape", shape)))
+    sizes = list(call.arguments.get("size", call.arguments.get("shape", shape)))
     if tensor.numel() == 0:
         raise TakesPartForWholeError
     # First where a block begins, then where blocks were joined.
     places = sorted(range(len(shape)), key=lambda place: math.prod(shape[:place]) != blocks)
-    if -1 in asked:
+    if -1 in sizes:
         # Where this dimension has features, it is the one.
-        inferred = asked.index(-1)
+        inferred = sizes.index(-1)
         inside = math.prod(shape[inferred + 1 :])
         if inside < block <= inside * shape[inferred]:
             places = [inferred]
@@ -338,10 +338,10 @@ def _squeeze(call: OperatorCall) -> Splits:
     if not isinstance(dims, Iterable):
         dims = [dims]
     named = {d % tensor.dim() for d in dims}
-    gone = {d for d in named if tensor.size(d) == 1}
-    if at in gone:
+    squeezed = {d for d in named if tensor.size(d) == 1}
+    if at in squeezed:
         raise TakesPartForWholeError  # one head of this rank, of several
-    return [split._replace(dim=split.dim + sum(d > at for d in gone))]
+    return [split._replace(dim=split.dim + sum(d > at for d in squeezed))]
 
 
 def _slice(call: OperatorCall) -> Splits:
@@ -421,7 +421,7 @@ def _index(call: OperatorCall) -> Splits:
     split = call.splits["self"]
     at = tensor.dim() + split.dim
     # A mask of several dimensions stands for as many.
-    taken: list[int] = []
+    indexed: list[int] = []
     where = 0
     shapes = []
     for index in indices:
@@ -430,22 +430,22 @@ def _index(call: OperatorCall) -> Splits:
             continue
         is_mask = index.dtype in {torch.bool, torch.uint8}
         count = index.dim() if is_mask else 1
-        taken += range(where, where + count)
+        indexed += range(where, where + count)
         shape = torch.Size([1]) if is_mask else index.shape
         shapes.append(shape)
         where += count
-    if at in taken and "values" in call.arguments:
+    if at in indexed and "values" in call.arguments:
         raise TakesPartForWholeError
-    if at in taken:
-        return [_indexed_pieces(split, taken, indices, tensor.size(at))]
+    if at in indexed:
+        return [_indexed_pieces(split, indexed, indices, tensor.size(at))]
     if "values" in call.arguments:  # index_put
         values = call.splits.get("values")
         if values is not None and values.pieces != split.pieces:
             raise TakesPartForWholeError
         return [split]
     new_dims = len(torch.broadcast_shapes(*shapes))
-    adjacent = taken == list(range(taken[0], taken[-1] + 1))
-    behind = sum(d > at for d in taken)
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    behind = sum(d > at for d in indexed)
     dim = split.dim + behind
     if adjacent and behind:
         dim -= new_dims  # the new dimensions stand in the place of the old ones
@@ -453,10 +453,10 @@ def _index(call: OperatorCall) -> Splits:
 
 
 def _indexed_pieces(
-    split: SplitDim, taken: Sequence[int], indices: Sequence[Tensor | None], size: int
+    split: SplitDim, indexed: Sequence[int], indices: Sequence[Tensor | None], size: int
 ) -> SplitDim | None:
     """Return the whole pieces that one vector of indices takes out of the split dimension."""
-    (index,) = [index for index in indices if index is not None] if len(taken) == 1 else [None]
+    (index,) = [index for index in indices if index is not None] if len(indexed) == 1 else [None]
     if index is None or index.dim() != 1 or index.dtype in {torch.bool, torch.uint8} or not len(index):
         raise TakesPartForWholeError
     places = [place % size for place in index.tolist()]

@@ -103,9 +103,9 @@ def _with_source(value: Any, source: SplitSource) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     kind: Any = _Width if isinstance(value, int) else _WidthRatio
-    made = kind(value)
-    made.source = source
-    return made
+    copied = kind(value)
+    copied.source = source
+    return copied
 
 
 def _computed(compute: Callable[..., Any], *, is_right: bool = False) -> Callable[..., Any]:

@@ -83,11 +83,12 @@ def _own(footprint: Footprint, part: float, saved: int) -> Footprint:
     before = max(1, sum(footprint.kept.values()))
     activations = None if footprint.activations is None else max(0, footprint.activations - saved)
     gradients = int(footprint.gradients * part)
+    optimizer = None if footprint.optimizer is None else int(footprint.optimizer * part)
     return replace(
         footprint,
         weights=int(footprint.weights * part),
         gradients=gradients,
-        optimizer=None if footprint.optimizer is None else int(footprint.optimizer * part),
+        optimizer=optimizer,
         update=int(footprint.update * part),
         activations=activations,
         alone=max(0, footprint.alone - saved),
@@ -99,8 +100,8 @@ def _own(footprint: Footprint, part: float, saved: int) -> Footprint:
         kept={name: int(n * (1 - saved / before)) for name, n in footprint.kept.items()},
         timeline={
             # What is saved is there as long as the blocks' activations are.
-            name: [int(n * max(0.0, 1 - saved / max(1, footprint.alone))) for n in both]
-            for name, both in footprint.timeline.items()
+            name: [int(n * max(0.0, 1 - saved / max(1, footprint.alone))) for n in levels]
+            for name, levels in footprint.timeline.items()
         },
     )
 

@@ -187,9 +187,9 @@ def _is_compiled(model: nn.Module) -> bool:
 
 def _values(output: StepOutput) -> dict[str, list[Any]]:
     """Return the tensors and numbers that a step returns, by name; of a pair with its weight the value."""
-    named = output if isinstance(output, Mapping) else {"loss": output}
+    by_name = output if isinstance(output, Mapping) else {"loss": output}
     values: dict[str, list[Any]] = {}
-    for name, value in named.items():
+    for name, value in by_name.items():
         of_name = value.pieces if isinstance(value, SampleRows) else value
         values[str(name)] = [v for v in tree_leaves(of_name) if isinstance(v, Tensor | Real)]
     return values

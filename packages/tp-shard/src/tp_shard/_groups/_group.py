@@ -160,15 +160,15 @@ _OTHER_WORDS = frozenset({"pp", "pipe", "pipeline", "stage", "cp", "context", "s
 def tensor_axis(mesh: DeviceMesh) -> int:
     """Return the axis over which tensors are split."""
     names = mesh.mesh_dim_names or ()
-    named = [i for i, name in enumerate(names) if name in _TENSOR_AXES]
-    if len(named) > 1 or (not named and mesh.ndim > 2):
+    by_name = [i for i, name in enumerate(names) if name in _TENSOR_AXES]
+    if len(by_name) > 1 or (not by_name and mesh.ndim > 2):
         msg = (
             f"a mesh of {mesh.ndim} axes of sizes {tuple(mesh.shape)} has one named 'tp', 'tensor' or "
             f"'model', over which tensors are split; got the names {names or None}"
         )
         raise ConfigError(msg)
-    if named:
-        return named[0]
+    if by_name:
+        return by_name[0]
     return mesh.ndim - 1
 
 

@@ -240,7 +240,7 @@ def parallelize(
     # Norms, attentions, experts and adapters are changed in place. They come last, so that an error before
     # leaves the model as it was.
     ordered = sorted(chosen.items(), key=lambda item: _is_in_place(*item[1]))
-    made = {
+    replaced = {
         id(module): maker.make(path, module, style)
         for path, (module, style) in ordered
         if not isinstance(style, Gathered)
@@ -248,15 +248,15 @@ def parallelize(
     styles = {id(module): style for module, style in chosen.values()}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if child is not None and id(child) in made:
-                parent._modules[name] = made[id(child)]
+            if child is not None and id(child) in replaced:
+                parent._modules[name] = replaced[id(child)]
                 leave_fast_path(parent)
                 count_local_groups(parent, styles[id(child)], ranks)
         leave_nested_tensors(parent)
     for path, (module, style) in chosen.items():
         if isinstance(style, Gathered):
             maker.make(path, module, style)  # last, because it changes the split layers inside
-    split = made.get(id(model), model)
+    split = replaced.get(id(model), model)
     maker.tie_again(split)
     _sum_together(split, ranks)
     remember_names(split)

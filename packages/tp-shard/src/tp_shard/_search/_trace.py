@@ -202,16 +202,16 @@ def _why_whole(
     calls: list[_Called], by_call: list[_Ancestors], takers: dict[int, set[str]], paired: set[str]
 ) -> dict[str, str]:
     """Return the reasons why linear layers are neither column nor row layers, by name."""
-    taken: dict[str, set[str]] = {}
+    takers_of: dict[str, set[str]] = {}
     fed: dict[str, set[str]] = {}
     for index, (call, ancestors) in enumerate(zip(calls, by_call, strict=True)):
-        taken.setdefault(call.path, set()).update(takers.get(index, ()))
+        takers_of.setdefault(call.path, set()).update(takers.get(index, ()))
         fed.setdefault(call.path, set()).update(calls[i].path for i in ancestors.sources)
     why: dict[str, str] = {}
     for call in calls:
         if call.path in paired or not is_linear(call.module):
             continue
-        to = sorted(name for name in taken[call.path] if name)
+        to = sorted(name for name in takers_of[call.path] if name)
         if len(to) == 1:
             sources = sorted(fed[to[0]] - {call.path})
             if sources:

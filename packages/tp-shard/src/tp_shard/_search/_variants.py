@@ -132,7 +132,10 @@ def plain_variants(model: nn.Module, region: Region) -> Iterator[dict[str, Style
         fused, rest = divmod(widths(model.get_submodule(name))[1], features)
         if rest or not fused:
             return
-        choices.append([Column()] if fused == 1 else [Column(sections=fused), Column(heads=features)])
+        if fused == 1:
+            choices.append([Column()])
+        else:
+            choices.append([Column(sections=fused), Column(heads=features)])
     for styles in product(*choices):
         yield {**dict(zip(region.columns, styles, strict=True)), region.row: Row(), **_styles_inside(region)}
 
@@ -228,9 +231,9 @@ def _locals(model: nn.Module, region: Region, counts: Heads, call: TrialCall) ->
             for path in paths:
                 module = model.get_submodule(path)
                 names = _names(module, counts, features, numbers)
-                taken = inputs if with_inputs and path == region.container else ()
+                gathered = inputs if with_inputs and path == region.container else ()
                 parameters = tuple(n.rpartition(".")[2] for n in own if n.rpartition(".")[0] == path)
-                if any(names) or taken or parameters:
+                if any(names) or gathered or parameters:
                     query, shared, groups = names
                     plan[path] = Local(
                         heads=counts.query,
@@ -238,7 +241,7 @@ def _locals(model: nn.Module, region: Region, counts: Heads, call: TrialCall) ->
                         query=query,
                         shared=shared,
                         groups=groups,
-                        inputs=taken,
+                        inputs=gathered,
                         parameters=parameters,
                     )
             if plan not in seen:
@@ -311,9 +314,9 @@ def expert_variants(model: nn.Module, path: str, call: TrialCall) -> Iterator[di
             if not fed or len(fed) + 1 < len(weights):
                 continue
             fused = weights[fed[0]].size(out) // hidden
-            made = {weights[n].size(out) for n in fed}
+            sizes = {weights[n].size(out) for n in fed}
             biases = {n: p for n, p in own.items() if p.dim() == 2 and n not in weights}
-            split = tuple(fed) + tuple(n for n, p in biases.items() if p.size(1) in made and row not in n)
+            split = tuple(fed) + tuple(n for n, p in biases.items() if p.size(1) in sizes and row not in n)
             once = tuple(n for n in biases if n not in split)
             choices = (fused, 1) if fused > 1 else (1,)
             for sections in choices:

@@ -627,9 +627,9 @@ def _verified(model: nn.Module, plan: Plan, call: TrialCall, ranks: int) -> Plan
     dtype, share = _what_fits(model)
     copied = probe_copy(model, dtype=dtype, random=False, share=share)
     call = replace(call, args=cast(call.args, dtype), kwargs=cast(call.kwargs, dtype))
-    named = {name: style for name, (_, style) in choose(model, plan).items()}
+    styles = {name: style for name, (_, style) in choose(model, plan).items()}
     present = dict(copied.named_modules())
-    own_plan: Plan = {name: style for name, style in named.items() if name in present}
+    own_plan: Plan = {name: style for name, style in styles.items() if name in present}
     lines = ForwardLines(copied)
     merged = SplitComparison()
     dtypes = {dtype}
@@ -645,21 +645,21 @@ def _verified(model: nn.Module, plan: Plan, call: TrialCall, ranks: int) -> Plan
         try:
             with lines:
                 rows = frozenset(rows_of(copied, own_plan))
-                whole, taken = reference(copied, tried, rows, updates)
+                whole, example = reference(copied, tried, rows, updates)
         except Exception as error:
             msg = f"the whole model fails on this batch in {mode}: {type(error).__name__}: {error}"
             raise ModelError(msg) from error
-        runs = run_split(copied, own_plan, taken, ranks, updates=updates)
+        runs = run_split(copied, own_plan, example, ranks, updates=updates)
         comparison = compare(whole, runs)
         dtypes |= whole.dtypes
-        if comparison.fault is not None and _is_random(copied, taken):
+        if comparison.fault is not None and _is_random(copied, example):
             comparison.fault = replace(comparison.fault, reason=_RANDOM)
         _merge(merged, comparison)
         idle = dict.fromkeys(missed(copied, whole))
         unreached = {n: None for n in idle if unreached is None or n in unreached}
         if merged.fault is None and tried.training and steps == 1:
             rate = _rate(copied, whole)
-            runs = run_split(copied, own_plan, taken, ranks, dropout=True)
+            runs = run_split(copied, own_plan, example, ranks, dropout=True)
             merged.fault = compare_ranks(whole, runs)
         if merged.fault is not None:
             break

@@ -342,11 +342,11 @@ def reference(
     module: nn.Module, call: TrialCall, watched: Collection[str], updates: Updates = _NO_UPDATES
 ) -> tuple[TrialRun, TrialCall]:
     """Run a whole module to compare with, and again with roundings of its own where it has some."""
-    run, taken = run_whole_or_detached(module, call, watched, updates)
+    run, example = run_whole_or_detached(module, call, watched, updates)
     dtype = coarsest(run.dtypes)
     if dtype != torch.float64:
-        run.near = run_whole(module, taken, watched, updates, nudge=dtype)
-    return run, taken
+        run.near = run_whole(module, example, watched, updates, nudge=dtype)
+    return run, example
 
 
 def run_whole_or_detached(

@@ -77,11 +77,11 @@ def computes_linear(layer: nn.Module) -> bool:
         for shape in ((2, 3), (2, 4, 3)):
             x = torch.randn(shape)
             try:
-                made = type(layer).forward(tried, x)
+                output = type(layer).forward(tried, x)
             except Exception:  # noqa: BLE001 - whatever it needs, it is something else
                 return False
             expected = nn.functional.linear(x, weight, bias)
-            if not isinstance(made, Tensor) or not torch.allclose(made, expected, atol=1e-5):
+            if not isinstance(output, Tensor) or not torch.allclose(output, expected, atol=1e-5):
                 return False
     return True
 
@@ -202,14 +202,14 @@ class Conversion:
         if reason is not None:
             msg = f"{type(layer).__name__} cannot be split: {reason}"
             raise ModelError(msg)
-        made = make()
+        converted = make()
         for name, parameter in layer._parameters.items():
-            made._parameters[name] = None
+            converted._parameters[name] = None
             if parameter is not None:
-                made._parameters[name] = self._shard(parameter, made.splits.get(name))
-        made.mark_parameters()
-        self._layers[id(layer)] = made
-        return made
+                converted._parameters[name] = self._shard(parameter, converted.splits.get(name))
+        converted.mark_parameters()
+        self._layers[id(layer)] = converted
+        return converted
 
     def shard_of(self, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Return the shard of a parameter, the parameter itself if it was not split."""

@@ -96,12 +96,12 @@ def check_region(x: Tensor, layer: nn.Module) -> bool:
     wholes = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and not holds_shard(leaf)]
     if wholes:
         names = [_parameter_name(parameter, layer) for parameter in wholes]
-        named = sorted(name for name in names if name)
-        inputs = ", ".join(named)
-        if not named:
+        sorted_names = sorted(name for name in names if name)
+        inputs = ", ".join(sorted_names)
+        if not sorted_names:
             shapes = ", ".join(str(tuple(parameter.shape)) for parameter in wholes)
             inputs = f"parameters of shape {shapes}"
-        owners = sorted({name.rpartition(".")[0] for name in named}) or ["..."]
+        owners = sorted({name.rpartition(".")[0] for name in sorted_names}) or ["..."]
         pairs = ", ".join(f'"{owner}": ts.Replicated()' for owner in owners)
         msg = (
             f"{_name(layer)} takes this rank's part of the features, and {inputs}, on which its input "
@@ -505,12 +505,13 @@ class ParallelAttention(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return a tensor like ``input``, of shape (..., seq, dim)."""
+        dropout = self.dropout if self.training else 0.0
         attended = parallel_attention(
             self.qkv(input),
             self.heads,
             self.kv_heads,
             causal=self.causal,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=dropout,
             group=self.group,
         )
         output: Tensor = self.out(attended)

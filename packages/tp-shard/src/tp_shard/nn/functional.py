@@ -238,9 +238,9 @@ def _gather_input(x: Tensor, expected: int, group: Group) -> Tensor:
 
 def wrong_width(x: Tensor, expected: int, layer: nn.Module | str | None) -> ConfigError:
     """Return the error for an input of another width."""
-    named = "" if layer is None else f" of {layer}"
+    of_layer = "" if layer is None else f" of {layer}"
     msg = (
-        f"the input{named} is {x.size(-1)} wide, and this rank's weight takes {expected}; it has to be "
+        f"the input{of_layer} is {x.size(-1)} wide, and this rank's weight takes {expected}; it has to be "
         "the whole input or this rank's shard of it. An output with split features is joined by "
         "gather_output=True"
     )
