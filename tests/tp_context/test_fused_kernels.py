@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_context import _fused_kernels  # private: no public name shows which kernel ran
+from tp_context._algorithms import attend
 from tp_context._attention_inputs import Inputs, Rules
 from tp_context._fused_kernels import Wanted, kernel_for, refusals
 from tp_core.errors import StepError
@@ -120,6 +121,26 @@ def test_the_log_says_why_there_is_no_kernel(given, rules, why, caplog):
             assert kernel_for(given, Rules(None, None, **rules)) is None
     (record,) = caplog.records
     assert why in record.getMessage()
+
+
+@pytest.mark.parametrize("spread", ["inputs", "gradient"])
+def test_features_that_lie_apart_in_memory_have_the_same_numbers(spread):
+    """The CPU's kernel takes what lies between them for numbers."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    made = torch.randn(3, 1, 2, 4, 12, dtype=DOUBLE, generator=torch.Generator().manual_seed(0)).mT
+    parts = [t if spread == "inputs" else t.contiguous() for t in made]
+    parts = [t.requires_grad_() for t in parts]
+    grad = torch.ones(()).to(DOUBLE).expand(1, 2, 12, 4)
+    if spread == "inputs":
+        assert parts[0].stride(-1) == 12
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(*parts, is_causal=True)
+    found = attend(Inputs(*parts), Rules(None, None, is_causal=True), "all-gather")
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, parts, grad), torch.autograd.grad(expected, parts, grad)
+    )
 
 
 # -- Scores in tiles -------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ _ENABLED: dict[SDPBackend, Callable[[], bool]] = {
 }
 
 
-def beyond_kernels(inputs: Inputs, rules: Rules) -> str:
+def _beyond_kernels(inputs: Inputs, rules: Rules) -> str:
     """Return why no kernel of any device can do an attention; nothing if one may."""
     if rules.by_hand:
         return "biases by position, sinks and soft caps of scores are computed as transformers does"
@@ -320,7 +320,7 @@ def kernel_for(inputs: Inputs, rules: Rules) -> Kernel | None:
     """
     query, _, value, mask = inputs[:4]
     device = query.device
-    why = beyond_kernels(inputs, rules)
+    why = _beyond_kernels(inputs, rules)
     reasons = {}
     if not why:
         of_mask = None if mask is None else mask.dtype
@@ -433,8 +433,14 @@ def _suited(kernel: Kernel, block: Block) -> Block:
 
 
 def _with_features(tensor: Tensor, multiple: int) -> Tensor:
+    """Return a tensor with a multiple of so many features, beside each other in memory as kernels take them.
+
+    The CPU's kernel reads others without an error (torch 2.13): its caller has to look.
+    """
     missing = -tensor.size(-1) % multiple
-    return F.pad(tensor, (0, missing)) if missing else tensor
+    if missing:
+        return F.pad(tensor, (0, missing))
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 _COLUMNS = 16
