@@ -86,6 +86,14 @@ def test_kernels_whose_gradients_differ_between_runs_are_left_out_where_that_is_
     ]
 
 
+def test_torch_says_of_each_kernel_of_cuda_that_it_is_not_here():
+    wanted = Wanted("cpu", BF16, 20, 20)
+    kernels = [kernel for kernel in _fused_kernels.KERNELS if kernel.allows is not None]
+    assert [kernel.name for kernel in kernels] == ["flash", "efficient", "cuDNN"]
+    for kernel in kernels:
+        assert not _fused_kernels._is_allowed(kernel, wanted, torch.device("cpu"), needs_grad=True)
+
+
 def inputs(features=(8, 8), **options):
     query, key, value = (torch.randn(1, 2, 6, n) for n in (features[0], *features))
     return Inputs(query, key, value, **options)
@@ -144,6 +152,17 @@ def test_features_that_lie_apart_in_memory_have_the_same_numbers(spread):
 
 
 # -- Scores in tiles -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("height", [1, 300])
+def test_a_mask_that_is_trained_gets_its_gradient_in_tiles(height):
+    parts = torch.randn(3, 1, 2, 300, 4, dtype=DOUBLE).requires_grad_().unbind()
+    mask = torch.randn(2, height, 300, dtype=DOUBLE).requires_grad_()
+    found = attend(Inputs(*parts, mask), Rules(None, None), "all-gather")
+    expected = F.scaled_dot_product_attention(*parts, mask)
+    torch.testing.assert_close(found, expected)
+    (own,), (right,) = (torch.autograd.grad(out.square().sum(), [mask]) for out in (found, expected))
+    torch.testing.assert_close(own, right)
 
 
 class Largest(TorchDispatchMode):

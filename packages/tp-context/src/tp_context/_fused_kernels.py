@@ -354,7 +354,7 @@ def _say_why(device_type: str, why: str) -> None:
 
 def _refusal_here(kernel: Kernel, wanted: Wanted, device: torch.device, *, needs_grad: bool) -> str:
     """Return why a kernel does not run on a device; nothing if it does."""
-    if kernel.allows is not None and not _is_allowed(kernel, wanted, device, needs_grad):
+    if kernel.allows is not None and not _is_allowed(kernel, wanted, device, needs_grad=needs_grad):
         return "this device and this torch do not have it"
     if kernel.backend is SDPBackend.OVERRIDEABLE and not _returns_sums(kernel, wanted.dtype, device):
         return "what it returns beside the output are no log-sum-exps"
@@ -362,7 +362,7 @@ def _refusal_here(kernel: Kernel, wanted: Wanted, device: torch.device, *, needs
 
 
 @lru_cache(maxsize=256)
-def _is_allowed(kernel: Kernel, wanted: Wanted, device: torch.device, needs_grad: bool) -> bool:
+def _is_allowed(kernel: Kernel, wanted: Wanted, device: torch.device, *, needs_grad: bool) -> bool:
     """Return whether torch allows a kernel, for queries and values of these types and features."""
     assert kernel.allows is not None  # noqa: S101 - as the caller asked
     key, value = (
