@@ -124,6 +124,7 @@ OPERATIONS = {
     "softmax": lambda x: torch.softmax(x, -1),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
     "attention, fused": lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3, is_causal=True),
+    "attention of columns": lambda x: F.scaled_dot_product_attention(*[x.T[None, None]] * 3),
     "attention, fused, with a mask": lambda x: F.scaled_dot_product_attention(
         *[x[None, None]] * 3, torch.ones(3, 3, dtype=torch.bool, device=x.device).tril(), scale=0.3
     ),

@@ -22,8 +22,10 @@ inline int64_t attention_backend(
     std::optional<double>, bool) {
   auto& context = at::globalContext();
   bool is_fused = context.userEnabledOverrideableSDP() && dropout == 0 && query.dim() == 4 && key.dim() == 4 &&
-      query.is_floating_point() && query.size(-1) == value.size(-1) && query.sym_numel() > 0 && key.sym_numel() > 0 &&
-      is_mask_for_fused(mask);
+      query.is_floating_point() && query.sym_size(-1) == value.sym_size(-1) && query.sym_numel() > 0 &&
+      key.sym_numel() > 0 && is_mask_for_fused(mask);
+  // The CPU's kernel reads features that lie apart in memory as if they did not.
+  for (auto* tensor : {&query, &key, &value}) is_fused = is_fused && tensor->sym_stride(-1) == 1;
   if (is_fused) return int64_t(at::SDPBackend::overrideable);
   TORCH_CHECK(context.userEnabledMathSDP(), "sim: the backends that are enabled cannot do this attention");
   return int64_t(at::SDPBackend::math);
