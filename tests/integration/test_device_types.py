@@ -9,6 +9,7 @@ from tests.wheels import ROOT
 
 THE_FILE = "tp_core/device_types.py"
 TYPES = {"cuda", "hip", "hpu", "mps", "mtia", "npu", "privateuseone", "sim", "xla", "xpu"}
+MODULES = {"torch", "torch.backends", "torch._C"}
 PROPERTIES = {f"is_{name}" for name in TYPES}
 NAMED = re.compile(rf"\b(?:is_)?(?:{'|'.join(TYPES)})\b")
 
@@ -20,19 +21,36 @@ ELSEWHERE = {
 
 def named_types(source):
     """Return the lines that name a type of device: as a text, a module of torch or a property of a tensor."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        is_text = isinstance(node, ast.Constant) and node.value in TYPES | PROPERTIES
-        is_module = (
-            isinstance(node, ast.Attribute)
-            and node.attr in TYPES
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "torch"
-        )
-        is_property = isinstance(node, ast.Attribute) and node.attr in PROPERTIES
-        if is_text or is_module or is_property:
-            found.append(node.lineno)
-    return found
+    looks = (names_as_text, names_as_import, names_as_attribute)
+    return sorted({node.lineno for node in ast.walk(ast.parse(source)) if any(look(node) for look in looks)})
+
+
+def names_as_text(node):
+    """Whether it is a name, f"cuda:{index}", or a call that looks how a name begins."""
+    if isinstance(node, ast.Constant):
+        return node.value in TYPES | PROPERTIES
+    if isinstance(node, ast.JoinedStr) and node.values and isinstance(node.values[0], ast.Constant):
+        return node.values[0].value.partition(":")[0] in TYPES
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        of_beginning = node.func.attr in {"startswith", "removeprefix"}
+        texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+        return of_beginning and any(str(text).rstrip(":") in TYPES for text in texts)
+    return False
+
+
+def names_as_import(node):
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        return False
+    of = getattr(node, "module", None) or ""
+    paths = [f"{of}.{alias.name}".strip(".").split(".") for alias in node.names]
+    return any(path[0] == "torch" and not TYPES.isdisjoint(path) for path in paths)
+
+
+def names_as_attribute(node):
+    if not isinstance(node, ast.Attribute):
+        return False
+    is_module = node.attr in TYPES and ast.unparse(node.value) in MODULES
+    return is_module or node.attr in PROPERTIES
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +84,12 @@ def test_every_reason_is_of_a_file_that_names_one(naming):
         "torch.cuda.synchronize()",
         "x.is_cuda",
         'getattr(torch, "xpu")',
+        'f"cuda:{index}"',
+        'str(device).startswith("cuda:")',
+        "import torch.cuda as card",
+        "from torch import mps",
+        "from torch.cuda import synchronize",
+        "torch.backends.mps.is_available()",
     ],
 )
 def test_each_kind_of_naming_is_seen(line):

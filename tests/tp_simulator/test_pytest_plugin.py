@@ -110,6 +110,19 @@ SAYS_CUDA = """
         assert torch.cuda.max_memory_allocated() > 0
 
 
+    def test_modules_keep_parameters_on_the_way_alone():
+        model = nn.BatchNorm1d(2)
+        weight = model.weight
+        assert model.cuda().weight is weight and weight.is_cuda
+        first = model.running_mean[:1]
+        model.load_state_dict({"running_mean": torch.ones(2)}, strict=False)
+        assert first.item() == 1
+
+
+    def test_an_allocator_that_nothing_has_used():
+        assert torch.cuda.memory_stats(1)["reserved_bytes.all.peak"] >= 0
+
+
     def test_random_numbers():
         torch.cuda.manual_seed_all(3)
         first = torch.rand(4, device=DEVICE)
@@ -235,9 +248,9 @@ def test_a_suite_that_says_cuda_runs_as_it_is(tmp_path):
         done.stdout
     )
     assert "1 race:" in done.stdout
-    assert " 9 passed" in done.stdout
+    assert " 11 passed" in done.stdout
     without = _pytest(tmp_path, "--device=sim")
-    assert "10 skipped" in without.stdout, without.stdout
+    assert "12 skipped" in without.stdout, without.stdout
 
 
 def test_without_the_option_nothing_is_simulated(tmp_path):

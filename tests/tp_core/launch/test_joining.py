@@ -17,6 +17,8 @@ from tp_core.sessions import (
 )
 from tp_testing import ConformanceKit, RankPool, make_job, run_ranks
 
+from tests.accelerator import COLLECTIVES, GPU, KIND
+
 ALONE = LaunchEnvironment.read({})
 CPU = torch.device("cpu")
 
@@ -66,6 +68,21 @@ def test_nccl_is_told_its_device_unless_that_is_declined(monkeypatch, binds):
     monkeypatch.setattr(dist, "get_world_size", lambda _: 1)
     join_process_group(ALONE, device=card, bind_device=binds)
     assert told == {"device": card if binds else None}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(KIND == "cuda", reason="is of the other types")
+def test_a_group_of_another_type_is_not_bound_as_torch_makes_none_of_gloo_beside_it():
+    alone = {"rank": 0, "world_size": 1}
+    dist.init_process_group(COLLECTIVES, store=dist.HashStore(), device_id=torch.device(GPU), **alone)
+    try:
+        with pytest.raises(RuntimeError, match="No backend type associated with device type"):
+            dist.new_group(backend="gloo")
+    finally:
+        dist.destroy_process_group()
+    leave = join_process_group(ALONE, device=torch.device(GPU))
+    assert dist.get_backend(dist.new_group(backend="gloo")) == "gloo"
+    leave()
 
 
 def joined_again_and_again():

@@ -24,6 +24,7 @@ __all__ = [
     "is_counted_by_ray",
     "library_versions",
     "lightning_accelerators",
+    "memory_block",
     "packs_recurrent_weights",
     "uses_pinned_memory",
     "wide_float",
@@ -66,6 +67,14 @@ def binds_process_groups(device: "torch.device") -> bool:
     Beside such a group torch (2.13) makes one of gloo for CUDA's devices alone.
     """
     return device.type == "cuda"
+
+
+def memory_block(device_type: str) -> int:
+    """Return the bytes of which the allocator of a device hands out multiples.
+
+    For accelerators these are 512, ``kMinBlockSize`` of torch's CUDACachingAllocator.
+    """
+    return 1 if device_type == "cpu" else 512
 
 
 def is_capturing(device: "torch.device") -> bool:

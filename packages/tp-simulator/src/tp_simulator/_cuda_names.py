@@ -39,9 +39,7 @@ def give_cudas_names() -> None:
     Tensor.is_cuda = property(_is_cuda)  # type: ignore[assignment]
     for module, name in _TAKE_NAMES:
         setattr(module, name, _in_own_names(getattr(module, name)))
-    # A module keeps its parameters on the way to CUDA, so an optimizer that was made before trains them. For
-    # other devices torch makes new ones, unless it may swap what is in them.
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.nn.Module._apply = _keep_parameters(torch.nn.Module._apply)  # type: ignore[method-assign]
     if dist.is_available():
         _rename_groups()
     _enter_mode_in_threads()
@@ -89,6 +87,25 @@ def _enter_mode_in_threads() -> None:
             run(self)
 
     threading.Thread.run = run_in_mode  # type: ignore[method-assign]
+
+
+def _keep_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a module keep its parameters on the way to CUDA, so an optimizer that was made before trains them.
+
+    For other devices torch makes new ones, unless it may swap what is in them. It may here alone: in
+    `load_state_dict` a swap takes values away from views of parameters, or fails for them.
+    """
+
+    @functools.wraps(apply)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return apply(*args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    return call
 
 
 # -- What is asked of tensors and groups ----------------------------------------------------------

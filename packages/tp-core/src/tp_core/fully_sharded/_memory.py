@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tp_core._contracts._job import Footprint, Job, MemoryNeed
+from tp_core.device_types import memory_block
 from tp_core.fully_sharded._options import FullyShardOptions, parameter_type, reduction_type, remedy
 from tp_core.fully_sharded._units import find_units
 
@@ -106,10 +107,14 @@ def _need(
     job: Job, options: FullyShardOptions, footprint: Footprint, model: nn.Module, ranks: int
 ) -> MemoryNeed:
     rest, units = _gathered(job, options, model)
-    weights, gradients, optimizer = (
-        -(-n // ranks) for n in (footprint.weights, footprint.gradients, footprint.optimizer_nbytes)
+    held, trained = _held_parts(job, model, ranks)
+    weights = round(footprint.weights * held)
+    gradients, optimizer, update = (
+        round(n * trained) for n in (footprint.gradients, footprint.optimizer_nbytes, footprint.update)
     )
-    update = footprint.update // ranks
+    # A check at the end of an epoch takes two numbers of each parameter, and each number a block.
+    numbers = 2 * sum(len(unit.sizes) for unit in [rest, *units])
+    update = max(update, numbers * memory_block(job.devices[0].type))
     if options.offload:  # shards and optimizer state are in the host's memory
         weights = gradients = optimizer = update = 0
     activations = _activations(job, options, footprint, tuple(unit.name for unit in units))
@@ -172,7 +177,8 @@ def _highest(
     # Units that stay whole after the forward are whole where the backward begins; else the last one alone is.
     whole_units = units if kept else units[-1:]
     gathered = rest.whole + sum(unit.whole for unit in whole_units)
-    peak = waiting = activations = 0
+    peak = _forward(moments, rest, units, kept=kept) + gradients
+    waiting = activations = 0
     at_work = rest
     for unit, nbytes, before, beside, after in moments:
         ahead = next_ones.get(unit.name, 0)
@@ -199,6 +205,19 @@ def _highest(
             waiting = unit.reduced
     # Whole weights are freed before the reduction.
     return max(peak, activations + gradients + max(rest.whole, _reducing(rest, ranks, is_cpu=is_cpu)))
+
+
+def _forward(moments: list[_Moment], rest: _Unit, units: list[_Unit], *, kept: bool) -> int:
+    """Return the bytes when the last unit is whole, and what it was gathered into is there still.
+
+    So is what the unit before was gathered into: torch frees that when it waits for the next one.
+    """
+    if not units:
+        return 0
+    before = min((moment.left for moment in moments if moment.unit is units[-1]), default=0)
+    whole_units = units if kept else units[-1:]
+    gathered_into = sum(unit.whole for unit in units[-2:])
+    return before + rest.whole + sum(unit.whole for unit in whole_units) + gathered_into
 
 
 def _reducing(unit: _Unit, ranks: int, *, is_cpu: bool) -> int:
@@ -229,6 +248,7 @@ def _activations(
 def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_Unit, list[_Unit]]:
     """Return the bytes of parameters in no unit, and of each unit."""
     low, reduced = parameter_type(options, job), reduction_type(options, job)
+    block = memory_block(job.devices[0].type)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def measured(name: str, module: nn.Module) -> _Unit:
@@ -243,19 +263,44 @@ def _gathered(job: Job, options: FullyShardOptions, model: nn.Module) -> tuple[_
                 size = n * low.itemsize
             else:
                 size = n * _size_of(job, parameter)
-            whole += size
+            whole += _round_up(size, block)
             if parameter.requires_grad:
-                sizes[path] = size
+                sizes[path] = _round_up(size, block)
                 if reduced:
                     sums += n * reduced.itemsize
                 else:
                     sums += size
-        return _Unit(name, whole, sizes, sums)
+        return _Unit(name, whole, sizes, _round_up(sums, block))
 
     # Inner units first: a parameter belongs to the innermost unit around it.
     units = list(find_units(model, options.units).modules.items())
     inner = [measured(name, module) for name, module in reversed(units)]
     return measured("", model), inner[::-1]
+
+
+def _held_parts(job: Job, model: nn.Module, ranks: int) -> tuple[float, float]:
+    """Return the parts of a model's memory, and of its trained parameters', that a rank holds.
+
+    Parameters are cut along their first dimension, and each piece takes whole blocks. Buffers are not cut.
+    """
+    block = memory_block(job.devices[0].type)
+    buffers = sum(_round_up(b.numel() * b.element_size(), block) for b in model.buffers())
+    whole = cut = buffers
+    trained_whole = trained_cut = 0
+    for parameter in model.parameters():
+        nbytes = parameter.numel() * _size_of(job, parameter)
+        rows = parameter.shape[0] if parameter.dim() else 1
+        piece = nbytes // max(1, rows) * -(-rows // ranks)
+        whole += _round_up(nbytes, block)
+        cut += _round_up(piece, block)
+        if parameter.requires_grad:
+            trained_whole += _round_up(nbytes, block)
+            trained_cut += _round_up(piece, block)
+    return cut / max(1, whole), trained_cut / max(1, trained_whole)
+
+
+def _round_up(nbytes: int, block: int) -> int:
+    return -(-nbytes // block) * block
 
 
 def _size_of(job: Job, parameter: nn.Parameter) -> int:

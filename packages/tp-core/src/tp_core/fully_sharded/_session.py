@@ -136,7 +136,6 @@ class FullyShardedSession(ProcessGroupSession):
 
         Collective: those of :meth:`run`, for each model.
         """
-
         # From the innermost model outwards. A function that calls itself would be in a cycle with the batch,
         # and batches would pile up in the device's memory until the garbage collector runs.
         call: Callable[[], StepOutput] = functools.partial(step, *models, batch)

@@ -303,8 +303,8 @@ class ProcessGroupSession(Session):
         """
         return self._enter(step, models, batch, [])
 
-    # A method, and no function within the other: one that calls itself would be in a cycle with the batch, which
-    # would stay in memory until the garbage collector runs.
+    # A method, and no function within the other: one that calls itself would be in a cycle with the batch,
+    # which would stay in memory until the garbage collector runs.
     def _enter(
         self,
         step: Callable[..., StepOutput],

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_core import tree_leaves, tree_map
+from tp_core.device_types import memory_block
 from tp_core.tensors import copy_attributes
 
 
@@ -164,13 +165,16 @@ class LiveBytes(TorchDispatchMode):
             return
         address = _address(gradient)
         size, kind = self._sizes.get(address, (0, "gradient"))
+        # A bias may have its gradient while a larger one is made, which the peak beside it belongs to.
+        others = self._making - (size if kind == "making" else 0)
         if kind != "gradient":
             self._add(kind, -size)
             self._add("gradient", size)
             self._sizes[address] = size, "gradient"
         kept = self.values - self._making
-        self.timeline[name] = [self._peak, self._peak_making, kept]
-        self._peak, self._peak_making = kept, 0
+        beside = 0 if others > size else self._peak_making
+        self.timeline[name] = [self._peak, beside, kept]
+        self._peak, self._peak_making = kept, self._peak_making - beside
 
     def keep(self, tensors: Iterable[Tensor]) -> int:
         """Count tensors as known from now on, for an optimizer's state; return their bytes."""
@@ -236,13 +240,8 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def block_of(device: torch.device | None) -> int:
-    """Return the bytes of which the allocator of a device hands out multiples.
-
-    For accelerators these are 512, ``kMinBlockSize`` of torch's CUDACachingAllocator.
-    """
-    if device is None or device.type == "cpu":
-        return 1
-    return 512
+    """Return the bytes of which the allocator of a device hands out multiples; without one, the CPU's."""
+    return memory_block("cpu" if device is None else device.type)
 
 
 def round_up(nbytes: int, block: int) -> int:
