@@ -177,7 +177,7 @@ def _highest(
     # Units that stay whole after the forward are whole where the backward begins; else the last one alone is.
     whole_units = units if kept else units[-1:]
     gathered = rest.whole + sum(unit.whole for unit in whole_units)
-    peak = _forward(moments, rest, units, kept=kept) + gradients
+    peak = _forward(moments, rest, units, ranks, kept=kept, is_cpu=is_cpu) + gradients
     waiting = activations = 0
     at_work = rest
     for unit, nbytes, before, beside, after in moments:
@@ -207,7 +207,9 @@ def _highest(
     return max(peak, activations + gradients + max(rest.whole, _reducing(rest, ranks, is_cpu=is_cpu)))
 
 
-def _forward(moments: list[_Moment], rest: _Unit, units: list[_Unit], *, kept: bool) -> int:
+def _forward(
+    moments: list[_Moment], rest: _Unit, units: list[_Unit], ranks: int, *, kept: bool, is_cpu: bool
+) -> int:
     """Return the bytes when the last unit is whole, and what it was gathered into is there still.
 
     So is what the unit before was gathered into: torch frees that when it waits for the next one.
@@ -217,6 +219,9 @@ def _forward(moments: list[_Moment], rest: _Unit, units: list[_Unit], *, kept: b
     before = min((moment.left for moment in moments if moment.unit is units[-1]), default=0)
     whole_units = units if kept else units[-1:]
     gathered_into = sum(unit.whole for unit in units[-2:])
+    if is_cpu:
+        # While the last unit is gathered, gloo has a buffer of its own, and a copy of the shard.
+        gathered_into += units[-1].whole // ranks + (0 if kept else units[-1].whole)
     return before + rest.whole + sum(unit.whole for unit in whole_units) + gathered_into
 
 
