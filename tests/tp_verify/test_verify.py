@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -611,6 +612,28 @@ class Dies(Strategy):
 def test_a_rank_that_fails_ends_all_with_its_cause():
     with pytest.raises(RankFailedError, match="rank 1 has no memory left"):
         verify(Branches, [torch.ones(4, 3)], parallel=Dies(), step=square, timeout_s=300)
+
+
+class Waits(strategies.DDP):
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+
+    def backward(self, model, step, parts):
+        if torch.distributed.get_rank():
+            with self.file.open("a") as file:
+                file.write("once\n")
+            time.sleep(60)
+        return super().backward(model, step, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.takes(40)
+def test_ranks_that_wait_on_the_first_batch_are_not_asked_for_each_choice_of_others(tmp_path, capfd):
+    with pytest.raises(RankFailedError, match="had not ended at the deadline"):
+        verify(m.build, m.EVEN[:1], parallel=Waits(tmp_path / "runs"), step=m.step, timeout_s=10.0)
+    assert (tmp_path / "runs").read_text().count("once") == 2
+    capfd.readouterr()  # the stacks of the ranks
 
 
 @pytest.mark.slow

@@ -275,11 +275,16 @@ def _trained(
     tried = replace(task, batches=[*task.batches, *made], own=len(made))
     exact = run_task(replace(tried, dtype=torch.float64, micro=1), OneDevice())
     _check_losses(tried, exact)
+    began = time.monotonic()
     try:
         return _on_ranks(tried, exact, strategy, ranks, reload_on, timeout_s)
     except RankFailedError as error:
         if not fewer:
             raise
+        limit = timeout_s if isinstance(ranks, int) else ranks.timeout_s
+        if time.monotonic() - began > limit:
+            # Ranks waited until the deadline. If they do so on the user's batches, too, it is said next.
+            fewer = fewer[-1:]
         reason = str(error).strip().splitlines()[-1]
     runs = _trained(task, fewer, strategy, ranks, reload_on, timeout_s)
     return replace(runs, refused=f"a batch of its own, {_shapes(made[0])}: ranks raise {reason}")
