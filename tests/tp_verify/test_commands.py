@@ -311,6 +311,7 @@ STACKS = [
     (TITAN, "titan_llama.py", ["", ""]),
     (ZERO, "zero.py", ["", "", "", "change of the weight"]),
     (ZERO, "zero_experts.py", [""]),
+    (ZERO, "zero_twice.py", ["", "", ""]),
     ([], "uneven_stages.py", ["the loss", ""]),
     ([], "trainer_tokens.py", ["", "the loss"]),
 ]
