@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from email import message_from_string
 from functools import partial
 from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,7 +68,9 @@ def find_entry_points() -> Iterator[tuple[PluginInfo, EntryPoint | Exception]]:
 def _with_info(point: EntryPoint) -> tuple[PluginInfo, EntryPoint]:
     if point.dist is None:
         return PluginInfo(point.name, point.name, ""), point
-    metadata = point.dist.metadata  # once: each question for `name` or `version` parses the file again
+    text = point.dist.read_text("METADATA") or point.dist.read_text("PKG-INFO") or ""
+    # Without the description, a whole README: reading its lines took a quarter of the search for plugins.
+    metadata = message_from_string(text.partition("\n\n")[0])
     return PluginInfo(point.name, metadata["Name"] or point.name, metadata["Version"] or ""), point
 
 
