@@ -386,6 +386,8 @@ def _sizes(result: Any, tensor: Tensor, mark: SplitMark, dim: int | None = None)
 
 def _is_called_here() -> bool:
     """Return whether a function is called by tp-shard, which joins what it computes of a part."""
+    # From the stack: `depth` counts the layers alone, and any function of this package may be given a part.
+    # A decorator on each of them would be missing on the next one, whose own sum would then be a fault.
     frame: FrameType | None = sys._getframe(2)
     passing = {"torch", "tp_core"}
     while frame is not None:

@@ -15,6 +15,8 @@ def current_line() -> str:
     import torch
 
     hidden = (_OWN, str(Path(torch.__file__).parent))
+    # From the stack, as loggers and warnings have it: torch calls the simulator from within an operator, and
+    # passes no line.
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(hidden):
         frame = frame.f_back

@@ -98,7 +98,8 @@ def hook_steps(
 
 def is_inner_step(optimizer: Optimizer) -> bool:
     """Return whether a hook is called for a step within another step of the same optimizer."""
-    # Frames of torch's wrapper, which has the hooks: unlike a count of calls, they end with an error.
+    # From the stack, where torch's wrapper is that calls the hooks. It passes them nothing of its call, and
+    # calls none after a step that raises: a count of steps begun would be one too many from then on.
     frame: FrameType | None = sys._getframe(1)
     steps = 0
     while frame is not None and steps < 2:

@@ -364,8 +364,9 @@ def _draws_in_code(kind: Any) -> bool | None:
 
 def _checkpoint_frame() -> FrameType | None:
     """Return the innermost running frame of ``torch.utils.checkpoint``."""
-    # By file name, as torch has no function that says whether it recomputes. Without it recomputed dropout
-    # would draw other masks: `recomputation_draws_the_same_masks`.
+    # From the stack and by file name: torch says neither that it recomputes nor which checkpoint, and tells
+    # nobody when one has ended. Without it recomputed dropout would draw other masks:
+    # `recomputation_draws_the_same_masks`.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
         frame = frame.f_back
