@@ -368,7 +368,15 @@ def same(found, expected):
     torch.testing.assert_close(found[1], expected[1], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", CASES)
+ON_BOTH = [name for name, case in CASES.items() if case.gather is None and case.parts != "different"]
+"""The cases that train on dp-gather and on tuple. The fast part has each of them on one of the two."""
+
+
+def with_slow(names, slow):
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
+@pytest.mark.parametrize("name", with_slow(CASES, ON_BOTH[::2]))
 def test_gathered_devices_train_as_one_or_say_why_not(name):
     case = CASES[name]
     if case.gather is None:
@@ -384,7 +392,9 @@ def test_gathered_devices_refuse_what_is_not_told(name):
         trained(CASES[name], "dp-gather", options={})
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.parts != "different"])
+@pytest.mark.parametrize(
+    "name", with_slow([n for n, case in CASES.items() if case.parts != "different"], ON_BOTH[1::2])
+)
 def test_devices_with_parts_train_as_one(name):
     same(trained(CASES[name], "tuple"), trained(CASES[name], "single"))
 

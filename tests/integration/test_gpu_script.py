@@ -76,7 +76,7 @@ def test_without_a_cuda_device_every_gpu_test_is_skipped_with_its_reason(script,
 
 
 @pytest.mark.takes(150)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_it_is_rehearsed_on_simulated_devices(tmp_path):
     out = tmp_path / "out.json"

@@ -19,7 +19,7 @@ class TestTuple(UserStateConformance):
     limits = {OWN_COUNT: "each device runs the step on its part, and so counts; a warning names it"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestTupleWithCopies(TestTuple):
     """Each device has parameters of its own, as on several accelerators."""
 

@@ -81,9 +81,9 @@ def train(backend, call, dropout=0.0, keep=None):
     [
         (recomputed, 0.0, None),
         (recomputed, 0.3, None),
-        (recomputed_twice, 0.0, None),
+        pytest.param(recomputed_twice, 0.0, None, marks=pytest.mark.slow),
         pytest.param(compiled, 0.0, None, marks=pytest.mark.slow),  # imports torch's compiler
-        (plain, 0.3, "inputs"),
+        pytest.param(plain, 0.3, "inputs", marks=pytest.mark.slow),
         (plain, 0.0, "matmuls"),
     ],
 )

@@ -166,6 +166,7 @@ def stopped_before_a_short_batch(folder):
     return train_to(folder / "whole", 5), train_to(folder / "stopped", 5), train_to(folder / "small", 5, 4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_a_batch_with_fewer_samples_than_micro_batches(pair, tmp_path):
     for whole, resumed, refused in pair.run(partial(stopped_before_a_short_batch, tmp_path)):
         assert all(torch.equal(resumed[name], value) for name, value in whole.items())

@@ -486,7 +486,7 @@ PART_WRITES = [
 
 @pytest.mark.parametrize(
     "callback",
-    first_fast([*(partial(WritesParts, write) for write in PART_WRITES), WritesPartsOfGradients], 3),
+    first_fast([*(partial(WritesParts, write) for write in PART_WRITES), WritesPartsOfGradients]),
     ids=[*(write.__name__ for write in PART_WRITES), "of_gradients"],
 )
 def test_what_is_written_into_parts_of_sharded_tensors_counts(two_ranks, callback):
