@@ -152,9 +152,8 @@ _STARTERS = {"RankPool", "rank_outcomes", "run_ranks"}
 def _shares_a_start(item):
     """Return whether a test uses what one process starts once, and others could use too.
 
-    That is ranks and their server, simulated devices, or all trainings of a kit. These tests come first, and
-    so go to the first worker. Four workers would start four servers, each with ranks whose first steps cost
-    seconds: a sixth of the CPU of all tests.
+    That is ranks and their server, simulated devices, or all trainings of a kit: 3 to 5 s of CPU each. These
+    tests come first, and so one worker has them, until others have nothing else to do.
     """
     if not _RANKS.isdisjoint(item.fixturenames) or "simulated" in item.keywords:
         return True
