@@ -192,16 +192,22 @@ def _forward(
                 reason = "it computes something else on a rank than in one piece"
                 if (name, nth) in inputs:
                     parts = [dict(_numbered(run.row_inputs)).get((name, nth)) for run in runs]
-                    reason = _why_row(inputs[name, nth], parts, bound)
+                    reason = _why_row(inputs[name, nth], parts, run.splits.get(f"{name}.weight"), bound)
                 first = Fault(name, f"outputs differ by {apart:.2g} on rank {rank}", reason)
     return first
 
 
-def _why_row(whole: Tensor, parts: list[Tensor | None], bound: Bound) -> str:
+def _why_row(whole: Tensor, parts: list[Tensor | None], cut: Split | None, bound: Bound) -> str:
     """Return the reason why a row layer's output differs, from its inputs on the ranks."""
     if all(part is not None and part.shape[:-1] == whole.shape[:-1] for part in parts):
-        joined = torch.cat([part for part in parts if part is not None], -1)
+        tensors = [part for part in parts if part is not None]
+        joined = torch.cat(tensors, -1)
         if joined.shape == whole.shape:
+            if cut is not None:
+                features = Split(-1, cut.size, cut.ranges)
+                right = torch.cat([features.take(whole, rank) for rank in range(len(tensors))], -1)
+                if right.shape == joined.shape and distance(right, joined) <= bound.limit(whole):
+                    return "what reaches it is right on each rank; its product, or the sum over ranks, is not"
             if distance(whole.sort(-1).values, joined.sort(-1).values) <= bound.limit(whole):
                 return "the features that reach it stand in another order than it is cut"
             return (

@@ -73,9 +73,10 @@ class _Simulation:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         # One rank runs at a time, and passes its turn on in each collective: the current groups and random
-        # numbers belong to the process, and two ranks at once would mix theirs.
-        self._changed = threading.Condition()
-        self._turn = 0
+        # numbers belong to the process, and two ranks at once would mix theirs. An event for each rank: one
+        # for all would wake all of them at each turn, 64 times 64 in a collective of 64 ranks.
+        self._turns = [threading.Event() for _ in range(ranks)]
+        self._turns[0].set()
         self._slots: list[tuple[str, Any] | None] = [None] * ranks
         self._done = [False] * ranks
         self._failed: SimulatedError | None = None
@@ -142,8 +143,8 @@ class _Simulation:
         settings.restore()
 
     def _wait(self, rank: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn == rank)
+        self._turns[rank].wait()
+        self._turns[rank].clear()
         if self._failed is not None:
             raise _StoppedRankError
 
@@ -159,9 +160,8 @@ class _Simulation:
             )
             self._failed = SimulatedError(waiting, error)
             free = [waiting]
-        with self._changed:
-            self._turn = free[0] if free else -1
-            self._changed.notify_all()
+        if free:
+            self._turns[free[0]].set()
 
 
 class _Settings:
