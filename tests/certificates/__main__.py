@@ -1,8 +1,8 @@
 """Certify how programs of today's libraries resume: ``python -m tests.certificates``.
 
-Its environment is that of the benchmarks, which has the libraries. ``--only WORD`` tries the rows with a word
-in them, and prints their certificates; without it all rows are tried, and the table that the documents quote
-is written.
+Its environment is that of the benchmarks, which has the libraries. All rows are tried, or with ``--only``
+those with a word in them. Their certificates are printed, and written into the file from which the documents
+have their table. There a row that does not train now stays as it was.
 """
 
 import argparse
@@ -149,26 +149,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.certificates")
     parser.add_argument("--only", metavar="WORD", help="try rows with this word")
     chosen = parser.parse_args()
-    found: dict[str, dict[str, Any]] = {}
     for row in rows():
         name = f"{row.stack}, {row.how}"
         if chosen.only and chosen.only not in f"{name} {row.program}":
             continue
-        found[name] = certified(row)
-        print(f"== {name}\n{found[name]['text']}\n", flush=True)
-    if chosen.only:
-        return
+        facts = certified(row)
+        print(f"== {name}\n{facts['text']}\n", flush=True)
+        if facts["reports"]:
+            write(name, facts)
+
+
+def write(name: str, certificates: dict[str, Any]) -> None:
+    """Put a row into the file, beside the others."""
+    known: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))["rows"]
+    known[name] = certificates
+    names = [f"{row.stack}, {row.how}" for row in rows()]
+    ordered = {name: known[name] for name in names if name in known}
+    figures = {
+        "kills": sum(len(one["reports"]) for one in ordered.values()),
+        "rows": len(ordered),
+        "rows equal": sum(one["ok"] for one in ordered.values()),
+    }
     facts: dict[str, Any] = {
         "measured": date.today().isoformat(),
         "machine": machine(),
-        "versions": versions(),
+        "versions": versions() | {name: metadata.version(name) for name in DISTRIBUTIONS},
     }
-    figures = {
-        "kills": sum(len(one["reports"]) for one in found.values()),
-        "rows": len(found),
-        "rows equal": sum(one["ok"] for one in found.values()),
-    }
-    facts |= {"figures": figures, "rows": found, "table": table(found)}
+    facts |= {"figures": figures, "rows": ordered, "table": table(ordered)}
     FILE.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
