@@ -299,6 +299,7 @@ EXPERTS = [
 BEFORE = ["transformers==5.5.4", "huggingface-hub==1.5.0", "tokenizers==0.22.2"]
 BEFORE += ["anyio", "h11", "httpcore", "httpx"]
 ZERO = ["deepspeed==0.19.8", "einops", "hjson", "msgpack", "py-cpuinfo", "ninja"]
+FABRIC, MEGATRON = ["lightning==2.6.6"], ["megatron-core==0.16.1"]
 TITAN = ["torchtitan==0.3.0", "spmd-types", "tyro", "shtab", "typeguard"]
 
 
@@ -306,8 +307,8 @@ STACKS = [
     (BEFORE, "experts.py", EXPERTS),  # before its pull request 45473
     (["accelerate==1.14.0"], "adapters.py", [r"loaded weight of .*lora_A"]),  # before 4206
     (["accelerate==1.15.0"], "hybrid.py", ["", ""]),
-    (["lightning==2.6.6"], "joint_setup.py", ["change of the weight", "", ""]),
-    (["megatron-core==0.16.1"], "megatron_layers.py", ["", "gradient of the input of up"]),
+    (FABRIC, "joint_setup.py", ["change of the weight", "", ""]),
+    (MEGATRON, "megatron_layers.py", ["", "gradient of the input of up"]),
     (TITAN, "titan_llama.py", ["", ""]),
     (ZERO, "zero.py", ["", "", "", "change of the weight"]),
     (ZERO, "zero_experts.py", [""]),
@@ -317,16 +318,21 @@ STACKS = [
 ]
 
 
+def installed_into(folder, packages):
+    """Return an environment of processes that find these packages before those of this environment."""
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    if packages:
+        subprocess.run([*install, "--target", str(folder), *packages], check=True, timeout=600)
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": paths}
+
+
 @pytest.mark.nightly
 @pytest.mark.takes(200)
 @pytest.mark.needs("transformers", "accelerate", "peft")
 @pytest.mark.parametrize(("packages", "file", "findings"), STACKS, ids=[file for _, file, _ in STACKS])
 def test_what_the_page_says_of_other_stacks_is_so(packages, file, findings, tmp_path):
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-    if packages:
-        subprocess.run([*install, "--target", str(tmp_path), *packages], check=True, timeout=600)
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    program, environ = f"{ROOT}/docs/examples/found/{file}:cases", {**os.environ, "PYTHONPATH": paths}
+    program, environ = f"{ROOT}/docs/examples/found/{file}:cases", installed_into(tmp_path, packages)
     done = tp_verify(tmp_path, program, "--json", environ=environ)
     found = [report["finding"] or {} for report in json.loads(done.stdout)["reports"]]
     for finding, expected in zip(found, findings, strict=True):
@@ -334,3 +340,32 @@ def test_what_the_page_says_of_other_stacks_is_so(packages, file, findings, tmp_
             ". "
         )
         assert re.search(expected, said) if expected else not finding, (said, done.stderr)
+
+
+YOURS = ROOT / "docs/verify-yours.md"
+OWN_BLOCKS = {"lightning": FABRIC, "deepspeed": ZERO, "megatron-core": MEGATRON}
+OWN_BLOCK = re.compile(
+    r"^```\{code-block\} python\n:name: (\S+)\n\n(.*?)^```\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
+
+
+def test_each_library_of_the_page_has_its_block():
+    assert [name for name, _, _ in OWN_BLOCK.findall(YOURS.read_text())] == [*OWN_BLOCKS]
+
+
+@pytest.mark.nightly
+@pytest.mark.takes(120)
+@pytest.mark.parametrize("name", OWN_BLOCKS)
+def test_a_block_with_another_library_prints_what_the_page_says(name, tmp_path):
+    text = YOURS.read_text()
+    shared = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+    own, says = {block: rest for block, *rest in OWN_BLOCK.findall(text)}[name]
+    environ = installed_into(tmp_path / "installed", OWN_BLOCKS[name])
+    (tmp_path / "yours.py").write_text(shared + own)
+    command = [sys.executable, "-W", "ignore", "yours.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith(("None", "step "))]
+    assert found == says.splitlines()
