@@ -48,6 +48,8 @@ def _told_of_own_steps(backend="auto", devices="cpu"):
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
     with Trainer(seed=0, devices=devices, backend=backend, progress=False) as trainer:
         first, second, batches = trainer.prepare(first, second, loader())
+        for _ in range(2):  # passes before the loop are not its own, and change nothing in it
+            trainer.backward(first(torch.ones(1)).sum())
         opt_1 = torch.optim.SGD(first.parameters(), lr=0.1)
         opt_2 = torch.optim.SGD(second.parameters(), lr=0.1)
         state = {"first": first, "second": second, "opt_1": opt_1, "opt_2": opt_2}

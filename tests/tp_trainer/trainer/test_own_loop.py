@@ -48,6 +48,23 @@ def on_one_and_two(body):
 # -- whose share -----------------------------------------------------------------------------------
 
 
+def test_later_backward_passes_are_checked_and_weighed_as_the_first():
+    with make_trainer() as trainer:
+        model = trainer.prepare(make_model())
+        rows = torch.ones(3, 1, dtype=torch.float64)
+        for _ in range(3):
+            with pytest.raises(StepError, match="shape"):
+                trainer.backward(model(rows))
+            model.zero_grad()
+            trainer.backward(model(rows).mean())
+            trainer.backward(model(rows).mean(), weight=3.0, total=6.0)
+            trainer.backward({"loss": model(rows).mean(), "weight": 0.0})
+            loss = model(rows).square().mean()
+            trainer.backward(loss, retain_graph=True)
+            trainer.backward(loss)
+            assert next(model.parameters()).grad.item() == pytest.approx(1 + 0.5 + 2 * 1.0)
+
+
 def _gradients(one_step, *, batch_size=4, n=11, with_run=True, **arguments):
     """Return the gradient of each batch, and its loss over all ranks."""
     with make_trainer(**arguments) as trainer:

@@ -48,6 +48,7 @@ from tp_trainer._steps._step import (
     autocast,
     guard_stop_iteration,
     in_precision,
+    is_inherited,
     loss_of,
     warn_evaluation_mode,
     warn_no_gradients,
@@ -772,6 +773,15 @@ class Trainer:
         Collectives: as in `Session.backward`; before it an all-reduce of one number, if there is a weight and
         no total.
         """
+        contexts = self._contexts
+        is_plain = weight is None and batch is None and not retain_graph and not create_graph
+        if is_plain and contexts.is_plain and type(loss) is Tensor and not loss.dim():
+            try:
+                loss.backward()
+            except (RuntimeError, MemoryError) as error:
+                self._preparation.explain(error)
+                raise
+            return
         if not isinstance(loss, Tensor) or loss.dim():
             weight = loss.get("weight") if weight is None and isinstance(loss, Mapping) else weight
             loss = loss_of(loss, training=True)
@@ -806,11 +816,14 @@ class Trainer:
             parameters = [p for model in preparation.models() for p in model.parameters()]
             if not any(map(is_dtensor, parameters)):  # DTensors get gradients later, when they are reduced
                 warn_no_gradients(parameters, owner="any prepared model")
-        current = self._contexts.current
+        current = contexts.current
         if current.unused is not None:
             current.unused.note_backward()
         if current.step_events is not None:
             current.step_events.backward_end()
+        # On one device the rest of a run needs no more of most backward passes than torch's own.
+        if shares is None and preparation.scaler is None and is_inherited(session.backward, Session.backward):
+            contexts.is_plain = current.unused is None and current.step_events is None
 
     def global_loss(
         self, loss: StepOutput, *, weight: float | Tensor | None = None, batch: Any = None

@@ -321,11 +321,15 @@ class BatchTotals:
     Where they are not known, each rank is assumed to have as many as this one, and a batch that shows that
     it may be wrong is warned of, once.
 
+    Attributes:
+        is_alone: Whether this rank has every batch whole, so that its own samples are all.
+
     Collective: in the constructor, for training, one of ``ranks.gather``.
     """
 
     def __init__(self, loader: object, ranks: Ranks) -> None:
         self._ranks = ranks
+        self.is_alone = ranks.size == 1
         self._sizes: Sequence[BatchSizes] = ()
         if not ranks.shard and ranks.training and ranks.gather is not None:
             everyones = ranks.gather(BatchSizes.of(loader))
@@ -364,13 +368,14 @@ def _counted(
     leave: Callable[[], None] | None = None,
 ) -> Iterator[Any]:
     """Yield batches that tp did not choose, with their samples counted; at the end call ``leave``."""
-    share = Share(0, 0)
+    share, is_alone = Share(0, 0), totals.is_alone
     try:
         for number, batch in enumerate(source, start=first):
             samples = count_samples(batch)
-            total = totals.of(number, samples)
-            if samples != share.samples or total != share.total:
-                share = Share(samples, total)
+            if samples != share.samples or not is_alone:
+                total = totals.of(number, samples)
+                if samples != share.samples or total != share.total:
+                    share = Share(samples, total)
             progress.number, progress.share = number, share
             yield batch if move is None else move(batch)
     finally:

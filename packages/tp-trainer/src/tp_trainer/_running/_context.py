@@ -36,17 +36,19 @@ class RunContexts:
 
     Attributes:
         current: The context of the innermost loop.
+        is_plain: Whether a backward pass has shown that the next ones in this context need torch's own alone.
     """
 
     def __init__(self) -> None:
         self.current = RunContext()
+        self.is_plain = False
 
     @contextmanager
     def within(self, **changes: Any) -> Iterator[None]:
         """Change fields of the current context, and restore them at the end."""
         before = self.current
-        self.current = replace(before, **changes)
+        self.current, self.is_plain = replace(before, **changes), False
         try:
             yield
         finally:
-            self.current = before
+            self.current, self.is_plain = before, False

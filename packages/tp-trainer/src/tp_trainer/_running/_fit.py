@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tp_core.data import CountedBatch, Parts, PreparedLoader, StepOutput
-from tp_core.plugins import RunView
+from tp_core.plugins import RunView, Session
 
 from tp_trainer._checks import check_no_others, check_owner
 from tp_trainer._memory import StepParts
@@ -36,6 +36,7 @@ from tp_trainer._steps._optimizer_step import OptimizerStep
 from tp_trainer._steps._step import (
     RunStep,
     Step,
+    is_inherited,
     loss_of,
     parameters_of,
     restore_modes,
@@ -241,11 +242,13 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
     scheduler = options.scheduler if options is not None and options.every == "step" else None
     model, no_sync, zero_grad = update.model, update.session.no_sync, update.optimizer.zero_grad
     add, backward, finish = meter.add, update.backward, update.finish
-    loader = hooks.train
     begin_step = meter.begin_step if meter.tolerates else None
     events = settings.loop.events
     sends_backward_end = events.has("on_backward_end")
     position = loop._position  # `loop.ends_step` would be a call for each batch
+    # On one device in fp32 both add a call to each step, and nothing else.
+    is_plain = is_inherited(hooks.run, Session.run)
+    calls_step, calls_backward = False, is_inherited(backward, Session.backward)
 
     def run_first(_: Step, model: Any, batch: Any) -> StepOutput:
         nonlocal step
@@ -262,15 +265,15 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         return output
 
     def run_first_of_epoch(_: Step, model: Any, batch: Any) -> StepOutput:
-        nonlocal run
-        run = hooks.run
+        nonlocal run, calls_step
+        run, calls_step = hooks.run, is_plain
         return hooks.step_state.run(
             lambda counted: hooks.run(counted, model, batch), step, [model], own=settings.step
         )
 
     def finish_first() -> bool:
-        nonlocal run, finish
-        run, is_made = hooks.run, update.finish()
+        nonlocal run, finish, calls_step
+        run, calls_step, is_made = hooks.run, is_plain, update.finish()
         if is_made:
             finish = update.finish
             owner = f"the optimizer, {type(update.optimizer).__name__},"
@@ -281,17 +284,21 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         run, finish = run_first, finish_first
     elif hooks.step_state.looks:  # again: a step may begin to count later
         run = run_first_of_epoch
+    else:
+        calls_step = is_plain
 
     def learn(batch: Any) -> StepOutput:
-        share = loader.share  # now: the step may iterate the loader, too
-        output = run(step, model, batch)
+        share = position.share
+        output = step(model, batch) if calls_step else run(step, model, batch)
         # Most steps return a scalar: the full check of `loss_of` would double the cost of this function.
         if type(output) is Tensor and output.requires_grad and not output.dim():
             loss = output
         else:
             loss = loss_of(output, training=True)
         weight = add(loss, output, share)
-        if weight is None:
+        if calls_backward and weight is None:
+            loss.backward()
+        elif weight is None:
             backward(loss, share)
         else:
             update.weighted_backward(loss, weight)

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tp_core.arguments import explain_arguments
-from tp_core.data import PreparedLoader, Share
+from tp_core.data import PreparedLoader
 from tp_core.errors import ConfigError, LoaderError
 from tp_core.output import StandardStream, get_logger
 from tp_core.plugins import RunStatus, RunView, Session
@@ -148,7 +148,6 @@ class Loop:
         self._position = Position(steps, session.job.accumulate)
         self._timer = EpochTimer(session, train)
         self.meter = self._new_meter()
-        self._share: Share | None = None  # of the current batch
         self._ticker: Ticker | None = None  # of the epoch under way
         self._epoch_batches: Generator[Any, None, None] | None = None
         self._epoch_is_over = False
@@ -172,7 +171,6 @@ class Loop:
             checkpointer,
             may_come=hooks.counts_batches or bool(settings.events.callbacks),
         )
-        self._next_look: float = 0  # at this many batches done
         self._ending: str | None = None
         self._saves_at_epoch_end = False
 
@@ -333,7 +331,7 @@ class Loop:
             StepError: A value is not a number.
         """
         if self._hooks.counts_batches:
-            self.meter.log(numbers, self._share)
+            self.meter.log(numbers, self._position.share)
         is_of_next_step = self._position.is_in_step and not self._epoch_is_over
         self._logs.add(numbers, step=self.step + is_of_next_step, epoch=self.epoch)
 
@@ -429,8 +427,7 @@ class Loop:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of all epochs."""
-        for batches in self.by_epoch():
-            yield from batches
+        return chain.from_iterable(self.by_epoch())
 
     def by_epoch(self) -> Iterator[Iterator[Any]]:
         """Yield an iterator over the batches of each epoch, for code between epochs.
@@ -509,7 +506,7 @@ class Loop:
         position, requests, first = self._position, self._requests, self._run_state.first
         steps, accumulate = position.batches, position.accumulate
         note_step = None if self._watchdog is None else self._watchdog.note_step
-        count = self.meter.count if self._hooks.counts_batches else None
+        meter = self.meter if self._hooks.counts_batches else None
         events = self._settings.events
         sends_step_end = events.has("on_step_end")
         boundaries, now = requests.boundaries, time.monotonic
@@ -517,13 +514,14 @@ class Loop:
         reporter = self._reporter
         shown = nullcontext() if reporter is None else reporter.epoch(self._epoch_label(), steps, first=first)
         with guard_stop_iteration(), shown as self._ticker, self._watching():
-            self._next_look = self._at_boundary(done)
+            next_look = self._at_boundary(done)  # at this many batches done
             if self._ending is None:
                 train = self._train
                 batches = iter(train)
                 try:
                     for batch in islice(batches, steps - first):
-                        self._share = train.share  # now: the code of the step may iterate the loader, too
+                        # Now: the code of the step may iterate the loader, too.
+                        share = position.share = train.share
                         if accumulate > 1:
                             position.ends_step = (done + 1) % accumulate == 0 or done + 1 == steps
                         if note_step is not None:
@@ -531,8 +529,8 @@ class Loop:
                         yield batch
                         done += 1
                         position.done = done
-                        if count is not None:
-                            count(self._share)
+                        if meter is not None:
+                            meter.count(share)
                         if sends_step_end and position.ends_step:
                             self._run_state.step = position.step
                             position.is_in_step = False
@@ -541,8 +539,8 @@ class Loop:
                         if position.ends_step:
                             # Before the flag is read: see `StepBoundaries._vote`, which relies on this order.
                             boundaries.passed += 1
-                            if boundaries.calls or done >= self._next_look or now() >= requests.wake_at:
-                                self._next_look = self._at_boundary(done, ended_step=True)
+                            if boundaries.calls or done >= next_look or now() >= requests.wake_at:
+                                next_look = self._at_boundary(done, ended_step=True)
                                 if self._ending is not None:
                                     break
                     if done == steps and not self._looked_for_more:

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from tp_core.data import Share
+
 
 class Position:
     """Counts the batches and the optimizer steps of a run.
@@ -15,6 +17,7 @@ class Position:
         done: The batches of this epoch that are done.
         ends_step: Whether the current batch is the last one of an optimizer step.
         is_in_step: Whether the code of a step runs now; its numbers are those of the next step.
+        share: The samples of the current batch; ``None`` before the first.
     """
 
     def __init__(self, batches: int, accumulate: int) -> None:
@@ -23,6 +26,7 @@ class Position:
         self.done = 0
         self.ends_step = True
         self.is_in_step = False
+        self.share: Share | None = None
         self._steps_before = 0  # of the epochs before this one
 
     @property

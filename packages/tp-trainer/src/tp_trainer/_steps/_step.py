@@ -126,6 +126,11 @@ def in_precision(run: RunAny, precision: Precision, device: torch.device) -> Run
     return run_under_autocast
 
 
+def is_inherited(method: Callable[..., Any], default: Callable[..., Any]) -> bool:
+    """Return whether a session's bound ``method`` is the ``default`` of `Session`, for a single device."""
+    return getattr(method, "__func__", None) is default
+
+
 def to_bfloat16(batch: Any) -> Any:
     """Return ``batch`` with its floating-point tensors in bfloat16; other values unchanged."""
     if isinstance(batch, Parts):
