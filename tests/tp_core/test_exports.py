@@ -1,5 +1,6 @@
 """The public surface of tp_core: what is exported."""
 
+import gc
 import importlib
 import sys
 from importlib.metadata import version
@@ -8,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 import tp_core
 import tp_core.errors
+from tp_core.plugins import lazy_exports
 
 from tests.surface.names import PACKAGES, public_modules
 
@@ -70,3 +72,23 @@ def test_a_table_is_what_a_package_exports(tmp_path, monkeypatch):
         module.other  # noqa: B018 - it raises
     for name in [name for name in sys.modules if name.startswith("lazy_package")]:
         del sys.modules[name]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_garbage_collector_rests_while_a_name_is_imported_and_is_then_as_before(
+    tmp_path, monkeypatch, works
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    get, _, _ = lazy_exports("tp_core", {"resting": ["_works"], "missing_module": ["lost"]})
+    (tmp_path / "resting.py").write_text("import gc\n_works = gc.isenabled()\n")
+    try:
+        if not works:
+            gc.disable()
+        assert get("_works") is False
+        assert gc.isenabled() is works
+        with pytest.raises(ModuleNotFoundError):
+            get("lost")
+        assert gc.isenabled() is works
+    finally:
+        gc.enable()
+        del sys.modules["resting"], tp_core._works

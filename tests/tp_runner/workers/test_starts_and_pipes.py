@@ -158,6 +158,12 @@ def test_an_interrupt_does_not_wait_for_threads_at_work(interrupt):
         assert list(runner.stream([0, 1])) == [True, True]
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_garbage_collector_works_in_workers(method):
+    with tp_runner.map(lambda _: gc.isenabled(), [0], n_workers=1, start_method=method) as results:
+        assert list(results) == [True]
+
+
 def test_a_worker_that_does_not_read_its_setup_is_late_and_not_waited_for(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")  # in a new interpreter
     env = {"PYTHONPATH": str(tmp_path), **{f"LONG_{n}": "x" * 50_000 for n in range(4)}}

@@ -1,9 +1,11 @@
 """Lazy packages, which import a name when it is first used (PEP 562)."""
 
 import builtins
+import gc
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -50,7 +52,8 @@ def lazy_exports(
         module = modules[name]
         if module == package:
             return importlib.import_module(f"{package}.{name}")  # which makes it an attribute of the package
-        value = getattr(importlib.import_module(module), name)
+        with _garbage_left():
+            value = getattr(importlib.import_module(module), name)
         setattr(sys.modules[package], name, value)
         return value
 
@@ -58,6 +61,23 @@ def lazy_exports(
         return sorted({*vars(sys.modules[package]), *modules})
 
     return __getattr__, __dir__, exported
+
+
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Let the garbage collector rest, if it works.
+
+    What modules define makes no garbage, and is so much that the collector would look at every object of the
+    process: in one that has imported torch this takes longer than the modules.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _version_of(package: str) -> str:
