@@ -130,6 +130,7 @@ _KNOWN = {
     "jobs": "tp-launch",
     "launch": "tp-launch",
     "logs": "tp-launch",
+    "new-plugin": "tp-testing",
     "report": "tp-trainer",
     "run": "tp-runner",
     "shard": "tp-shard",
