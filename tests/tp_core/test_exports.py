@@ -58,8 +58,9 @@ def test_a_table_is_what_a_package_exports(tmp_path, monkeypatch):
         "    'lazy_package': ['compat'],\n"
         "    'lazy_package._names': ['B_C', 'Late', '_hidden', 'map'],\n"
         "    'lazy_package.compat': ['old'],\n"
-        "})\n"
+        "}, answers='lazy_package._peers')\n"
     )
+    (package / "_peers.py").write_text("NAMES = {'Theirs': 'ours()'}\n")
     (package / "_names.py").write_text("B_C, Late, _hidden, map = 1, 2, 3, 4\n")
     (package / "compat.py").write_text("old = 5\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -70,6 +71,16 @@ def test_a_table_is_what_a_package_exports(tmp_path, monkeypatch):
     assert {"B_C", "Late", "_hidden", "compat", "map", "old"} <= set(dir(module))
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         module.other  # noqa: B018 - it raises
+    with pytest.raises(AttributeError, match=r"no attribute 'Theirs'; write ours\(\)"):
+        module.Theirs  # noqa: B018 - it raises
+    assert not hasattr(module, "Theirs")
+    for name, answer in {
+        "Theirs": r"'Theirs'; write ours\(\)",
+        "old_": "'old_'; look in lazy_package.compat",
+        "Lat": "did you mean 'Late'",
+    }.items():
+        with pytest.raises(ImportError, match=answer):
+            exec(f"from lazy_package import {name}")
     for name in [name for name in sys.modules if name.startswith("lazy_package")]:
         del sys.modules[name]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def lazy_exports(
-    package: str, names: Mapping[str, Sequence[str]]
+    package: str, names: Mapping[str, Sequence[str]], *, answers: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package with names imported late.
 
@@ -23,6 +23,7 @@ def lazy_exports(
     Args:
         package: The package's ``__name__``.
         names: The names that the package exports, by the modules that they are imported from.
+        answers: A module with a dict ``NAMES``: for names of other libraries what to write here.
 
     Example:
         >>> __getattr__, __dir__, __all__ = lazy_exports(__name__, {"tp_core.errors": ["TpError"]})
@@ -35,19 +36,26 @@ def lazy_exports(
     ]
     exported.sort(key=lambda name: (not name.replace("_", "").isupper(), name[0].islower(), name))
 
+    def advice(name: str) -> str:
+        public = [f"{package}.{key}" for key, module in modules.items() if module == package]
+        homes = [home for home in public if hasattr(importlib.import_module(home), name)]
+        if homes:
+            return f"; it is in {homes[0]}"
+        peers = {} if answers is None else importlib.import_module(answers).NAMES
+        if name in peers:
+            return f"; write {peers[name]}"
+        if public:
+            return f"; look in {', '.join(public)}"
+        return ""
+
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return _version_of(package)
         if name not in modules:
             msg = f"module {package!r} has no attribute {name!r}"
-            public = [f"{package}.{key}" for key, module in modules.items() if module == package]
             # Imports for a user's typo alone: tools that probe a module ask for private names.
-            looked_in = () if name.startswith("_") else public
-            homes = [home for home in looked_in if hasattr(importlib.import_module(home), name)]
-            if homes:
-                msg += f"; it is in {homes[0]}"
-            elif public:
-                msg += f"; look in {', '.join(public)}"
+            if not name.startswith("_"):
+                msg += advice(name)
             raise AttributeError(msg, name=name, obj=sys.modules[package])  # Python adds the nearest name
         module = modules[name]
         if module == package:
@@ -57,10 +65,41 @@ def lazy_exports(
         setattr(sys.modules[package], name, value)
         return value
 
+    _advice[package] = advice
+
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *modules})
 
     return __getattr__, __dir__, exported
+
+
+_advice: dict[str, Callable[[str], str]] = {}
+"""What to write for a name that a package lacks, by package."""
+
+
+class _MissingNames:
+    """Answers ``from package import name`` for a name that a package lacks; the last finder of modules.
+
+    Python has a sentence of its own for that, "cannot import name", in which the one of ``__getattr__`` is
+    lost. Before that it looks for a module of this name.
+    """
+
+    @staticmethod
+    def find_spec(fullname: str, _path: object = None, _target: object = None) -> None:
+        package, _, name = fullname.rpartition(".")
+        if package not in _advice or name.startswith("_"):
+            return
+        from difflib import get_close_matches  # for messages alone: every worker process would wait for it
+
+        near = get_close_matches(name, getattr(sys.modules[package], "__all__", ()), n=1)
+        advice = _advice[package](name)
+        if near and "; write" not in advice:
+            advice = f"; did you mean {near[0]!r}?"
+        msg = f"cannot import name {name!r} from {package!r}{advice}"
+        raise ModuleNotFoundError(msg, name=package)  # of another name than the module's, which Python hides
+
+
+sys.meta_path.append(_MissingNames)
 
 
 @contextmanager

@@ -65,4 +65,5 @@ else:
             "tp_trainer._verify": ["Verification"],
             "tp_trainer.compat": ["Parallel_Trainer", "ParallelTrainer"],
         },
+        answers="tp_trainer._peer_names",
     )

@@ -209,12 +209,39 @@ _OF_SETTINGS = {
         "save_top_k": 'Checkpoints("run", keep=3)',
         "save_weights_only": 'trainer.export(model, "model.safetensors") after the run',
     },
+    "CsvLogger": {"path": 'CsvLogger("run", filename="metrics.csv")', "save_dir": 'CsvLogger("run")'},
+    "TensorBoardLogger": dict.fromkeys(("log_dir", "logdir", "save_dir"), 'TensorBoardLogger("run")'),
     "EarlyStopping": {
         "restore_best_weights": (
             'fit(checkpoint=Checkpoints("run", best="val_loss")), and after it trainer.load_model(model, '
             'find_checkpoint("run", best="val_loss"))'
         ),
     },
+}
+
+
+# For classes and functions of other trainers, which are looked for in this package.
+NAMES = {
+    "Accelerator": "Trainer() of tp_trainer, or Accelerator() of tp_accelerate (pip install tp-accelerate)",
+    "CSVLogger": "CsvLogger() of tp_trainer.loggers",
+    "DDPStrategy": "DdpOptions() of tp_trainer",
+    "DataModule": "fit(model, optimizer, loader, step=step, validation=loader)",
+    "FSDPStrategy": "FsdpOptions() of tp_trainer",
+    "Fabric": "Trainer() of tp_trainer",
+    "GradScaler": "Trainer(precision='fp16-mixed')",
+    "GradientAccumulationScheduler": "Trainer(accumulate=4)",
+    "LightningDataModule": "fit(model, optimizer, loader, step=step, validation=loader)",
+    "LightningModule": "LightningModule of tp_lightning (pip install tp-lightning)",
+    "ModelCheckpoint": 'fit(checkpoint=Checkpoints("run", best="val_loss"))',
+    "RichProgressBar": "Trainer(progress=True)",
+    "TQDMProgressBar": "Trainer(progress=True)",
+    "Timer": 'fit(limits=Limits(max_time="1h30m"))',
+    "TrainingArguments": "Trainer(), and fit() with its arguments",
+    "TrainerCallback": "Callback of tp_trainer",
+    "evaluate": "trainer.evaluate(model, loader, step=step)",
+    "fit": "Trainer().fit(model, optimizer, loader, step=step)",
+    "seed_everything": "Trainer(seed=0)",
+    "set_seed": "Trainer(seed=0)",
 }
 
 

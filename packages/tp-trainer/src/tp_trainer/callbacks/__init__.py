@@ -23,4 +23,5 @@ else:
             "tp_trainer.callbacks._profiler": ["Profiler"],
             "tp_trainer.callbacks._unfreezing": ["GradualUnfreezing"],
         },
+        answers="tp_trainer._peer_names",
     )

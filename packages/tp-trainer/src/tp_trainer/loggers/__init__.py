@@ -36,4 +36,5 @@ else:
             "tp_trainer.loggers._tensorboard": ["TensorBoardLogger"],
             "tp_trainer.loggers._wandb": ["WandbLogger"],
         },
+        answers="tp_trainer._peer_names",
     )
