@@ -115,6 +115,34 @@ def in_loop(use):
         use(own, loop)
 
 
+def in_own_loop(use, **options):
+    """Use a prepared model, its optimizer and a batch in a loop of one's own."""
+    with trainer(**options) as own:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer, batches = own.prepare(net, optimizer, loader())
+        use(own, net, optimizer, next(iter(batches)))
+
+
+def loop_over_epochs():
+    with trainer() as own, own.loop(loader(), epochs=2) as loop:
+        for _ in range(2):
+            for _ in loop:
+                pass
+
+
+def moved_scheduler():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    moved = schedule(optimizer)
+
+    def moving(net, batch):
+        moved.last_epoch += 1  # as its step() does, which warns before the optimizer's
+        return step(net, batch)
+
+    fit(model=net, optimizer=optimizer, scheduler=moved, step=moving)
+
+
 HISTORY = History((EpochRecord(1, 2, 8, 0.5, 0.1, {"loss": 2.0}),))
 
 
@@ -616,7 +644,7 @@ MISTAKES = {
         "which are loss; give fit(validation=loader)",
     ),
     "best of no validation": (
-        lambda: fit(checkpoint=Checkpoints("run", best="val_acc")),
+        lambda: fit(checkpoint=Checkpoints("run", best="val_acc", mode="max")),
         "best='val_acc' comes from a validation, and there is none: give validation=",
     ),
     "loader in the place of the optimizer": (
@@ -1305,6 +1333,118 @@ MISTAKES = {
     "dp-gather: an older option": (
         lambda: tp_dp_gather.DataParallel(model(), TWO, minibatch=True),
         "does not have the option minibatch=True (pass inputs_are_scattered=True",
+    ),
+    "the largest for the best": (
+        lambda: Checkpoints("run", best="val_accuracy"),
+        "takes the smallest 'val_accuracy' for the best; write mode='max', or mode='min' if it is",
+    ),
+    "the largest for early stopping": (
+        lambda: callbacks.EarlyStopping("val_f1"),
+        "takes the smallest 'val_f1' for the best; write mode='max', or mode='min' if it is",
+    ),
+    "the checkpoint with the largest": (
+        lambda: find_checkpoint("run", best="val/acc"),
+        "takes the smallest 'val/acc' for the best; write mode='max', or mode='min' if it is",
+    ),
+    "a home folder": (
+        lambda: fit(checkpoint="~/run"),
+        "is '~/run': Python leaves ~ as it is; write os.path.expanduser(...)",
+    ),
+    "a pattern for the checkpoints": (
+        lambda: fit(checkpoint="run-{epoch}"),
+        "nothing fills in the braces, and each checkpoint has its step in its own name",
+    ),
+    "an empty folder": (
+        lambda: fit(checkpoint=""),
+        "is '': it is empty; for the working folder write '.'",
+    ),
+    "checkpoints in a number": (
+        lambda: Checkpoints(3),
+        "Checkpoints(folder) must be the path of a folder, got 3",
+    ),
+    "a log in a number": (
+        lambda: loggers.CsvLogger(3),
+        "CsvLogger(folder) must be the path of a folder, got 3",
+    ),
+    "a log in a home folder": (
+        lambda: loggers.CsvLogger("~/run"),
+        "is '~/run': Python leaves ~ as it is; write os.path.expanduser(...)",
+    ),
+    "the folder of a SummaryWriter": (
+        lambda: loggers.TensorBoardLogger(log_dir="run"),
+        "has no argument 'log_dir'; write TensorBoardLogger(\"run\")",
+    ),
+    "a log twice": (
+        lambda: fit(log=["csv", "csv"]),
+        "'csv' is in log= twice, and both would write one file; give it once",
+    ),
+    "a loop over epochs around a loop": (
+        loop_over_epochs,
+        "for code between epochs write: for batches in loop.by_epoch()",
+    ),
+    "a setting after the trainer": (
+        lambda: setattr(trainer(), "accumulate", 4),
+        "a Trainer's accumulate is chosen when it is made; write Trainer(accumulate=4)",
+    ),
+    "the end of a run by Lightning's flag": (
+        lambda: in_loop(lambda own, loop: setattr(loop, "should_stop", True)),
+        "a Loop has no 'should_stop' to set; write loop.stop(\"a reason\")",
+    ),
+    "clipping to a norm below 0": (
+        lambda: in_own_loop(lambda own, net, optimizer, batch: own.clip_grad_norm(net, -1.0)),
+        "max_norm must be None or a number greater than 0, got -1.0",
+    ),
+    "clipping to NaN": (
+        lambda: in_own_loop(lambda own, net, optimizer, batch: own.clip_grad_norm(net, float("nan"))),
+        "max_norm must be None or a number greater than 0, got nan",
+    ),
+    "clipping before the backward pass": (
+        lambda: in_own_loop(lambda own, net, optimizer, batch: own.clip_grad_norm(net, 1.0)),
+        "no parameter has a gradient yet; call trainer.backward(loss) before it",
+    ),
+    "an update before the backward pass": (
+        lambda: in_own_loop(lambda own, net, optimizer, batch: own.update(net, optimizer)),
+        "no parameter has a gradient yet; call trainer.backward(loss) before it",
+    ),
+    "an update of the optimizer first": (
+        lambda: in_own_loop(lambda own, net, optimizer, batch: own.update(optimizer, net)),
+        "update() takes the model first, and then the optimizer, got Linear",
+    ),
+    "backward of a detached loss": (
+        lambda: in_own_loop(lambda own, net, _, batch: own.backward(step(net, batch).detach())),
+        "leads to no parameter (it does not require grad); compute it from the model's output",
+    ),
+    "a batch that is taken apart for run": (
+        lambda: in_own_loop(lambda own, net, _, batch: own.run(step, net, *batch)),
+        "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)",
+    ),
+    "a loss for run's step": (
+        lambda: in_own_loop(lambda own, net, _, batch: own.run(step(net, batch), net, batch)),
+        "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)",
+    ),
+    "no_sync of an optimizer": (
+        lambda: in_own_loop(lambda own, net, optimizer, batch: own.no_sync(optimizer)),
+        "takes a model, a torch.nn.Module, got SGD: SGD ( Parameter Group 0 dampening",
+    ),
+    "a number for reduce": (
+        lambda: in_own_loop(lambda own, net, optimizer, batch: own.session.reduce(3.0)),
+        "reduce() takes a tensor, got float: 3.0; write torch.tensor(value)",
+    ),
+    "epochs of numpy": (
+        lambda: fit(epochs=ROWS.sum().long().numpy()[()]),
+        "epochs must be a whole number from 1, got np.int64(12); write 12",
+    ),
+    "steps in scientific notation": (
+        lambda: fit(max_steps=1e3),
+        "max_steps must be a whole number from 1, got 1000.0; write 1000",
+    ),
+    "unfreezing without epochs": (
+        lambda: callbacks.GradualUnfreezing(["head"]),
+        "GradualUnfreezing takes a dict of epochs, such as {1: ['head'], 3: ['']}; got ['head']",
+    ),
+    "a scheduler that the step moves": (
+        moved_scheduler,
+        "the step has called step() of the scheduler, StepLR, which fit() does; leave it out of the step",
     ),
 }
 

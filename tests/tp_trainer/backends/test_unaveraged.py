@@ -81,25 +81,28 @@ def test_an_optimizer_with_parameters_of_no_prepared_model_is_refused(two_ranks,
         assert is_untouched
 
 
-def _of_its_own():
+def _of_its_own(prepares_model):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("tp_core").addHandler(handler)
     model, probe = make_model(), nn.Linear(2, 1).double()
     with Trainer(seed=0, devices="cpu", backend="ddp", progress=False) as trainer:
-        prepared, batches = trainer.prepare(model, loader())
+        batches = trainer.prepare(loader())
+        prepared = trainer.prepare(model) if prepares_model else None
         optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
         for batch in batches:
-            trainer.backward(trainer.run(squared_error, prepared, batch))
+            if prepared is not None:
+                trainer.backward(trainer.run(squared_error, prepared, batch))
             squared_error(probe, batch).backward()
             optimizer.step()
     logging.getLogger("tp_core").removeHandler(handler)
     return lines
 
 
-def test_an_optimizer_that_was_not_prepared_for_a_model_that_was_not_is_told_once(two_ranks):
-    for lines in two_ranks.run(_of_its_own):
+@pytest.mark.parametrize("prepares_model", [True, False])
+def test_an_optimizer_that_was_not_prepared_for_a_model_that_was_not_is_told_once(two_ranks, prepares_model):
+    for lines in two_ranks.run(partial(_of_its_own, prepares_model)):
         assert len(lines) == 1
         assert "SGD, was not prepared, and steps parameters of no prepared model" in lines[0]
 

@@ -126,7 +126,7 @@ def test_a_metric_of_the_whole_validation_is_not_computed_for_its_name(tmp_path)
     loader = DataLoader(make_data(8), batch_size=4)
     for best in ("val_size", "val_acc"):
         fit(
-            Checkpoints(tmp_path / best, best=best),
+            Checkpoints(tmp_path / best, best=best, mode="max"),
             validation=Validation(
                 loader,
                 step=lambda model, batch: {"size": batch[0], "acc": 1.0},
@@ -145,7 +145,11 @@ def test_no_batch_of_an_iterator_is_taken_for_a_name(tmp_path):
         return {"loss": mean_output(model, batch), "acc": 1.0}
 
     loader = DataLoader(make_data(8), batch_size=4)
-    fit(Checkpoints(tmp_path, best="val_acc"), epochs=1, validation=Validation(iter(list(loader)), step=step))
+    fit(
+        Checkpoints(tmp_path, best="val_acc", mode="max"),
+        epochs=1,
+        validation=Validation(iter(list(loader)), step=step),
+    )
     assert seen == [4, 4]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tp_core.errors import ConfigError
 from tp_testing import run_ranks
-from tp_trainer import FunctionMetric, Trainer
+from tp_trainer import FunctionMetric, Trainer, Validation
 
 # A signal between two rounds of a gather cannot be sent from outside.
 from tp_trainer._metrics import (
@@ -119,3 +119,20 @@ def test_a_scheduler_looks_at_the_validation_loss_or_what_was_named():
     assert metric_for_scheduler("val_f1", train, val, validates=True) == 0.5
     with pytest.raises(ConfigError, match=r"looks at 'val_loss', .* run: loss, val_a/loss; name one"):
         metric_for_scheduler(None, train, {"a/loss": 1.0}, validates=True)
+
+
+def test_a_result_that_is_no_number_is_warned_of_once(caplog):
+    model = nn.Linear(1, 1)
+    data = DataLoader(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), batch_size=2)
+    counts = FunctionMetric(lambda rows: torch.ones(3), arrays="torch")
+    with Trainer(devices="cpu", progress=False) as trainer:
+        history = trainer.fit(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            data,
+            step=lambda model, batch: step(model, batch) | {"largest": 0.0},
+            epochs=2,
+            validation=Validation(data, metrics={"rows": counts}),
+        )
+    assert "val_rows" not in history[-1].metrics
+    assert caplog.text.count("'rows' of the validation is no number, but Tensor") == 1

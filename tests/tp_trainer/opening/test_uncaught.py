@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tp_core.errors import TpError
 from tp_trainer import Trainer
 
@@ -77,6 +78,28 @@ def test_a_wrong_argument_of_a_trainer_shows_the_line_of_the_script_alone(monkey
         sys.excepthook(caught.type, caught.value, caught.tb)
         shown = capsys.readouterr().err
         assert functions(shown) == ["test_a_wrong_argument_of_a_trainer_shows_the_line_of_the_script_alone"]
+
+
+def test_a_call_that_does_not_fit_shows_what_to_write(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    trainer = Trainer(progress=False)
+    model = torch.nn.Linear(1, 1)
+    loop = trainer.loop([torch.ones(1, 1)], epochs=1)
+    answers = {
+        "trainer.backward(first + second)": lambda: trainer.backward(1, 2),
+        "trainer.update(model, optimizer, clip_norm=1.0)": lambda: trainer.update(model),
+        "trainer.run(step, model, batch)": lambda: trainer.run(abs, model=model),
+        "with trainer.no_sync(model):": trainer.no_sync,
+        "with trainer.autocast():": lambda: trainer.autocast("cuda"),
+        "trainer.global_loss(loss)": trainer.global_loss,
+        "loop.steps_per_epoch": lambda: len(loop),
+        "for batch in loop: ...": lambda: next(loop),
+    }
+    for answer, call in answers.items():
+        with pytest.raises(TypeError) as caught:
+            call()
+        sys.excepthook(caught.type, caught.value, caught.tb)
+        assert answer in capsys.readouterr().err
 
 
 @pytest.mark.slow

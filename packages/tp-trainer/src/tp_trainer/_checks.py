@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 from tp_core.data import PreparedLoader, is_array
-from tp_core.errors import ConfigError, ModelError
+from tp_core.errors import ConfigError, ModelError, StepError
 from tp_core.messages import did_you_mean
 from tp_core.output import get_logger
 from tp_core.tensors import check_initialized
@@ -26,7 +26,10 @@ log = get_logger("tp_trainer")
 
 def check_positive(what: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        msg = f"{what} must be a whole number from 1, got {value!r}"
+        # 2.0, 1e3 and the integers of numpy are whole numbers, too.
+        number = float(value) if isinstance(value, Real) and not isinstance(value, int) else 0.0
+        hint = f"; write {int(number)}" if number >= 1 and number.is_integer() else ""
+        msg = f"{what} must be a whole number from 1, got {value!r}{hint}"
         raise ConfigError(msg)
 
 
@@ -216,12 +219,24 @@ def check_optimizer(method: str, optimizer: object) -> None:
         )
     elif isinstance(optimizer, type):
         msg = f"optimizer must be made first: {optimizer.__name__}(model.parameters(), lr=...)"
+    elif isinstance(optimizer, nn.Module):
+        msg = f"{method} takes the model first, and then the optimizer, got {_described(optimizer)} for it"
     else:
         msg = (
             f"optimizer must be a torch.optim.Optimizer, got {_described(optimizer)}; write "
             "torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
     raise ConfigError(msg)
+
+
+def check_gradients(method: str, parameters: Iterable[Tensor]) -> None:
+    """Make sure that some parameter has a gradient."""
+    if all(p.grad is None for p in parameters):
+        msg = (
+            f"{method} comes after the backward pass, and no parameter has a gradient yet; call "
+            "trainer.backward(loss) before it"
+        )
+        raise StepError(msg)
 
 
 def check_known(method: str, model: nn.Module, optimizer: object, step: object) -> None:
@@ -493,7 +508,7 @@ def _described(value: object) -> str:
             if value
             else f"an empty {type(value).__name__}"
         )
-    text = repr(value)
+    text = " ".join(repr(value).split())  # those of modules and tensors have several lines
     if len(text) > 100:
         text = text[:100] + "..."
     return f"{type(value).__name__}: {text}"

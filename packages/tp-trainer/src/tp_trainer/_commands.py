@@ -30,7 +30,9 @@ def _convert(
     *,
     step: Annotated[int | None, typer.Option(help="Of a run: the checkpoint of this step.")] = None,
     best: Annotated[str | None, typer.Option(help="Of a run: where this metric is best.")] = None,
-    mode: Annotated[Literal["min", "max"], typer.Option(help="Which value of it is the best.")] = "min",
+    mode: Annotated[
+        Literal["min", "max"] | None, typer.Option(help="Which value of it is the best; by default min.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Which one, where the checkpoint has several by name.")
     ] = None,

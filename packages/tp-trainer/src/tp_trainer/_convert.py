@@ -26,6 +26,7 @@ from tp_core.state import (
 )
 from tp_core.tensors import INDEX
 
+from tp_trainer._checkpoint import check_mode
 from tp_trainer._checkpoint._base import read_base
 from tp_trainer._checkpoint._folder import MANIFEST, Manifest, RunFolder, read_manifest, step_of, verify
 from tp_trainer._checkpoint._model_files import MODEL, OneOfSeveral, StateInAFile
@@ -37,7 +38,7 @@ def find_checkpoint(
     *,
     step: int | None = None,
     best: str | None = None,
-    mode: Literal["min", "max"] = "min",
+    mode: Literal["min", "max"] | None = None,
 ) -> Path:
     """Return the chosen checkpoint in a run's folder, or ``source`` itself if it is not a run's folder.
 
@@ -45,7 +46,7 @@ def find_checkpoint(
         source: The folder of a run, a checkpoint, or a file.
         step: The step of a run's checkpoint; by default the newest.
         best: Instead of a step, the metric with the best value.
-        mode: Whether its "min" or its "max" is the best.
+        mode: Whether its "min" or its "max" is the best; ``None`` as in `Checkpoints`.
 
     Raises:
         ConfigError: There is no such checkpoint, or ``source`` is no run's folder and a choice was given.
@@ -56,6 +57,7 @@ def find_checkpoint(
         >>> trainer.load_model(model, find_checkpoint("run", best="val_loss"))  # doctest: +SKIP
     """
     source = Path(source)
+    check_mode("find_checkpoint", best, mode)
     if step is not None and best is not None:
         msg = "a step and the best both choose a checkpoint; give one of them"
         raise ConfigError(msg)
@@ -84,7 +86,7 @@ def find_checkpoint(
     raise ConfigError(msg)
 
 
-def _best(checkpoints: list[Path], metric: str, mode: str) -> Path:
+def _best(checkpoints: list[Path], metric: str, mode: str | None) -> Path:
     """Return the checkpoint with the best value; the newest of equals."""
     manifests: dict[Path, Manifest] = {path: read_manifest(path) for path in checkpoints}
     values = {
@@ -96,7 +98,7 @@ def _best(checkpoints: list[Path], metric: str, mode: str) -> Path:
         names = sorted({name for manifest in manifests.values() for name in manifest.metrics})
         msg = f"no checkpoint has the metric {metric!r}; they have {', '.join(names) or 'none'}"
         raise ConfigError(msg)
-    choose = min if mode == "min" else max
+    choose = max if mode == "max" else min
     return choose(values, key=values.__getitem__)
 
 

@@ -28,6 +28,7 @@ class DdpSession(ProcessGroupSession):
             bind_device=options.bind_device,
         )
         super().__init__(job, leave=leave)
+        self._reductions.listen()  # now: a script that prepares its loader alone has no model to watch
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and wrap it in DDP; every rank starts with rank 0's weights.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from numbers import Real
 from pathlib import Path
@@ -18,6 +18,7 @@ from tp_core import recursive_to, tree_map
 from tp_core.data import PreparedLoader, SampleRows, Share, StepOutput, join_rows, row_count
 from tp_core.errors import ConfigError, LoaderError, StepError
 from tp_core.files import atomic_part
+from tp_core.output import get_logger
 from tp_core.plugins import Session
 
 from tp_trainer._checkpoint._model_files import write_on_main
@@ -31,6 +32,8 @@ from tp_trainer._steps._step import (
     restore_modes,
     weighed,
 )
+
+log = get_logger("tp_trainer")
 
 # -- The interface of metrics, and metrics from functions -----------------------------------------
 
@@ -536,7 +539,20 @@ class Evaluator:
 
 def numbers_in(results: Mapping[str, Any]) -> dict[str, float]:
     """Return the scalar results of an evaluation: histories and loggers take no matrices."""
+    for name, value in results.items():
+        if not isinstance(value, Real):
+            _warn_left_out(name, type(value).__name__)
     return {name: float(value) for name, value in results.items() if isinstance(value, Real)}
+
+
+@cache  # once for each, and not after every epoch
+def _warn_left_out(name: str, kind: str) -> None:
+    log.warning(
+        "%r of the validation is no number, but %s: the history and the loggers leave it out. Return its "
+        "mean, or a dict of numbers by name; trainer.evaluate() returns it as it is",
+        name,
+        kind,
+    )
 
 
 def without_metrics(step: Step, metrics: Mapping[str, Metric]) -> Step:
@@ -626,6 +642,9 @@ class Predictions:
         self._model = model
         self._batches = batches
         self._boundaries = boundaries
+
+    def __repr__(self) -> str:
+        return "Predictions(...): iterate over them, or call collect() or save(path)"
 
     def __iter__(self) -> Iterator[Any]:
         """Predict, and yield pieces in the order of the samples.

@@ -1,5 +1,6 @@
 """The trainer: one script for one device, many devices or many machines."""
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from tp_core import DeviceSpec, LaunchEnvironment, device_of_rank, resolve_devic
 from tp_core.arguments import explain_arguments
 from tp_core.data import LossReduction, StepOutput, read_weight
 from tp_core.discovery import PluginRegistry, Selection
-from tp_core.errors import ConfigError
+from tp_core.errors import ConfigError, StepError
 from tp_core.jobs import CompileOptions, Precision
 from tp_core.output import Progress, get_logger, shows_progress
 from tp_core.plugins import Job, Session, registry
@@ -25,7 +26,9 @@ from tp_core.tensors import is_dtensor
 from tp_trainer._checkpoint import Checkpoints
 from tp_trainer._checks import (
     as_checkpoints,
+    check_gradients,
     check_known,
+    check_limit,
     check_loader,
     check_model,
     check_not_shared,
@@ -43,6 +46,7 @@ from tp_trainer._peer_names import ARGUMENTS, ATTRIBUTES, BY_VALUE, LOOP_ARGUMEN
 from tp_trainer._preparation import Preparation
 from tp_trainer._steps._mistakes import explain_mistake
 from tp_trainer._steps._step import (
+    NO_GRADIENTS,
     RunStep,
     Step,
     autocast,
@@ -50,6 +54,7 @@ from tp_trainer._steps._step import (
     in_precision,
     is_inherited,
     loss_of,
+    parameters_of,
     warn_evaluation_mode,
     warn_no_gradients,
 )
@@ -87,6 +92,8 @@ T4 = TypeVar("T4")
 T5 = TypeVar("T5")
 Output = TypeVar("Output", bound=StepOutput)
 """What a step returns: `trainer.run` returns the same type."""
+
+_RUN = "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
 
 # Runs and files import their modules in the methods: a program may make a trainer without training.
 
@@ -302,6 +309,12 @@ class Trainer:
                 return object.__getattribute__(self, name)  # raises the error that led here
             msg = f"a Trainer has no {name!r}; write {ATTRIBUTES[name]}"
             raise AttributeError(msg, name=name, obj=self)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name in _SETTINGS:
+                msg = f"a Trainer's {name} is chosen when it is made; write Trainer({name}={value!r})"
+                raise AttributeError(msg, name=name, obj=self)
+            object.__setattr__(self, name, value)
 
     def close(self) -> None:
         """Close the session and the streams of loaders; calling it again does nothing."""
@@ -710,8 +723,7 @@ class Trainer:
         """
         *models, batch = models_and_batch or (None,)
         if not models or isinstance(batch, nn.Module) or not isinstance(models[0], nn.Module):
-            msg = "run() takes a step, the models that it gets, and last the batch: run(step, model, batch)"
-            raise ConfigError(msg)
+            raise ConfigError(_RUN)
         preparation = self._preparation
         watchdog = self._contexts.current.watchdog
         if watchdog is not None:  # in the validation of a loop, whose own batches do not count there
@@ -733,6 +745,8 @@ class Trainer:
                 prepared = [preparation.prepare_model(model) for model in models]
                 output = watch.run(lambda own: run(own, prepared, batch), step, prepared, own=step)
         except Exception as error:
+            if not callable(step) or not all(isinstance(model, nn.Module) for model in models):
+                raise ConfigError(_RUN) from None
             explain_mistake(error, batch)
             preparation.explain(error)
             raise
@@ -809,6 +823,8 @@ class Trainer:
                 total = total_weight(session, units) if total is None else read_weight(total, name="total")
                 add_whole(session, loss, units, total=total, scale=scale, **graph)
         except (RuntimeError, MemoryError) as error:
+            if not loss.requires_grad:
+                raise StepError(NO_GRADIENTS) from None
             preparation.explain(error)
             raise
         if not self._has_run_backward:
@@ -894,11 +910,14 @@ class Trainer:
 
         Raises:
             ConfigError: A limit is not above 0.
+            StepError: It comes before any :meth:`backward`.
             NonFiniteLossError: The gradients are NaN or infinite.
 
         Collectives: as in `Session.clip_grad_norm`, if gradients are clipped or checked.
         """
         check_optimizer("update()", optimizer)
+        if not self._has_run_backward:
+            check_gradients("update()", parameters_of(optimizer))
         from tp_trainer._steps._optimizer_step import GradientRules, OptimizerStep
 
         preparation = self._preparation
@@ -947,11 +966,18 @@ class Trainer:
         Returns:
             The norm before scaling, a scalar tensor that is equal on all ranks.
 
+        Raises:
+            ConfigError: ``max_norm`` is not above 0.
+            StepError: It comes before any :meth:`backward`.
+
         Collectives: as in `Session.clip_grad_norm`.
 
         Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, section 3.2.
         """
+        check_limit("max_norm", max_norm)
         prepared = self._preparation.prepare_model(model)
+        if not self._has_run_backward:
+            check_gradients("clip_grad_norm()", model.parameters())
         return self.session.clip_grad_norm(prepared, max_norm)
 
     # -- evaluation, predictions, gathered rows -------------------------------------------------
@@ -1165,6 +1191,10 @@ class Trainer:
         from tp_trainer._verify import verify_this_script
 
         return verify_this_script(steps=steps, timeout_s=timeout_s, world_size=self.environment.world_size)
+
+
+# The arguments that a run reads when the trainer is made, and never again; `progress` is an attribute.
+_SETTINGS = inspect.signature(Trainer).parameters.keys() - {"progress"}
 
 
 def _compile_options(value: object) -> CompileOptions | None:

@@ -38,7 +38,10 @@ ReduceOp = Literal["sum", "mean", "min", "max"]
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-def check_reduce_op(op: str) -> None:
+def check_reduce(value: object, op: str) -> None:
+    if not isinstance(value, Tensor):
+        msg = f"reduce() takes a tensor, got {type(value).__name__}: {value!r}; write torch.tensor(value)"
+        raise ConfigError(msg)
     if op not in get_args(ReduceOp):
         msg = f"reduce() takes 'sum', 'mean', 'min' or 'max', got {op!r}"
         raise ConfigError(msg)
@@ -467,11 +470,11 @@ class Session:
             op: The reduction of its elements: "sum", "mean", "min" or "max"; a mean of integers is floating.
 
         Raises:
-            ConfigError: ``op`` is none of the four.
+            ConfigError: ``value`` is no tensor, or ``op`` none of the four.
 
         Collective: one all-reduce over the data ranks.
         """
-        check_reduce_op(op)
+        check_reduce(value, op)
         return value / 1 if op == "mean" else value
 
     def gather(self, value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from tp_core._contracts._batch import Share, StepOutput
 from tp_core._contracts._job import Job
-from tp_core._contracts._session import ReduceOp, Session, check_reduce_op
+from tp_core._contracts._session import ReduceOp, Session, check_reduce
 from tp_core.data._step_outputs import zero_backward
 from tp_core.device_types import binds_process_groups
 from tp_core.errors import ConfigError, DisagreementError, ModelError
@@ -367,11 +367,11 @@ class ProcessGroupSession(Session):
         """Return ``value`` reduced over the data group, on all ranks; the argument is kept.
 
         Raises:
-            ConfigError: ``op`` is none of the four.
+            ConfigError: ``value`` is no tensor, or ``op`` none of the four.
 
         Collective: one all-reduce; no gradients.
         """
-        check_reduce_op(op)
+        check_reduce(value, op)
         result = value.detach().to(self.device, copy=True)
         if self._data_size > 1:
             kinds = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

@@ -1,6 +1,7 @@
 """Checkpoints: the whole state of a run, in folders that exist completely or not at all."""
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +29,8 @@ class Checkpoints:
         keep: How many of the newest checkpoints to keep; damaged ones do not count.
         best: A metric of validation or training, such as "val_loss" or "accuracy". The checkpoint with its
             best value is kept beside the newest.
-        mode: Whether "min" or "max" of that metric is the best.
+        mode: Whether "min" or "max" of that metric is the best. ``None`` is "min", and an error where
+            the name says that more is better, as that of an accuracy.
         background: Write in a thread; if the state is sharded, in a thread of each rank. Training waits
             only until the state is copied.
         replay: Let a loader without positions read the batches before the checkpoint's position again.
@@ -52,12 +54,13 @@ class Checkpoints:
     every_epochs: int | None = 1
     keep: int = 3
     best: str | None = None
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
     background: bool = False
     replay: bool = False
     weights: Literal["all", "trainable"] = "all"
 
     def __post_init__(self) -> None:
+        check_folder("Checkpoints(folder)", self.folder)
         for name in ("every_steps", "every_s", "every_epochs", "keep"):
             value = getattr(self, name)
             if value is None and name != "keep":
@@ -74,6 +77,48 @@ class Checkpoints:
         if self.best is not None and not isinstance(self.best, str):
             msg = f"Checkpoints(best=...) must be the name of a metric, as 'val_loss', got {self.best!r}"
             raise ConfigError(msg)
-        if self.mode not in {"min", "max"}:
-            msg = f"Checkpoints(mode=...) must be 'min' or 'max', got {self.mode!r}"
-            raise ConfigError(msg)
+        check_mode("Checkpoints", self.best, self.mode)
+
+
+# Words in the names of metrics of which more is better.
+_GROWING = {
+    *("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "map", "precision", "psnr"),
+    *("recall", "reward", "rouge"),
+}
+
+
+def check_mode(call: str, metric: str | None, mode: str | None) -> None:
+    """Check which value of a metric is the best: without a mode it is the smallest.
+
+    Raises:
+        ConfigError: There is no such mode; or none is given, and more of the metric seems to be better.
+    """
+    if mode not in {"min", "max", None}:
+        msg = f"{call}(mode=...) must be 'min' or 'max', got {mode!r}"
+        raise ConfigError(msg)
+    if mode is None and metric is not None and _GROWING & set(re.split(r"[^a-z0-9]+", metric.lower())):
+        msg = f"{call}() takes the smallest {metric!r} for the best; write mode='max', or mode='min' if it is"
+        raise ConfigError(msg)
+
+
+def check_folder(call: str, folder: object) -> None:
+    """Check the name of a folder that will be made: a slip in it would leave one that nobody finds.
+
+    Raises:
+        ConfigError: It is no path, is empty, or has what a shell or a format would have replaced.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        msg = f"{call} must be the path of a folder, got {folder!r}"
+        raise ConfigError(msg)
+    path = os.fspath(folder)
+    name = os.fsdecode(path)
+    hint = None
+    if not name:
+        hint = "it is empty; for the working folder write '.'"
+    elif name.startswith("~"):
+        hint = "Python leaves ~ as it is; write os.path.expanduser(...)"
+    elif "{" in name:
+        hint = "nothing fills in the braces, and each checkpoint has its step in its own name; write the name"
+    if hint is not None:
+        msg = f"{call} is {name!r}: {hint}"
+        raise ConfigError(msg)

@@ -521,7 +521,7 @@ class Writer:
     def prune(self, last: Path) -> None:
         """Delete the checkpoints that the settings do not keep beside ``last``."""
         settings = self._settings
-        self.folder.prune(last, keep=settings.keep, best=settings.best, mode=settings.mode)
+        self.folder.prune(last, keep=settings.keep, best=settings.best, mode=settings.mode or "min")
 
     def fail(self, error: BaseException, folder: Path | None = None) -> None:
         """Keep a failure for the next exchange, and delete the incomplete folder."""

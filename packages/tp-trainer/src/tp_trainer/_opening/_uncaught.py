@@ -23,6 +23,20 @@ _TRIMMED = {"runpy", "torch", *OWN_PACKAGES}
 _COMMAND = "tp_trainer._train"
 _HINT = "(TP_TRACEBACK=full shows the frames of tp and torch, too)"
 
+# Calls that do not fit, as Python words it, and what to write. An answer in the methods themselves, as by
+# `explain_arguments`, would cost time in each step.
+_CALLS = {
+    "Trainer.autocast() ": "write with trainer.autocast(): ..., and Trainer(precision='bf16-mixed')",
+    "Trainer.backward() ": "write trainer.backward(loss), and of two losses trainer.backward(first + second)",
+    "Trainer.global_loss() ": "write trainer.global_loss(loss)",
+    "Trainer.no_sync() ": "write with trainer.no_sync(model): trainer.backward(loss)",
+    "Trainer.run() ": "write trainer.run(step, model, batch)",
+    "Trainer.update() ": "write trainer.update(model, optimizer, clip_norm=1.0)",
+    "'Loop' has no len()": "write loop.steps_per_epoch",
+    "'Loop' object is not an iterator": "write for batch in loop: ...",
+    "'Loop' object is not subscriptable": "write for batch in loop: ...",
+}
+
 _GRACE_S = 15.0  # for a failed process to end by itself
 _STDERR = 2
 
@@ -82,6 +96,10 @@ class UncaughtHook:
         if self.ends_process and _is_consequence(error):
             print_to_stderr(_in_one_line(error, trace))
             return
+        if isinstance(error, TypeError):
+            for words, answer in _CALLS.items():
+                if words in str(error) and answer not in getattr(error, "__notes__", ()):
+                    error.add_note(answer)
         if not isinstance(error, TpError) and _HINT not in getattr(error, "__notes__", ()):
             error.add_note(_HINT)
         whole = [(each, each.__traceback__) for each in _chain(error)]

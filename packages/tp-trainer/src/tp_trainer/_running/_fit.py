@@ -256,7 +256,8 @@ def _train_epoch(loop: Loop, batches: Iterator[Any], hooks: FitHooks, *, is_firs
         parts = [*tuple.__iter__(batch)] if isinstance(batch, Parts) else [batch]
         if not hooks.weighs_batches and any(isinstance(p, CountedBatch) for p in parts):
             hooks.weighs_batches, step = True, weighed(step, [step])
-        watched = partial(run_watched, hooks.run, update.optimizer)
+        moved = None if options is None else options.scheduler
+        watched = partial(run_watched, hooks.run, update.optimizer, moved)
         output = hooks.step_state.run(
             lambda counted: watched(counted, model, batch), step, [model], own=settings.step
         )

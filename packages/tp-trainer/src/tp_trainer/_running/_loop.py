@@ -151,6 +151,7 @@ class Loop:
         self._ticker: Ticker | None = None  # of the epoch under way
         self._epoch_batches: Generator[Any, None, None] | None = None
         self._epoch_is_over = False
+        self._is_over = False
         self._looked_for_more = False  # whether the loader has more batches than it says
 
         # What comes next, and what ends the run.
@@ -298,6 +299,12 @@ class Loop:
             msg = f"a Loop has no {name!r}; write {LOOP_ATTRIBUTES[name]}"
             raise AttributeError(msg, name=name, obj=self)
 
+        def __setattr__(self, name: str, value: object) -> None:  # for no name that each step sets
+            if name in LOOP_ATTRIBUTES:
+                msg = f"a Loop has no {name!r} to set; write {LOOP_ATTRIBUTES[name]}"
+                raise AttributeError(msg, name=name, obj=self)
+            object.__setattr__(self, name, value)
+
     # -- requests of callbacks and custom loops -------------------------------------------------
 
     @explain_arguments('loop.stop("a reason")')
@@ -433,11 +440,18 @@ class Loop:
         """Yield an iterator over the batches of each epoch, for code between epochs.
 
         Raises:
-            ConfigError: An epoch was left before its last batch; or the loop is not in a ``with`` block.
+            ConfigError: An epoch was left before its last batch; the loop is not in a ``with`` block; or it
+                has yielded the batches of all epochs.
             LoaderError: In an epoch: the loader has fewer batches than its length.
         """
         if not self._is_open:
             msg = "a loop is used in a with block: with trainer.loop(...) as loop: for batch in loop: ..."
+            raise ConfigError(msg)
+        if self._is_over:
+            msg = (
+                "the loop has yielded its batches: `for batch in loop` goes over those of all epochs, and "
+                "stands in no loop over epochs; for code between epochs write: for batches in loop.by_epoch()"
+            )
             raise ConfigError(msg)
         with guard_stop_iteration():
             while not self._has_ended():
@@ -455,6 +469,7 @@ class Loop:
                     self._cut_epoch()
                 else:
                     self._end_epoch()
+            self._is_over = True
             if self._saving is not None:
                 self._send_checkpoint_of(self._saving.finish)
             self._logs.flush()

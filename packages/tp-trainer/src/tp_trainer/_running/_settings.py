@@ -272,7 +272,7 @@ class LoopSettings:
             "validation": validation is not None,
             "validation's every_steps": validation and validation.every_steps,
             "validation's sanity_batches": validation and validation.sanity_batches,
-            "checkpoint": None if checkpoint is None else replace(checkpoint, folder=""),
+            "checkpoint": None if checkpoint is None else replace(checkpoint, folder="."),
             "checkpoints' folder": None if checkpoint is None else os.fspath(checkpoint.folder),
             "resume": None if self.resume is None else os.fspath(self.resume),
             "callbacks": sorted(self.events.states()),

@@ -43,8 +43,8 @@ _MISTAKES = (
     ),
     _Mistake(
         r"shapes cannot be multiplied",
-        "a row has another size than the in_features of a Linear: of (4x8 and 3x1) rows of 8, and "
-        "in_features=3; print the shape of the layer's input, and flatten or correct in_features",
+        "a row has another size than the in_features of a Linear (with 4x8 and 3x1, rows have 8 numbers, and "
+        "in_features=3); print the shape of the layer's input, and flatten or correct in_features",
     ),
     _Mistake(
         r"Target -?\d+ is out of bounds",

@@ -21,6 +21,12 @@ from tp_core.plugins import Session
 log = get_logger("tp_trainer")
 
 
+NO_GRADIENTS = (
+    "the step's loss leads to no parameter (it does not require grad); compute it from the model's output, "
+    "without .item(), .detach() or torch.no_grad()"
+)
+
+
 def loss_of(output: Any, *, training: bool) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
@@ -37,11 +43,7 @@ def loss_of(output: Any, *, training: bool) -> Tensor:
         )
         raise StepError(msg)
     if training and not loss.requires_grad:
-        msg = (
-            "the step's loss leads to no parameter (it does not require grad); compute it from "
-            "the model's output, without .item(), .detach() or torch.no_grad()"
-        )
-        raise StepError(msg)
+        raise StepError(NO_GRADIENTS)
     return loss
 
 
@@ -368,11 +370,15 @@ def warn_no_gradients(parameters: Sequence[Tensor], *, owner: str) -> None:
         )
 
 
-def run_watched(run: RunStep, optimizer: Optimizer, step: Step, model: Any, batch: Any) -> StepOutput:
+def run_watched(
+    run: RunStep, optimizer: Optimizer, scheduler: Any, step: Step, model: Any, batch: Any
+) -> StepOutput:
     """Run the step on a batch of the first optimizer step, and check that it leaves ``fit`` its tasks.
 
-    Gradients of a backward() in the step would be added to the returned loss's, and averaged by nobody.
+    Gradients of a backward() in the step would be added to the returned loss's, and averaged by nobody. A
+    scheduler that the step moves would be moved by ``fit`` too.
     """
+    moved = getattr(scheduler, "last_epoch", None)
     parameters = parameters_of(optimizer)
     before = [_state(p.grad) for p in parameters]
     handle = optimizer.register_step_pre_hook(_refuse)
@@ -394,6 +400,12 @@ def run_watched(run: RunStep, optimizer: Optimizer, step: Step, model: Any, batc
         msg = (
             "the step has called backward() itself, and fit() adds the gradients of the loss that it returns "
             "to those; return the loss alone, or take a loop of your own: trainer.loop(...)"
+        )
+        raise StepError(msg)
+    if getattr(scheduler, "last_epoch", None) != moved:
+        msg = (
+            f"the step has called step() of the scheduler, {type(scheduler).__name__}, which fit() does; "
+            "leave it out of the step, or scheduler= out of fit()"
         )
         raise StepError(msg)
     return output

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from tp_core.errors import ConfigError
 from tp_core.plugins import Callback, RunView
 
+from tp_trainer._checkpoint import check_mode
 from tp_trainer._checks import check_positive, metrics_hint
 from tp_trainer._peer_names import explain_fields
 
@@ -21,7 +22,8 @@ class EarlyStopping(Callback):
     Args:
         metric: Its name in the history: "val_loss", "val_f1", "val_clean/loss", or "loss" of the training.
         patience: The number of checks in a row without an improvement that ends the run.
-        mode: Whether "min" or "max" of the metric is the best.
+        mode: Whether "min" or "max" of the metric is the best. ``None`` is "min", and an error where the
+            name says that more is better, as that of an accuracy.
         min_delta: The least improvement on the best value.
         check_finite: End the run at once where the metric is NaN or infinite.
 
@@ -41,20 +43,18 @@ class EarlyStopping(Callback):
         metric: str = "val_loss",
         *,
         patience: int = 3,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         min_delta: float = 0.0,
         check_finite: bool = False,
     ) -> None:
         check_positive("patience", patience)
-        if mode not in {"min", "max"}:
-            msg = f"EarlyStopping(mode=...) must be 'min' or 'max', got {mode!r}"
-            raise ConfigError(msg)
+        check_mode("EarlyStopping", metric, mode)
         if not 0 <= min_delta < math.inf:
             msg = f"EarlyStopping(min_delta=...) must be a finite number from 0, got {min_delta!r}"
             raise ConfigError(msg)
         self.metric = metric
         self.patience = patience
-        self._sign = 1.0 if mode == "min" else -1.0
+        self._sign = -1.0 if mode == "max" else 1.0
         self._min_delta = min_delta
         self._check_finite = check_finite
         self._best = math.inf

@@ -29,6 +29,11 @@ class GradualUnfreezing(Callback):
     """
 
     def __init__(self, epochs: Mapping[int, Sequence[str]]) -> None:
+        if not isinstance(epochs, Mapping):
+            msg = (
+                f"GradualUnfreezing takes a dict of epochs, such as {{1: ['head'], 3: ['']}}; got {epochs!r}"
+            )
+            raise ConfigError(msg)
         for epoch, prefixes in epochs.items():
             is_epoch = isinstance(epoch, int) and not isinstance(epoch, bool) and epoch >= 1
             if not is_epoch or isinstance(prefixes, str) or not all(isinstance(p, str) for p in prefixes):

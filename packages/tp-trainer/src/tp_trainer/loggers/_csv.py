@@ -11,11 +11,13 @@ from tp_core.errors import StateError
 from tp_core.files import atomic_part, showing_system_errors
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
+from tp_trainer._peer_names import explain_fields
 from tp_trainer.loggers._files import LogPlace, sync
 
 _FIRST = ("step", "epoch")
 
 
+@explain_fields
 class CsvLogger(Logger):
     """Writes ``metrics.csv``: the columns "step", "epoch" and one for each name.
 

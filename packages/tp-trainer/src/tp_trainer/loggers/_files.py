@@ -14,6 +14,8 @@ from tp_core.files import Ownership, lock_file_of, run_in, showing_system_errors
 from tp_core.output import get_logger
 from tp_core.plugins import RunInfo
 
+from tp_trainer._checkpoint import check_folder
+
 log = get_logger("tp_trainer")
 
 _OF_FOLDER = "the run of this folder's checkpoints"
@@ -40,6 +42,8 @@ class LogPlace:
     def __init__(
         self, kind: str, folder: str | os.PathLike[str] | None, name: str, *, files: str | None = None
     ) -> None:
+        if folder is not None:
+            check_folder(f"{kind}(folder)", folder)
         self._kind, self._name, self._files = kind, name, files
         self._folder = None if folder is None else Path(folder).absolute()
         self.path = Path(name)

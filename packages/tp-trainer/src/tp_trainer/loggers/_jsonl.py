@@ -27,6 +27,7 @@ from tp_core.files import atomic_part, showing_system_errors
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
 from tp_trainer._checkpoint._folder import STATE, RunFolder, read_json
+from tp_trainer._peer_names import explain_fields
 from tp_trainer.loggers._files import LogPlace, sync
 
 FILENAME = "log.jsonl"
@@ -158,6 +159,7 @@ _ERRORS = (
 )
 
 
+@explain_fields
 class JsonLinesLogger(Logger):
     """Writes ``log.jsonl``: numbers, events, and facts about the run, one JSON object per line.
 

@@ -9,6 +9,8 @@ from tp_core.errors import ConfigError
 from tp_core.messages import check_installed
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
+from tp_trainer._peer_names import explain_fields
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
@@ -26,6 +28,7 @@ _STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _REFUSED = re.compile(r"[^\w\-. :/]")
 
 
+@explain_fields
 class MlflowLogger(Logger):
     """Logs to MLflow, under one run for all parts of a resumed run.
 

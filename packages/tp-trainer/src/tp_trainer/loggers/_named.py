@@ -33,6 +33,11 @@ def make_loggers(log: LogSpec, plugins: PluginRegistry) -> list[Logger]:
         return []
     if isinstance(log, str | Logger) or not isinstance(log, Iterable):
         log = [log]
+    log = list(log)
+    for position, entry in enumerate(log):
+        if isinstance(entry, str) and entry in log[:position]:
+            msg = f"{entry!r} is in log= twice, and both would write one file; give it once"
+            raise ConfigError(msg)
     loggers = [entry if isinstance(entry, Logger) else _make(entry, plugins) for entry in log]
     for position, logger in enumerate(loggers):
         if any(logger is other for other in loggers[:position]):

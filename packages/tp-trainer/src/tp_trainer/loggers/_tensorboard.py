@@ -12,6 +12,7 @@ from tp_core.files import showing_system_errors
 from tp_core.messages import check_installed
 from tp_core.plugins import Logger, RunInfo, RunStatus
 
+from tp_trainer._peer_names import explain_fields
 from tp_trainer.loggers import LogPlace
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ _LOOK_S = 0.05
 _QUEUE = 1000  # events; with a full queue the run waits for the writing thread, and both compete for the GIL
 
 
+@explain_fields
 class TensorBoardLogger(Logger):
     """Writes event files: ``tensorboard --logdir run`` shows them.
 

@@ -11,7 +11,10 @@ from tp_core.messages import check_installed
 from tp_core.plugins import Logger, RunInfo, RunStatus
 from tp_core.secrets import mask_arguments
 
+from tp_trainer._peer_names import explain_fields
 
+
+@explain_fields
 class WandbLogger(Logger):
     """Logs to Weights & Biases, under one run for all parts of a resumed run.
 
