@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import typer
 from tp_core.errors import ConfigError
+from tp_launch._command import launch_app
 from tp_launch._launch_plan import (  # what a host would do that has other addresses, or no network
     Endpoint,
     LaunchRequest,
@@ -151,3 +153,17 @@ def test_addresses_of_this_machine():
 def test_endpoints_are_read(text, endpoint):
     assert parse_endpoint(text) == endpoint
     assert parse_endpoint(str(endpoint)) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("words", "is_warned"),
+    [
+        (["nope.py", "-n", "2"], True),
+        (["nope.py", "--epochs", "2"], False),
+        (["-n", "1", "nope.py", "-n", "2"], False),
+    ],
+)
+def test_a_number_of_processes_that_the_script_gets_is_warned_of(capsys, words, is_warned):
+    with pytest.raises(ConfigError, match="there is no script"):
+        typer.main.get_command(launch_app()).main(words, standalone_mode=False)
+    assert ("-n comes after the script, which gets it" in capsys.readouterr().err) == is_warned

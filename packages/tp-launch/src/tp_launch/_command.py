@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 from tp_core.errors import ConfigError
+from tp_core.output import print_to_stderr
 
 from tp_launch._launch_plan import LaunchRequest, parse_rdzv_conf
 
@@ -85,6 +86,13 @@ def launch(
     if name is not None and not detach:
         msg = f"--name is for a job in the background, and this one is not: add --detach; got {name!r}"
         raise ConfigError(msg)
+    own = {"-n", "--nproc-per-node"}.intersection(args or ())
+    if own and options["nproc_per_node"] == _TEXT_DEFAULTS["nproc_per_node"]:
+        # No error: a script may have such an option, too.
+        print_to_stderr(
+            f"tp launch: {own.pop()} comes after the script, which gets it; for the number of processes "
+            f"write tp launch -n 2 {script}"
+        )
     rdzv_conf = parse_rdzv_conf(options.pop("rdzv_conf"))
     request = LaunchRequest(script=script, args=tuple(args or ()), rdzv_conf=rdzv_conf, **options)
     if detach:
