@@ -21,6 +21,7 @@ def test_a_rank_that_leaves_before_the_job_starts_is_named_at_once(tp):
     block = failure_block(done.stderr)
     assert block.startswith("rank 1 left first, with exit code 0; then rank 0 failed: exit code 1")
     assert "cause   likely the end of rank 1:" in block
+    assert "a call of all ranks (export, evaluate, reduce) under `if trainer.is_main`" in block
     assert "RankFailedError: rank 1 has ended, with status 0, before it came to the job's start" in block
 
 

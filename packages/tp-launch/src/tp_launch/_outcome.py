@@ -185,7 +185,8 @@ class RankFailure:
             lines.append(f"  hint    {hint}")
         if is_peer_missing:
             lines.append(
-                f"  cause   likely the end of {exited}: look for what ends a process in mid-run there"
+                f"  cause   likely the end of {exited}: look for what ends a process in mid-run there, "
+                "or for a call of all ranks (export, evaluate, reduce) under `if trainer.is_main`"
             )
         elif self.exited:
             lines.append(f"  before  {exited} had ended with exit code 0")
