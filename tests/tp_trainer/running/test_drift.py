@@ -325,7 +325,6 @@ def memory_of_sums():
     return needed
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does")
 def test_sums_of_a_large_weight_need_little_memory(two_ranks):
     assert max(two_ranks.run(memory_of_sums)) < 100e6
