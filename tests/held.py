@@ -90,7 +90,9 @@ def _primitives(function: ast.FunctionDef) -> list[str]:
 
 def _parsed(match: re.Match[str]) -> Declaration:
     takes, gives, gradient, of_inputs = match.groups()
-    inputs = tuple((of_inputs or "").split(", ")) if of_inputs else ()
+    inputs: tuple[str, ...] = ()
+    if of_inputs:
+        inputs = tuple(of_inputs.split(", "))
     return Declaration(tuple(takes.split(", ")), gives, gradient or "", inputs)
 
 

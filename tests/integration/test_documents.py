@@ -78,11 +78,25 @@ def test_the_page_of_a_package_can_be_read_alone(path):
     text, name = path.read_text(), path.parent.name
     assert text.startswith(f"# {name}\n")
     assert f"    pip install {name}" in text[:600]
+    assert re.search(
+        rf"In a checkout this is `pip install (\./packages/tp-\S+ )*\./packages/{name}`\.", text[:1500]
+    )
     assert "\n```python\n" in text
     assert re.findall(r"^## (Limits|More)$", text, re.MULTILINE) == ["Limits", "More"]
     assert re.findall(r"\]\((?!https://|#)[^)]*\)", text) == [], (
         "an index shows no other file of this repository"
     )
+
+
+def test_no_page_begins_with_an_index_that_has_no_tp():
+    for path in DOCUMENTS:
+        text = path.read_text()
+        commands = re.findall(
+            r"^\$? ?pip install tp-.*", "\n".join(f[2] for f in FENCE.finditer(text)), re.MULTILINE
+        )
+        assert commands == [], path
+        if re.search(r"pip install .*\./packages/", text):
+            assert re.search(r"is on no package index yet|in a checkout", text), path
 
 
 def test_there_are_blocks_to_run():
