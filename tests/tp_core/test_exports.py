@@ -75,8 +75,8 @@ def test_a_table_is_what_a_package_exports(tmp_path, monkeypatch):
         module.Theirs  # noqa: B018 - it raises
     assert not hasattr(module, "Theirs")
     for name, answer in {
-        "Theirs": r"'Theirs'; write ours\(\)",
-        "old_": "'old_'; look in lazy_package.compat",
+        "Theirs": r"cannot import name 'Theirs' from 'lazy_package'; write ours\(\)",
+        "old_": "cannot import name 'old_' from 'lazy_package'; look in lazy_package.compat",
         "Lat": "did you mean 'Late'",
     }.items():
         with pytest.raises(ImportError, match=answer):
