@@ -176,7 +176,10 @@ def _scores(footprint: Footprint, context: int, attention: str, device_type: str
     if able is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.items()) or "it has none"
         return f"attention by no fused kernel ({reasons}), scores of {ROWS} rows", _TILES * tile
-    return f"attention by torch's {able} kernel" + f", masks of {ROWS} rows" * (mask is not None), 0
+    words = f"attention by torch's {able} kernel"
+    if mask is not None:
+        words += f", masks of {ROWS} rows"
+    return words, 0
 
 
 def _sliced(footprint: Footprint, context: int, attention: str, scores: int) -> Footprint:
