@@ -288,6 +288,26 @@ def test_adapters_are_kept_in_a_checkpoint_of_todays_accelerate():
     assert "proven for a checkpoint that 2 ranks loaded" in done.stdout
 
 
+REPORTED = {
+    "torch-ddp-unfrozen-later": "programs/unfrozen_after_ddp.py:faulty",
+    "torch-ddp-replaced-parameter": "programs/head_replaced_after_ddp.py:faulty",
+    "torch-optimizer-before-fully-shard": "programs/optimizer_before_sharding.py:faulty",
+    "torch-hook-of-each-use": "programs/hook_of_each_use.py:faulty",
+    "accelerate-scheduler-per-rank": "pinned/scheduler_of_accelerate.py:cases",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.takes(30)
+@pytest.mark.needs("accelerate")
+@pytest.mark.parametrize("report", REPORTED)
+def test_todays_versions_show_what_a_report_says(report):
+    page = (ROOT / f"docs/found/{report}.md").read_text(encoding="utf-8")
+    expected = page.rpartition("```text\n")[2].partition("\n```")[0]
+    done = tp_verify(ROOT, f"tests/silentbench/{REPORTED[report]}")
+    assert f"parts from one device\n  {expected}" in done.stdout, done.stdout + done.stderr
+
+
 EXPERTS = [
     r"output of model\.layers\.0\.mlp\.experts$",
     r"output of model\.layers\.0\.mlp\.gate\.1",
