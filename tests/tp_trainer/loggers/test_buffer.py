@@ -78,6 +78,18 @@ def test_numbers_of_one_step_are_one_row_and_come_in_order():
     assert logger.calls == [(1, 1, {"loss": 1.0, "norm": 2.0}), (2, 2, {"loss": 0.1})]
 
 
+def test_a_logger_that_changes_its_numbers_leaves_the_next_ones_as_they_were():
+    class Taking(Listed):
+        def log(self, numbers, *, step, epoch):
+            numbers.clear()
+
+    logger = Listed()
+    buffer = opened(Taking(), logger)
+    buffer.add({"loss": 1.0}, step=1, epoch=1)
+    buffer.flush()
+    assert logger.calls == ["open", (1, 1, {"loss": 1.0})]
+
+
 def test_a_number_is_that_of_the_moment_it_was_added_at():
     logger = Listed()
     buffer = opened(logger)

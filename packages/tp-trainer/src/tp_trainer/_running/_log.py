@@ -126,13 +126,17 @@ class RunLog:
         for *_, row in rows:
             tensors += [value for value in row.values() if isinstance(value, Tensor)]
         read = _read(tensors)
+        known: list[tuple[int, int, dict[str, float]]] = []
         for step, epoch, row in rows:
-            numbers = dict(row)
-            for name, value in row.items():
-                if isinstance(value, Tensor):
-                    numbers[name] = next(read)
-            self._each(lambda logger, n=numbers, s=step, e=epoch: logger.log(n, step=s, epoch=e))
-        self._each(lambda logger: logger.flush())
+            numbers = {n: next(read) if isinstance(value, Tensor) else value for n, value in row.items()}
+            known.append((step, epoch, numbers))
+
+        def send(logger: Logger) -> None:
+            for step, epoch, numbers in known:
+                logger.log(dict(numbers), step=step, epoch=epoch)  # its own, which it may keep and change
+            logger.flush()
+
+        self._each(send)
 
     # -- events, states, end ----------------------------------------------------------------------
 
@@ -203,7 +207,7 @@ class RunLog:
 def _copy_number(name: str, value: Any) -> Number:
     """Return a number, or a copy of a tensor on its accelerator: the original may change before the read."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        if value.device.type == "cpu":
+        if value.is_cpu:
             return float(value.item())
         return value.detach().reshape(()).clone()
     if isinstance(value, Real):

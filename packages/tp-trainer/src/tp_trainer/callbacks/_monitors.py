@@ -25,9 +25,9 @@ class LearningRateMonitor(Callback):
 
     def on_step_end(self, run: RunView) -> None:
         """Log the rates of the next step."""
-        rates = {}
-        for name, optimizer in run.optimizers.items():
-            prefix = "lr" if len(run.optimizers) == 1 else f"lr/{name}"
+        rates, optimizers = {}, run.optimizers
+        for name, optimizer in optimizers.items():
+            prefix = "lr" if len(optimizers) == 1 else f"lr/{name}"
             groups = optimizer.param_groups
             for i, group in enumerate(groups):
                 rate = group.get("lr")  # a tensor stays on its device
