@@ -6,6 +6,8 @@ keeps what they have said.
 """
 
 import argparse
+import ast
+import inspect
 import json
 import statistics
 from collections import Counter
@@ -18,9 +20,12 @@ from tp_core.ranks import RankPool
 from tests.bench._results import FOLDER, machine, versions
 from tests.silentbench._judges import JUDGES, Outcome, by_verify
 from tests.silentbench._programs import RANKS, Program, programs
+from tests.silentbench._runs import curve_of_one_device
+from tests.silentbench._types import FUNCTIONS
 
 FILE = FOLDER / "silentbench.json"
 OWN = "its own"  # the type that a program asks for: float64, or float32 where its fault is one of precision
+LOOP = len(inspect.getsource(curve_of_one_device).splitlines()) - 2  # without its name and docstring
 TYPES = {OWN: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,6 +55,20 @@ def outcome(faulty: Outcome, right: Outcome) -> dict[str, Any]:
     }
 
 
+def lines_for(program: Program, name: str) -> int:
+    """Return the lines that a user of a judge writes beside the training, which has to be there anyhow."""
+    module = ast.parse(program.file.read_text(encoding="utf-8"))
+    # The functions that return the arguments of `verify`.
+    cases = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == "case"]
+    case = sum((one.end_lineno or one.lineno) - one.lineno + 1 for one in cases)
+    if name == "tp verify":
+        return case
+    if name == "loss curves":
+        return LOOP + 1
+    declared = [one for one in module.body if isinstance(one, ast.ClassDef) and one.name in FUNCTIONS]
+    return {"spmd-types": 4 + 3 * len(declared), "DebugMode": 4, "CommDebugMode": 3}[name]
+
+
 def figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return the sums over all programs.
 
@@ -75,6 +94,8 @@ def figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     for figure in [one for one in sums if one.endswith(", seconds")]:
         sums[figure] /= sums[figure.removesuffix("seconds") + "tried"]
     sums.update(dict.fromkeys((f"{name}, {OWN}, not for it" for name in JUDGES), 0))  # each has the figure
+    for name in JUDGES:
+        sums[f"{name}, lines"] = statistics.median(facts["lines for"][name] for facts in found.values())
     return {**sums, "lines of a program": statistics.median(facts["lines"] for facts in found.values())}
 
 
@@ -82,8 +103,8 @@ def table(tried: list[Program], found: dict[str, dict[str, Any]]) -> str:
     """Return one row for each program, in Markdown."""
     others = ["loss curves", "spmd-types"]  # DebugMode is for one program
     rows = [
-        f"| program | report | `tp verify` names | {' | '.join(others)} |",
-        "|---|---|---|" + "---|" * len(others),
+        f"| program | report | `tp verify` names | {' | '.join(others)} | lines |",
+        "|---|---|---|" + "---|" * len(others) + "---|",
     ]
     for program in tried:
         facts = found[program.name]
@@ -93,10 +114,13 @@ def table(tried: list[Program], found: dict[str, dict[str, Any]]) -> str:
             named = f"`{said['said'].partition(': it ')[0]}`" if said["found"] else "nothing"
             if said["found"] and not said["placed"]:
                 named += ", another place"
-        seen = [word(facts[name][OWN]) if name in facts else "not tried" for name in others]
+            named += f", {said['seconds']:.1f} s"
+        seen = [cell(facts[name][OWN]) if name in facts else "not tried" for name in others]
         number = program.report.rpartition("/")[2]
         link = f"[{program.project} {number}]({program.report})"
-        rows.append(f"| `{program.name}`, {program.kind} | {link} | {named} | {' | '.join(seen)} |")
+        rows.append(
+            f"| `{program.name}`, {program.kind} | {link} | {named} | {' | '.join(seen)} | {facts['lines']} |"
+        )
     return "\n".join(rows)
 
 
@@ -111,9 +135,16 @@ def word(said: dict[str, Any]) -> str:
     return "the right form" if said["false alarm"] else "no"
 
 
+def cell(said: dict[str, Any]) -> str:
+    """Return what a judge says of both forms, and the seconds that it took for one."""
+    return word(said) if "not for it" in said else f"{word(said)}, {said['seconds']:.1f} s"
+
+
 def write(found: dict[str, dict[str, Any]]) -> None:
     """Write what is found so far."""
     known = [one for one in programs() if one.name in found]
+    for one in known:
+        found[one.name]["lines for"] = {name: lines_for(one, name) for name in JUDGES}
     ordered = {one.name: found[one.name] for one in known}
     facts = {"measured": date.today().isoformat(), "machine": machine(), "versions": versions()}
     facts |= {f"versions-{name}": versions()[name] for name in ("python", "torch")}  # for the page

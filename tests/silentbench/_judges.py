@@ -8,12 +8,12 @@ import torch
 from tp_core.ranks import RankPool
 from tp_verify import verify
 
-from tests.silentbench._operation_logs import apart_by_logs
+from tests.silentbench._operation_logs import apart_by_logs, collectives
 from tests.silentbench._programs import Program
 from tests.silentbench._runs import curve_of_one_device, curve_of_ranks, looks_apart
 from tests.silentbench._types import WHOLE, refused_by_types
 
-__all__ = ["JUDGES", "Outcome", "by_curves", "by_logs", "by_types", "by_verify"]
+__all__ = ["JUDGES", "Outcome", "by_counts", "by_curves", "by_logs", "by_types", "by_verify"]
 
 
 @dataclass(frozen=True)
@@ -82,4 +82,25 @@ def by_logs(program: Program, pool: RankPool, *, right: bool) -> Outcome:
     return Outcome(bool(said), said, False, time.perf_counter() - began, not_for)
 
 
-JUDGES = {"tp verify": by_verify, "loss curves": by_curves, "spmd-types": by_types, "DebugMode": by_logs}
+def by_counts(program: Program, pool: RankPool, *, right: bool) -> Outcome:
+    """Judge by torch's `CommDebugMode`: are there other collectives than the right form has?
+
+    No user has the right form to count in: it stands for one who knows the right counts.
+    """
+    began = time.perf_counter()
+    counts = collectives(program, pool, right=right)
+    seconds = time.perf_counter() - began
+    expected = counts if right else collectives(program, pool, right=True)
+    if counts is None or expected is None:
+        return Outcome(False, "", False, seconds, "its tracker of modules raises")
+    differing = sorted(k for k in counts | expected if counts.get(k, 0) != expected.get(k, 0))
+    return Outcome(bool(differing), ", ".join(differing), False, seconds)
+
+
+JUDGES = {
+    "tp verify": by_verify,
+    "loss curves": by_curves,
+    "spmd-types": by_types,
+    "DebugMode": by_logs,
+    "CommDebugMode": by_counts,
+}

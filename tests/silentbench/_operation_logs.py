@@ -1,4 +1,4 @@
-"""The judge `DebugMode`: torch's log of operations with hashes of what they return, by its documents."""
+"""The judges `DebugMode` and `CommDebugMode`: torch's logs of operations and of collectives."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -62,3 +62,32 @@ def _logged(case: Mapping[str, Any], model: nn.Module, batch: Any) -> tuple[Any,
     with DebugMode() as mode, DebugMode.log_tensor_hashes():
         output = case["step"](model, batch)
     return output, mode.logs
+
+
+def collectives(program: Program, pool: RankPool, *, right: bool) -> dict[str, int] | None:
+    """Return how often the first rank calls each collective in a step; ``None`` where the mode cannot count.
+
+    Its tracker of modules raises an `IndexError` in torch 2.13 within some calls of a model.
+    """
+    return pool.run(_counted, program, right)[0]
+
+
+def _counted(program: Program, right: bool) -> dict[str, int] | None:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    join()
+    case = program.case(right=right)
+    strategy: Strategy = case["parallel"]
+    model, _ = strategy.prepare(built(case, None), lambda made: make_optimizer(case, made))
+    strategy.seed(0)
+    share = strategy.share(case["batches"][0])
+    try:
+        with CommDebugMode() as counting:
+            strategy.backward(model, case["step"], micro_batches(share, case.get("micro", 1)))
+            if "max_norm" in case:
+                strategy.clip(model, case["max_norm"])
+    except IndexError:
+        return None
+    finally:
+        strategy.close()
+    return {str(kind): count for kind, count in counting.get_comm_counts().items()}

@@ -15,6 +15,9 @@ from tp_verify import Strategy
 from tests.silentbench._programs import Program
 from tests.silentbench._runs import built, join, make_optimizer, micro_batches
 
+FUNCTIONS = ("Copy", "Sum", "Gather")
+"""The names that programs give to their functions that communicate."""
+
 WHOLE = ("I", "R")
 """How a user may declare a weight that all ranks have: its gradient is the same on ranks, or a summand."""
 
@@ -95,7 +98,7 @@ def _declare_functions(program: Program, axis: Any) -> None:
     def gathered(*, x: torch.Tensor) -> Any:
         return rules.all_gather(x, axis, src=S(x.ndim - 1), dst=I)
 
-    for name, hook in {"Copy": copied, "Sum": summed, "Gather": gathered}.items():
+    for name, hook in zip(FUNCTIONS, (copied, summed, gathered), strict=True):
         function = getattr(program.module, name, None)
         if function is not None:
             function.spmd_typecheck = staticmethod(hook)

@@ -6,8 +6,8 @@ import re
 import pytest
 from tp_core.ranks import RankPool
 
-from tests.silentbench.__main__ import FILE, OWN, outcome, word
-from tests.silentbench._judges import by_logs, by_types, by_verify
+from tests.silentbench.__main__ import FILE, OWN, TYPES, outcome, word
+from tests.silentbench._judges import by_counts, by_logs, by_types, by_verify
 from tests.silentbench._programs import FOLDER, RANKS, programs
 from tests.silentbench._runs import (
     apart,
@@ -63,9 +63,10 @@ def test_a_fault_is_found_at_its_place_and_the_right_form_is_equal(program, rank
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.name)
-def test_no_right_form_is_accused(program, ranks):
-    right = by_verify(program, ranks, right=True)
+def test_no_right_form_is_accused(program, kind, ranks):
+    right = by_verify(program, ranks, right=True, dtype=TYPES[kind])
     assert not right.found, right.said
 
 
@@ -102,6 +103,14 @@ def test_the_faulty_form_alone_drops_nothing(program, ranks):
         assert (one == other) != right
 
 
+def test_most_faults_are_found_and_named_and_no_right_form_accused():
+    sums = json.loads(FILE.read_text(encoding="utf-8"))["figures"]
+    assert sums["tp verify, false alarms"] == 0
+    for kind in TYPES:
+        assert sums[f"tp verify, {kind}, found"] >= 90, kind
+        assert sums[f"tp verify, {kind}, placed"] >= 80, kind
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.name)
 def test_the_table_says_what_is_found(program, ranks):
@@ -129,6 +138,12 @@ def test_types_refuse_what_the_table_says(program, ranks):
 @pytest.mark.parametrize("program", FEW, ids=lambda one: one.name)
 def test_logs_of_operations_say_what_the_table_says(program, ranks):
     assert word(said_of(by_logs, program, ranks)) == word(recorded("DebugMode", program))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", FEW, ids=lambda one: one.name)
+def test_counts_of_collectives_say_what_the_table_says(program, ranks):
+    assert word(said_of(by_counts, program, ranks)) == word(recorded("CommDebugMode", program))
 
 
 @pytest.mark.nightly

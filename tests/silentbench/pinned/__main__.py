@@ -3,7 +3,7 @@
 ``python -m tests.silentbench.pinned`` tries all of ``pinned.toml``, or ``--only NAME...``, and prints what is
 seen with the fault and without it. Each list of requirements is installed once, into a folder beside this
 environment. Programs with a ``place`` are judged by `verify`; of the others each rank shows a value, which
-the record has, and which is written for the documents.
+the record has. Both are written for the documents.
 """
 
 import argparse
@@ -49,6 +49,7 @@ class Pinned:
         right: What the right form needs.
         program: The file, with a function ``cases`` or ``shown``; by default that of this name beside this.
         place: A pattern of what `verify` has to name as the place of the fault.
+        alone: What is tried without a training step, where `verify` does not judge it.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Pinned:
     right: Mapping[str, Any]
     program: str = ""
     place: str = ""
+    alone: str = ""
 
     @property
     def file(self) -> str:
@@ -132,33 +134,36 @@ def _show(file: str, case: int | None) -> Any:
 
 def table(known: Sequence[Pinned], found: Mapping[str, Any]) -> str:
     """Return one row for each program, in Markdown."""
-    rows = ["| kind | program | report | with the fault | without it |", "|---|---|---|---|---|"]
+    rows = ["| kind | program | report | with the fault | without it | judged |", "|---|---|---|---|---|---|"]
     for one in known:
         faulty = _cell(one.faulty, found[one.name]["faulty"])
         right = _cell(one.right, found[one.name]["right"])
         link = f"[{one.project} {one.report.rpartition('/')[2]}]({one.report})"
-        rows.append(f"| {one.kind} | `{one.name}` | {link} | {faulty} | {right} |")
+        judge = "by `tp verify`" if one.place else f"no: {one.alone} alone"
+        rows.append(f"| {one.kind} | `{one.name}` | {link} | {faulty} | {right} | {judge} |")
     return "\n".join(rows)
 
 
-def _cell(form: Mapping[str, Any], values: Sequence[Any]) -> str:
-    """Return the version of a form, and what its ranks show."""
+def _cell(form: Mapping[str, Any], values: Sequence[Any] | str) -> str:
+    """Return the version of a form, and what its ranks show, or what `verify` says of it."""
+    version = form["requires"][0].replace("==", " ") if form["requires"] else "as installed"
+    if isinstance(values, str):
+        said = f"`{values.partition(': it ')[0]}`" if values else "equal"
+        return f"{version}: {said}"
     differ = any(value != values[0] for value in values)
     shown = " and ".join(f"`{value}`" for value in (values if differ else values[:1]))
-    return f"{form['requires'][0].replace('==', ' ')}: {shown}"
+    return f"{version}: {shown}"
 
 
 def write(found: Mapping[str, Any]) -> None:
     """Write what is seen so far."""
-    records = pinned()
-    judges = [one for one in records if one.place]
-    known = [one for one in records if one.name in found]
+    known = [one for one in pinned() if one.name in found]
     ordered = {one.name: found[one.name] for one in known}
     facts = {"measured": date.today().isoformat(), "machine": machine(), "versions": versions()}
-    reports = {one.report for one in (*known, *judges)}
+    reports = {one.report for one in known}
     sums = {
-        "pinned": len(known) + len(judges),
-        "judged by verify": len(judges),
+        "pinned": len(known),
+        "judged by verify": sum(bool(one.place) for one in known),
         "re-made": sum(one.report in reports for one in programs()),
     }
     facts |= {"figures": sums, "programs": ordered, "table": table(known, ordered)}
@@ -179,7 +184,7 @@ def main() -> None:
         print(f"{one.name}: with the fault {facts['faulty']}; without it {facts['right']}", flush=True)
         if not one.is_as_recorded(facts):
             others.append(one.name)
-        elif not one.place:
+        else:
             found[one.name] = facts
             write(found)
     if others:
