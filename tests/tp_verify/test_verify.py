@@ -487,7 +487,7 @@ def test_another_learning_rate_is_named_in_any_type(dtype, ranks):
 
 def test_the_farthest_of_several_runs_bounds_each_number():
     right, steps = torch.zeros(2), []
-    for loss, weight in ((1.0, 0.0), (1.1, -0.2), (0.8, 0.1), (1.0, math.inf)):
+    for loss, weight in ((1.0, 0.0), (1.1, -0.2), (0.8, 0.1), (math.inf, math.inf)):
         weights = {"weight": torch.tensor([weight, 0.0])}
         steps.append(StepRecord(loss=loss, weights=weights, buffers={"none": right}))
     exact, *runs = (RunRecord(steps=[step]) for step in steps)

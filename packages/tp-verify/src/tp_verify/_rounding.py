@@ -106,4 +106,4 @@ def _tensor(value: torch.Tensor | LocalTensor | None) -> torch.Tensor | None:
 def _farther_number(exact: float | None, one: float | None, other: float | None) -> float | None:
     if exact is None or one is None or other is None:
         return one
-    return other if abs(other - exact) > abs(one - exact) else one
+    return other if abs(one - exact) < abs(other - exact) < math.inf else one
